@@ -1,0 +1,173 @@
+"""What every front end sees of an engine: `EngineClient` and the values that cross it.
+
+server, tui and bench depend on this module, the events and the api package, and on nothing else
+of the engine. `termgen.engine.engine.AsyncEngine` is the in-process form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from termgen.engine.events import EngineSnapshot, EventRing
+from termgen.engine.request import FinishReason
+from termgen.engine.sampling_params import SamplingParams
+from termgen.errors import EngineError
+
+Message = Mapping[str, Any]
+"""A chat message: `role` and `content`, as in OpenAI's API."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation to be rendered through the model's chat template."""
+
+    messages: Sequence[Message]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = str | Sequence[int] | ChatPrompt
+"""Raw text, token ids, or a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One generated token and the most likely alternatives at its position."""
+
+    token_id: int
+    token: str
+    """The token's text; may be part of a character, then with replacement characters."""
+    token_bytes: bytes
+    logprob: float
+    rank: int
+    """1 = most likely."""
+    top: tuple[tuple[int, str, bytes, float], ...] = ()
+    """(token id, text, bytes, logprob), most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """perf_counter_ns stamps of one request; 0 where it never got that far."""
+
+    arrival_ns: int = 0
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    finished_ns: int = 0
+
+    @property
+    def queue_s(self) -> float:
+        return max(0, self.first_scheduled_ns - self.arrival_ns) / 1e9
+
+    @property
+    def ttft_s(self) -> float:
+        """Arrival to first token."""
+        return max(0, self.first_token_ns - self.arrival_ns) / 1e9
+
+    @property
+    def e2e_s(self) -> float:
+        return max(0, self.finished_ns - self.arrival_ns) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """News of one completion: the text and tokens since the previous delta.
+
+    The last delta of a completion has a `finish_reason`. `text` never ends inside a character and
+    may lag `token_ids` while a stop string could still be completing. When the engine failed the
+    request, `finish_reason` is ERROR and `error` holds the cause.
+    """
+
+    request_id: str
+    index: int
+    """Which of the `n` completions."""
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    """So far."""
+    prompt_token_ids: tuple[int, ...] | None = None
+    """On the first delta of completion 0."""
+    timings: RequestTimings | None = None
+    """On the last delta."""
+    error: EngineError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What front ends may know about the loaded model."""
+
+    model_id: str
+    """The served name."""
+    root: str
+    """Path or hub id it was loaded from."""
+    architecture: str
+    dtype: str
+    quantization: str | None
+    device: str
+    device_name: str
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    has_chat_template: bool
+    created: int
+    """Unix seconds at load."""
+    default_params: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling defaults from the model's generation_config.json."""
+
+
+class EngineClient(Protocol):
+    """An engine seen from outside. All coroutines may be awaited on any one asyncio loop."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Stream one request's deltas; with `params.n` > 1 the completions are interleaved.
+
+        Closing the generator (or cancelling the task that reads it) aborts the request. Raises
+        `RequestError` on the first iteration for a bad request, before anything is queued.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> bool:
+        """Stop a request; its stream ends with finish_reason ABORT. False if it is unknown."""
+        ...
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids `generate` would use for this prompt."""
+        ...
+
+    async def snapshot(self) -> EngineSnapshot:
+        """The engine's present state, built between two steps."""
+        ...
+
+    def events(self, capacity: int = 4096) -> EventRing:
+        """Subscribe to step and request events. The caller drains the ring at its own pace."""
+        ...
+
+    def close_events(self, ring: EventRing) -> None: ...
+
+    async def control(self, command: str) -> None:
+        """Administrative commands: `reset_prefix_cache`. Raises `RequestError` for unknown ones."""
+        ...
+
+    @property
+    def is_healthy(self) -> bool:
+        """False once the engine thread has died or stands still with work queued."""
+        ...

@@ -1,0 +1,185 @@
+"""Facts the engine publishes about itself, and the bounded rings that carry them.
+
+The engine appends one fixed-size `StepRecord` per step and one `RequestEvent` per change in a
+request's life. A subscriber owns a ring; when it is full the oldest entry is dropped and counted,
+so a slow reader can never slow a step. Vocabulary: no torch, no scheduler.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+class StepRecord(NamedTuple):
+    """One engine step. Times are perf_counter_ns; counts are tokens, rows or blocks."""
+
+    step_id: int
+    planned_ns: int
+    submitted_ns: int
+    started_ns: int
+    ended_ns: int
+    applied_ns: int
+    schedule_us: float
+    apply_us: float
+    num_decode_rows: int
+    num_prefill_rows: int
+    num_prefill_tokens: int
+    num_sampled_tokens: int
+    num_padded_tokens: int
+    graph_mode: str
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_free_blocks: int
+    prefix_query_tokens: int
+    """Prompt tokens looked up in the prefix cache since start."""
+    prefix_hit_tokens: int
+    num_preemptions: int
+    """Since start."""
+
+
+class RequestEventKind(enum.StrEnum):
+    QUEUED = "queued"
+    SCHEDULED = "scheduled"
+    FIRST_TOKEN = "first_token"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class RequestEvent(NamedTuple):
+    """One change in a request's life. Never carries text."""
+
+    time_ns: int
+    request_id: str
+    kind: RequestEventKind
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    detail: str = ""
+    """Finish reason, or why it was preempted."""
+
+
+EngineEvent = StepRecord | RequestEvent
+
+
+class EventRing:
+    """A subscriber's bounded queue. `append` is called by the engine thread, `drain` by the reader.
+
+    `deque.append` and `popleft` are atomic under the GIL, so neither side takes a lock.
+    """
+
+    __slots__ = ("_ring", "_seen", "num_appended")
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._ring: deque[EngineEvent] = deque(maxlen=capacity)
+        self.num_appended = 0
+        self._seen = 0
+
+    def append(self, event: EngineEvent) -> None:
+        self._ring.append(event)
+        self.num_appended += 1
+
+    def drain(self) -> list[EngineEvent]:
+        """Take everything that is there, oldest first."""
+        out: list[EngineEvent] = []
+        while True:
+            try:
+                out.append(self._ring.popleft())
+            except IndexError:
+                break
+        self._seen += len(out)
+        return out
+
+    @property
+    def num_dropped(self) -> int:
+        """Events lost because the reader was too slow."""
+        return max(0, self.num_appended - self._seen - len(self._ring))
+
+
+class EventBus:
+    """Fans events out to every subscriber's ring."""
+
+    def __init__(self) -> None:
+        self._rings: tuple[EventRing, ...] = ()
+
+    def subscribe(self, capacity: int = 4096) -> EventRing:
+        ring = EventRing(capacity)
+        self._rings = (*self._rings, ring)
+        return ring
+
+    def unsubscribe(self, ring: EventRing) -> None:
+        self._rings = tuple(r for r in self._rings if r is not ring)
+
+    def publish(self, event: EngineEvent) -> None:
+        for ring in self._rings:
+            ring.append(event)
+
+
+class BlockState(enum.IntEnum):
+    """State of one KV block as drawn in the block map."""
+
+    FREE = 0
+    CACHED = 1
+    """Holds a reusable prefix, nobody uses it now."""
+    ACTIVE = 2
+    SHARED = 3
+    """Used by more than one request."""
+    NULL = 4
+    """Block 0, the padding target."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """One request as a screen shows it."""
+
+    request_id: str
+    status: str
+    """waiting, prefill, decode or preempted."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    num_blocks: int
+    num_scheduled_tokens: int
+    """Tokens this request has in the newest step; 0 when it is not in it."""
+    age_s: float
+    num_preemptions: int
+    priority: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineSnapshot:
+    """What a screen shows beside the time series. Built by the engine thread when asked for."""
+
+    time_ns: int
+    step: StepRecord | None
+    """The newest step."""
+    requests: tuple[RequestView, ...]
+    """Running first, in batch order, then waiting in queue order (at most 256 of each)."""
+    num_running: int
+    num_waiting: int
+    block_states: npt.NDArray[np.uint8]
+    """[num_blocks] BlockState values."""
+    block_owners: npt.NDArray[np.int32]
+    """[num_blocks] index into `requests` of one owner, -1 for none."""
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_free_blocks: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    num_preemptions: int
+    num_finished: int
+    prompt_tokens: int
+    """Prompt tokens computed since start."""
+    generation_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    last_progress_ns: int
+    """perf_counter_ns of the last applied step, for watchdogs."""

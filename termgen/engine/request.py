@@ -1,0 +1,76 @@
+"""What a request is, on its way in and while it lives. Vocabulary: no torch, no scheduler."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from termgen.engine.sampling_params import SamplingParams
+
+IntArray = npt.NDArray[np.int32]
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """max_tokens or the model's context was reached."""
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One request as a front end submits it, already tokenised and validated."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    """Lower runs first; only the priority policy looks at it."""
+    cache_salt: str | None = None
+    """Prefix-cache entries are shared only between requests with the same salt."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """The scheduler's record of one request. Owned by the engine thread.
+
+    Token history while the request runs lives in the scheduler's slot table, not here:
+    `token_ids` is the prompt until the first preemption or the end, when it is brought up to date.
+    """
+
+    request_id: str
+    token_ids: IntArray
+    """Every known token: the prompt, plus outputs as of the last time the slot was released."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    max_total_tokens: int
+    """prompt + max_tokens, capped by the model's context."""
+    stop_token_ids: frozenset[int]
+    """Ids that end the request: end-of-sequence ids unless ignored, and its own stop ids."""
+    priority: int
+    arrival_ns: int
+    cache_salt: str | None
+    status: RequestStatus = RequestStatus.WAITING
+    slot: int = -1
+    epoch: int = -1
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache when the request was first scheduled."""
+    num_preemptions: int = 0
+    first_scheduled_ns: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it; None for end-of-sequence and length."""

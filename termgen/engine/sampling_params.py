@@ -1,0 +1,141 @@
+"""How one request wants its tokens drawn. Vocabulary: imports nothing but errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from termgen.errors import RequestError
+
+GREEDY_EPSILON = 1e-5
+"""Temperatures below this mean greedy decoding, as in vLLM."""
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request; names and meaning follow vLLM.
+
+    Immutable. The constructor checks everything that needs no model; `validate_for` checks what
+    depends on the vocabulary. Raises `RequestError` naming the field.
+    """
+
+    n: int = 1
+    """How many completions to generate. Completion `i` of a seeded request uses `seed + i`."""
+    temperature: float = 1.0
+    """0 (or below 1e-5) is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: no limit."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """A draw depends on (seed, position) and nothing else. None: a random seed."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = None
+    """None: whatever the context leaves."""
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """Number of most likely tokens to report per position (0: only the chosen one)."""
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        stop: str | Sequence[str] | None = self.stop  # callers may pass a bare string or None
+        set_(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop or ()))
+        set_(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.top_k == -1:
+            set_(self, "top_k", 0)
+        self._check_numbers()
+        self._check_stops()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_EPSILON
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    def _check_numbers(self) -> None:
+        _check_int("n", self.n, 1, 128)
+        _check_float("temperature", self.temperature, 0.0, 2.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
+        _check_int("top_k", self.top_k, 0, 2**31 - 1)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, exclusive_low=True)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false", param=name)
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings are allowed", param="stop")
+        for s in self.stop:
+            if not isinstance(s, str) or not s or len(s) > MAX_STOP_STRING_CHARS:
+                raise RequestError(
+                    f"each stop string must have 1 to {MAX_STOP_STRING_CHARS} characters",
+                    param="stop",
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"at most {MAX_STOP_TOKEN_IDS} stop token ids are allowed", param="stop_token_ids"
+            )
+        for t in self.stop_token_ids:
+            _check_int("stop_token_ids", t, 0, 2**31 - 1)
+
+    def validate_for(self, *, vocab_size: int) -> None:
+        """Check what depends on the model. Raises `RequestError` naming the field."""
+        for t in self.stop_token_ids:
+            if t >= vocab_size:
+                raise RequestError(
+                    f"stop token id {t} is outside the vocabulary of {vocab_size}",
+                    param="stop_token_ids",
+                )
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, not {value!r}", param=name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be between {low} and {high}, not {value}", param=name)
+
+
+def _check_float(
+    name: str, value: object, low: float, high: float, *, exclusive_low: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, not {value!r}", param=name)
+    if value > high or value < low or (exclusive_low and value == low):
+        bracket = "(" if exclusive_low else "["
+        raise RequestError(
+            f"{name} must be in {bracket}{low:g}, {high:g}], not {value:g}", param=name
+        )

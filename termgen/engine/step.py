@@ -1,0 +1,132 @@
+"""The two frozen messages between the host half (decides) and the device half (computes).
+
+A `StepPlan` says what one step computes; a `StepResult` says what came of it. Neither holds a
+tensor, both can be kept, compared and sent to another process. Results are read through the plan
+they answer, never through live request state: a row whose (slot, epoch) is no longer current is
+dropped. That rule settles most of what can go wrong when steps run ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from termgen.engine.request import IntArray
+from termgen.engine.sampling_params import SamplingParams
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddedRow:
+    """A request that gets a device row before the step runs (first time, or after preemption)."""
+
+    slot: int
+    epoch: int
+    token_ids: IntArray
+    """[num_known_tokens] prompt and, after a preemption, the tokens generated so far."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Tokens whose KV is already in the row's first blocks (a prefix-cache hit)."""
+    max_total_tokens: int
+    stop_token_ids: tuple[int, ...]
+    """Sorted ids that end the request once `min_tokens` are out."""
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """What one step does. Arrays are read-only; rows are in batch order.
+
+    Applied in this order: release rows, add rows, append blocks, compute.
+    """
+
+    step_id: int
+    slots: IntArray
+    """[num_rows] device row of each batch row."""
+    epochs: IntArray
+    """[num_rows] which residency of that slot is meant."""
+    num_tokens: IntArray
+    """[num_rows] tokens computed for the row in this step, drafts included."""
+    num_draft_tokens: IntArray
+    """[num_rows] how many of those are drafts."""
+    num_computed: IntArray
+    """[num_rows] host's upper bound of computed tokens before this step. The device has its own
+    exact count; this one sizes buffers and is shown to people."""
+    released_slots: tuple[int, ...]
+    added: tuple[AddedRow, ...]
+    block_slots: IntArray
+    """[num_new_blocks] row each new block belongs to."""
+    block_positions: IntArray
+    """[num_new_blocks] index in that row's block table."""
+    block_ids: IntArray
+    """[num_new_blocks] physical block."""
+    needs_logprobs: bool
+    max_logprobs: int
+    """Most alternatives any row asks for; the device computes that many for all."""
+    needs_penalties: bool
+    needs_sampling: bool
+    """False when every row is greedy."""
+    needs_top_k_top_p: bool
+    """True when some row limits by top-k, top-p or min-p."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.num_tokens.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLogprobs:
+    """Log-probabilities of one step, before any logits processor, natural log.
+
+    Column 0 is the sampled token, columns 1.. are the most likely ones, best first. Rows that ask
+    for fewer are cut by the host.
+    """
+
+    token_ids: IntArray  # [num_rows, 1 + max_logprobs]
+    logprobs: FloatArray  # [num_rows, 1 + max_logprobs]
+    ranks: IntArray  # [num_rows] rank of the sampled token, 1 = most likely
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What a step produced, ragged by row."""
+
+    step_id: int
+    num_sampled: IntArray
+    """[num_rows] tokens sampled by each row: 0 for a prefill chunk that is not the last."""
+    token_ids: IntArray
+    """[sum(num_sampled)] sampled tokens, row after row."""
+    logprobs: StepLogprobs | None
+    started_ns: int
+    """perf_counter_ns when the device began the step."""
+    ended_ns: int
+    graph_mode: str = "NONE"
+    """FULL, PIECEWISE or NONE."""
+    num_padded_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What the executor found and decided while starting; facts for the scheduler and screens."""
+
+    device: str
+    """`cpu` or `cuda:0`."""
+    device_name: str
+    dtype: str
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    model_bytes: int
+    kv_cache_bytes: int
+    load_seconds: float
+    attention_backend: str
+    architecture: str

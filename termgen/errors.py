@@ -1,0 +1,95 @@
+"""Every exception termgen raises on purpose.
+
+    TermgenError                 base; its message is one plain line a person can act on
+    ├── ConfigError              a flag, a config-file entry or an environment variable is wrong
+    ├── ModelError               a model cannot be found, fetched, read or run here
+    │   ├── ModelNotFoundError   no such name, folder or file
+    │   ├── UnsupportedModelError  an architecture, dtype or tensor type that is not supported
+    │   ├── CorruptFileError     a file is truncated, inconsistent or hostile
+    │   └── DownloadError        fetching failed; nothing half-written is left behind
+    ├── RequestError             one request is wrong: HTTP status, `code` slug and `param` name
+    │   └── ContextLengthError   the prompt (plus what it asks for) does not fit the model
+    └── EngineError              the engine failed, not the request
+        ├── StepError            one step failed; the requests in it are failed with this cause
+        └── EngineDeadError      the engine thread is gone
+
+The command line prints `TermgenError` as one line and exits with code 2; the server turns
+`RequestError` into its HTTP status. An `assert` elsewhere means a bug of ours.
+"""
+
+from __future__ import annotations
+
+
+class TermgenError(Exception):
+    """Base of everything raised on purpose."""
+
+
+class ConfigError(TermgenError):
+    """A setting is wrong; `param` names the flag or key."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ModelError(TermgenError):
+    """A model cannot be found, fetched, read or run."""
+
+
+class ModelNotFoundError(ModelError):
+    """No such model name, folder or file."""
+
+
+class UnsupportedModelError(ModelError):
+    """The file is well formed, but termgen does not run what is in it."""
+
+
+class CorruptFileError(ModelError):
+    """A model file is truncated, inconsistent or hostile."""
+
+
+class DownloadError(ModelError):
+    """Fetching a model failed. Nothing half-written is left in the cache."""
+
+
+class RequestError(TermgenError):
+    """One request is wrong. `param` names the field, `code` is a slug clients match on."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str = "invalid_value",
+        status: int = 400,
+        type: str = "invalid_request_error",
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.status = status
+        self.type = type
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or the prompt plus the tokens asked for, exceeds the model's context."""
+
+    def __init__(self, message: str, *, param: str | None = "messages") -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class EngineError(TermgenError):
+    """The engine failed. Not the caller's fault."""
+
+
+class StepError(EngineError):
+    """One engine step failed. Every request that was in it fails with this error, once."""
+
+    def __init__(self, message: str, *, step_id: int, request_ids: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.step_id = step_id
+        self.request_ids = request_ids
+
+
+class EngineDeadError(EngineError):
+    """The engine thread has stopped; no request can be served any more."""
