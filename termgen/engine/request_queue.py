@@ -1,0 +1,98 @@
+"""Requests that wait for a slot: in order of arrival, or by priority."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
+
+from termgen.engine.request import Request
+
+
+class RequestQueue(Protocol):
+    def push(self, request: Request) -> None: ...
+
+    def push_front(self, request: Request) -> None:
+        """Put a preempted request back so that it is next among its equals."""
+        ...
+
+    def peek(self) -> Request: ...
+
+    def pop(self) -> Request: ...
+
+    def remove(self, request: Request) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+
+class FCFSQueue:
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Request] = deque()
+
+    def push(self, request: Request) -> None:
+        self._queue.append(request)
+
+    def push_front(self, request: Request) -> None:
+        self._queue.appendleft(request)
+
+    def peek(self) -> Request:
+        return self._queue[0]
+
+    def pop(self) -> Request:
+        return self._queue.popleft()
+
+    def remove(self, request: Request) -> None:
+        self._queue.remove(request)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._queue)
+
+
+def priority_key(request: Request) -> tuple[int, int, str]:
+    """Lower runs first: priority, then arrival, then id so that the order is total."""
+    return (request.priority, request.arrival_ns, request.request_id)
+
+
+class PriorityQueue:
+    """Lowest (priority, arrival) first. A preempted request keeps its place by its key."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int, str], Request]] = []
+
+    def push(self, request: Request) -> None:
+        heapq.heappush(self._heap, (priority_key(request), request))
+
+    push_front = push
+
+    def peek(self) -> Request:
+        return self._heap[0][1]
+
+    def pop(self) -> Request:
+        return heapq.heappop(self._heap)[1]
+
+    def remove(self, request: Request) -> None:
+        self._heap.remove((priority_key(request), request))
+        heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in sorted(self._heap, key=lambda item: item[0]))
+
+
+def make_queue(policy: str) -> RequestQueue:
+    """`fcfs` or `priority`."""
+    queues: dict[str, type[FCFSQueue] | type[PriorityQueue]] = {
+        "fcfs": FCFSQueue,
+        "priority": PriorityQueue,
+    }
+    return queues[policy]()

@@ -1,0 +1,415 @@
+"""Chooses how many tokens of which request each step computes. No torch, no threads, no clock.
+
+There are no prefill and decode phases: a request has `num_computed` tokens chasing the tokens it
+knows. A step hands out `max_num_batched_tokens` tokens, first to running requests in order, then
+to waiting ones. `schedule` counts optimistically (as if the step had run), so the next step can be
+planned before this one lands; `apply` reads results through the plan they answer. The policy
+follows vLLM's V1 scheduler; the columns are ours (see slot_table.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from termgen.engine.delivery import FinishedRow, StartedRow
+from termgen.engine.fence import Fence
+from termgen.engine.integrity import check_scheduler
+from termgen.engine.kv_cache import KVCacheManager
+from termgen.engine.request import FinishReason, IntArray, Request, RequestStatus
+from termgen.engine.request_queue import make_queue, priority_key
+from termgen.engine.scheduler_types import AppliedStep, SchedulerConfig, SchedulerStats
+from termgen.engine.slot_table import SlotTable
+from termgen.engine.step import AddedRow, StepPlan, StepResult
+from termgen.errors import EngineError, RequestError
+
+_NO_INTS: IntArray = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True)
+class _Growing:
+    """The parts of a plan that Python collects row by row."""
+
+    block_slots: list[int] = field(default_factory=list)
+    block_positions: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    added: list[AddedRow] = field(default_factory=list)
+
+    def add_blocks(self, slot: int, start: int, blocks: list[int]) -> None:
+        self.block_slots += [slot] * len(blocks)
+        self.block_positions += range(start, start + len(blocks))
+        self.block_ids += blocks
+
+
+class Scheduler:
+    """Owns every request from `add_request` to its end."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+        assert config.max_num_batched_tokens >= config.max_num_seqs
+        self.config = config
+        self.kv = kv
+        self.slots = SlotTable(config.max_num_seqs, config.max_model_len)
+        self.waiting = make_queue(config.policy)
+        self.stats = SchedulerStats()
+        self.requests: dict[str, Request] = {}
+        self.started: list[StartedRow] = []
+        """Requests that took a slot since the caller last emptied this list."""
+        self.preempted: list[Request] = []
+        """Requests that lost their slot since the caller last emptied this list."""
+        self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._released: list[int] = []
+        self.fence = Fence()
+        self._next_step = 0
+        self._threshold = config.long_prefill_token_threshold or config.max_num_batched_tokens
+
+    # -- requests in and out ---------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises RequestError at once if it could never run."""
+        if request.request_id in self.requests:
+            raise RequestError(
+                f"request id {request.request_id!r} is already in use", param="request_id"
+            )
+        needed = request.max_total_tokens - 1  # the last token's KV is never computed
+        if needed > self.kv.capacity_tokens:
+            raise RequestError(
+                f"the request may need {needed} tokens of KV cache, but the cache holds only "
+                f"{self.kv.capacity_tokens}: lower max_tokens or raise --kv-cache-gib",
+                param="max_tokens",
+            )
+        self.requests[request.request_id] = request
+        self.waiting.push(request)
+
+    def finish(
+        self, request_id: str, reason: FinishReason, error: EngineError | None = None
+    ) -> FinishedRow | None:
+        """End a request from outside (abort, error). None if it is not there any more."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        if request.status is RequestStatus.RUNNING:
+            self._release_slot(request.slot)
+        else:
+            self.waiting.remove(request)
+        return self._finished(request, reason, error=error)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.slots.running)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
+    # -- planning --------------------------------------------------------------------------
+
+    def schedule(self, now_ns: int = 0) -> StepPlan | None:
+        """Plan the next step and count it as run. None when nothing can be computed now."""
+        table, running = self.slots, self.slots.running
+        known = table.num_tokens[running] + table.num_pending[running]
+        want = np.where(known < table.limit[running], known - table.num_computed[running], 0)
+        num_new = np.minimum(want, self._threshold)
+        ends = np.cumsum(num_new)
+        budget = self.config.max_num_batched_tokens
+        if len(ends) and ends[-1] > budget:
+            num_new = np.clip(budget - (ends - num_new), 0, num_new)
+        growing = _Growing()
+        preempted = self._give_blocks(running, num_new, growing)
+        chosen = np.flatnonzero(num_new)
+        slots, counts = running[chosen], num_new[chosen]
+        self._advance(slots, counts, counts == want[chosen])
+        if not preempted and len(self.waiting) and self.free_slots:
+            new_slots, new_counts = self._admit(budget - int(counts.sum()), growing, now_ns)
+            slots = np.concatenate((slots, new_slots))
+            counts = np.concatenate((counts, new_counts))
+        if not len(slots):
+            return None
+        return self._make_plan(slots, counts.astype(np.int32), growing)
+
+    def _give_blocks(self, running: IntArray, num_new: IntArray, growing: _Growing) -> bool:
+        """Extend block tables for the tokens in `num_new`, preempting if blocks run out.
+
+        Sets num_new to 0 for rows that cannot be computed. Returns whether anyone was preempted.
+        """
+        kv = self.kv
+        target = self.slots.num_computed[running] + num_new
+        missing = -(-target // kv.block_size) - kv.num_blocks[running]
+        needy = np.flatnonzero((missing > 0) & (num_new > 0))
+        if not len(needy):
+            return False
+        if int(missing[needy].sum()) <= kv.pool.num_free:
+            for i in needy:
+                self._append_blocks(int(running[i]), int(missing[i]), growing)
+            return False
+        order: npt.NDArray[np.integer[Any]] = needy
+        if self.config.policy == "priority":
+            keys = [priority_key(self.slots.request_at(int(running[i]))) for i in needy]
+            order = needy[sorted(range(len(needy)), key=keys.__getitem__)]
+        return self._give_blocks_by_preempting(running, num_new, missing, order, growing)
+
+    def _give_blocks_by_preempting(
+        self,
+        running: IntArray,
+        num_new: IntArray,
+        missing: IntArray,
+        order: npt.NDArray[np.integer[Any]],
+        growing: _Growing,
+    ) -> bool:
+        """The slow path: rows in order take blocks from the least deserving row."""
+        index_of = {int(slot): i for i, slot in enumerate(running)}
+        granted: dict[int, list[int]] = {}
+        before = self.stats.num_preemptions
+        for i in order:
+            slot, need = int(running[i]), int(missing[i])
+            if self.slots.requests[slot] is None:  # was a victim itself
+                continue
+            while self.kv.pool.num_free < need:
+                if self.kv.pool.num_free + self.fence.num_blocks >= need:
+                    break  # enough blocks come back once the steps in flight have landed
+                victim = self._choose_victim()
+                num_new[index_of[victim]] = 0
+                granted.pop(victim, None)
+                self._preempt(victim)
+                if victim == slot:
+                    break
+            if self.slots.requests[slot] is None:
+                continue
+            if self.kv.pool.num_free < need:
+                num_new[i] = 0
+                continue
+            granted[slot] = [self.kv.append(slot) for _ in range(need)]
+        for slot, blocks in granted.items():
+            growing.add_blocks(slot, int(self.kv.num_blocks[slot]) - len(blocks), blocks)
+        return self.stats.num_preemptions > before
+
+    def _append_blocks(self, slot: int, count: int, growing: _Growing) -> None:
+        start = int(self.kv.num_blocks[slot])
+        growing.add_blocks(slot, start, [self.kv.append(slot) for _ in range(count)])
+
+    def _choose_victim(self) -> int:
+        """FCFS: the newest running request. Priority: the least urgent, newest first."""
+        running = self.slots.running
+        if self.config.policy == "fcfs":
+            return int(running[-1])
+        return max(map(int, running), key=lambda s: priority_key(self.slots.request_at(s)))
+
+    def _preempt(self, slot: int) -> None:
+        """Take a slot away; the request keeps its tokens and recomputes their KV later."""
+        request = self._release_slot(slot)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self.waiting.push_front(request)
+        self.preempted.append(request)
+
+    def _admit(self, budget: int, growing: _Growing, now_ns: int) -> tuple[IntArray, IntArray]:
+        """Give slots to waiting requests while tokens, slots and blocks last."""
+        slots: list[int] = []
+        counts: list[int] = []
+        while budget > 0 and len(self.waiting) and self.free_slots:
+            request = self.waiting.peek()
+            cached = self.kv.find_cached(request)
+            num_tokens = len(request.token_ids)
+            if not self.kv.can_admit(num_tokens, cached):
+                break
+            self.waiting.pop()
+            slot = self.free_slots.pop()
+            self._start(request, slot, cached, growing, now_ns)
+            num_computed = len(cached) * self.kv.block_size
+            count = min(num_tokens - num_computed, budget, self._threshold)
+            complete = np.asarray([count == num_tokens - num_computed])
+            self._advance(np.asarray([slot]), np.asarray([count], np.int32), complete)
+            slots.append(slot)
+            counts.append(count)
+            budget -= count
+        return np.asarray(slots, np.int32), np.asarray(counts, np.int32)
+
+    def _start(
+        self, request: Request, slot: int, cached: list[int], growing: _Growing, now_ns: int
+    ) -> None:
+        num_tokens = len(request.token_ids)
+        num_computed = len(cached) * self.kv.block_size
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_computed
+            request.first_scheduled_ns = now_ns
+            self.stats.prefix_query_tokens += num_tokens
+            self.stats.prefix_hit_tokens += num_computed
+        blocks = self.kv.admit(slot, num_tokens, cached)
+        growing.add_blocks(slot, 0, blocks.tolist())
+        self.slots.occupy(slot, request, num_computed)
+        request.status = RequestStatus.RUNNING
+        growing.added.append(
+            AddedRow(
+                slot=slot,
+                epoch=request.epoch,
+                token_ids=request.token_ids,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=num_computed,
+                max_total_tokens=request.max_total_tokens,
+                stop_token_ids=tuple(sorted(request.stop_token_ids)),
+                params=request.params,
+                seed=request.seed,
+            )
+        )
+        self.started.append(
+            StartedRow(
+                request_id=request.request_id,
+                slot=slot,
+                epoch=request.epoch,
+                num_cached_tokens=request.num_cached_tokens,
+                first_scheduled_ns=request.first_scheduled_ns,
+            )
+        )
+
+    def _advance(self, slots: IntArray, counts: IntArray, samples: npt.NDArray[np.bool_]) -> None:
+        """Count tokens as computed; rows that reach their newest token will sample one.
+
+        Then publish full blocks. Only tokens known to the host are hashed: never one in flight.
+        """
+        table, kv = self.slots, self.kv
+        table.num_computed[slots] += counts
+        table.num_pending[slots] += samples
+        table.last_step[slots] = self._next_step
+        if not kv.enable_prefix_caching:
+            return
+        known = np.minimum(table.num_computed[slots], table.num_tokens[slots])
+        for i in np.flatnonzero(known // kv.block_size > kv.num_registered[slots]):
+            slot = int(slots[i])
+            kv.register(slot, int(known[i]), table.request_at(slot), table.token_ids[slot])
+
+    def _make_plan(self, slots: IntArray, counts: IntArray, growing: _Growing) -> StepPlan:
+        # Rows with one query token come first: attention treats them as one uniform batch.
+        order = np.argsort(counts > 1, kind="stable")
+        slots, counts = slots[order], counts[order]
+        table = self.slots
+        computed = table.num_computed[slots]
+        max_logprobs = int(table.num_logprobs[slots].max())
+        prompt_left = table.num_prompt[slots] - (computed - counts)
+        self.stats.prompt_tokens += int(np.clip(prompt_left, 0, counts).sum())
+        plan = StepPlan(
+            step_id=self._next_step,
+            slots=slots,
+            epochs=table.epoch[slots],
+            num_tokens=counts,
+            num_draft_tokens=np.zeros_like(counts),
+            num_computed=computed - counts,
+            released_slots=tuple(self._released),
+            added=tuple(growing.added),
+            block_slots=np.asarray(growing.block_slots, np.int32),
+            block_positions=np.asarray(growing.block_positions, np.int32),
+            block_ids=np.asarray(growing.block_ids, np.int32),
+            needs_logprobs=max_logprobs >= 0,
+            max_logprobs=max(0, max_logprobs),
+            needs_penalties=bool(table.has_penalties[slots].any()),
+            needs_sampling=bool(table.is_random[slots].any()),
+            needs_top_k_top_p=bool(table.has_filter[slots].any()),
+        )
+        self._released = []
+        self._next_step += 1
+        return plan
+
+    # -- results ---------------------------------------------------------------------------
+
+    def apply(self, plan: StepPlan, result: StepResult) -> AppliedStep:
+        """Take in a landed step: append tokens, find who is finished, free what it fenced."""
+        self._land(plan.step_id)
+        table = self.slots
+        alive = table.epoch[plan.slots] == plan.epochs
+        sampled = result.num_sampled > 0
+        rows = np.flatnonzero(alive & sampled).astype(np.int32)
+        slots = plan.slots[rows]
+        assert int(result.num_sampled.max(initial=0)) <= 1, "no drafts were planned"
+        tokens = result.token_ids if sampled.all() else _spread(result)
+        tokens = tokens[rows]
+        lengths = table.num_tokens[slots]
+        table.token_ids[slots, lengths] = tokens
+        lengths = lengths + 1
+        table.num_tokens[slots] = lengths
+        table.num_pending[slots] -= 1
+        self.stats.generation_tokens += len(rows)
+        applied = AppliedStep(slots, plan.epochs[rows], tokens, rows)
+        stopped = (table.stop_ids[slots] == tokens[:, None]).any(axis=1)
+        for i in np.flatnonzero(table.has_more_stops[slots]):
+            stopped[i] = int(tokens[i]) in table.request_at(int(slots[i])).stop_token_ids
+        stopped &= lengths > table.stop_after[slots]
+        for i in np.flatnonzero(stopped | (lengths >= table.limit[slots])):
+            request = self._release_slot(int(slots[i]))
+            token = int(tokens[i]) if stopped[i] else None
+            reason = FinishReason.LENGTH if token is None else FinishReason.STOP
+            applied.finished.append(self._finished(request, reason, stop_token=token))
+        return applied
+
+    def fail(self, plan: StepPlan, error: EngineError) -> list[FinishedRow]:
+        """A step failed: end the requests in it, make everyone else recompute from scratch.
+
+        Call it when no other step is in flight. The failed step's KV was already published as
+        findable, so the prefix cache is forgotten with it.
+        """
+        self._land(self._next_step - 1)
+        alive = plan.slots[self.slots.epoch[plan.slots] == plan.epochs]
+        finished = [
+            self._finished(self._release_slot(int(s)), FinishReason.ERROR, error=error)
+            for s in alive
+        ]
+        for slot in self.slots.running[::-1].tolist():
+            self._preempt(slot)
+        self.reset_prefix_cache()
+        return finished
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix. Running requests are not touched."""
+        self.kv.pool.forget_all()
+
+    def _finished(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        stop_token: int | None = None,
+        error: EngineError | None = None,
+    ) -> FinishedRow:
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self.requests[request.request_id]
+        self.stats.num_finished += 1
+        own = stop_token is not None and stop_token in request.params.stop_token_ids
+        return FinishedRow(
+            request_id=request.request_id,
+            reason=reason,
+            stop_token_id=stop_token if own else None,
+            stopped_by_token=stop_token is not None,
+            error=error,
+        )
+
+    def _release_slot(self, slot: int) -> Request:
+        """Take a request off its slot. Blocks and slot come back once no step can touch them."""
+        last_step = int(self.slots.last_step[slot])
+        request = self.slots.vacate(slot)
+        self._released.append(slot)
+        blocks = self.kv.take_all(slot)
+        if not self.fence.hold(last_step, slot, blocks):
+            self._give_back(slot, blocks)
+        return request
+
+    def _land(self, step_id: int) -> None:
+        """Every step up to this one has ended on the device."""
+        for _, slot, blocks in self.fence.land(step_id):
+            self._give_back(slot, blocks)
+
+    def _give_back(self, slot: int, blocks: list[int]) -> None:
+        self.kv.pool.release(blocks)
+        self.free_slots.append(slot)
+
+    def check_integrity(self) -> None:
+        """AssertionError if any block or slot is lost, shared by mistake or miscounted."""
+        check_scheduler(self)
+
+
+def _spread(result: StepResult) -> IntArray:
+    """[num_rows] sampled token of each row, -1 where it sampled none."""
+    tokens = np.full(len(result.num_sampled), -1, np.int32)
+    tokens[result.num_sampled > 0] = result.token_ids
+    return tokens

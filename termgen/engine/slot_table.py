@@ -1,0 +1,95 @@
+"""The scheduler's state of running requests: one numpy column per fact, one row per slot.
+
+A decode step touches these columns as whole arrays, which keeps its host cost near constant in
+the batch size. Owned by the scheduler, on the engine thread.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from termgen.engine.request import IntArray, Request
+
+NUM_STOP_COLUMNS = 8
+"""Stop ids kept in the table; a request with more is checked one by one."""
+
+
+class SlotTable:
+    """Columns over slots. What a row means holds from `occupy` to `vacate`.
+
+    Token counts of a row, always `num_computed <= num_tokens + num_pending`:
+
+        [0, num_tokens)                       known to the host, ids in `token_ids`
+        [num_tokens, num_tokens+num_pending)  sampled by steps still in flight, ids on the device
+        [0, num_computed)                     KV written by steps already planned
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        def column() -> IntArray:
+            return np.zeros(max_num_seqs, np.int32)
+
+        self.requests: list[Request | None] = [None] * max_num_seqs
+        self.epoch = column()
+        """Counts the residencies of a slot; results of an older epoch are dropped."""
+        self.num_tokens = column()
+        self.num_pending = column()
+        self.num_computed = column()
+        self.limit = column()
+        """Total tokens at which the request ends by length."""
+        self.stop_after = column()
+        """Total tokens from which stop ids count: prompt + min_tokens."""
+        self.num_prompt = column()
+        self.stop_ids = np.full((max_num_seqs, NUM_STOP_COLUMNS), -1, np.int32)
+        self.has_more_stops = np.zeros(max_num_seqs, np.bool_)
+        self.last_step = np.full(max_num_seqs, -1, np.int64)
+        """Newest step that computes this row; its blocks may not move before that step landed."""
+        self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
+        self.has_penalties = np.zeros(max_num_seqs, np.bool_)
+        self.is_random = np.zeros(max_num_seqs, np.bool_)
+        self.has_filter = np.zeros(max_num_seqs, np.bool_)
+        """Limits by top-k, top-p or min-p."""
+        self.token_ids: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.running: IntArray = np.zeros(0, np.int32)
+        """Occupied slots in scheduling order."""
+
+    def occupy(self, slot: int, request: Request, num_computed: int) -> None:
+        assert self.requests[slot] is None
+        params = request.params
+        num_tokens = len(request.token_ids)
+        self.requests[slot] = request
+        request.slot, request.epoch = slot, int(self.epoch[slot])
+        self.token_ids[slot, :num_tokens] = request.token_ids
+        self.num_tokens[slot] = num_tokens
+        self.num_pending[slot] = 0
+        self.num_computed[slot] = num_computed
+        self.limit[slot] = request.max_total_tokens
+        self.stop_after[slot] = request.num_prompt_tokens + params.min_tokens
+        self.num_prompt[slot] = request.num_prompt_tokens
+        stops = sorted(request.stop_token_ids)
+        self.has_more_stops[slot] = len(stops) > NUM_STOP_COLUMNS
+        self.stop_ids[slot] = -1
+        if not self.has_more_stops[slot]:
+            self.stop_ids[slot, : len(stops)] = stops
+        self.last_step[slot] = -1
+        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.has_penalties[slot] = params.has_penalties
+        self.is_random[slot] = not params.is_greedy
+        self.has_filter[slot] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        self.running = np.append(self.running, np.int32(slot))
+
+    def vacate(self, slot: int) -> Request:
+        """Empty a row, bring the request's own token list up to date and end the epoch."""
+        request = self.requests[slot]
+        assert request is not None
+        request.token_ids = self.token_ids[slot, : self.num_tokens[slot]].copy()
+        request.slot = request.epoch = -1
+        self.requests[slot] = None
+        self.epoch[slot] += 1
+        self.running = self.running[self.running != slot]
+        return request
+
+    def request_at(self, slot: int) -> Request:
+        request = self.requests[slot]
+        assert request is not None, f"slot {slot} is empty"
+        return request
