@@ -36,6 +36,8 @@ class FinishedRow:
     stopped_by_token: bool
     """The last token is a stop token or end-of-sequence: it is reported, its text is not shown."""
     error: EngineError | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

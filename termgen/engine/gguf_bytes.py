@@ -47,6 +47,7 @@ class GGUFBytes:
         self.path = path
         self.map = memory_map
         self.size = len(memory_map)
+        self._elements_left = MAX_ARRAY_ELEMENTS
 
     def fail(self, reason: str) -> NoReturn:
         raise CorruptFileError(f"{self.path}: {reason}")
@@ -117,6 +118,10 @@ class GGUFBytes:
         element = _SCALARS.get(element_type)
         if element is not None:
             return position + count * element.size
+        # Numbers are skipped at once, these one by one: bound their sum over the whole file.
+        self._elements_left -= count
+        if self._elements_left < 0:
+            self.fail(f"arrays of more than {MAX_ARRAY_ELEMENTS} elements, up to {key!r}")
         if element_type == _STRING:
             return self._skip_strings(count, position, key)
         for _ in range(count):

@@ -9,7 +9,6 @@ follows vLLM's V1 scheduler; the columns are ours (see slot_table.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,29 +18,15 @@ from termgen.engine.delivery import FinishedRow, StartedRow
 from termgen.engine.fence import Fence
 from termgen.engine.integrity import check_scheduler
 from termgen.engine.kv_cache import KVCacheManager
+from termgen.engine.plan_builder import PlanBuilder
 from termgen.engine.request import FinishReason, IntArray, Request, RequestStatus
 from termgen.engine.request_queue import make_queue, priority_key
 from termgen.engine.scheduler_types import AppliedStep, SchedulerConfig, SchedulerStats
 from termgen.engine.slot_table import SlotTable
-from termgen.engine.step import AddedRow, StepPlan, StepResult
+from termgen.engine.step import StepPlan, StepResult
 from termgen.errors import EngineError, RequestError
 
 _NO_INTS: IntArray = np.zeros(0, np.int32)
-
-
-@dataclass(slots=True)
-class _Growing:
-    """The parts of a plan that Python collects row by row."""
-
-    block_slots: list[int] = field(default_factory=list)
-    block_positions: list[int] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
-    added: list[AddedRow] = field(default_factory=list)
-
-    def add_blocks(self, slot: int, start: int, blocks: list[int]) -> None:
-        self.block_slots += [slot] * len(blocks)
-        self.block_positions += range(start, start + len(blocks))
-        self.block_ids += blocks
 
 
 class Scheduler:
@@ -73,6 +58,7 @@ class Scheduler:
             raise RequestError(
                 f"request id {request.request_id!r} is already in use", param="request_id"
             )
+        assert len(request.token_ids) < request.max_total_tokens <= self.config.max_model_len
         needed = request.max_total_tokens - 1  # the last token's KV is never computed
         if needed > self.kv.capacity_tokens:
             raise RequestError(
@@ -116,20 +102,20 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         if len(ends) and ends[-1] > budget:
             num_new = np.clip(budget - (ends - num_new), 0, num_new)
-        growing = _Growing()
-        preempted = self._give_blocks(running, num_new, growing)
+        builder = PlanBuilder()
+        preempted = self._give_blocks(running, num_new, builder)
         chosen = np.flatnonzero(num_new)
         slots, counts = running[chosen], num_new[chosen]
         self._advance(slots, counts, counts == want[chosen])
         if not preempted and len(self.waiting) and self.free_slots:
-            new_slots, new_counts = self._admit(budget - int(counts.sum()), growing, now_ns)
+            new_slots, new_counts = self._admit(budget - int(counts.sum()), builder, now_ns)
             slots = np.concatenate((slots, new_slots))
             counts = np.concatenate((counts, new_counts))
         if not len(slots):
             return None
-        return self._make_plan(slots, counts.astype(np.int32), growing)
+        return self._make_plan(slots, counts.astype(np.int32), builder)
 
-    def _give_blocks(self, running: IntArray, num_new: IntArray, growing: _Growing) -> bool:
+    def _give_blocks(self, running: IntArray, num_new: IntArray, builder: PlanBuilder) -> bool:
         """Extend block tables for the tokens in `num_new`, preempting if blocks run out.
 
         Sets num_new to 0 for rows that cannot be computed. Returns whether anyone was preempted.
@@ -142,13 +128,13 @@ class Scheduler:
             return False
         if int(missing[needy].sum()) <= kv.pool.num_free:
             for i in needy:
-                self._append_blocks(int(running[i]), int(missing[i]), growing)
+                self._append_blocks(int(running[i]), int(missing[i]), builder)
             return False
         order: npt.NDArray[np.integer[Any]] = needy
         if self.config.policy == "priority":
             keys = [priority_key(self.slots.request_at(int(running[i]))) for i in needy]
             order = needy[sorted(range(len(needy)), key=keys.__getitem__)]
-        return self._give_blocks_by_preempting(running, num_new, missing, order, growing)
+        return self._give_blocks_by_preempting(running, num_new, missing, order, builder)
 
     def _give_blocks_by_preempting(
         self,
@@ -156,7 +142,7 @@ class Scheduler:
         num_new: IntArray,
         missing: IntArray,
         order: npt.NDArray[np.integer[Any]],
-        growing: _Growing,
+        builder: PlanBuilder,
     ) -> bool:
         """The slow path: rows in order take blocks from the least deserving row."""
         index_of = {int(slot): i for i, slot in enumerate(running)}
@@ -182,12 +168,12 @@ class Scheduler:
                 continue
             granted[slot] = [self.kv.append(slot) for _ in range(need)]
         for slot, blocks in granted.items():
-            growing.add_blocks(slot, int(self.kv.num_blocks[slot]) - len(blocks), blocks)
+            builder.add_blocks(slot, int(self.kv.num_blocks[slot]) - len(blocks), blocks)
         return self.stats.num_preemptions > before
 
-    def _append_blocks(self, slot: int, count: int, growing: _Growing) -> None:
+    def _append_blocks(self, slot: int, count: int, builder: PlanBuilder) -> None:
         start = int(self.kv.num_blocks[slot])
-        growing.add_blocks(slot, start, [self.kv.append(slot) for _ in range(count)])
+        builder.add_blocks(slot, start, [self.kv.append(slot) for _ in range(count)])
 
     def _choose_victim(self) -> int:
         """FCFS: the newest running request. Priority: the least urgent, newest first."""
@@ -205,7 +191,7 @@ class Scheduler:
         self.waiting.push_front(request)
         self.preempted.append(request)
 
-    def _admit(self, budget: int, growing: _Growing, now_ns: int) -> tuple[IntArray, IntArray]:
+    def _admit(self, budget: int, builder: PlanBuilder, now_ns: int) -> tuple[IntArray, IntArray]:
         """Give slots to waiting requests while tokens, slots and blocks last."""
         slots: list[int] = []
         counts: list[int] = []
@@ -217,7 +203,7 @@ class Scheduler:
                 break
             self.waiting.pop()
             slot = self.free_slots.pop()
-            self._start(request, slot, cached, growing, now_ns)
+            self._start(request, slot, cached, builder, now_ns)
             num_computed = len(cached) * self.kv.block_size
             count = min(num_tokens - num_computed, budget, self._threshold)
             complete = np.asarray([count == num_tokens - num_computed])
@@ -228,32 +214,21 @@ class Scheduler:
         return np.asarray(slots, np.int32), np.asarray(counts, np.int32)
 
     def _start(
-        self, request: Request, slot: int, cached: list[int], growing: _Growing, now_ns: int
+        self, request: Request, slot: int, cached: list[int], builder: PlanBuilder, now_ns: int
     ) -> None:
         num_tokens = len(request.token_ids)
         num_computed = len(cached) * self.kv.block_size
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_computed
             request.first_scheduled_ns = now_ns
-            self.stats.prefix_query_tokens += num_tokens
-            self.stats.prefix_hit_tokens += num_computed
+            if self.kv.enable_prefix_caching:
+                self.stats.prefix_query_tokens += num_tokens
+                self.stats.prefix_hit_tokens += num_computed
         blocks = self.kv.admit(slot, num_tokens, cached)
-        growing.add_blocks(slot, 0, blocks.tolist())
+        builder.add_blocks(slot, 0, blocks.tolist())
         self.slots.occupy(slot, request, num_computed)
         request.status = RequestStatus.RUNNING
-        growing.added.append(
-            AddedRow(
-                slot=slot,
-                epoch=request.epoch,
-                token_ids=request.token_ids,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_computed_tokens=num_computed,
-                max_total_tokens=request.max_total_tokens,
-                stop_token_ids=tuple(sorted(request.stop_token_ids)),
-                params=request.params,
-                seed=request.seed,
-            )
-        )
+        builder.add_row(request, num_computed)
         self.started.append(
             StartedRow(
                 request_id=request.request_id,
@@ -273,39 +248,23 @@ class Scheduler:
         table.num_computed[slots] += counts
         table.num_pending[slots] += samples
         table.last_step[slots] = self._next_step
-        if not kv.enable_prefix_caching:
-            return
-        known = np.minimum(table.num_computed[slots], table.num_tokens[slots])
-        for i in np.flatnonzero(known // kv.block_size > kv.num_registered[slots]):
-            slot = int(slots[i])
-            kv.register(slot, int(known[i]), table.request_at(slot), table.token_ids[slot])
+        if kv.enable_prefix_caching:
+            known = np.minimum(table.num_computed[slots], table.num_tokens[slots])
+            for i in np.flatnonzero(known // kv.block_size > kv.num_registered[slots]):
+                self._publish(int(slots[i]), int(known[i]))
 
-    def _make_plan(self, slots: IntArray, counts: IntArray, growing: _Growing) -> StepPlan:
-        # Rows with one query token come first: attention treats them as one uniform batch.
-        order = np.argsort(counts > 1, kind="stable")
-        slots, counts = slots[order], counts[order]
+    def _publish(self, slot: int, num_tokens: int) -> None:
+        """Make a slot's full blocks within its first `num_tokens` tokens findable."""
+        kv, table = self.kv, self.slots
+        if kv.enable_prefix_caching:
+            kv.register(slot, num_tokens, table.request_at(slot), table.token_ids[slot])
+
+    def _make_plan(self, slots: IntArray, counts: IntArray, builder: PlanBuilder) -> StepPlan:
         table = self.slots
-        computed = table.num_computed[slots]
-        max_logprobs = int(table.num_logprobs[slots].max())
-        prompt_left = table.num_prompt[slots] - (computed - counts)
+        prompt_left = table.num_prompt[slots] - (table.num_computed[slots] - counts)
         self.stats.prompt_tokens += int(np.clip(prompt_left, 0, counts).sum())
-        plan = StepPlan(
-            step_id=self._next_step,
-            slots=slots,
-            epochs=table.epoch[slots],
-            num_tokens=counts,
-            num_draft_tokens=np.zeros_like(counts),
-            num_computed=computed - counts,
-            released_slots=tuple(self._released),
-            added=tuple(growing.added),
-            block_slots=np.asarray(growing.block_slots, np.int32),
-            block_positions=np.asarray(growing.block_positions, np.int32),
-            block_ids=np.asarray(growing.block_ids, np.int32),
-            needs_logprobs=max_logprobs >= 0,
-            max_logprobs=max(0, max_logprobs),
-            needs_penalties=bool(table.has_penalties[slots].any()),
-            needs_sampling=bool(table.is_random[slots].any()),
-            needs_top_k_top_p=bool(table.has_filter[slots].any()),
+        plan = builder.build(
+            self._next_step, table, slots=slots, counts=counts, released=tuple(self._released)
         )
         self._released = []
         self._next_step += 1
@@ -382,12 +341,18 @@ class Scheduler:
             stop_token_id=stop_token if own else None,
             stopped_by_token=stop_token is not None,
             error=error,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=len(request.token_ids) - request.num_prompt_tokens,
         )
 
     def _release_slot(self, slot: int) -> Request:
         """Take a request off its slot. Blocks and slot come back once no step can touch them."""
-        last_step = int(self.slots.last_step[slot])
-        request = self.slots.vacate(slot)
+        table = self.slots
+        last_step = int(table.last_step[slot])
+        # The newest token may be a stop token, whose KV the device does not write.
+        known = min(int(table.num_computed[slot]), int(table.num_tokens[slot]) - 1)
+        self._publish(slot, known)
+        request = table.vacate(slot)
         self._released.append(slot)
         blocks = self.kv.take_all(slot)
         if not self.fence.hold(last_step, slot, blocks):

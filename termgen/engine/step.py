@@ -72,6 +72,8 @@ class StepPlan:
     """False when every row is greedy."""
     needs_top_k_top_p: bool
     """True when some row limits by top-k, top-p or min-p."""
+    needs_min_tokens: bool
+    """True when some row asks for a minimum length."""
 
     @property
     def num_rows(self) -> int:
@@ -130,3 +132,9 @@ class DeviceInfo:
     load_seconds: float
     attention_backend: str
     architecture: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_in_flight: int
+    """Steps that may be planned before the oldest one's result is read; 1 is synchronous."""
+    eos_token_ids: tuple[int, ...]
+    """As the model's own config.json has them."""

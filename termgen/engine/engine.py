@@ -1,0 +1,339 @@
+"""The engine's two faces: `SyncEngine` steps in the caller's thread, `AsyncEngine` in its own.
+
+`AsyncEngine` is the in-process `EngineClient`. Its engine thread does no text work: it hands one
+delivery per step to the event loop, with one wake-up, and the loop turns tokens into text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+from termgen.client import ModelInfo, Prompt, TokenDelta
+from termgen.config import EngineConfig
+from termgen.engine.delivery import StepDelivery
+from termgen.engine.events import EngineSnapshot, EventRing
+from termgen.engine.input_processor import InputProcessor
+from termgen.engine.request import GenerationRequest
+from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.startup import EngineParts, Progress, build_engine
+from termgen.engine.stream import DeltaStream
+from termgen.engine.tokenizer import Tokenizer
+from termgen.errors import EngineDeadError, RequestError
+
+STALL_SECONDS = 60.0
+"""Work queued and no step landed for this long: the engine counts as unhealthy."""
+
+IDLE_COLLECT_SECONDS = 30.0
+"""While busy, young garbage is collected this often: the collector itself is off."""
+
+
+def split_completions(request: GenerationRequest) -> list[GenerationRequest]:
+    """One engine request per completion of an `n` > 1 request, ids `<id>-<i>`, seeds `seed + i`."""
+    params = request.params
+    if params.n == 1:
+        return [request]
+    seeds = [None if params.seed is None else params.seed + i for i in range(params.n)]
+    return [
+        replace(
+            request,
+            request_id=f"{request.request_id}-{i}",
+            params=replace(params, n=1, seed=seed),
+        )
+        for i, seed in enumerate(seeds)
+    ]
+
+
+def _submit(parts: EngineParts, request: GenerationRequest, arrival_ns: int) -> tuple[str, ...]:
+    """Hand a request's completions to text processing and the loop; returns their ids."""
+    completions = split_completions(request)
+    parent = request.request_id if request.params.n > 1 else None
+    for index, completion in enumerate(completions):
+        parts.output_processor.add(completion, arrival_ns, index=index, parent_id=parent)
+        parts.core.submit(completion, arrival_ns)
+    return tuple(c.request_id for c in completions)
+
+
+class SyncEngine:
+    """An engine that runs when `step` is called. For offline work and tests; one thread only."""
+
+    def __init__(self, config: EngineConfig, on_progress: Progress | None = None) -> None:
+        self._deliveries: deque[StepDelivery] = deque()
+        self._parts = build_engine(
+            config, on_delivery=self._deliveries.append, on_progress=on_progress
+        )
+        self.core = self._parts.core
+        self._open: dict[str, tuple[str, ...]] = {}
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._parts.model
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._parts.tokenizer
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        return self._parts.input_processor
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.core.has_work
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request."""
+        self._open[request.request_id] = _submit(self._parts, request, time.perf_counter_ns())
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; its last deltas have finish_reason ABORT."""
+        for completion_id in self._open.get(request_id, ()):
+            self.core.abort(completion_id)
+
+    def step(self) -> list[TokenDelta]:
+        """Run one engine step and return its news; [] when idle."""
+        self.core.step()
+        deltas: list[TokenDelta] = []
+        while self._deliveries:
+            deltas += self._parts.output_processor.process(self._deliveries.popleft())
+        for request_id in self._parts.output_processor.take_aborts():
+            self.core.abort(request_id)
+        if not self.core.has_work:
+            self._open.clear()
+        return deltas
+
+    def snapshot(self) -> EngineSnapshot:
+        return self.core.snapshot()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.core.scheduler.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        self.core.executor.shutdown()
+
+
+class AsyncEngine:
+    """The in-process `EngineClient`: an engine thread behind one asyncio loop."""
+
+    def __init__(self, config: EngineConfig, on_progress: Progress | None) -> None:
+        """Use `start`. The loop that is running now is the one every coroutine belongs to."""
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._on_progress = on_progress
+        self._deliveries: deque[StepDelivery] = deque()
+        self._streams: dict[str, DeltaStream] = {}
+        self._ids = itertools.count()
+        self._ready: Future[EngineParts] = Future()
+        self._parts: EngineParts | None = None
+        self._stopping = False
+        self._death: EngineDeadError | None = None
+        self._thread = threading.Thread(target=self._run, name="termgen-engine", daemon=True)
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, *, on_progress: Progress | None = None
+    ) -> AsyncEngine:
+        """Load the model on the engine's thread. `on_progress` is called on the loop.
+
+        Raises ConfigError or ModelError.
+        """
+        engine = cls(config, on_progress)
+        engine._thread.start()
+        engine._parts = await asyncio.wrap_future(engine._ready)
+        return engine
+
+    async def shutdown(self) -> None:
+        """Stop the engine thread; requests that still run end with ABORT."""
+        self._stopping = True
+        if self._parts is not None:
+            self._parts.core.wake()
+        await asyncio.to_thread(self._thread.join)
+        for stream in list(self._streams.values()):
+            stream.fail(EngineDeadError("the engine was shut down"))
+
+    # -- EngineClient ----------------------------------------------------------------------
+
+    @property
+    def parts(self) -> EngineParts:
+        assert self._parts is not None, "the engine has not started"
+        return self._parts
+
+    @property
+    def model(self) -> ModelInfo:
+        return self.parts.model
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """See `EngineClient.generate`."""
+        arrival_ns = time.perf_counter_ns()
+        request = await asyncio.to_thread(
+            self.parts.input_processor.process,
+            prompt,
+            params,
+            request_id=request_id or f"req-{next(self._ids)}",
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        stream = self._open(request, arrival_ns)
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            self._close(request.request_id)
+
+    def _open(self, request: GenerationRequest, arrival_ns: int) -> DeltaStream:
+        if self._death is not None:
+            raise self._death
+        if request.request_id in self._streams:
+            raise RequestError(
+                f"request id {request.request_id!r} is already in use", param="request_id"
+            )
+        ids = _submit(self.parts, request, arrival_ns)
+        stream = self._streams[request.request_id] = DeltaStream(ids)
+        return stream
+
+    def _close(self, request_id: str) -> None:
+        """The reader is gone or done: stop whatever of the request still runs."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None and stream.is_open:
+            for completion_id in stream.completion_ids:
+                self.parts.output_processor.cancel(completion_id)
+                self.parts.core.abort(completion_id)
+
+    async def abort(self, request_id: str) -> bool:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return False
+        for completion_id in stream.completion_ids:
+            self.parts.core.abort(completion_id)
+        return True
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        return await asyncio.to_thread(self.parts.input_processor.tokenize, prompt)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        tokenizer = self.parts.tokenizer
+        if tokenizer is None:
+            raise RequestError("the engine runs without a tokenizer", param="tokens")
+        size = self.model.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < size:
+                raise RequestError(
+                    f"token id {token_id} is outside the vocabulary of {size}", param="tokens"
+                )
+        return await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=False)
+
+    async def snapshot(self) -> EngineSnapshot:
+        if self._death is not None:
+            raise self._death
+        core = self.parts.core
+        snapshot: EngineSnapshot = await asyncio.wrap_future(core.call(core.snapshot))
+        return snapshot
+
+    def events(self, capacity: int = 4096) -> EventRing:
+        return self.parts.core.bus.subscribe(capacity)
+
+    def close_events(self, ring: EventRing) -> None:
+        self.parts.core.bus.unsubscribe(ring)
+
+    async def control(self, command: str) -> None:
+        if command != "reset_prefix_cache":
+            raise RequestError(f"unknown command {command!r}", param="command")
+        core = self.parts.core
+        await asyncio.wrap_future(core.call(core.scheduler.reset_prefix_cache))
+
+    @property
+    def is_healthy(self) -> bool:
+        if self._death is not None or not self._thread.is_alive():
+            return False
+        core = self.parts.core
+        silent_s = (time.perf_counter_ns() - core.last_progress_ns) / 1e9
+        return not core.has_work or silent_s < STALL_SECONDS
+
+    # -- engine thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            parts = build_engine(
+                self._config, on_delivery=self._hand_over, on_progress=self._report
+            )
+        except BaseException as error:  # told to whoever awaits start()
+            self._ready.set_exception(error)
+            return
+        gc.collect()
+        gc.freeze()  # what start-up made lives on; later collections need not walk it
+        self._ready.set_result(parts)
+        try:
+            self._serve(parts)
+        except BaseException as error:  # thread top: every stream is told, health turns red
+            cause = error
+            self._post(lambda: self._die(cause))
+        finally:
+            gc.enable()
+            parts.core.executor.shutdown()
+
+    def _serve(self, parts: EngineParts) -> None:
+        """Step while there is work; sleep, using no CPU, while there is none."""
+        core = parts.core
+        collected = time.monotonic()
+        while not self._stopping:
+            if core.step():
+                # A collection in the middle of a step would stall it: they wait for idle time.
+                gc.disable()
+                if time.monotonic() - collected > IDLE_COLLECT_SECONDS:
+                    gc.collect(1)
+                    collected = time.monotonic()
+            elif not core.has_work:
+                gc.enable()
+                core.wait_for_work()
+                core.mark_progress()
+
+    def _report(self, phase: str, fraction: float) -> None:
+        on_progress = self._on_progress
+        if on_progress is not None:
+            self._post(lambda: on_progress(phase, fraction))
+
+    def _hand_over(self, delivery: StepDelivery) -> None:
+        """One wake-up of the loop per step at most, none while it is still behind."""
+        is_first = not self._deliveries
+        self._deliveries.append(delivery)
+        if is_first:
+            self._post(self._take_deliveries)
+
+    def _post(self, function: Callable[[], None]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function)
+
+    # -- event loop ------------------------------------------------------------------------
+
+    def _take_deliveries(self) -> None:
+        processor, core = self.parts.output_processor, self.parts.core
+        while self._deliveries:
+            for delta in processor.process(self._deliveries.popleft()):
+                stream = self._streams.get(delta.request_id)
+                if stream is not None:
+                    stream.push(delta)
+        for request_id in processor.take_aborts():
+            core.abort(request_id)
+
+    def _die(self, cause: BaseException) -> None:
+        error = EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        self._death = error
+        for stream in list(self._streams.values()):
+            stream.fail(error)

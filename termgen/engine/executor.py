@@ -1,0 +1,93 @@
+"""Where steps run. `Executor` is the seam between the loop and the device half.
+
+The device half is imported inside `start`, so importing this module costs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from termgen.config import EngineConfig
+from termgen.engine.step import DeviceInfo, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from termgen.engine.runner.model_runner import ModelRunner
+
+
+class StepHandle(Protocol):
+    """A step on its way."""
+
+    def result(self) -> StepResult:
+        """Wait for the step, with the GIL released. Raises whatever the step raised."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs plans in the order they are submitted."""
+
+    def start(self, on_progress: Callable[[str, float], None]) -> DeviceInfo: ...
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Start a step. Never raises for a failure of the step itself: `result` does."""
+        ...
+
+    def shutdown(self) -> None: ...
+
+
+class FailedStep:
+    """Handle of a step that could not even be launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> StepResult:
+        raise self._error
+
+
+class LocalExecutor:
+    """One device in this process.
+
+    On CUDA a submitted step is launched at once and runs on the stream. On a CPU with steps in
+    flight, a single worker thread stands in for the stream; without, the step runs in `submit`.
+    """
+
+    def __init__(self, config: EngineConfig, path: Path) -> None:
+        self._config = config
+        self._path = path
+        self._runner: ModelRunner | None = None
+        self._worker: ThreadPoolExecutor | None = None
+
+    def start(self, on_progress: Callable[[str, float], None]) -> DeviceInfo:
+        """Load the model and size the caches. Raises ConfigError or ModelError."""
+        from termgen.engine.runner.build import build_runner  # torch: seconds
+
+        self._runner, info = build_runner(self._config, self._path, on_progress)
+        if info.device == "cpu" and info.max_in_flight > 1:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="termgen-cpu-stream")
+        return info
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        assert self._runner is not None, "start() comes first"
+        if self._worker is not None:
+            return self._worker.submit(self._run, plan)
+        try:
+            output = self._runner.execute(plan)
+            if self._runner.device.type == "cuda":
+                return output
+            done: Future[StepResult] = Future()
+            done.set_result(output.result())
+            return done
+        except Exception as error:  # the loop reports it with the step's requests
+            return FailedStep(error)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        assert self._runner is not None
+        return self._runner.execute(plan).result()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+        self._runner = None

@@ -1,0 +1,43 @@
+"""One tensor of a checkpoint and where it goes.
+
+Layers describe themselves as a list of these; `loader.weights` and `loader.dummy` fill them and
+know nothing else about a model. A fused parameter is several slots, each loading its own rows, so
+fusing and quantizing happen while a tensor is read and no second copy of the model ever exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    name: str
+    """The tensor's name in a Hugging Face checkpoint."""
+    shape: tuple[int, ...]
+    role: Literal["matrix", "bias", "norm"]
+    load: Callable[[torch.Tensor], None]
+    """Takes the whole tensor, of `shape` and any floating type, on any device."""
+
+
+def parameter_slot(
+    name: str, parameter: torch.Tensor, role: Literal["matrix", "bias", "norm"]
+) -> WeightSlot:
+    """A slot that is one whole parameter."""
+
+    def load(tensor: torch.Tensor) -> None:
+        parameter.copy_(tensor)
+
+    return WeightSlot(name, tuple(parameter.shape), role, load)
+
+
+def empty_parameter(
+    *shape: int, dtype: torch.dtype, device: torch.device
+) -> torch.nn.Parameter:
+    """Storage for a parameter that the loader will fill; nothing is initialised twice."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    return torch.nn.Parameter(tensor, requires_grad=False)

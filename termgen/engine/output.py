@@ -1,0 +1,393 @@
+"""Step deliveries in, `TokenDelta`s out: the place where tokens become text.
+
+Owns what a front end must remember of each running request: who holds which (slot, epoch), its
+detokenizer, its counters. Runs on the front end's thread (the event loop, or the caller of an
+offline engine), once per step for all rows, so its cost per row is kept small. Knows nothing of
+scheduling; a request that a stop string ended is reported through `take_aborts`, and whatever the
+engine still delivers for it is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from termgen.client import RequestTimings, TokenDelta, TokenLogprob
+from termgen.engine.delivery import FinishedRow, StartedRow, StepDelivery
+from termgen.engine.detokenizer import Detokenizer, StopAutomaton
+from termgen.engine.request import FinishReason, GenerationRequest
+from termgen.engine.request_output import CompletionOutput, RequestOutput, RequestOutputBuilder
+from termgen.engine.step import StepLogprobs
+from termgen.errors import EngineError, RequestError
+
+if TYPE_CHECKING:
+    from termgen.engine.tokenizer import Tokenizer
+
+__all__ = [
+    "CompletionOutput",
+    "OutputProcessor",
+    "RequestOutput",
+    "RequestOutputBuilder",
+    "fan_out",
+]
+
+
+def fan_out(request: GenerationRequest) -> list[GenerationRequest]:
+    """The engine requests behind one submitted request: itself, or `n` children of it.
+
+    Child `i` is called `<id>-<i>` and, where the request has a seed, draws with `seed + i`.
+    """
+    params = request.params
+    if params.n == 1:
+        return [request]
+    return [
+        replace(
+            request,
+            request_id=f"{request.request_id}-{index}",
+            params=replace(params, n=1, seed=_child_seed(params.seed, index)),
+        )
+        for index in range(params.n)
+    ]
+
+
+def _child_seed(seed: int | None, index: int) -> int | None:
+    # wraps within int64, so that the largest allowed seed has children too
+    return None if seed is None else (seed + index + 2**63) % 2**64 - 2**63
+
+
+class _Completion:
+    """What is remembered of one running completion."""
+
+    __slots__ = (
+        "arrival_ns",
+        "detokenizer",
+        "first_scheduled_ns",
+        "first_token_ns",
+        "index",
+        "num_cached_tokens",
+        "num_logprobs",
+        "num_output_tokens",
+        "num_prompt_tokens",
+        "prompt_token_ids",
+        "request_id",
+        "row",
+        "shown_stop_ids",
+        "stop_ids",
+        "stream_id",
+        "undecided",
+    )
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        *,
+        stream_id: str,
+        index: int,
+        arrival_ns: int,
+        eos_token_ids: frozenset[int],
+        detokenizer: Detokenizer | None,
+    ) -> None:
+        params = request.params
+        own_stops = frozenset(params.stop_token_ids)
+        self.request_id = request.request_id
+        self.stream_id = stream_id
+        self.index = index
+        self.detokenizer = detokenizer
+        self.num_logprobs = params.logprobs
+        self.stop_ids = own_stops if params.ignore_eos else own_stops | eos_token_ids
+        self.shown_stop_ids = own_stops if params.include_stop_str_in_output else frozenset()
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.prompt_token_ids = request.prompt_token_ids if index == 0 else None
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0
+        self.arrival_ns = arrival_ns
+        self.first_scheduled_ns = 0
+        self.first_token_ns = 0
+        self.row: tuple[int, int] | None = None
+        self.undecided: int | None = None
+        """A stop token whose `FinishedRow` has not come yet: its text waits for that."""
+
+    def push(self, token_ids: Sequence[int], finished: FinishedRow | None) -> tuple[str, int]:
+        """Text that can be shown now, and how many of the tokens belong to the answer."""
+        detokenizer = self.detokenizer
+        if detokenizer is None:
+            self.num_output_tokens += len(token_ids)
+            return "", len(token_ids)
+        text = self._settle(detokenizer)
+        last = len(token_ids) - 1
+        for position, token_id in enumerate(token_ids):
+            self.num_output_tokens += 1
+            if position == last and token_id not in self.shown_stop_ids:
+                if finished is None and token_id in self.stop_ids:
+                    self.undecided = token_id
+                    break
+                if finished is not None and finished.stopped_by_token:
+                    break
+            text += detokenizer.push(token_id)
+            if detokenizer.stop is not None:
+                return text, position + 1
+        return text, len(token_ids)
+
+    def finish(self, *, stopped_by_token: bool) -> str:
+        """Text held back until now, at an end that no stop string made."""
+        detokenizer = self.detokenizer
+        if detokenizer is None or detokenizer.stop is not None:
+            return ""
+        if stopped_by_token:
+            self.undecided = None
+        text = self._settle(detokenizer)
+        return text + detokenizer.finish()
+
+    def _settle(self, detokenizer: Detokenizer) -> str:
+        """The engine went on past a stop token (min_tokens): it was an ordinary token after all."""
+        if self.undecided is None:
+            return ""
+        token_id, self.undecided = self.undecided, None
+        return detokenizer.push(token_id)
+
+
+class OutputProcessor:
+    """Turns what the engine delivers into what callers read. One thread uses it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._completions: dict[str, _Completion] = {}
+        self._rows: dict[tuple[int, int], _Completion] = {}
+        self._children: dict[str, list[str]] = {}
+        self._aborts: list[str] = []
+
+    def __len__(self) -> int:
+        """Completions that have not ended."""
+        return len(self._completions)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._completions or request_id in self._children
+
+    def add(
+        self,
+        request: GenerationRequest,
+        arrival_ns: int,
+        index: int = 0,
+        parent_id: str | None = None,
+    ) -> None:
+        """Expect deliveries for this engine request. Its deltas carry `parent_id` and `index`."""
+        if request.request_id in self:
+            raise RequestError(
+                f"request_id {request.request_id!r} is already running", param="request_id"
+            )
+        completion = _Completion(
+            request,
+            stream_id=parent_id or request.request_id,
+            index=index,
+            arrival_ns=arrival_ns,
+            eos_token_ids=self._eos_token_ids,
+            detokenizer=self._detokenizer(request),
+        )
+        self._completions[request.request_id] = completion
+        if parent_id is not None:
+            self._children.setdefault(parent_id, []).append(request.request_id)
+
+    def process(self, delivery: StepDelivery) -> list[TokenDelta]:
+        """One step's deltas, at most one per completion, in row order."""
+        for started in delivery.started:
+            self._start(started)
+        finished = {row.request_id: row for row in delivery.finished}
+        deltas: list[TokenDelta] = []
+        token_ids: list[int] = delivery.token_ids.tolist()
+        logprobs = _LogprobRows(delivery.logprobs) if delivery.logprobs is not None else None
+        by_token = logprobs is not None and len(logprobs) == len(token_ids)
+        start = 0
+        rows = zip(
+            delivery.slots.tolist(),
+            delivery.epochs.tolist(),
+            delivery.num_tokens.tolist(),
+            strict=True,
+        )
+        for row, (slot, epoch, count) in enumerate(rows):
+            completion = self._rows.get((slot, epoch))
+            if completion is not None and count:
+                entries = None
+                if logprobs is not None and completion.num_logprobs is not None:
+                    first = start if by_token else row
+                    entries = self._logprobs(logprobs, first, count, completion.num_logprobs)
+                ended = finished.pop(completion.request_id, None)
+                tokens = tuple(token_ids[start : start + count])
+                deltas.append(self._advance(completion, tokens, entries, ended, delivery.time_ns))
+            start += count
+        for ended in finished.values():
+            completion = self._completions.get(ended.request_id)
+            if completion is not None:
+                deltas.append(self._end(completion, (), None, "", ended, delivery.time_ns))
+        return deltas
+
+    def take_aborts(self) -> list[str]:
+        """Engine requests that a stop string ended since the last call; the engine must drop them."""
+        aborts, self._aborts = self._aborts, []
+        return aborts
+
+    def engine_ids(self, request_id: str) -> list[str]:
+        """Unfinished engine requests behind a submitted request."""
+        ids = self._children.get(request_id, [request_id])
+        return [i for i in ids if i in self._completions]
+
+    def cancel(self, request_id: str) -> list[str]:
+        """Forget a request nobody reads any more. Returns the engine requests to abort."""
+        ids = self.engine_ids(request_id)
+        for engine_id in ids:
+            self._forget(self._completions[engine_id])
+        return ids
+
+    def fail_all(self, error: EngineError, time_ns: int) -> list[TokenDelta]:
+        """Last deltas for everything that runs, when the engine is gone."""
+        return [
+            self._end(
+                completion,
+                (),
+                None,
+                "",
+                FinishedRow(completion.request_id, FinishReason.ERROR, None, False, error),
+                time_ns,
+            )
+            for completion in list(self._completions.values())
+        ]
+
+    def _detokenizer(self, request: GenerationRequest) -> Detokenizer | None:
+        if self._tokenizer is None:
+            return None
+        params = request.params
+        return Detokenizer(
+            self._tokenizer.token_decoder(skip_special_tokens=params.skip_special_tokens),
+            stops=StopAutomaton(params.stop) if params.stop else None,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def _start(self, started: StartedRow) -> None:
+        completion = self._completions.get(started.request_id)
+        if completion is None:
+            return
+        if completion.row is not None:  # resumed after a preemption: the old epoch is dead
+            self._rows.pop(completion.row, None)
+        else:
+            completion.num_cached_tokens = started.num_cached_tokens
+            completion.first_scheduled_ns = started.first_scheduled_ns
+        completion.row = (started.slot, started.epoch)
+        self._rows[completion.row] = completion
+
+    def _advance(
+        self,
+        completion: _Completion,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...] | None,
+        ended: FinishedRow | None,
+        time_ns: int,
+    ) -> TokenDelta:
+        if not completion.first_token_ns:
+            completion.first_token_ns = time_ns
+        text, used = completion.push(token_ids, ended)
+        detokenizer = completion.detokenizer
+        if detokenizer is not None and detokenizer.stop is not None:
+            if ended is None:
+                self._aborts.append(completion.request_id)
+            ended = FinishedRow(completion.request_id, FinishReason.STOP, None, False)
+            logprobs = logprobs and logprobs[:used]
+            return self._end(completion, token_ids[:used], logprobs, text, ended, time_ns)
+        if ended is not None:
+            return self._end(completion, token_ids, logprobs, text, ended, time_ns)
+        return _delta(completion, text, token_ids, logprobs)
+
+    def _end(
+        self,
+        completion: _Completion,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...] | None,
+        text: str,
+        ended: FinishedRow,
+        time_ns: int,
+    ) -> TokenDelta:
+        text += completion.finish(stopped_by_token=ended.stopped_by_token)
+        detokenizer = completion.detokenizer
+        stop = detokenizer.stop if detokenizer is not None else None
+        self._forget(completion)
+        timings = RequestTimings(
+            arrival_ns=completion.arrival_ns,
+            first_scheduled_ns=completion.first_scheduled_ns,
+            first_token_ns=completion.first_token_ns,
+            finished_ns=time_ns,
+        )
+        reason = FinishReason.STOP if stop is not None else ended.reason
+        stop_reason = stop if stop is not None else ended.stop_token_id
+        delta = _delta(completion, text, token_ids, logprobs)
+        return replace(
+            delta,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            timings=timings,
+            error=ended.error,
+        )
+
+    def _forget(self, completion: _Completion) -> None:
+        del self._completions[completion.request_id]
+        if completion.row is not None:
+            self._rows.pop(completion.row, None)
+        siblings = self._children.get(completion.stream_id)
+        if siblings is not None:
+            siblings.remove(completion.request_id)
+            if not siblings:
+                del self._children[completion.stream_id]
+
+    def _logprobs(
+        self, rows: _LogprobRows, first: int, count: int, num_top: int
+    ) -> tuple[TokenLogprob, ...]:
+        return tuple(self._logprob(rows, first + i, num_top) for i in range(count))
+
+    def _logprob(self, rows: _LogprobRows, row: int, num_top: int) -> TokenLogprob:
+        ids, values = rows.token_ids[row], rows.logprobs[row]
+        named = [(i, *self._token(i), v) for i, v in zip(ids, values, strict=True)][: num_top + 1]
+        token_id, token, token_bytes, logprob = named[0]
+        return TokenLogprob(
+            token_id, token, token_bytes, logprob, rank=rows.ranks[row], top=tuple(named[1:])
+        )
+
+    def _token(self, token_id: int) -> tuple[str, bytes]:
+        if self._tokenizer is None:
+            return "", b""
+        return self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
+
+
+class _LogprobRows:
+    """A step's logprobs as plain Python lists: one conversion instead of one per element."""
+
+    __slots__ = ("logprobs", "ranks", "token_ids")
+
+    def __init__(self, logprobs: StepLogprobs) -> None:
+        self.token_ids: list[list[int]] = logprobs.token_ids.tolist()
+        self.logprobs: list[list[float]] = logprobs.logprobs.tolist()
+        self.ranks: list[int] = logprobs.ranks.tolist()
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+
+def _delta(
+    completion: _Completion,
+    text: str,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprob, ...] | None,
+) -> TokenDelta:
+    prompt_token_ids, completion.prompt_token_ids = completion.prompt_token_ids, None
+    return TokenDelta(
+        request_id=completion.stream_id,
+        index=completion.index,
+        text=text,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=None,
+        stop_reason=None,
+        num_prompt_tokens=completion.num_prompt_tokens,
+        num_cached_tokens=completion.num_cached_tokens,
+        num_output_tokens=completion.num_output_tokens,
+        prompt_token_ids=prompt_token_ids,
+    )

@@ -1,0 +1,82 @@
+"""Collects what one step adds and freezes it into a `StepPlan`.
+
+One builder lives for one `Scheduler.schedule()` call, on the engine thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from termgen.engine.request import IntArray, Request
+from termgen.engine.slot_table import SlotTable
+from termgen.engine.step import AddedRow, StepPlan
+
+
+@dataclass(slots=True)
+class PlanBuilder:
+    """The parts of a plan that Python collects row by row."""
+
+    block_slots: list[int] = field(default_factory=list)
+    block_positions: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    added: list[AddedRow] = field(default_factory=list)
+
+    def add_blocks(self, slot: int, start: int, blocks: list[int]) -> None:
+        """Blocks that continue a slot's block table from index `start`."""
+        self.block_slots += [slot] * len(blocks)
+        self.block_positions += range(start, start + len(blocks))
+        self.block_ids += blocks
+
+    def add_row(self, request: Request, num_computed: int) -> None:
+        """A request that has just taken a slot."""
+        self.added.append(
+            AddedRow(
+                slot=request.slot,
+                epoch=request.epoch,
+                token_ids=request.token_ids,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=num_computed,
+                max_total_tokens=request.max_total_tokens,
+                stop_token_ids=tuple(sorted(request.stop_token_ids)),
+                params=request.params,
+                seed=request.seed,
+            )
+        )
+
+    def build(
+        self,
+        step_id: int,
+        table: SlotTable,
+        *,
+        slots: IntArray,
+        counts: IntArray,
+        released: tuple[int, ...],
+    ) -> StepPlan:
+        """The plan of a step that computes `counts` tokens of `slots`, already counted in `table`.
+
+        Rows with one query token come first: attention treats them as one uniform batch.
+        """
+        order = np.argsort(counts > 1, kind="stable")
+        slots, counts = slots[order], counts[order]
+        max_logprobs = int(table.num_logprobs[slots].max())
+        return StepPlan(
+            step_id=step_id,
+            slots=slots,
+            epochs=table.epoch[slots],
+            num_tokens=counts,
+            num_draft_tokens=np.zeros_like(counts),
+            num_computed=table.num_computed[slots] - counts,
+            released_slots=released,
+            added=tuple(self.added),
+            block_slots=np.asarray(self.block_slots, np.int32),
+            block_positions=np.asarray(self.block_positions, np.int32),
+            block_ids=np.asarray(self.block_ids, np.int32),
+            needs_logprobs=max_logprobs >= 0,
+            max_logprobs=max(0, max_logprobs),
+            needs_penalties=bool(table.has_penalties[slots].any()),
+            needs_sampling=bool(table.is_random[slots].any()),
+            needs_top_k_top_p=bool(table.has_filter[slots].any()),
+            needs_min_tokens=bool(table.has_minimum[slots].any()),
+        )

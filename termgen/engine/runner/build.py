@@ -1,0 +1,135 @@
+"""Builds a ready model runner from a configuration: resolve, load, measure, allocate, warm up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from termgen.config import EngineConfig
+from termgen.engine.attention.registry import make_backend
+from termgen.engine.loader import load_model_config, open_checkpoint
+from termgen.engine.loader.dummy import load_dummy
+from termgen.engine.loader.weights import load_weights
+from termgen.engine.models.config import ModelConfig
+from termgen.engine.models.decoder import DecoderModel
+from termgen.engine.models.registry import build_model
+from termgen.engine.runner import resolve
+from termgen.engine.runner.model_runner import ModelRunner
+from termgen.engine.step import DeviceInfo
+from termgen.errors import ModelError
+
+Progress = Callable[[str, float], None]
+"""Called with a phase and the fraction of it that is done."""
+
+MAX_EOS_IDS = 8
+
+
+def build_runner(
+    config: EngineConfig, path: Path, on_progress: Progress
+) -> tuple[ModelRunner, DeviceInfo]:
+    """Load the model at `path` and size everything around it. Raises ConfigError or ModelError."""
+    started = time.perf_counter()
+    device = resolve.resolve_device(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(resolve.resolve_threads(config.threads))
+    model_config = load_model_config(path)
+    limits = resolve.resolve_limits(config, model_config, device)
+    dtype = resolve.resolve_dtype(config.dtype, model_config, device)
+    attention = make_backend(device)
+    on_progress("loading weights", 0.0)
+    model = _load_model(config, path, model_config, attention, dtype, device, on_progress)
+    runner = ModelRunner(
+        model,
+        model_config,
+        attention,
+        dtype=dtype,
+        device=device,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        block_size=config.block_size,
+        num_eos_ids=MAX_EOS_IDS,
+    )
+    on_progress("warming up", 0.0)
+    info = _size_and_warm_up(config, runner, limits, on_progress)
+    on_progress("ready", 1.0)
+    return runner, replace(info, load_seconds=time.perf_counter() - started)
+
+
+def _load_model(
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    attention: object,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: Progress,
+) -> DecoderModel:
+    model = build_model(
+        model_config,
+        dtype=dtype,
+        device=device,
+        quantization=config.quantization,
+        attention=attention,
+    )
+    if config.load_format == "dummy":
+        load_dummy(model, config.seed)
+    else:
+        checkpoint = open_checkpoint(path)
+        try:
+            load_weights(
+                model, checkpoint, progress=lambda done: on_progress("loading weights", done)
+            )
+        finally:
+            checkpoint.close()
+    try:
+        model.finalize()
+    except torch.cuda.OutOfMemoryError as error:
+        raise ModelError(f"the model's weights do not fit on {device}: {error}") from error
+    return model
+
+
+def _size_and_warm_up(
+    config: EngineConfig, runner: ModelRunner, limits: resolve.Limits, on_progress: Progress
+) -> DeviceInfo:
+    device = runner.device
+    runner.init_kv_cache(2)
+    runner.dummy_run(limits.max_num_batched_tokens if device.type == "cuda" else 32)
+    on_progress("warming up", 0.5)
+    free = resolve.free_memory_bytes(config, device)
+    num_blocks = resolve.resolve_num_blocks(
+        config,
+        bytes_per_block=runner.bytes_per_block(),
+        max_model_len=limits.max_model_len,
+        device=device,
+        free_bytes=free,
+    )
+    max_model_len = resolve.fit_max_model_len(config, limits.max_model_len, num_blocks)
+    runner.init_kv_cache(num_blocks)
+    runner.dummy_run(1)
+    asynchronous = config.async_scheduling
+    if asynchronous is None:
+        asynchronous = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return DeviceInfo(
+        device=str(device),
+        device_name=name,
+        dtype=str(runner.dtype).removeprefix("torch."),
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        vocab_size=runner.config.vocab_size,
+        model_bytes=sum(t.nbytes for t in runner.model.state_dict().values()),
+        kv_cache_bytes=num_blocks * runner.bytes_per_block(),
+        load_seconds=0.0,
+        attention_backend=runner.attention.name,
+        architecture=runner.config.architecture,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_in_flight=2 if asynchronous else 1,
+        eos_token_ids=tuple(runner.config.eos_token_ids),
+    )

@@ -1,0 +1,156 @@
+"""Runs step plans on one device: rows in, model forward, sample, rows updated, tokens out.
+
+Owns the model, the KV cache and the request rows. Knows plans and results, not requests or text;
+called by the executor from one thread. The same code runs on CPU and CUDA.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from termgen.engine.attention.base import AttentionBackend, AttentionMetadata, ForwardContext
+from termgen.engine.models.config import ModelConfig
+from termgen.engine.models.decoder import DecoderModel
+from termgen.engine.runner.async_output import AsyncOutput, StepTensors
+from termgen.engine.runner.input_batch import InputBatch, InputBuffers
+from termgen.engine.runner.request_state import RequestState
+from termgen.engine.sampling.metadata import SamplingMetadata
+from termgen.engine.sampling.sampler import Sampler
+from termgen.engine.step import StepPlan
+
+
+class ModelRunner:
+    """One model on one device."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        model_config: ModelConfig,
+        attention: AttentionBackend,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        num_eos_ids: int,
+    ) -> None:
+        self.model = model
+        self.config = model_config
+        self.attention = attention
+        self.dtype = dtype
+        self.device = device
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.sampler = Sampler()
+        self.kv_caches: list[torch.Tensor] = []
+        self.state = RequestState(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_blocks=-(-max_model_len // block_size),
+            vocab_size=model_config.vocab_size,
+            num_eos_ids=num_eos_ids,
+            device=device,
+        )
+        self.buffers = InputBuffers(
+            max_num_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            block_size=block_size,
+            device=device,
+        )
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Shape of one layer's KV cache."""
+        c = self.config
+        return self.attention.kv_cache_shape(
+            num_blocks, self.block_size, c.num_kv_heads, c.head_dim
+        )
+
+    def bytes_per_block(self) -> int:
+        """KV bytes of one block over all layers."""
+        elements = 1
+        for size in self.kv_cache_shape(1):
+            elements *= size
+        return elements * self.config.num_layers * self.dtype.itemsize
+
+    def init_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the paged KV cache, block 0 being the null block. Zeroed: no NaN to read."""
+        self.kv_caches = []  # drop the old one first
+        shape = self.kv_cache_shape(num_blocks)
+        self.kv_caches = [
+            torch.zeros(shape, dtype=self.dtype, device=self.device)
+            for _ in range(self.config.num_layers)
+        ]
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> AsyncOutput:
+        """Launch one step. On CUDA it returns before the device is done."""
+        started_ns = time.perf_counter_ns()
+        self.state.update(plan)
+        batch = self.buffers.prepare(plan, self.state)
+        logits = self._forward(batch)
+        output = self.sampler(logits, self._sampling_metadata(plan, batch))
+        takes = self.state.append_sampled(batch.slots, batch.num_tokens, output.token_ids)
+        tensors = StepTensors(output.token_ids, takes, output.logprobs)
+        return AsyncOutput(plan.step_id, tensors, started_ns, self._copy_stream)
+
+    def _forward(self, batch: InputBatch) -> torch.Tensor:
+        """[B, V] float32 logits of each row's last token."""
+        self.attention.prepare(batch.metadata)
+        context = ForwardContext(metadata=batch.metadata, kv_caches=self.kv_caches)
+        hidden = self.model(batch.input_ids, batch.positions, context)
+        return self.model.compute_logits(hidden[batch.logits_indices])
+
+    def _sampling_metadata(self, plan: StepPlan, batch: InputBatch) -> SamplingMetadata:
+        state, slots = self.state, batch.slots
+        penalties = plan.needs_penalties
+        assert not penalties or state.output_counts is not None
+        return SamplingMetadata(
+            temperature=state.temperature[slots],
+            top_k=state.top_k[slots],
+            top_p=state.top_p[slots],
+            min_p=state.min_p[slots],
+            seeds=state.seeds[slots],
+            positions=batch.positions[batch.logits_indices] + 1,
+            repetition_penalty=state.repetition_penalty[slots],
+            presence_penalty=state.presence_penalty[slots],
+            frequency_penalty=state.frequency_penalty[slots],
+            output_counts=state.output_counts[slots] if penalties else None,  # type: ignore[index]
+            prompt_mask=state.prompt_mask[slots] if penalties else None,  # type: ignore[index]
+            stop_token_ids=state.stop_ids[slots],
+            suppress_stop=state.total_len[slots] < state.min_total[slots],
+            all_greedy=not plan.needs_sampling,
+            needs_penalties=penalties,
+            needs_top_k_top_p=plan.needs_top_k_top_p,
+            suppress_any=plan.needs_min_tokens,
+            max_logprobs=plan.max_logprobs if plan.needs_logprobs else None,
+        )
+
+    @torch.inference_mode()
+    def dummy_run(self, num_tokens: int) -> None:
+        """One forward and one greedy draw over the null block: warms up, shows peak memory."""
+        size = min(num_tokens, self.max_model_len)
+        ids = self.buffers.input_ids[:size].zero_()
+        positions = self.buffers.arange[:size]
+        blocks = -(-size // self.block_size)
+        kwargs = {"device": self.device, "dtype": torch.int32}
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor([0, size], **kwargs),
+            seq_lens=torch.tensor([size], **kwargs),
+            block_table=torch.zeros((1, blocks), **kwargs),
+            slot_mapping=positions % self.block_size,
+            num_rows=1,
+            num_tokens=size,
+            num_decodes=int(size == 1),
+            max_query_len=size,
+            max_seq_len=size,
+            block_size=self.block_size,
+        )
+        last = torch.tensor([size - 1], device=self.device)
+        one = torch.ones(1, dtype=torch.int64, device=self.device)
+        logits = self._forward(InputBatch(one, one, ids, positions, last, metadata))
+        logits.argmax(dim=-1)

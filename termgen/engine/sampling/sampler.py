@@ -1,0 +1,83 @@
+"""From the logits of a step to its tokens, on the device, without waiting for it.
+
+Owns the order of operations, which is part of the output and pinned by a test:
+
+    stop mask (min_tokens) -> penalties -> temperature -> min-p -> top-k -> top-p -> Gumbel-max
+
+Log-probabilities are taken from the logits as they came. The runner calls this once per step with
+one row per token to draw; the host half never sees it. What no row of a step asks for is skipped
+whole, by the host flags of the metadata.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from termgen.engine.sampling.gumbel import gumbel_argmax
+from termgen.engine.sampling.logprobs import LogprobTensors, gather_logprobs
+from termgen.engine.sampling.metadata import SamplingMetadata
+from termgen.engine.sampling.penalties import apply_penalties
+from termgen.engine.sampling.random import Stream
+from termgen.engine.sampling.stop_mask import mask_stop_tokens
+from termgen.engine.sampling.top_k_top_p import cut_threshold
+from termgen.engine.sampling_params import GREEDY_EPSILON
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """Tensors of one step, still on the device."""
+
+    token_ids: torch.Tensor
+    """[B] int64"""
+    logprobs: LogprobTensors | None
+
+
+class Sampler:
+    """Draws one token per row of logits. Holds no state but the random stream it draws from."""
+
+    def __init__(self, stream: Stream = Stream.TARGET) -> None:
+        self._stream = stream
+
+    def __call__(self, logits: torch.Tensor, meta: SamplingMetadata) -> SamplerOutput:
+        """logits [B, V] float32; they are only read."""
+        assert logits.dtype == torch.float32 and logits.dim() == 2, (logits.dtype, logits.shape)
+        token_ids = self._draw(_process(logits, meta), meta)
+        if meta.max_logprobs is None:
+            return SamplerOutput(token_ids, None)
+        return SamplerOutput(token_ids, gather_logprobs(logits, token_ids, meta.max_logprobs))
+
+    def _draw(self, logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
+        if meta.all_greedy:
+            return logits.argmax(dim=-1)
+        greedy = meta.temperature < GREEDY_EPSILON
+        logits = logits / meta.temperature.masked_fill(greedy, 1.0).unsqueeze(1)
+        threshold = None
+        if meta.needs_top_k_top_p:
+            threshold = cut_threshold(logits, min_p=meta.min_p, top_k=meta.top_k, top_p=meta.top_p)
+        return gumbel_argmax(
+            logits,
+            seeds=meta.seeds,
+            positions=meta.positions,
+            greedy=greedy,
+            stream=self._stream,
+            threshold=threshold,
+        )
+
+
+def _process(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
+    """What changes the argmax too, and so also holds for greedy rows."""
+    if meta.suppress_any is not False:
+        logits = mask_stop_tokens(logits, meta.stop_token_ids, meta.suppress_stop)
+    if meta.needs_penalties:
+        assert meta.prompt_mask is not None and meta.output_counts is not None
+        logits = apply_penalties(
+            logits,
+            prompt_mask=meta.prompt_mask,
+            output_counts=meta.output_counts,
+            repetition_penalty=meta.repetition_penalty,
+            frequency_penalty=meta.frequency_penalty,
+            presence_penalty=meta.presence_penalty,
+        )
+    return logits

@@ -1,0 +1,101 @@
+"""Builds the engine's snapshot for screens, on the engine thread between two steps."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+
+import numpy as np
+
+from termgen.engine.events import EngineSnapshot, RequestView, StepRecord
+from termgen.engine.request import Request, RequestStatus
+from termgen.engine.scheduler import Scheduler
+from termgen.engine.step import StepPlan
+
+MAX_LISTED = 256
+
+
+def build_snapshot(
+    scheduler: Scheduler,
+    *,
+    record: StepRecord | None,
+    plan: StepPlan | None,
+    last_progress_ns: int,
+) -> EngineSnapshot:
+    """`plan` is the newest plan, for the tokens each request has in it."""
+    now = time.perf_counter_ns()
+    table, kv = scheduler.slots, scheduler.kv
+    scheduled: dict[int, int] = {}
+    if plan is not None:
+        current = table.epoch[plan.slots] == plan.epochs
+        scheduled = dict(
+            zip(plan.slots[current].tolist(), plan.num_tokens[current].tolist(), strict=True)
+        )
+    running = table.running.tolist()
+    owners = np.full(kv.pool.num_blocks, -1, np.int32)
+    for i, slot in enumerate(running):
+        owners[kv.block_table[slot, : kv.num_blocks[slot]]] = i if i < MAX_LISTED else -1
+    views = [
+        _running_view(scheduler, slot, scheduled.get(slot, 0), now) for slot in running[:MAX_LISTED]
+    ]
+    views += [_waiting_view(request, now) for request in islice(scheduler.waiting, MAX_LISTED)]
+    stats, pool = scheduler.stats, kv.pool
+    return EngineSnapshot(
+        time_ns=now,
+        step=record,
+        requests=tuple(views),
+        num_running=len(running),
+        num_waiting=len(scheduler.waiting),
+        block_states=pool.states(),
+        block_owners=owners,
+        num_used_blocks=pool.num_used,
+        num_cached_blocks=pool.num_cached,
+        num_free_blocks=pool.num_free - pool.num_cached,
+        prefix_query_tokens=stats.prefix_query_tokens,
+        prefix_hit_tokens=stats.prefix_hit_tokens,
+        num_preemptions=stats.num_preemptions,
+        num_finished=stats.num_finished,
+        prompt_tokens=stats.prompt_tokens,
+        generation_tokens=stats.generation_tokens,
+        max_num_seqs=scheduler.config.max_num_seqs,
+        max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
+        last_progress_ns=last_progress_ns,
+    )
+
+
+def _running_view(scheduler: Scheduler, slot: int, scheduled: int, now: int) -> RequestView:
+    table = scheduler.slots
+    request = table.request_at(slot)
+    num_tokens = int(table.num_tokens[slot])
+    # All but the newest known token computed: from here on it is one token a step.
+    is_decoding = int(table.num_computed[slot]) >= num_tokens - 1 and scheduled <= 1
+    return RequestView(
+        request_id=request.request_id,
+        status="decode" if is_decoding and num_tokens > request.num_prompt_tokens else "prefill",
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_computed_tokens=int(table.num_computed[slot]),
+        num_output_tokens=num_tokens - request.num_prompt_tokens,
+        num_blocks=int(scheduler.kv.num_blocks[slot]),
+        num_scheduled_tokens=scheduled,
+        age_s=(now - request.arrival_ns) / 1e9,
+        num_preemptions=request.num_preemptions,
+        priority=request.priority,
+    )
+
+
+def _waiting_view(request: Request, now: int) -> RequestView:
+    preempted = request.status is RequestStatus.PREEMPTED
+    return RequestView(
+        request_id=request.request_id,
+        status="preempted" if preempted else "waiting",
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_computed_tokens=0,
+        num_output_tokens=len(request.token_ids) - request.num_prompt_tokens,
+        num_blocks=0,
+        num_scheduled_tokens=0,
+        age_s=(now - request.arrival_ns) / 1e9,
+        num_preemptions=request.num_preemptions,
+        priority=request.priority,
+    )

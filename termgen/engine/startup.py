@@ -1,0 +1,160 @@
+"""Puts an engine together: model file, tokenizer, executor, scheduler, loop, text processors.
+
+The composition root of the engine, used by both of its faces in engine.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from termgen.catalog import LocalModel, resolve_model
+from termgen.client import ModelInfo
+from termgen.config import EngineConfig
+from termgen.engine.core import EngineCore
+from termgen.engine.delivery import StepDelivery
+from termgen.engine.executor import Executor, LocalExecutor
+from termgen.engine.input_processor import InputProcessor
+from termgen.engine.kv_cache import KVCacheManager
+from termgen.engine.output import OutputProcessor
+from termgen.engine.scheduler import Scheduler
+from termgen.engine.scheduler_types import SchedulerConfig
+from termgen.engine.step import DeviceInfo
+from termgen.engine.tokenizer import Tokenizer, load_tokenizer
+from termgen.errors import ConfigError
+
+Progress = Callable[[str, float], None]
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Keys of generation_config.json that become sampling defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """A started engine, ready to step."""
+
+    core: EngineCore
+    info: DeviceInfo
+    model: ModelInfo
+    tokenizer: Tokenizer | None
+    input_processor: InputProcessor
+    output_processor: OutputProcessor
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    on_delivery: Callable[[StepDelivery], None],
+    on_progress: Progress | None = None,
+) -> EngineParts:
+    """Start everything in the calling thread. Raises ConfigError or ModelError.
+
+    The model must already be on disk: fetching is `termgen pull`'s business.
+    """
+    progress = on_progress or (lambda phase, fraction: None)
+    local = resolve_model(config.model)
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        progress("loading tokenizer", 0.0)
+        source = resolve_model(config.tokenizer) if config.tokenizer else local
+        tokenizer = load_tokenizer(source.path)
+    executor = LocalExecutor(config, local.path)
+    info = executor.start(progress)
+    generation_config = _generation_config(local)
+    eos = _eos_token_ids(info, tokenizer, generation_config)
+    if tokenizer is not None and tokenizer.vocab_size > info.vocab_size:
+        executor.shutdown()
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {info.vocab_size}",
+            param="tokenizer",
+        )
+    core = _build_core(config, executor, info, eos, on_delivery)
+    return EngineParts(
+        core=core,
+        info=info,
+        model=_model_info(config, local, info, tokenizer, generation_config),
+        tokenizer=tokenizer,
+        input_processor=InputProcessor(tokenizer, info.max_model_len, info.vocab_size),
+        output_processor=OutputProcessor(tokenizer, tuple(eos)),
+    )
+
+
+def _build_core(
+    config: EngineConfig,
+    executor: Executor,
+    info: DeviceInfo,
+    eos: frozenset[int],
+    on_delivery: Callable[[StepDelivery], None],
+) -> EngineCore:
+    kv = KVCacheManager(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=info.max_num_seqs,
+        max_model_len=info.max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    limits = SchedulerConfig(
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        policy=config.scheduling_policy,
+    )
+    return EngineCore(
+        executor,
+        Scheduler(limits, kv),
+        max_in_flight=info.max_in_flight,
+        max_model_len=info.max_model_len,
+        eos_token_ids=eos,
+        seed=config.seed,
+        on_delivery=on_delivery,
+    )
+
+
+def _generation_config(local: LocalModel) -> dict[str, Any]:
+    from termgen.engine.loader import load_generation_config  # device half: late
+
+    return load_generation_config(local.path)
+
+
+def _eos_token_ids(
+    info: DeviceInfo, tokenizer: Tokenizer | None, generation_config: dict[str, Any]
+) -> frozenset[int]:
+    """Every id that ends a text: as the generation config, the model and the tokenizer say."""
+    listed = generation_config.get("eos_token_id")
+    ids = {listed} if isinstance(listed, int) else set(listed or ())
+    ids |= set(info.eos_token_ids)
+    if tokenizer is not None:
+        ids |= set(tokenizer.eos_token_ids)
+    return frozenset(i for i in ids if 0 <= i < info.vocab_size)
+
+
+def _model_info(
+    config: EngineConfig,
+    local: LocalModel,
+    info: DeviceInfo,
+    tokenizer: Tokenizer | None,
+    generation_config: dict[str, Any],
+) -> ModelInfo:
+    return ModelInfo(
+        model_id=local.name,
+        root=local.root,
+        architecture=info.architecture,
+        dtype=info.dtype,
+        quantization=config.quantization,
+        device=info.device,
+        device_name=info.device_name,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        created=int(time.time()),
+        default_params={
+            key: generation_config[key]
+            for key in SAMPLING_DEFAULTS
+            if generation_config.get(key) is not None
+        },
+    )

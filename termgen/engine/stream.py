@@ -1,0 +1,70 @@
+"""A request's deltas on their way to one reader, merged while the reader is behind."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from termgen.client import TokenDelta
+from termgen.errors import EngineDeadError
+
+
+def merge_deltas(first: TokenDelta, second: TokenDelta) -> TokenDelta:
+    """Two consecutive deltas of one completion as one."""
+    logprobs = first.logprobs
+    if second.logprobs is not None:
+        logprobs = (first.logprobs or ()) + second.logprobs
+    return replace(
+        second,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=logprobs,
+        prompt_token_ids=first.prompt_token_ids or second.prompt_token_ids,
+    )
+
+
+class DeltaStream:
+    """Bounded by the request itself: at most one waiting delta per completion.
+
+    `push` never waits, so a slow reader gets larger deltas instead of holding anybody up. Event
+    loop only.
+    """
+
+    def __init__(self, completion_ids: tuple[str, ...]) -> None:
+        self.completion_ids = completion_ids
+        self._waiting: dict[int, TokenDelta] = {}
+        self._open = len(completion_ids)
+        self._news = asyncio.Event()
+        self._error: EngineDeadError | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Some completion's end has not been read yet."""
+        return self._open > 0
+
+    def push(self, delta: TokenDelta) -> None:
+        earlier = self._waiting.get(delta.index)
+        self._waiting[delta.index] = delta if earlier is None else merge_deltas(earlier, delta)
+        self._news.set()
+
+    def fail(self, error: EngineDeadError) -> None:
+        """End the stream with an error, after what is still waiting."""
+        self._error = error
+        self._news.set()
+
+    def __aiter__(self) -> DeltaStream:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        while not self._waiting:
+            if not self._open:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
+        index = next(iter(self._waiting))
+        delta = self._waiting.pop(index)
+        if delta.finish_reason is not None:
+            self._open -= 1
+        return delta
