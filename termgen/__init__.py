@@ -1,0 +1,30 @@
+"""termgen: chat with, serve and watch a local language model.
+
+`LLM` and `SamplingParams` are the public Python surface; everything else may change. Names are
+looked up on first use, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from termgen.engine.sampling_params import SamplingParams
+    from termgen.llm import LLM
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+__version__ = "0.1.0"
+
+_HOMES = {"LLM": "termgen.llm", "SamplingParams": "termgen.engine.sampling_params"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -153,6 +153,10 @@ class EngineClient(Protocol):
         """Token ids `generate` would use for this prompt."""
         ...
 
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of these tokens, special tokens included. `RequestError` for ids out of range."""
+        ...
+
     async def snapshot(self) -> EngineSnapshot:
         """The engine's present state, built between two steps."""
         ...

@@ -1,23 +1,35 @@
 """Settings, frozen. A setting is defined once, here; flags, config file and environment follow.
 
-Each field's metadata carries its help text, its flag when that differs from the field's name, and
-its choices. Names follow vLLM where vLLM has the setting.
+Each field's metadata carries its help text, its choices and its range; names follow vLLM where
+vLLM has the setting. Constructing a config checks it: `ConfigError` names the field. Where a value
+came from (flag, variable, file) is the business of `termgen.settings`. Standard library only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import types
+import typing
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from termgen.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("int8",)
 SCHEDULING_POLICIES = ("fcfs", "priority")
+MAX_INT = 2**31 - 1
 
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field with its help text. metadata: flag, choices, metavar, negative_flag."""
+    """A dataclass field with its help text.
+
+    metadata: `choices`; `minimum` and `maximum` (inclusive) or `above` (exclusive low end);
+    `flag` when it differs from the field's name; `metavar`; `nargs` of a flag that takes several
+    values at once (without it, a list's flag is repeated).
+    """
     return field(default=default, metadata={"help": help, **metadata})
 
 
@@ -38,17 +50,32 @@ class EngineConfig:
     quantization: str | None = setting(
         None, "int8: 8-bit weights, on the CPU", choices=QUANTIZATIONS
     )
-    threads: int | None = setting(None, "CPU threads (default: physical cores)")
-    max_model_len: int | None = setting(None, "longest prompt plus answer, in tokens")
-    max_num_seqs: int | None = setting(None, "requests that may run at once")
-    max_num_batched_tokens: int | None = setting(None, "token budget of one step")
-    long_prefill_token_threshold: int = setting(
-        0, "most prompt tokens of one request in one step; 0: no limit"
+    threads: int | None = setting(
+        None, "CPU threads (default: physical cores)", minimum=1, maximum=1024
     )
-    block_size: int = setting(16, "tokens in one KV block")
-    gpu_memory_utilization: float = setting(0.9, "share of GPU memory the engine may use")
-    kv_cache_gib: float | None = setting(None, "size of the KV cache in GiB")
-    num_gpu_blocks_override: int | None = setting(None, "number of KV blocks, for experiments")
+    max_model_len: int | None = setting(
+        None, "longest prompt plus answer, in tokens", minimum=2, maximum=MAX_INT
+    )
+    max_num_seqs: int | None = setting(
+        None, "requests that may run at once", minimum=1, maximum=65536
+    )
+    max_num_batched_tokens: int | None = setting(
+        None, "token budget of one step", minimum=1, maximum=MAX_INT
+    )
+    long_prefill_token_threshold: int = setting(
+        0,
+        "most prompt tokens of one request in one step; 0: no limit",
+        minimum=0,
+        maximum=MAX_INT,
+    )
+    block_size: int = setting(16, "tokens in one KV block, a power of two", minimum=1, maximum=256)
+    gpu_memory_utilization: float = setting(
+        0.9, "share of GPU memory the engine may use", above=0.0, maximum=1.0
+    )
+    kv_cache_gib: float | None = setting(None, "size of the KV cache in GiB", above=0.0)
+    num_gpu_blocks_override: int | None = setting(
+        None, "number of KV blocks, for experiments", minimum=2, maximum=MAX_INT
+    )
     enable_prefix_caching: bool = setting(True, "reuse the KV of shared prompt prefixes")
     scheduling_policy: str = setting(
         "fcfs",
@@ -59,4 +86,199 @@ class EngineConfig:
         None, "plan the next step while one runs (default: on a GPU)"
     )
     enforce_eager: bool = setting(False, "never use CUDA graphs")
-    seed: int = setting(0, "seed of random weights and of requests without one")
+    seed: int = setting(
+        0,
+        "seed of random weights and of requests without one",
+        minimum=-(2**63),
+        maximum=2**63 - 1,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(
+                f"block_size must be a power of two, not {self.block_size}", param="block_size"
+            )
+        budget, seats = self.max_num_batched_tokens, self.max_num_seqs
+        if budget is not None and seats is not None and budget < seats:
+            raise ConfigError(
+                f"max_num_batched_tokens ({budget}) is less than max_num_seqs ({seats}): "
+                "every running request needs at least one token of the budget",
+                param="max_num_batched_tokens",
+            )
+        if self.kv_cache_gib is not None and self.num_gpu_blocks_override is not None:
+            raise ConfigError(
+                "kv_cache_gib and num_gpu_blocks_override both size the KV cache; give one",
+                param="num_gpu_blocks_override",
+            )
+        if self.quantization == "int8" and self.device == "cuda":
+            raise ConfigError(
+                "quantization int8 runs on the CPU only; use device cpu", param="quantization"
+            )
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise ConfigError(
+                "tokenizer and skip_tokenizer_init exclude each other", param="tokenizer"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How `termgen serve` listens and whom it lets in."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on; 0: any free one", minimum=0, maximum=65535)
+    api_key: tuple[str, ...] = setting(
+        (),
+        "key that clients must send; several are allowed (default: none needed)",
+        metavar="KEY",
+        nargs="+",
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "name clients know the model by; further names are aliases (default: the model's name)",
+        metavar="NAME",
+        nargs="+",
+    )
+    dashboard: bool = setting(False, "show the engine dashboard in this terminal")
+    allowed_host: tuple[str, ...] = setting(
+        (),
+        "further Host header to accept when listening on a loopback address; `*`: any",
+        metavar="NAME",
+        nargs="+",
+    )
+    max_body_bytes: int = setting(8 * 2**20, "largest request body in bytes", minimum=1024)
+    sse_ping_interval: float = setting(
+        15.0, "seconds of silence in a stream before a keep-alive comment; 0: never", minimum=0.0
+    )
+    force_include_usage: bool = setting(
+        False, "end every stream with its token counts, asked for or not"
+    )
+    drain_timeout: float = setting(
+        30.0, "seconds that running requests get to finish when the server stops", minimum=0.0
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if not self.host:
+            raise ConfigError("host must not be empty", param="host")
+        for name in ("api_key", "served_model_name"):
+            if any(not value.strip() for value in getattr(self, name)):
+                raise ConfigError(f"{name} must not be empty", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UIConfig:
+    """How the terminal screens look, and what a chat starts with."""
+
+    theme: str | None = setting(None, "name of a colour theme")
+    system_prompt: str | None = setting(
+        None, "instructions given to the model before the conversation", flag="--system"
+    )
+    temperature: float | None = setting(
+        None, "0: always the likeliest token (default: the model's own)", minimum=0.0, maximum=2.0
+    )
+    max_tokens: int | None = setting(
+        None,
+        "longest answer in tokens (default: what the context leaves)",
+        minimum=1,
+        maximum=MAX_INT,
+    )
+    top_p: float | None = setting(
+        None,
+        "draw from the likeliest tokens of this total probability (default: the model's own)",
+        above=0.0,
+        maximum=1.0,
+    )
+    dashboard_hz: float = setting(
+        4.0, "how often the dashboard is redrawn each second", above=0.0, maximum=10.0
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True)
+class SettingType:
+    """A field's annotation, taken apart."""
+
+    base: type
+    """bool, int, float or str; for a tuple, the type of its items."""
+    optional: bool
+    many: bool
+    """A tuple of any length."""
+
+    @property
+    def words(self) -> str:
+        """For messages: what a value must be."""
+        one = {bool: "true or false", int: "an integer", float: "a number", str: "text"}[self.base]
+        if not self.many:
+            return one
+        return "a list of integers" if self.base is int else "a list of text"
+
+
+def setting_types(config_class: type) -> dict[str, SettingType]:
+    """Field name -> type, for a dataclass whose fields are made with `setting`."""
+    hints = typing.get_type_hints(config_class)
+    return {f.name: _setting_type(hints[f.name]) for f in fields(config_class)}
+
+
+def _setting_type(hint: Any) -> SettingType:
+    optional = False
+    if isinstance(hint, types.UnionType):
+        rest = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
+        assert len(rest) == 1, f"a setting has one type or None, not {hint}"
+        hint, optional = rest[0], True
+    many = typing.get_origin(hint) is tuple
+    base = typing.get_args(hint)[0] if many else hint
+    assert base in (bool, int, float, str), f"settings of type {hint} are not supported"
+    return SettingType(base, optional, many)
+
+
+def check_settings(config: Any) -> None:
+    """Check types, choices and ranges of every field, and normalise lists to tuples.
+
+    Called by `__post_init__`, so an out-of-range config cannot exist. Raises `ConfigError`.
+    """
+    kinds = setting_types(type(config))
+    for f in fields(config):
+        value = getattr(config, f.name)
+        kind = kinds[f.name]
+        if value is None and kind.optional:
+            continue
+        if kind.many and isinstance(value, kind.base):
+            value = (value,)
+        if kind.many and isinstance(value, (list, tuple)):
+            items = tuple(_convert(kind, f.name, item) for item in value)
+            object.__setattr__(config, f.name, items)
+        else:
+            items = (_convert(kind, f.name, value),)
+            object.__setattr__(config, f.name, items[0])
+        for item in items:
+            _check_range(f.name, item, f.metadata)
+
+
+def _convert(kind: SettingType, name: str, value: object) -> object:
+    if kind.base is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    # bool is an int in Python; here it is not one
+    is_right = isinstance(value, kind.base) and (kind.base is bool or not isinstance(value, bool))
+    if not is_right or (isinstance(value, float) and not math.isfinite(value)):
+        raise ConfigError(f"{name} must be {kind.words}, not {value!r}", param=name)
+    return value
+
+
+def _check_range(name: str, value: Any, metadata: typing.Mapping[str, Any]) -> None:
+    choices = metadata.get("choices")
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}", param=name)
+    low, high, above = (metadata.get(key) for key in ("minimum", "maximum", "above"))
+    too_low = (low is not None and value < low) or (above is not None and value <= above)
+    if not too_low and (high is None or value <= high):
+        return
+    if above is not None:
+        wanted = f"greater than {above:g}" + ("" if high is None else f" and at most {high:g}")
+    elif high is None:
+        wanted = f"at least {low}"
+    else:
+        wanted = f"between {low} and {high}"
+    raise ConfigError(f"{name} must be {wanted}, not {value}", param=name)

@@ -157,7 +157,16 @@ class Detokenizer:
     Cost per token depends on the token's own text, never on the length of the output.
     """
 
-    __slots__ = ("_decoder", "_held", "_include_stop", "_min_tokens", "_state", "_stops", "num_tokens", "stop")
+    __slots__ = (
+        "_decoder",
+        "_held",
+        "_include_stop",
+        "_min_tokens",
+        "_state",
+        "_stops",
+        "num_tokens",
+        "stop",
+    )
 
     def __init__(
         self,

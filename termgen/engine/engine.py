@@ -14,13 +14,13 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 
 from termgen.client import ModelInfo, Prompt, TokenDelta
 from termgen.config import EngineConfig
 from termgen.engine.delivery import StepDelivery
 from termgen.engine.events import EngineSnapshot, EventRing
 from termgen.engine.input_processor import InputProcessor
+from termgen.engine.output import fan_out
 from termgen.engine.request import GenerationRequest
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.startup import EngineParts, Progress, build_engine
@@ -35,30 +35,12 @@ IDLE_COLLECT_SECONDS = 30.0
 """While busy, young garbage is collected this often: the collector itself is off."""
 
 
-def split_completions(request: GenerationRequest) -> list[GenerationRequest]:
-    """One engine request per completion of an `n` > 1 request, ids `<id>-<i>`, seeds `seed + i`."""
-    params = request.params
-    if params.n == 1:
-        return [request]
-    seeds = [None if params.seed is None else params.seed + i for i in range(params.n)]
-    return [
-        replace(
-            request,
-            request_id=f"{request.request_id}-{i}",
-            params=replace(params, n=1, seed=seed),
-        )
-        for i, seed in enumerate(seeds)
-    ]
-
-
-def _submit(parts: EngineParts, request: GenerationRequest, arrival_ns: int) -> tuple[str, ...]:
-    """Hand a request's completions to text processing and the loop; returns their ids."""
-    completions = split_completions(request)
+def _submit(parts: EngineParts, request: GenerationRequest, arrival_ns: int) -> None:
+    """Hand a request's completions to text processing and to the loop."""
     parent = request.request_id if request.params.n > 1 else None
-    for index, completion in enumerate(completions):
+    for index, completion in enumerate(fan_out(request)):
         parts.output_processor.add(completion, arrival_ns, index=index, parent_id=parent)
         parts.core.submit(completion, arrival_ns)
-    return tuple(c.request_id for c in completions)
 
 
 class SyncEngine:
@@ -70,7 +52,6 @@ class SyncEngine:
             config, on_delivery=self._deliveries.append, on_progress=on_progress
         )
         self.core = self._parts.core
-        self._open: dict[str, tuple[str, ...]] = {}
 
     @property
     def model(self) -> ModelInfo:
@@ -90,12 +71,12 @@ class SyncEngine:
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request."""
-        self._open[request.request_id] = _submit(self._parts, request, time.perf_counter_ns())
+        _submit(self._parts, request, time.perf_counter_ns())
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its last deltas have finish_reason ABORT."""
-        for completion_id in self._open.get(request_id, ()):
-            self.core.abort(completion_id)
+        for engine_id in self._parts.output_processor.engine_ids(request_id):
+            self.core.abort(engine_id)
 
     def step(self) -> list[TokenDelta]:
         """Run one engine step and return its news; [] when idle."""
@@ -105,8 +86,6 @@ class SyncEngine:
             deltas += self._parts.output_processor.process(self._deliveries.popleft())
         for request_id in self._parts.output_processor.take_aborts():
             self.core.abort(request_id)
-        if not self.core.has_work:
-            self._open.clear()
         return deltas
 
     def snapshot(self) -> EngineSnapshot:
@@ -203,25 +182,21 @@ class AsyncEngine:
             raise RequestError(
                 f"request id {request.request_id!r} is already in use", param="request_id"
             )
-        ids = _submit(self.parts, request, arrival_ns)
-        stream = self._streams[request.request_id] = DeltaStream(ids)
+        _submit(self.parts, request, arrival_ns)
+        stream = self._streams[request.request_id] = DeltaStream(request.params.n)
         return stream
 
     def _close(self, request_id: str) -> None:
         """The reader is gone or done: stop whatever of the request still runs."""
-        stream = self._streams.pop(request_id, None)
-        if stream is not None and stream.is_open:
-            for completion_id in stream.completion_ids:
-                self.parts.output_processor.cancel(completion_id)
-                self.parts.core.abort(completion_id)
+        self._streams.pop(request_id, None)
+        for engine_id in self.parts.output_processor.cancel(request_id):
+            self.parts.core.abort(engine_id)
 
     async def abort(self, request_id: str) -> bool:
-        stream = self._streams.get(request_id)
-        if stream is None:
-            return False
-        for completion_id in stream.completion_ids:
-            self.parts.core.abort(completion_id)
-        return True
+        ids = self.parts.output_processor.engine_ids(request_id)
+        for engine_id in ids:
+            self.parts.core.abort(engine_id)
+        return bool(ids)
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         return await asyncio.to_thread(self.parts.input_processor.tokenize, prompt)

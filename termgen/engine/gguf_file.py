@@ -28,6 +28,7 @@ MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 
+# Far above any real model; they bound the work that a hostile file can ask for.
 MAX_ALIGNMENT = 1 << 20
 MAX_DIMS = 4
 MAX_METADATA_KEYS = 1 << 16

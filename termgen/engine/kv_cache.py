@@ -60,6 +60,8 @@ class BlockPool:
         self.num_cached = 0
         """Blocks nobody uses that hold a findable prefix."""
         self.num_evictions = 0
+        self.num_freed = 0
+        """Times a block lost its last user, since start."""
 
     def lookup(self, block_hash: bytes) -> int | None:
         """A block that holds this prefix, or None."""
@@ -93,6 +95,7 @@ class BlockPool:
             assert self._ref_counts[block] > 0 and block != NULL_BLOCK, f"double free of {block}"
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
+                self.num_freed += 1
                 hashed = self._hashes[block] is not None
                 self._link(block, before=self._end if hashed else self._next[self._end])
                 self.num_cached += hashed
@@ -188,6 +191,8 @@ class KVCacheManager:
         """[max_num_seqs] blocks each slot holds."""
         self.num_registered = np.zeros(max_num_seqs, np.int32)
         """[max_num_seqs] leading blocks of each slot that are findable by hash."""
+        self._misfit: tuple[Request, int, int] | None = None
+        """Last request that did not fit, its cached blocks and the pool's `num_freed` then."""
 
     @property
     def capacity_tokens(self) -> int:
@@ -220,6 +225,22 @@ class KVCacheManager:
         """
         idle = sum(self.pool.is_free(b) for b in cached)
         return self.blocks_for(num_tokens) - len(cached) + idle <= self.pool.num_free
+
+    def try_fit(self, request: Request) -> list[int] | None:
+        """The request's cached blocks if all its known tokens fit now, None if they do not.
+
+        A request may wait for room through many steps. It can fit only after a block was freed or
+        its next block became cached, so until then no step walks its whole prompt again.
+        """
+        freed = self.pool.num_freed
+        if self._misfit is not None and self._misfit[0] is request and self._misfit[2] == freed:
+            upcoming = request.block_hashes[self._misfit[1] : self._misfit[1] + 1]
+            if not upcoming or self.pool.lookup(upcoming[0]) is None:
+                return None
+        cached = self.find_cached(request)
+        fits = self.can_admit(len(request.token_ids), cached)
+        self._misfit = None if fits else (request, len(cached), freed)
+        return cached if fits else None
 
     def admit(self, slot: int, num_tokens: int, cached: Sequence[int]) -> IntArray:
         """Give an empty slot its cached blocks and new ones for the rest; returns its block ids."""

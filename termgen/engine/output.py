@@ -223,7 +223,7 @@ class OutputProcessor:
         return deltas
 
     def take_aborts(self) -> list[str]:
-        """Engine requests that a stop string ended since the last call; the engine must drop them."""
+        """Engine requests a stop string ended since the last call, for the engine to abort."""
         aborts, self._aborts = self._aborts, []
         return aborts
 

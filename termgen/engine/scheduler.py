@@ -26,8 +26,6 @@ from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import StepPlan, StepResult
 from termgen.errors import EngineError, RequestError
 
-_NO_INTS: IntArray = np.zeros(0, np.int32)
-
 
 class Scheduler:
     """Owns every request from `add_request` to its end."""
@@ -127,8 +125,8 @@ class Scheduler:
         if not len(needy):
             return False
         if int(missing[needy].sum()) <= kv.pool.num_free:
-            for i in needy:
-                self._append_blocks(int(running[i]), int(missing[i]), builder)
+            for slot, need in zip(running[needy].tolist(), missing[needy].tolist(), strict=True):
+                self._append_blocks(slot, need, builder)
             return False
         order: npt.NDArray[np.integer[Any]] = needy
         if self.config.policy == "priority":
@@ -146,7 +144,6 @@ class Scheduler:
     ) -> bool:
         """The slow path: rows in order take blocks from the least deserving row."""
         index_of = {int(slot): i for i, slot in enumerate(running)}
-        granted: dict[int, list[int]] = {}
         before = self.stats.num_preemptions
         for i in order:
             slot, need = int(running[i]), int(missing[i])
@@ -157,7 +154,6 @@ class Scheduler:
                     break  # enough blocks come back once the steps in flight have landed
                 victim = self._choose_victim()
                 num_new[index_of[victim]] = 0
-                granted.pop(victim, None)
                 self._preempt(victim)
                 if victim == slot:
                     break
@@ -166,9 +162,8 @@ class Scheduler:
             if self.kv.pool.num_free < need:
                 num_new[i] = 0
                 continue
-            granted[slot] = [self.kv.append(slot) for _ in range(need)]
-        for slot, blocks in granted.items():
-            builder.add_blocks(slot, int(self.kv.num_blocks[slot]) - len(blocks), blocks)
+            # Nobody is preempted for a row less deserving than itself: what is given stays given.
+            self._append_blocks(slot, need, builder)
         return self.stats.num_preemptions > before
 
     def _append_blocks(self, slot: int, count: int, builder: PlanBuilder) -> None:
@@ -197,10 +192,10 @@ class Scheduler:
         counts: list[int] = []
         while budget > 0 and len(self.waiting) and self.free_slots:
             request = self.waiting.peek()
-            cached = self.kv.find_cached(request)
-            num_tokens = len(request.token_ids)
-            if not self.kv.can_admit(num_tokens, cached):
+            cached = self.kv.try_fit(request)
+            if cached is None:
                 break
+            num_tokens = len(request.token_ids)
             self.waiting.pop()
             slot = self.free_slots.pop()
             self._start(request, slot, cached, builder, now_ns)
@@ -250,8 +245,11 @@ class Scheduler:
         table.last_step[slots] = self._next_step
         if kv.enable_prefix_caching:
             known = np.minimum(table.num_computed[slots], table.num_tokens[slots])
-            for i in np.flatnonzero(known // kv.block_size > kv.num_registered[slots]):
-                self._publish(int(slots[i]), int(known[i]))
+            fuller = np.flatnonzero(known // kv.block_size > kv.num_registered[slots])
+            for slot, num_tokens in zip(
+                slots[fuller].tolist(), known[fuller].tolist(), strict=True
+            ):
+                self._publish(slot, num_tokens)
 
     def _publish(self, slot: int, num_tokens: int) -> None:
         """Make a slot's full blocks within its first `num_tokens` tokens findable."""

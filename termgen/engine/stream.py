@@ -30,17 +30,11 @@ class DeltaStream:
     loop only.
     """
 
-    def __init__(self, completion_ids: tuple[str, ...]) -> None:
-        self.completion_ids = completion_ids
+    def __init__(self, num_completions: int) -> None:
         self._waiting: dict[int, TokenDelta] = {}
-        self._open = len(completion_ids)
+        self._open = num_completions
         self._news = asyncio.Event()
         self._error: EngineDeadError | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Some completion's end has not been read yet."""
-        return self._open > 0
 
     def push(self, delta: TokenDelta) -> None:
         earlier = self._waiting.get(delta.index)

@@ -35,9 +35,7 @@ def parameter_slot(
     return WeightSlot(name, tuple(parameter.shape), role, load)
 
 
-def empty_parameter(
-    *shape: int, dtype: torch.dtype, device: torch.device
-) -> torch.nn.Parameter:
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
     """Storage for a parameter that the loader will fill; nothing is initialised twice."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     return torch.nn.Parameter(tensor, requires_grad=False)

@@ -28,8 +28,8 @@ MODELS = {
 """Families that differ from the skeleton by their config alone share its class."""
 
 LINEAR_METHODS = {
-    None: "termgen.engine.layers.linear:FloatLinearMethod",
-    "int8": "termgen.engine.quantization.int8:Int8LinearMethod",
+    None: "termgen.engine.layers.linear:FloatLinear",
+    "int8": "termgen.engine.quantization.int8:Int8Linear",
 }
 
 
@@ -49,7 +49,7 @@ def build_model(
         raise ConfigError(
             f"quantization {quantization!r} is not known; known are {known}", param="quantization"
         )
-    method = _resolve(LINEAR_METHODS[quantization])(device)
+    method = _resolve(LINEAR_METHODS[quantization])
     model_class = _resolve(MODELS[config.architecture])
     model: CausalDecoder = model_class(
         config, dtype=dtype, device=device, method=method, attention=attention

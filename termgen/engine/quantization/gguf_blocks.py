@@ -37,10 +37,11 @@ def dequantize(
     return out.view(shape)
 
 
-def check_supported(ggml_type: GGMLType, name: str) -> None:
+def check_supported(ggml_type: GGMLType, name: str, *, where: str = "") -> None:
+    """Raise unless `dequantize` can read the type. `where` goes in front of the error."""
     if ggml_type.name not in _EXPANDERS:
         raise UnsupportedModelError(
-            f"tensor {name!r} has the type {ggml_type.name}; supported are {', '.join(_EXPANDERS)}"
+            f"{where}tensor {name!r} has the type {ggml_type.name}; supported are {', '.join(_EXPANDERS)}"
         )
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from termgen.config import EngineConfig
+from termgen.engine.attention.base import AttentionBackend
 from termgen.engine.attention.registry import make_backend
 from termgen.engine.loader import load_model_config, open_checkpoint
 from termgen.engine.loader.dummy import load_dummy
 from termgen.engine.loader.weights import load_weights
 from termgen.engine.models.config import ModelConfig
-from termgen.engine.models.decoder import DecoderModel
+from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.models.registry import build_model
 from termgen.engine.runner import resolve
 from termgen.engine.runner.model_runner import ModelRunner
@@ -41,7 +42,15 @@ def build_runner(
     dtype = resolve.resolve_dtype(config.dtype, model_config, device)
     attention = make_backend(device)
     on_progress("loading weights", 0.0)
-    model = _load_model(config, path, model_config, attention, dtype, device, on_progress)
+    try:
+        model, model_bytes = _load_model(
+            config, path, model_config, attention, dtype, device, on_progress
+        )
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"the model's weights do not fit on {device} in {str(dtype).removeprefix('torch.')}; "
+            "free memory, or choose a smaller model or dtype"
+        ) from error
     runner = ModelRunner(
         model,
         model_config,
@@ -57,18 +66,20 @@ def build_runner(
     on_progress("warming up", 0.0)
     info = _size_and_warm_up(config, runner, limits, on_progress)
     on_progress("ready", 1.0)
-    return runner, replace(info, load_seconds=time.perf_counter() - started)
+    load_seconds = time.perf_counter() - started
+    return runner, replace(info, load_seconds=load_seconds, model_bytes=model_bytes)
 
 
 def _load_model(
     config: EngineConfig,
     path: Path,
     model_config: ModelConfig,
-    attention: object,
+    attention: AttentionBackend,
     dtype: torch.dtype,
     device: torch.device,
     on_progress: Progress,
-) -> DecoderModel:
+) -> tuple[CausalDecoder, int]:
+    """The model, ready to run, and the bytes of its weights."""
     model = build_model(
         model_config,
         dtype=dtype,
@@ -86,11 +97,9 @@ def _load_model(
             )
         finally:
             checkpoint.close()
-    try:
-        model.finalize()
-    except torch.cuda.OutOfMemoryError as error:
-        raise ModelError(f"the model's weights do not fit on {device}: {error}") from error
-    return model
+    model_bytes = sum(p.nbytes for p in model.parameters())
+    model.finalize()
+    return model, model_bytes
 
 
 def _size_and_warm_up(
@@ -123,7 +132,7 @@ def _size_and_warm_up(
         block_size=config.block_size,
         max_model_len=max_model_len,
         vocab_size=runner.config.vocab_size,
-        model_bytes=sum(t.nbytes for t in runner.model.state_dict().values()),
+        model_bytes=0,
         kv_cache_bytes=num_blocks * runner.bytes_per_block(),
         load_seconds=0.0,
         attention_backend=runner.attention.name,

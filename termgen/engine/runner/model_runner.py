@@ -12,7 +12,7 @@ import torch
 
 from termgen.engine.attention.base import AttentionBackend, AttentionMetadata, ForwardContext
 from termgen.engine.models.config import ModelConfig
-from termgen.engine.models.decoder import DecoderModel
+from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.runner.request_state import RequestState
@@ -26,7 +26,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: CausalDecoder,
         model_config: ModelConfig,
         attention: AttentionBackend,
         *,

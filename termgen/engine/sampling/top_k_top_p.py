@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import torch
 
-_FIRST_CANDIDATES = 256
-_CANDIDATE_GROWTH = 8
+_FIRST_SORTED = 256
+_ROOM_FOR_TIES = 32
+_GROWTH = 8
 
 
 def cut_threshold(
@@ -48,35 +49,48 @@ def cut_threshold_cpu(
     logits: torch.Tensor, *, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
     threshold = logits.amax(dim=-1, keepdim=True) + min_p.log().unsqueeze(1)
-    rows = ((top_k > 0) & (top_k < logits.shape[-1])).nonzero().squeeze(1)
+    limited = ((top_k > 0) & (top_k < logits.shape[-1])) | (top_p < 1.0)
+    rows = limited.nonzero().squeeze(1)
+    if len(rows) == len(logits):
+        return _cut_rows(logits, threshold, top_k, top_p.unsqueeze(1))
     if len(rows):
-        last = top_k[rows].long().unsqueeze(1) - 1
-        values = _take(logits, rows).topk(int(last.max()) + 1, dim=-1).values
-        threshold[rows] = torch.maximum(threshold[rows], values.gather(1, last))
-    rows = (top_p < 1.0).nonzero().squeeze(1)
-    if len(rows):
-        kept = _take(logits, rows)
-        kept = kept.masked_fill(kept < threshold[rows], -torch.inf)
-        nucleus = _grow_nucleus(kept, top_p[rows].unsqueeze(1))
-        threshold[rows] = torch.maximum(threshold[rows], nucleus)
+        limit = top_p[rows].unsqueeze(1)
+        threshold[rows] = _cut_rows(logits[rows], threshold[rows], top_k[rows], limit)
     return threshold
 
 
-def _take(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return logits if len(rows) == len(logits) else logits[rows]
-
-
-def _grow_nucleus(logits: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """Top-p threshold [B, 1] from as few of the largest logits as hold the mass in every row."""
+def _cut_rows(
+    logits: torch.Tensor, threshold: torch.Tensor, top_k: torch.Tensor, limit: torch.Tensor
+) -> torch.Tensor:
+    """Raise `threshold` [R, 1] by top-k and top-p, from as few of the largest logits as do."""
     vocab_size = logits.shape[-1]
-    log_total = logits.logsumexp(dim=-1, keepdim=True)
-    num_candidates = min(_FIRST_CANDIDATES, vocab_size)
-    while True:
-        values = logits.topk(num_candidates, dim=-1).values
+    num_sorted = min(vocab_size, max(_FIRST_SORTED, int(top_k.max()) + _ROOM_FOR_TIES))
+    values = logits.topk(num_sorted, dim=-1).values
+    last = torch.where(top_k > 0, top_k, vocab_size).long().unsqueeze(1) - 1
+    kth = values.gather(1, last.clamp(max=num_sorted - 1))
+    threshold = torch.maximum(threshold, kth.masked_fill_(last >= num_sorted, -torch.inf))
+    if bool((limit >= 1.0).all()):
+        return threshold
+    log_total = _log_mass_above(logits, values, threshold)
+    while num_sorted < vocab_size:
+        # Enough, if the mass is reached or if the next value is dropped already.
         mass = (values - log_total).exp().sum(dim=-1, keepdim=True)
-        if num_candidates == vocab_size or bool((mass >= limit).all()):
-            return _top_p_threshold(values, log_total, limit)
-        num_candidates = min(num_candidates * _CANDIDATE_GROWTH, vocab_size)
+        if bool(((mass >= limit) | (values[:, -1:] < threshold)).all()):
+            break
+        num_sorted = min(vocab_size, num_sorted * _GROWTH)
+        values = logits.topk(num_sorted, dim=-1).values
+    values = values.masked_fill(values < threshold, -torch.inf)
+    return torch.maximum(threshold, _top_p_threshold(values, log_total, limit))
+
+
+def _log_mass_above(
+    logits: torch.Tensor, values: torch.Tensor, threshold: torch.Tensor
+) -> torch.Tensor:
+    """log-sum-exp [R, 1] of the logits not below the threshold; `values` are the largest ones."""
+    if bool((values[:, -1:] < threshold).all()):  # nothing kept lies outside `values`
+        logits = values
+    kept = logits.masked_fill(logits < threshold, -torch.inf)
+    return kept.logsumexp(dim=-1, keepdim=True)
 
 
 def _top_p_threshold(

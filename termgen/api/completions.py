@@ -1,0 +1,252 @@
+"""/v1/completions: a body to one `Job` per prompt, deltas to chunks, deltas to a whole response.
+
+Choice `p * n + i` is completion i of prompt p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from termgen.api.errors import unsupported
+from termgen.api.fields import Check, Fields, is_empty, is_int, is_true, wrong_type
+from termgen.api.job import (
+    Job,
+    ResponseOptions,
+    Tally,
+    parse_cache_salt,
+    parse_options,
+    parse_priority,
+)
+from termgen.api.logprobs import TextLogprobs
+from termgen.api.sampling import HARMLESS, MAX_INT, REFUSED, parse_sampling
+from termgen.client import Prompt, TokenDelta, TokenLogprob
+from termgen.engine.sampling_params import MAX_LOGPROBS
+from termgen.errors import RequestError
+
+MAX_PROMPTS = 128
+MAX_CHOICES = 1024
+"""Prompts times n."""
+DEFAULT_MAX_TOKENS = 16
+
+COMPLETION_REFUSED: dict[str, Check] = {
+    **REFUSED,
+    "suffix": is_empty,
+    "add_special_tokens": is_true,
+    "prompt_embeds": is_empty,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    jobs: tuple[Job, ...]
+    options: ResponseOptions
+    echo: bool
+    ignored: tuple[str, ...]
+
+    @property
+    def n(self) -> int:
+        return self.jobs[0].params.n
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * len(self.jobs)
+
+    @property
+    def num_top(self) -> int:
+        return self.jobs[0].params.logprobs or 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.jobs[0].params.logprobs is not None
+
+
+def parse_completion(
+    data: Mapping[str, Any],
+    *,
+    model: str,
+    defaults: Mapping[str, Any],
+    force_include_usage: bool = False,
+) -> CompletionRequest:
+    """Check a body. `model` is the resolved served name, `defaults` the model's own sampling."""
+    body = Fields(data)
+    body.take("model")  # resolved by the caller
+    options = parse_options(
+        body, id_prefix="cmpl", model=model, force_include_usage=force_include_usage
+    )
+    prompts = _parse_prompts(body.take("prompt"))
+    echo = body.boolean("echo")
+    logprobs = body.integer("logprobs", low=0, high=MAX_LOGPROBS)
+    if echo and logprobs is not None:
+        raise unsupported("echo", "echo together with logprobs is not supported by this server")
+    max_tokens = body.integer("max_tokens", low=0 if echo else 1, high=MAX_INT)
+    if max_tokens is None:
+        max_tokens = DEFAULT_MAX_TOKENS
+    # nothing to generate: the parameters are still checked, with a length that is allowed
+    params = parse_sampling(body, max_tokens=max_tokens or 1, logprobs=logprobs, defaults=defaults)
+    if len(prompts) * params.n > MAX_CHOICES:
+        raise RequestError(
+            f"{len(prompts)} prompts times n={params.n} exceeds {MAX_CHOICES} completions",
+            param="n",
+        )
+    priority, cache_salt = parse_priority(body), parse_cache_salt(body)
+    jobs = tuple(
+        Job(
+            prompt=prompt,
+            params=params,
+            request_id=options.id if len(prompts) == 1 else f"{options.id}-{i}",
+            priority=priority,
+            cache_salt=cache_salt,
+            generates=max_tokens > 0,
+        )
+        for i, prompt in enumerate(prompts)
+    )
+    ignored = body.finish(harmless=HARMLESS, refused=COMPLETION_REFUSED)
+    return CompletionRequest(jobs, options, echo, ignored)
+
+
+def _parse_prompts(value: Any) -> Sequence[Prompt]:
+    """str | [str] | [int] | [[int]] -> a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    wanted = "a string, a list of strings, token ids, or a list of lists of token ids"
+    if not isinstance(value, list):
+        raise wrong_type("prompt", wanted, value)
+    if not value:
+        raise RequestError("prompt must not be empty", param="prompt")
+    if _is_token_list(value):
+        return [tuple(value)]
+    if len(value) > MAX_PROMPTS:
+        raise RequestError(f"at most {MAX_PROMPTS} prompts are allowed at once", param="prompt")
+    if all(isinstance(item, str) for item in value):
+        return value
+    if not all(isinstance(item, list) and _is_token_list(item) for item in value):
+        raise wrong_type("prompt", wanted, value)
+    if not all(value):
+        raise RequestError("prompt must not hold an empty list", param="prompt")
+    return [tuple(item) for item in value]
+
+
+def _is_token_list(value: list[Any]) -> bool:
+    return all(is_int(token) and 0 <= token <= MAX_INT for token in value)
+
+
+class _Choice:
+    """What one streamed choice still owes: logprobs and ids of tokens whose text is held back."""
+
+    __slots__ = ("logprobs", "started", "text_logprobs", "token_ids")
+
+    def __init__(self, text_logprobs: TextLogprobs) -> None:
+        self.started = False
+        self.logprobs: list[TokenLogprob] = []
+        self.token_ids: list[int] = []
+        self.text_logprobs = text_logprobs
+
+
+class CompletionStream:
+    """Deltas to `text_completion` chunks. `echoes[p]` is the text of prompt p, "" without echo."""
+
+    def __init__(self, request: CompletionRequest, echoes: Sequence[str]) -> None:
+        self._request = request
+        self._options = request.options
+        self._echoes = echoes
+        self._tally = Tally(request.n)
+        self._choices = [_Choice(_text_logprobs(request)) for _ in range(request.num_choices)]
+        self._prompt_token_ids: dict[int, tuple[int, ...]] = {}
+        """By choice, until a chunk has carried them."""
+        self._num_open = request.num_choices
+
+    def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
+        """Chunks for one delta. None while its text is held back."""
+        choice = self._choices[index]
+        self._tally.add(index, delta)
+        choice.logprobs.extend(delta.logprobs or ())
+        if self._options.return_token_ids:
+            choice.token_ids.extend(delta.token_ids)
+            if delta.prompt_token_ids is not None:
+                self._prompt_token_ids[index] = delta.prompt_token_ids
+        text = delta.text
+        if not choice.started:
+            echo = self._echoes[index // self._request.n]
+            if not text and not echo and delta.finish_reason is None:
+                return []
+            choice.started, text = True, echo + text
+        elif not text and delta.finish_reason is None:
+            return []
+        return [self._chunk(index, text, delta)]
+
+    def end(self) -> list[dict[str, Any]]:
+        """What follows the last choice: the usage chunk, when it was asked for."""
+        if not self._options.include_usage:
+            return []
+        chunk = {**_head(self._options), "choices": [], "usage": self._tally.usage()}
+        if self._options.include_timings:
+            chunk["termgen"] = self._tally.timings()
+        return [chunk]
+
+    def _chunk(self, index: int, text: str, delta: TokenDelta) -> dict[str, Any]:
+        state, o = self._choices[index], self._options
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": delta.finish_reason,
+        }
+        if self._request.wants_logprobs:
+            choice["logprobs"] = state.text_logprobs.build(state.logprobs)
+        if o.return_token_ids:
+            choice["token_ids"] = state.token_ids
+            if index in self._prompt_token_ids:
+                choice["prompt_token_ids"] = self._prompt_token_ids.pop(index)
+        state.logprobs, state.token_ids = [], []
+        chunk = {**_head(o), "choices": [choice]}
+        if o.include_usage:
+            chunk["usage"] = self._tally.usage() if o.continuous_usage else None
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+            self._num_open -= 1
+            if o.include_timings and not o.include_usage and self._num_open == 0:
+                chunk["termgen"] = self._tally.timings()
+        return chunk
+
+
+def completion_response(
+    request: CompletionRequest, answers: Sequence[TokenDelta], echoes: Sequence[str]
+) -> dict[str, Any]:
+    """The whole response. `answers[i]` is choice i as one merged delta."""
+    o, tally = request.options, Tally(request.n)
+    choices = []
+    for index, answer in enumerate(answers):
+        tally.add(index, answer)
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": echoes[index // request.n] + answer.text,
+            "logprobs": None,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+        if request.wants_logprobs:
+            choice["logprobs"] = _text_logprobs(request).build(answer.logprobs or ())
+        if o.return_token_ids:
+            choice["token_ids"] = answer.token_ids
+            if answer.prompt_token_ids is not None:
+                choice["prompt_token_ids"] = answer.prompt_token_ids
+        choices.append(choice)
+    response = {**_head(o), "choices": choices, "usage": tally.usage()}
+    if o.include_timings:
+        response["termgen"] = tally.timings()
+    return response
+
+
+def _text_logprobs(request: CompletionRequest) -> TextLogprobs:
+    return TextLogprobs(num_top=request.num_top, tokens_as_ids=request.options.tokens_as_ids)
+
+
+def _head(options: ResponseOptions) -> dict[str, Any]:
+    return {
+        "id": options.id,
+        "object": "text_completion",
+        "created": options.created,
+        "model": options.model,
+    }

@@ -1,0 +1,114 @@
+"""Error bodies: every failure a client can see becomes one `ErrorReply`.
+
+Used by the server for responses and for error frames inside a running stream. Knows nothing of
+HTTP libraries; a reply is a status, headers and a JSON object in OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from termgen.errors import EngineDeadError, EngineError, RequestError, TermgenError
+
+NO_RETRY = {"x-should-retry": "false"}
+"""Clients built on OpenAI's SDK retry every 5xx unless told not to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """What goes on the wire for one failure."""
+
+    status: int
+    body: dict[str, Any]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def error_body(
+    message: str, *, type: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def reply_for(exc: BaseException) -> ErrorReply:
+    """The reply for anything a handler can raise. Unknown exceptions tell the client nothing."""
+    if isinstance(exc, RequestError):
+        body = error_body(str(exc), type=exc.type, param=exc.param, code=exc.code)
+        return ErrorReply(exc.status, body, _request_headers(exc))
+    if isinstance(exc, EngineDeadError):
+        body = error_body(str(exc), type="server_error", code="engine_dead")
+        return ErrorReply(503, body, {"retry-after": "10"})
+    if isinstance(exc, EngineError):
+        return ErrorReply(500, error_body(str(exc), type="server_error", code="engine_error"))
+    if isinstance(exc, TermgenError):
+        return ErrorReply(500, error_body(str(exc), type="server_error", code="internal_error"))
+    message = "Internal server error; the server's log has the details"
+    return ErrorReply(500, error_body(message, type="server_error", code="internal_error"))
+
+
+def http_reply(status: int, detail: str, headers: Mapping[str, str] | None = None) -> ErrorReply:
+    """The reply for a failure of HTTP itself: no such path, wrong method."""
+    code = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}.get(status)
+    type = "invalid_request_error" if status < 500 else "server_error"
+    return ErrorReply(status, error_body(detail, type=type, code=code), dict(headers or {}))
+
+
+def unsupported(param: str, message: str | None = None) -> RequestError:
+    """A field we know, that would change the answer, and that this server does not do."""
+    message = message or f"{param} is not supported by this server"
+    return RequestError(message, param=param, code="unsupported_parameter")
+
+
+def invalid_json(message: str) -> RequestError:
+    return RequestError(message, code="invalid_json")
+
+
+def model_not_found(model: str) -> RequestError:
+    return RequestError(
+        f"The model {model!r} does not exist; GET /v1/models lists what is served",
+        param="model",
+        code="model_not_found",
+        status=404,
+    )
+
+
+def invalid_api_key() -> RequestError:
+    return RequestError(
+        "Missing or wrong API key; send it as `Authorization: Bearer KEY`",
+        code="invalid_api_key",
+        status=401,
+        type="authentication_error",
+    )
+
+
+def host_not_allowed(host: str) -> RequestError:
+    return RequestError(
+        f"Host {host!r} is not one this server answers to; see --allowed-host",
+        code="host_not_allowed",
+        status=403,
+        type="permission_error",
+    )
+
+
+def body_too_large(limit: int) -> RequestError:
+    return RequestError(
+        f"The request body exceeds {limit} bytes", code="request_too_large", status=413
+    )
+
+
+def unavailable(code: str, message: str) -> RequestError:
+    """`loading` or `draining`: the same request may succeed later, or elsewhere now."""
+    return RequestError(message, code=code, status=503, type="server_error")
+
+
+def request_aborted() -> RequestError:
+    return RequestError("The request was aborted", code="aborted", status=500, type="server_error")
+
+
+def _request_headers(exc: RequestError) -> dict[str, str]:
+    if exc.status == 401:
+        return {"www-authenticate": "Bearer"}
+    if exc.status == 503:
+        return {"retry-after": "5"}
+    return dict(NO_RETRY) if exc.code == "aborted" else {}

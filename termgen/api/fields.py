@@ -1,0 +1,192 @@
+"""A JSON request body, taken apart field by field with its types checked.
+
+`parse_json` turns bytes into an object; `Fields` hands out typed values and remembers which names
+were asked for, so that at the end `finish` can refuse what is known but not supported and name what
+is unknown. `null` always means absent, as clients send it. Every fault is a `RequestError`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from termgen.api.errors import invalid_json, unsupported
+from termgen.errors import RequestError
+
+MAX_IGNORED_NAMES = 20
+_HEADER_SAFE = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+
+Check = Callable[[Any], bool]
+"""Says whether a value is harmless: it asks for what would happen anyway."""
+
+
+def parse_json(raw: bytes, what: str = "The request body") -> dict[str, Any]:
+    """Decode an object. Stricter than `json.loads`: no NaN, infinities or lone surrogates."""
+    try:
+        value = json.loads(
+            raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite_float
+        )
+    except RecursionError:
+        raise invalid_json(f"{what} is nested too deeply") from None
+    except ValueError as exc:  # includes JSONDecodeError, UnicodeDecodeError and huge integers
+        raise invalid_json(f"{what} is not valid JSON: {exc}") from None
+    if not isinstance(value, dict):
+        raise invalid_json(f"{what} must be a JSON object")
+    if b"\\u" in raw:
+        # half of a surrogate pair is legal JSON, but no tokenizer or response can encode it
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise invalid_json(f"{what} has half of a surrogate pair in a string") from None
+        except RecursionError:
+            raise invalid_json(f"{what} is nested too deeply") from None
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is out of range")
+    return value
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """A finite number that fits a float; `true` is not one."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1000
+
+
+def wrong_type(name: str, wanted: str, value: object) -> RequestError:
+    # reprlib: what clients send may be megabytes long or nested to the recursion limit
+    shown = reprlib.repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return RequestError(f"{name} must be {wanted}, not {shown}", param=name)
+
+
+def check_depth(name: str, value: object, limit: int = 32) -> None:
+    """Refuse values so deep that a template or a JSON writer would run out of stack."""
+    level = [value]
+    for _ in range(limit):
+        children: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                children.extend(item.values())
+            elif isinstance(item, list):
+                children.extend(item)
+        if not children:
+            return
+        level = children
+    raise RequestError(f"{name} is nested more than {limit} levels deep", param=name)
+
+
+class Fields:
+    """Typed access to one JSON object; `where` prefixes names in messages (`messages[2].`)."""
+
+    __slots__ = ("_data", "_seen", "_where")
+
+    def __init__(self, data: Mapping[str, Any], where: str = "") -> None:
+        self._data = data
+        self._seen: set[str] = set()
+        self._where = where
+
+    def take(self, name: str) -> Any:
+        """The raw value, None if absent or null; the field then counts as handled."""
+        self._seen.add(name)
+        return self._data.get(name)
+
+    def string(self, name: str) -> str | None:
+        value = self.take(name)
+        if value is not None and not isinstance(value, str):
+            raise wrong_type(self._where + name, "a string", value)
+        return value
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        value = self.take(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise wrong_type(self._where + name, "true or false", value)
+        return value
+
+    def integer(self, name: str, *, low: int, high: int) -> int | None:
+        value = self.take(name)
+        if value is None:
+            return None
+        if not is_int(value):
+            raise wrong_type(self._where + name, "an integer", value)
+        if not low <= value <= high:
+            raise wrong_type(self._where + name, f"between {low} and {high}", value)
+        return int(value)
+
+    def number(self, name: str) -> float | int | None:
+        """A finite number; its range is for the caller to check."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if not is_number(value):
+            raise wrong_type(self._where + name, "a finite number", value)
+        assert isinstance(value, (int, float))
+        return value
+
+    def object(self, name: str) -> Fields | None:
+        value = self.take(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise wrong_type(self._where + name, "an object", value)
+        return Fields(value, f"{self._where}{name}.")
+
+    def finish(self, *, harmless: frozenset[str], refused: Mapping[str, Check]) -> tuple[str, ...]:
+        """Refuse fields in `refused` unless their value changes nothing; return unknown names."""
+        unknown = []
+        for name, value in self._data.items():
+            if name in self._seen or name in harmless:
+                continue
+            if name not in refused:
+                unknown.append(name)
+            elif value is not None and not refused[name](value):
+                raise unsupported(name)
+        return tuple(unknown)
+
+
+def ignored_header(names: tuple[str, ...]) -> str:
+    """Value of `x-termgen-ignored`: only what is safe in a header, and not too much of it."""
+    safe = [name for name in names if _HEADER_SAFE.fullmatch(name)][:MAX_IGNORED_NAMES]
+    hidden = len(names) - len(safe)
+    return ", ".join([*safe, f"+{hidden}"] if hidden else safe)
+
+
+# Values that ask for nothing, for the `refused` tables.
+
+
+def never(value: Any) -> bool:
+    return False
+
+
+def is_empty(value: Any) -> bool:
+    """false, 0, "", [] or {}."""
+    return not value
+
+
+def is_true(value: Any) -> bool:
+    return value is True
+
+
+def one_of(*values: Any) -> Check:
+    def check(value: Any) -> bool:
+        return value in values
+
+    return check

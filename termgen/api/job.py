@@ -1,0 +1,149 @@
+"""What both completion endpoints share: engine requests, wire options, counting."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from dataclasses import dataclass, replace
+from typing import Any
+
+from termgen.api.fields import Fields
+from termgen.client import Prompt, RequestTimings, TokenDelta
+from termgen.engine.sampling_params import SamplingParams
+from termgen.errors import RequestError
+
+_CACHE_SALT = re.compile(r"[A-Za-z0-9_\-]{1,128}")
+MAX_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One `EngineClient.generate` call. An HTTP request has one per prompt."""
+
+    prompt: Prompt
+    params: SamplingParams
+    request_id: str
+    priority: int
+    cache_salt: str | None
+    generates: bool = True
+    """False: only the prompt is wanted back (`echo` with `max_tokens` 0)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseOptions:
+    """How the answer is to be put on the wire."""
+
+    id: str
+    model: str
+    created: int
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    include_timings: bool
+    return_token_ids: bool
+    tokens_as_ids: bool
+    """Name tokens `token_id:N` in logprobs instead of by text."""
+
+
+def parse_options(
+    body: Fields, *, id_prefix: str, model: str, force_include_usage: bool
+) -> ResponseOptions:
+    stream = body.boolean("stream")
+    stream_options = body.object("stream_options")
+    include_usage = continuous_usage = False
+    if stream_options is not None:
+        if not stream:
+            raise RequestError("stream_options needs stream: true", param="stream_options")
+        include_usage = stream_options.boolean("include_usage")
+        continuous_usage = stream_options.boolean("continuous_usage_stats")
+    include_usage = stream and (include_usage or force_include_usage)
+    return ResponseOptions(
+        id=f"{id_prefix}-{uuid.uuid4().hex}",
+        model=model,
+        created=int(time.time()),
+        stream=stream,
+        include_usage=include_usage,
+        continuous_usage=include_usage and continuous_usage,
+        include_timings=body.boolean("include_timings"),
+        return_token_ids=body.boolean("return_token_ids"),
+        tokens_as_ids=body.boolean("return_tokens_as_token_ids"),
+    )
+
+
+def parse_priority(body: Fields) -> int:
+    return body.integer("priority", low=-MAX_PRIORITY, high=MAX_PRIORITY) or 0
+
+
+def parse_cache_salt(body: Fields) -> str | None:
+    salt = body.string("cache_salt")
+    if salt is not None and not _CACHE_SALT.fullmatch(salt):
+        raise RequestError(
+            "cache_salt must be 1 to 128 characters out of A-Z a-z 0-9 _ -", param="cache_salt"
+        )
+    return salt
+
+
+def merge_deltas(deltas: list[TokenDelta]) -> TokenDelta:
+    """One delta that says what these consecutive deltas of one completion say together."""
+    if len(deltas) == 1:
+        return deltas[0]
+    logprobs = [d.logprobs for d in deltas if d.logprobs is not None]
+    return replace(
+        deltas[-1],
+        text="".join(d.text for d in deltas),
+        token_ids=tuple(t for d in deltas for t in d.token_ids),
+        logprobs=tuple(lp for part in logprobs for lp in part) if logprobs else None,
+        prompt_token_ids=deltas[0].prompt_token_ids,
+    )
+
+
+class Tally:
+    """Token counts and timings over all choices of one HTTP request."""
+
+    __slots__ = ("_cached", "_n", "_output", "_prompt", "_timings")
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._prompt: dict[int, int] = {}  # by prompt
+        self._cached: dict[int, int] = {}
+        self._output: dict[int, int] = {}  # by choice
+        self._timings: dict[int, tuple[RequestTimings, int]] = {}
+
+    def add(self, choice: int, delta: TokenDelta) -> None:
+        prompt = choice // self._n
+        self._prompt[prompt] = delta.num_prompt_tokens
+        # the completions of one prompt can hit the cache differently; the first one tells
+        self._cached.setdefault(prompt, delta.num_cached_tokens)
+        self._output[choice] = delta.num_output_tokens
+        if delta.timings is not None:
+            self._timings[choice] = (delta.timings, delta.num_output_tokens)
+
+    def usage(self) -> dict[str, Any]:
+        prompt, output = sum(self._prompt.values()), sum(self._output.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+    def timings(self) -> dict[str, Any]:
+        """The `termgen` object of a response that asked for `include_timings`."""
+        return {
+            "timings": [
+                {"index": choice, **_timing_fields(*self._timings[choice])}
+                for choice in sorted(self._timings)
+            ]
+        }
+
+
+def _timing_fields(timings: RequestTimings, num_tokens: int) -> dict[str, float | None]:
+    decode_s = (timings.finished_ns - timings.first_token_ns) / 1e9 if timings.first_token_ns else 0
+    rate = (num_tokens - 1) / decode_s if num_tokens > 1 and decode_s > 0 else None
+    return {
+        "queue_s": timings.queue_s,
+        "ttft_s": timings.ttft_s,
+        "e2e_s": timings.e2e_s,
+        "tokens_per_s": rate,
+    }

@@ -1,0 +1,43 @@
+"""/v1/models: what is served, and which names a request may use for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from termgen.api.errors import model_not_found
+from termgen.api.fields import wrong_type
+from termgen.client import ModelInfo
+
+
+def served_names(info: ModelInfo, configured: Sequence[str]) -> tuple[str, ...]:
+    """The first one is what responses say when a request named none."""
+    return tuple(configured) or (info.model_id,)
+
+
+def resolve_model(value: object, names: Sequence[str]) -> str:
+    """The name a response carries. Optional in requests: one model is loaded."""
+    if value is None:
+        return names[0]
+    if not isinstance(value, str):
+        raise wrong_type("model", "a string", value)
+    if value not in names:
+        raise model_not_found(value)
+    return value
+
+
+def model_object(info: ModelInfo, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": info.created,
+        "owned_by": "termgen",
+        "root": info.root,
+        "parent": None,
+        "max_model_len": info.max_model_len,
+        "permission": [],
+    }
+
+
+def model_list(info: ModelInfo, names: Sequence[str]) -> dict[str, Any]:
+    return {"object": "list", "data": [model_object(info, name) for name in names]}

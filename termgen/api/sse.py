@@ -1,0 +1,35 @@
+"""Server-sent event frames as OpenAI's clients parse them: `data: ` + one JSON line + blank line.
+
+Exactly one space, never an `event:` line: real clients break on anything else.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from termgen.api.errors import reply_for
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+"""A comment. Some clients choke on it, so it is sent only into long silences."""
+
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+def dumps(value: Any) -> bytes:
+    """Compact JSON on one line. NaN and infinities are our bug, hence ValueError."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def frame(value: dict[str, Any]) -> bytes:
+    return b"data: " + dumps(value) + b"\n\n"
+
+
+def error_frames(exc: BaseException) -> bytes:
+    """How a stream that has already begun reports a failure. Nothing may follow."""
+    return frame(reply_for(exc).body) + DONE

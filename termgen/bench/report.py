@@ -1,0 +1,158 @@
+"""How figures are shown and kept: a table for people, JSON with where and how it was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+from termgen.client import ModelInfo
+from termgen.config import EngineConfig
+from termgen.errors import ConfigError
+
+PACKAGES = ("termgen", "torch", "transformers", "numpy", "tokenizers")
+
+NOTE = (
+    "greedy; every request runs to its full length (ignore_eos); tokens become text as for any "
+    "client unless skip_tokenizer_init is set"
+)
+
+
+class Result(Protocol):
+    """What both benches return."""
+
+    def as_json(self) -> dict[str, Any]: ...
+    def rows(self) -> list[tuple[str, str]]: ...
+
+
+def table(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    """Two aligned columns under a title."""
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    return "\n".join([title, "-" * len(title), *lines])
+
+
+def summary(name: str, model: ModelInfo, result: Result) -> str:
+    quantization = f", {model.quantization}" if model.quantization else ""
+    where = (
+        ("model", model.model_id),
+        ("weights", f"{model.dtype}{quantization}"),
+        ("device", f"{model.device_name} ({model.device})"),
+    )
+    return table(f"termgen bench {name}", [*where, *result.rows()]) + f"\n\n({NOTE})"
+
+
+def document(
+    name: str, model: ModelInfo, result: Result, *, config: EngineConfig, options: Any
+) -> dict[str, Any]:
+    """The JSON object: the figures at top level, then everything needed to repeat them."""
+    return {
+        **result.as_json(),
+        "bench": name,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "note": NOTE,
+        "options": dataclasses.asdict(options),
+        "engine_config": dataclasses.asdict(config),
+        "model": {
+            "id": model.model_id,
+            "root": model.root,
+            "architecture": model.architecture,
+            "dtype": model.dtype,
+            "quantization": model.quantization,
+            "device": model.device,
+            "device_name": model.device_name,
+            "max_model_len": model.max_model_len,
+            "num_blocks": model.num_blocks,
+            "block_size": model.block_size,
+        },
+        "machine": machine(),
+        "versions": versions(),
+        "git_sha": git_sha(),
+    }
+
+
+def check_writable(path: str | None) -> None:
+    """Find out before the measurement, not after it. Raises `ConfigError`."""
+    if path is None:
+        return
+    folder = Path(path).resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
+        raise ConfigError(f"output_json: {path} cannot be written", param="output_json")
+
+
+def write(path: str, content: Mapping[str, Any]) -> None:
+    """Whole or not at all: a reader never sees half a file. Raises `ConfigError`."""
+    target = Path(path)
+    partial = target.with_name(target.name + ".part")
+    try:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(
+            f"output_json: {path} cannot be written: {error.strerror}", param="output_json"
+        ) from None
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "system": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # run from a source tree without installing
+            continue
+    return found
+
+
+def git_sha() -> str | None:
+    """The commit termgen runs from, with `-dirty` for local changes; None when installed."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        shown = subprocess.run(
+            [
+                "git",
+                "-C",
+                str(root),
+                "describe",
+                "--always",
+                "--dirty",
+                "--abbrev=40",
+                "--exclude=*",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return shown.stdout.strip() or None
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()

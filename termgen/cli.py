@@ -1,0 +1,204 @@
+"""The `termgen` command: the composition root. Builds configs, engine and front end, nothing more.
+
+Subcommands import what they need when they run: `termgen --help` loads neither torch nor any of the
+libraries behind the screens and the server. A `TermgenError` is one line on standard error and exit
+code 2, Ctrl-C is 130, SIGTERM 143.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import termgen
+from termgen.bench.options import LatencyOptions, ThroughputOptions
+from termgen.config import EngineConfig, ServerConfig, UIConfig
+from termgen.errors import ConfigError, TermgenError
+from termgen.generate import INTERRUPTED, add_generate_flags
+from termgen.launch import TERMINATED
+from termgen.settings import FlagParser, SettingLayers, add_flags
+
+DESCRIPTION = "Chat with, serve and watch a local language model."
+EPILOG = """\
+settings come from flags, then TERMGEN_* variables (TERMGEN_MAX_MODEL_LEN=4096), then the config
+file ([engine], [server] and [chat] tables with the same names), then defaults.
+"""
+USAGE_ERROR = 2
+BROKEN_PIPE = 141
+
+SWITCH_INTERVAL_S = 1e-4
+"""Python's default of 5 ms lets a repaint delay an engine step by that much."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    try:
+        code = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except TermgenError as error:
+        print(f"termgen: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the reader of our output is gone; keep the interpreter's last flush quiet as well
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _run(argv: Sequence[str]) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    command = getattr(args, "run", None)
+    if command is None:
+        args.help_of.print_help()
+        return 0
+    signal.signal(signal.SIGTERM, _terminate)
+    code: int = command(args)
+    return code
+
+
+def _terminate(signum: int, frame: object) -> NoReturn:
+    raise SystemExit(TERMINATED)  # unwinds through every `finally`
+
+
+def build_parser() -> FlagParser:
+    parser = FlagParser(
+        prog="termgen",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"termgen {termgen.__version__}")
+    parser.set_defaults(help_of=parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    chat = _command(commands, "chat", "chat with a model in the terminal", chat_command)
+    add_flags(chat, UIConfig, title="chat")
+    _add_engine_flags(chat)
+
+    serve = _command(commands, "serve", "serve a model over HTTP, as OpenAI's API", serve_command)
+    add_flags(serve, ServerConfig, title="server")
+    add_flags(
+        serve, UIConfig, title="dashboard", omit=("system_prompt", "temperature", "max_tokens")
+    )
+    _add_engine_flags(serve)
+
+    generate = _command(commands, "generate", "answer one prompt, for scripts", generate_command)
+    add_generate_flags(generate)
+    _add_engine_flags(generate)
+
+    _add_bench(commands)
+
+    models = commands.add_parser("models", help="list known models and those on disk")
+    models.add_argument("--json", action="store_true", help="print JSON")
+    models.set_defaults(run=models_command)
+
+    pull = commands.add_parser("pull", help="fetch a model")
+    pull.add_argument("name", help="name from `termgen models`, or a hub id such as org/name")
+    pull.set_defaults(run=pull_command)
+    return parser
+
+
+def _command(commands: Any, name: str, text: str, run: Any) -> FlagParser:
+    usage = f"%(prog)s [options]{' [prompt]' if name == 'generate' else ''}"
+    parser: FlagParser = commands.add_parser(name, help=text, description=text, usage=usage)
+    parser.add_argument(
+        "--config", metavar="FILE", help="config file (default: config.toml in the user's folder)"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, EngineConfig, title="model and engine")
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure speed, without a server")
+    bench.set_defaults(help_of=bench)
+    kinds = bench.add_subparsers(title="benches", metavar="BENCH")
+    for name, options in (("latency", LatencyOptions), ("throughput", ThroughputOptions)):
+        text = (options.__doc__ or "").strip()
+        parser = _command(kinds, name, text, bench_command)
+        parser.set_defaults(bench=name)
+        add_flags(parser, options, title=name)
+        _add_engine_flags(parser)
+
+
+def _layers(args: argparse.Namespace) -> SettingLayers:
+    return SettingLayers(
+        flags=vars(args),
+        environ=os.environ,
+        config_file=Path(args.config) if args.config is not None else None,
+    )
+
+
+# Each command imports inside: torch costs over a second, Textual and Starlette tenths of one.
+
+
+def chat_command(args: argparse.Namespace) -> int:
+    config, ui = (layers := _layers(args)).resolve(EngineConfig), layers.resolve(UIConfig)
+    _need_terminal("termgen chat", "use `termgen generate` for scripts and pipes")
+    from termgen.launch import run_chat
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return run_chat(config, ui)
+
+
+def serve_command(args: argparse.Namespace) -> int:
+    layers = _layers(args)
+    config, server = layers.resolve(EngineConfig), layers.resolve(ServerConfig)
+    ui = layers.resolve(UIConfig)
+    if server.dashboard:
+        _need_terminal("termgen serve --dashboard", "leave --dashboard out")
+    elif layers.given("theme") is not None:
+        raise ConfigError("--theme needs --dashboard", param="theme")
+    from termgen.launch import run_serve
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return run_serve(config, server, ui)
+
+
+def generate_command(args: argparse.Namespace) -> int:
+    from termgen import generate
+
+    layers = _layers(args)
+    return generate.run(args, layers, layers.resolve(EngineConfig))
+
+
+def bench_command(args: argparse.Namespace) -> int:
+    layers = _layers(args)
+    options_class: type[Any] = {"latency": LatencyOptions, "throughput": ThroughputOptions}[
+        args.bench
+    ]
+    options = layers.resolve(options_class)
+    # equal prompts come again in every batch: finding them in the cache would skip the prefill
+    config = layers.resolve(EngineConfig, enable_prefix_caching=False)
+    from termgen.launch import run_bench
+
+    return run_bench(args.bench, options, config)
+
+
+def models_command(args: argparse.Namespace) -> int:
+    from termgen.models_command import list_models
+
+    return list_models(as_json=args.json)
+
+
+def pull_command(args: argparse.Namespace) -> int:
+    from termgen.models_command import pull_model
+
+    return pull_model(args.name)
+
+
+def _need_terminal(command: str, instead: str) -> None:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError(f"`{command}` needs a terminal; {instead}")

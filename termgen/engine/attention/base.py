@@ -1,0 +1,91 @@
+"""What attention is given and what it must do: the seam between the model and its KV cache.
+
+The runner fills an `AttentionMetadata` for each step, has the backend `prepare` it, and passes it
+to the model inside a `ForwardContext`; layers hand it on. Nothing here is global: two models can
+run in one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(slots=True, eq=False)
+class AttentionMetadata:
+    """Where one step's tokens are and what they may see.
+
+    Rows are in batch order, tokens row by row. Rows [0, num_decodes) have exactly one token;
+    later rows have one or more. A padded row has seq_len 0: it sees nothing, and its tokens'
+    slots are in the null block.
+    """
+
+    query_start_loc: torch.Tensor
+    """[B+1] int32: row b's tokens are [query_start_loc[b], query_start_loc[b+1])."""
+    seq_lens: torch.Tensor
+    """[B] int32: computed tokens plus this step's."""
+    block_table: torch.Tensor
+    """[B, max_blocks] int32: block ids of each row; what lies beyond its length is never read."""
+    slot_mapping: torch.Tensor
+    """[T] int64: block * block_size + offset, where each token's key and value are written."""
+    num_rows: int
+    num_tokens: int
+    num_decodes: int
+    max_query_len: int
+    """Upper bound over all rows, as the next one: known to the host without asking the device."""
+    max_seq_len: int
+    block_size: int
+
+
+@dataclass(slots=True, eq=False)
+class ForwardContext:
+    """What one forward pass needs besides its tokens."""
+
+    metadata: AttentionMetadata
+    kv_caches: list[torch.Tensor]
+    """One tensor per layer, in the shape that the backend's `kv_cache_shape` gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCapabilities:
+    """What a backend can run; None means any."""
+
+    device_types: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    graph_modes: frozenset[str]
+    """Of NONE, PIECEWISE and FULL: how its steps may be recorded."""
+    head_dims: frozenset[int] | None = None
+    block_sizes: frozenset[int] | None = None
+
+
+class AttentionBackend(Protocol):
+    """Paged attention over one layer's cache."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capabilities(self) -> AttentionCapabilities: ...
+
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        """Shape of one layer's cache. Block 0 is the null block, a target for padding."""
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        """Once per step, before the model's forward: what all layers share is worked out here."""
+
+    def forward(
+        self,
+        q: torch.Tensor,  # [T, num_heads, head_dim]
+        k: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        v: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:  # [T, num_heads, head_dim]
+        """Writes k and v of all rows, then reads: rows of one step may share blocks."""

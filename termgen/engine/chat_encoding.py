@@ -1,0 +1,288 @@
+"""From a conversation to prompt ids, such that no message can forge a special token.
+
+A template's output mixes what the template wrote with what users wrote, and a tokenizer cannot
+tell them apart: `<|im_end|>` typed by a user would end the user's turn. So the chat is rendered a
+second time with every character that special tokens are made of replaced, in user text only, by an
+unused private one. Lengths stay equal, so comparing the two renders shows, character by character,
+who wrote what, also where the template trims, slices, joins or serialises user text:
+
+  - the masked render, unmasked, equals the plain one: a special token with a masked character was
+    spelled by a user and is encoded as text; all else is encoded as the tokenizer does by itself;
+  - it does not (the template looks into the text): the prompt is used if it holds just the special
+    tokens of the masked render and no message spells one, and refused otherwise.
+
+Control tokens that are not "special" but that the template writes (`<tool_call>`, say) are guarded
+too, except in assistant messages, which are the model's own words. Thread-safe: nothing changes
+after construction but caches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Encoding
+from tokenizers import Tokenizer as Backend
+
+from termgen.client import Message
+from termgen.engine.chat_mask import Chat, Mask, alphabets, strings, unused_chars
+from termgen.engine.chat_messages import count_chars, normalise_messages, plain
+from termgen.engine.chat_template import ChatTemplate, last_text, select_template, template_error
+from termgen.engine.tokenizer_files import TokenizerParts
+from termgen.errors import RequestError
+
+RESERVED_VARIABLES = (
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Control:
+    """One control token found in an encoded text."""
+
+    token_id: int
+    start: int
+    end: int
+
+
+class ChatEncoder:
+    """Renders and encodes chats for one tokenizer."""
+
+    def __init__(self, backend: Backend, parts: TokenizerParts) -> None:
+        self._backend = backend
+        self._named_tokens = dict(parts.named_tokens)
+        self._sources = dict(parts.chat_templates)
+        self._guards: dict[str, _Guard] = {}
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The prompt as text."""
+        chat = _check(messages, add_generation_prompt, continue_final_message, variables)
+        return self._render(self._guard(chat).template, chat)
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> list[int]:
+        """The prompt as token ids, control tokens only where the template wrote them."""
+        chat = _check(messages, add_generation_prompt, continue_final_message, variables)
+        guard = self._guard(chat)
+        text = self._render(guard.template, chat)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        controls = guard.controls(encoding, text)
+        if not controls:
+            return list(encoding.ids)
+        masked: str | None = None
+        for alphabet in guard.alphabets:
+            mask = Mask(alphabet, guard.alphabets[-1], guard.kept, avoid=text)
+            try:
+                masked = self._render(guard.template, mask.apply(chat))
+            except RequestError:  # the template insists on some wording
+                masked = None
+                continue
+            if mask.undo(masked) == text:
+                if all(text[c.start : c.end] == masked[c.start : c.end] for c in controls):
+                    return list(encoding.ids)
+                return guard.encode_guarded(text, masked)
+        return guard.encode_compared(chat, encoding, controls, masked)
+
+    def _guard(self, chat: Chat) -> _Guard:
+        name = select_template(self._sources, chat.variables)
+        guard = self._guards.get(name)
+        if guard is None:
+            guard = self._guards[name] = _Guard(self._backend, ChatTemplate(self._sources[name]))
+        return guard
+
+    def _render(self, template: ChatTemplate, chat: Chat) -> str:
+        text = template.render(
+            {
+                **self._named_tokens,
+                "tools": None,
+                "documents": None,
+                **chat.variables,
+                "messages": chat.messages,
+                "add_generation_prompt": chat.add_generation_prompt,
+            },
+            num_input_chars=chat.num_chars,
+        )
+        return text if chat.continued is None else _cut(text, chat.continued)
+
+
+def _check(
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    variables: Mapping[str, Any],
+) -> Chat:
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt cannot both be true",
+            param="continue_final_message",
+        )
+    for name in RESERVED_VARIABLES:
+        if name in variables:
+            raise RequestError(
+                f"{name} cannot be set as a chat template variable", param="chat_template_kwargs"
+            )
+    checked = normalise_messages(messages)
+    extra: dict[str, Any] = plain(variables, "chat template variables")
+    for text in strings([checked, extra]):
+        _refuse_surrogates(text)
+    continued = None
+    if continue_final_message:
+        content = last_text(checked)
+        continued = next(unused_chars("".join(strings([checked, extra]))))
+        # The space tells afterwards whether the template trims what it is given.
+        checked[-1]["content"] = f"{content}{continued} "
+    return Chat(
+        messages=checked,
+        variables=extra,
+        add_generation_prompt=add_generation_prompt,
+        continued=continued,
+        num_chars=count_chars(checked) + count_chars(extra),
+    )
+
+
+def _refuse_surrogates(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise template_error(
+            "a message contains an unpaired surrogate and is not valid Unicode"
+        ) from None
+
+
+def _cut(text: str, end: str) -> str:
+    place = text.rfind(end)
+    if place < 0:
+        raise RequestError(
+            "continue_final_message: the chat template does not show the final message",
+            param="continue_final_message",
+        )
+    kept_space = text[place + 1 : place + 2] == " "
+    return text[:place] if kept_space else text[:place].rstrip()
+
+
+class _Guard:
+    """One template with the control tokens that only it may write."""
+
+    def __init__(self, backend: Backend, template: ChatTemplate) -> None:
+        self._backend = backend
+        self.template = template
+        added = backend.get_added_tokens_decoder()
+        guarded = {
+            token_id: token
+            for token_id, token in added.items()
+            if not token.content.isspace()
+            and (token.special or token.content in template.literal_text)
+        }
+        self._special_ids = frozenset(i for i, token in guarded.items() if token.special)
+        self._guarded = guarded
+        unknown = getattr(backend.model, "unk_token", None)
+        self._unknown = (None, "") if unknown is None else (backend.token_to_id(unknown), unknown)
+        self._special_text = _any_of([t.content for t in guarded.values() if t.special])
+        self.kept = _any_of([t.content for t in guarded.values() if not t.special])
+        self.alphabets = alphabets([t.content for t in guarded.values()])
+        self._as_text: tuple[Backend, str, int] | None = None
+
+    def controls(self, encoding: Encoding, text: str) -> list[_Control]:
+        """Guarded tokens in an encoded text, in order."""
+        hits = [i for i, token_id in enumerate(encoding.ids) if token_id in self._guarded]
+        if not hits:
+            return []
+        ids, offsets = encoding.ids, encoding.offsets
+        found = [_Control(ids[i], *offsets[i]) for i in hits]
+        unknown_id, unknown = self._unknown
+        # The unknown token also stands for characters the vocabulary lacks.
+        return [
+            c for c in found if c.token_id != unknown_id or text[c.start : c.end].strip() == unknown
+        ]
+
+    def encode_guarded(self, text: str, masked: str) -> list[int]:
+        """Encode `text` with control tokens only where `masked` has them too."""
+        backend, anchor, anchor_id = self._text_backend()
+        own = self.controls(self._backend.encode(masked, add_special_tokens=False), masked)
+        # An anchor, itself an added token, stands in for each of the template's control tokens:
+        # the text between them is then split and normalised exactly as it would be beside those.
+        pieces: list[str] = []
+        position = 0
+        for control in own:
+            pieces += (text[position : control.start], anchor)
+            position = control.end
+        pieces.append(text[position:])
+        ids: list[int] = backend.encode("".join(pieces), add_special_tokens=False).ids
+        for token_id in ids:
+            if token_id in self._guarded and token_id != self._unknown[0]:
+                raise _refusal(self._guarded[token_id].content)
+        assert ids.count(anchor_id) == len(own), "an anchor was lost"
+        controls = iter(own)
+        return [next(controls).token_id if i == anchor_id else i for i in ids]
+
+    def encode_compared(
+        self, chat: Chat, encoding: Encoding, controls: list[_Control], masked: str | None
+    ) -> list[int]:
+        """For a template whose output depends on the wording: accept or refuse, never guess."""
+        if self._special_text is not None:
+            clients = [{k: v for k, v in m.items() if k != "role"} for m in chat.messages]
+            for text in strings([clients, chat.variables]):
+                spelled = self._special_text.search(text)
+                if spelled is not None:
+                    raise _refusal(spelled[0])
+        present = [c.token_id for c in controls if c.token_id in self._special_ids]
+        if masked is None:
+            raise _refusal(self._guarded[controls[0].token_id].content)
+        found = self.controls(self._backend.encode(masked, add_special_tokens=False), masked)
+        expected = [c.token_id for c in found if c.token_id in self._special_ids]
+        if present != expected:
+            odd = next(
+                (a for a, b in itertools.zip_longest(present, expected) if a != b), present[-1:]
+            )
+            token = self._guarded.get(odd) if isinstance(odd, int) else None
+            raise _refusal(token.content if token is not None else "a special token")
+        return list(encoding.ids)
+
+    def _text_backend(self) -> tuple[Backend, str, int]:
+        """A copy of the tokenizer that sees guarded tokens as text. Made when first needed."""
+        if self._as_text is None:
+            data = json.loads(self._backend.to_str())
+            for entry in data["added_tokens"]:
+                entry["special"] = entry["id"] in self._guarded
+            backend = Backend.from_str(json.dumps(data))
+            anchor = f"\U000f0000{secrets.token_hex(8)}\U000f0001"
+            backend.add_tokens([AddedToken(anchor, normalized=False)])
+            backend.encode_special_tokens = True
+            self._as_text = (backend, anchor, backend.token_to_id(anchor))
+        return self._as_text
+
+
+def _any_of(contents: list[str]) -> re.Pattern[str] | None:
+    if not contents:
+        return None
+    longest_first = sorted(contents, key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+
+def _refusal(token: str) -> RequestError:
+    return template_error(
+        f"the messages spell the control token {token!r}, which this model's chat template cannot"
+        " show as plain text"
+    )

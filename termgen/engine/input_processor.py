@@ -1,0 +1,208 @@
+"""A front end's prompt and parameters to a `GenerationRequest`: tokenised, completed, checked.
+
+The one place where a request is judged before the engine sees it, for every front end alike. What
+it returns fits the model: ids in the vocabulary, room for at least one new token, `max_tokens`
+filled in. Every fault is a `RequestError` naming the field. Stateless, so any thread may call it.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from termgen.client import ChatPrompt, Prompt
+from termgen.engine.request import GenerationRequest
+from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.tokenizer import Tokenizer
+from termgen.errors import ContextLengthError, RequestError
+
+MAX_REQUEST_ID_CHARS = 256
+MAX_PRIORITY = 2**31 - 1
+_CACHE_SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+class InputProcessor:
+    """Checks and tokenises for one model."""
+
+    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> GenerationRequest:
+        """The request to submit. Raises RequestError before anything is queued."""
+        _check_envelope(request_id, priority, cache_salt)
+        params.validate_for(vocab_size=self._vocab_size)
+        if params.stop and self._tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer, and this engine runs without one;"
+                " use stop_token_ids",
+                param="stop",
+            )
+        ids = self.tokenize(prompt)
+        params = self._complete(params, num_prompt=len(ids), param=_param_of(prompt))
+        return GenerationRequest(
+            request_id=request_id or f"req-{uuid.uuid4().hex}",
+            prompt_token_ids=tuple(ids),
+            params=params,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """The ids `process` would submit for this prompt; may be longer than the context."""
+        if isinstance(prompt, str):
+            ids = self._encode_text(prompt)
+        elif isinstance(prompt, ChatPrompt):
+            ids = self._encode_chat(prompt)
+        else:
+            ids = self._check_ids(prompt)
+        if not ids:
+            raise RequestError("the prompt is empty", param=_param_of(prompt))
+        # A tokenizer may know more tokens than the model has rows.
+        self._check_range(ids, _param_of(prompt))
+        return ids
+
+    def _encode_text(self, text: str) -> list[int]:
+        tokenizer = self._need_tokenizer("prompt")
+        self._check_size(len(text), tokenizer, "prompt")
+        return tokenizer.encode(text)
+
+    def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        tokenizer = self._need_tokenizer("messages")
+        self._check_size(_message_chars(prompt.messages), tokenizer, "messages")
+        return tokenizer.apply_chat_template(
+            prompt.messages,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
+            **_template_variables(prompt.template_kwargs),
+        )
+
+    def _check_ids(self, prompt: Sequence[int]) -> list[int]:
+        if not isinstance(prompt, Sequence):
+            raise RequestError(
+                f"the prompt must be text, token ids or messages, not {type(prompt).__name__}",
+                param="prompt",
+            )
+        for token_id in prompt:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise RequestError(
+                    f"prompt token ids must be integers, not {token_id!r}", param="prompt"
+                )
+        return list(prompt)
+
+    def _check_range(self, ids: Sequence[int], param: str) -> None:
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self._vocab_size:
+            raise RequestError(
+                f"prompt token id {low if low < 0 else high} is outside the vocabulary of"
+                f" {self._vocab_size}",
+                param=param,
+            )
+
+    def _need_tokenizer(self, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(
+                "this engine runs without a tokenizer: send the prompt as token ids", param=param
+            )
+        return self._tokenizer
+
+    def _check_size(self, num_chars: int, tokenizer: Tokenizer, param: str) -> None:
+        """Refuse what cannot fit however it is cut into tokens, before spending time on it."""
+        least = -(-num_chars // tokenizer.max_token_chars)
+        if least >= self._max_model_len:
+            raise self._too_long(f"at least {least} tokens", param)
+
+    def _complete(self, params: SamplingParams, *, num_prompt: int, param: str) -> SamplingParams:
+        """Fill in max_tokens and check what only holds once it is known."""
+        room = self._max_model_len - num_prompt
+        if room < 1:
+            raise self._too_long(f"{num_prompt} tokens", param)
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > room:
+            where = "messages" if param == "messages" else "prompt"
+            raise ContextLengthError(
+                f"This model's maximum context length is {self._max_model_len} tokens. However,"
+                f" you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {where},"
+                f" {max_tokens} in the completion). Please reduce the length of the {where} or"
+                " completion. (context_length_exceeded)",
+                param=param,
+            )
+        if params.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens ({params.min_tokens}) exceeds the {max_tokens} tokens that max_tokens"
+                " and the context leave",
+                param="min_tokens",
+            )
+        return params if params.max_tokens == max_tokens else replace(params, max_tokens=max_tokens)
+
+    def _too_long(self, amount: str, param: str) -> ContextLengthError:
+        where = "messages" if param == "messages" else "prompt"
+        return ContextLengthError(
+            f"This model's maximum context length is {self._max_model_len} tokens. However, you"
+            f" requested {amount} in the {where}, which leaves no room for a completion. Please"
+            f" reduce the length of the {where}. (context_length_exceeded)",
+            param=param,
+        )
+
+
+def _check_envelope(request_id: str | None, priority: int, cache_salt: str | None) -> None:
+    if request_id is not None and not (
+        isinstance(request_id, str) and 0 < len(request_id) <= MAX_REQUEST_ID_CHARS
+    ):
+        raise RequestError(
+            f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id"
+        )
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise RequestError(f"priority must be an integer, not {priority!r}", param="priority")
+    if abs(priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}", param="priority"
+        )
+    if cache_salt is not None and not (
+        isinstance(cache_salt, str) and _CACHE_SALT.fullmatch(cache_salt)
+    ):
+        raise RequestError(
+            "cache_salt must have 1 to 128 characters of A-Z, a-z, 0-9, _ and -",
+            param="cache_salt",
+        )
+
+
+def _param_of(prompt: Prompt) -> str:
+    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def _template_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
+    for name in variables:
+        if not isinstance(name, str) or name in ("add_generation_prompt", "continue_final_message"):
+            raise RequestError(
+                f"{name!r} cannot be set as a chat template variable", param="chat_template_kwargs"
+            )
+    return dict(variables)
+
+
+def _message_chars(messages: object) -> int:
+    """Characters of message text; shapes are judged later."""
+    if not isinstance(messages, Sequence):
+        return 0
+    return sum(_content_chars(m.get("content")) for m in messages if isinstance(m, Mapping))
+
+
+def _content_chars(content: object) -> int:
+    if isinstance(content, str):
+        return len(content)
+    if not isinstance(content, Sequence):
+        return 0
+    texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+    return sum(len(text) for text in texts if isinstance(text, str))

@@ -1,0 +1,42 @@
+"""Random weights for a model without a checkpoint: benchmarks and tests need only its shape.
+
+Deterministic in (seed, tensor name), so neither the order of layers nor fusing changes a value.
+Scales keep activations near one through any depth, so that sampled tokens vary.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from termgen.engine.layers.weight_slot import WeightSlot
+
+_SEED_MASK = 2**63 - 1
+
+
+class DummyTarget(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+    def weight_slots(self) -> Iterable[WeightSlot]: ...
+
+
+def load_dummy(model: DummyTarget, seed: int) -> None:
+    """Fills every parameter. Values are drawn on the model's device, and depend on its kind."""
+    generator = torch.Generator(device=model.device)
+    with torch.no_grad():
+        for slot in model.weight_slots():
+            generator.manual_seed((seed << 32 ^ zlib.crc32(slot.name.encode())) & _SEED_MASK)
+            slot.load(_random_tensor(slot, generator))
+
+
+def _random_tensor(slot: WeightSlot, generator: torch.Generator) -> torch.Tensor:
+    tensor = torch.empty(slot.shape, device=generator.device)
+    if slot.role == "norm":
+        return tensor.normal_(1.0, 0.05, generator=generator)
+    if slot.role == "bias":
+        return tensor.normal_(0.0, 0.02, generator=generator)
+    return tensor.normal_(0.0, slot.shape[-1] ** -0.5, generator=generator)

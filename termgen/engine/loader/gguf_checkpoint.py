@@ -1,0 +1,117 @@
+"""A GGUF file as a checkpoint: Hugging Face names, values dequantised one tensor at a time.
+
+Opened through `open_checkpoint`. Reading a tensor undoes what conversion to GGUF did to it: its
+blocks are expanded to float32, and the rows of q and k of a `llama` model go back to the order in
+which a head's rotary pairs are half a head apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from termgen.engine.gguf_file import GGUFFile
+from termgen.engine.loader.checkpoint import parse_config
+from termgen.engine.loader.gguf_config import ROPE_FACTORS, hf_config
+from termgen.engine.models.config import ModelConfig
+from termgen.engine.quantization.gguf_blocks import check_supported, dequantize
+from termgen.errors import CorruptFileError, UnsupportedModelError
+
+_TOP_LEVEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
+_TOP_NAME = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
+
+
+class GGUFCheckpoint:
+    """See `Checkpoint`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GGUFFile.open(path)
+        try:
+            raw = hf_config(self._file)
+            self.config: ModelConfig = parse_config(raw, path)
+            # Which of the two rotary layouts q and k are in depends on the architecture alone.
+            self._permuted = self._file.metadata["general.architecture"] == "llama"
+            self._names = self._hf_names()
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._file.tensors[name].nbytes for name in self._names.values())
+
+    def names(self) -> Sequence[str]:
+        return list(self._names)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        stored = self._file.tensors[self._names[name]]
+        values = dequantize(stored.data, stored.type, stored.shape, name=stored.name)
+        if self._permuted and ".attn_q." in stored.name:
+            return self._unpermute(values, self.config.num_heads, stored.name)
+        if self._permuted and ".attn_k." in stored.name:
+            return self._unpermute(values, self.config.num_kv_heads, stored.name)
+        return values
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _unpermute(self, rows: torch.Tensor, num_heads: int, name: str) -> torch.Tensor:
+        # [num_heads * head_dim, ...]: pairs (0, 1), (2, 3), ... of a head become (i, i + half).
+        half = self.config.head_dim // 2
+        if rows.shape[0] != num_heads * 2 * half:
+            raise CorruptFileError(
+                f"{self._file.path}: tensor {name!r} has {rows.shape[0]} rows, which is not "
+                f"{num_heads} heads of {2 * half}"
+            )
+        paired = rows.view(num_heads, half, 2, *rows.shape[1:])
+        return paired.transpose(1, 2).reshape(rows.shape)
+
+    def _hf_names(self) -> dict[str, str]:
+        """Hugging Face name -> name in the file, in file order; every tensor is accounted for."""
+        names = {}
+        for stored in self._file.tensors.values():
+            if stored.name == ROPE_FACTORS or ".rot_embd." in stored.name:
+                continue  # rotary tables: the configuration says the same
+            name = hf_name(stored.name, self.config.num_layers)
+            if name is None:
+                raise UnsupportedModelError(
+                    f"{self._file.path}: the tensor {stored.name!r} belongs to no supported "
+                    f"part of a {self.config.architecture} model"
+                )
+            check_supported(stored.type, stored.name, where=f"{self._file.path}: ")
+            names[name] = stored.name
+        return names
+
+
+def hf_name(name: str, num_layers: int) -> str | None:
+    """The Hugging Face name of a GGUF tensor, or None if it has none."""
+    if match := _LAYER_NAME.fullmatch(name):
+        layer, part, suffix = match.groups()
+        if part in _IN_LAYER and int(layer) < num_layers:
+            return f"model.layers.{layer}.{_IN_LAYER[part]}.{suffix}"
+    elif match := _TOP_NAME.fullmatch(name):
+        part, suffix = match.groups()
+        if part in _TOP_LEVEL:
+            return f"{_TOP_LEVEL[part]}.{suffix}"
+    return None

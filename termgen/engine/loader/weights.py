@@ -1,0 +1,83 @@
+"""Fills a model from a checkpoint, strictly.
+
+Called by the model runner. Each tensor is read once and goes straight into its place in the
+model's type, fused or quantized on the way. Every parameter must be filled and every tensor used;
+what does not fit is an error that names the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from termgen.engine.layers.weight_slot import WeightSlot
+from termgen.errors import CorruptFileError
+
+
+class TensorSource(Protocol):
+    """The part of a checkpoint that loading needs."""
+
+    def names(self) -> Sequence[str]: ...
+
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+
+class LoadableModel(Protocol):
+    """A model that says which tensors it wants."""
+
+    def weight_slots(self) -> Iterable[WeightSlot]: ...
+
+    def ignored_weights(self) -> tuple[str, ...]: ...
+
+
+def load_weights(
+    model: LoadableModel,
+    checkpoint: TensorSource,
+    *,
+    progress: Callable[[float], None] | None = None,
+) -> None:
+    """Fills every parameter. `progress` is told the part done, rising from above 0 to 1."""
+    slots = list(model.weight_slots())
+    _check_names({slot.name for slot in slots}, checkpoint.names(), model.ignored_weights())
+    num_elements = sum(_num_elements(slot) for slot in slots)
+    num_loaded = 0
+    with torch.no_grad():
+        for slot in slots:
+            tensor = checkpoint.tensor(slot.name)
+            _check_tensor(slot, tensor)
+            slot.load(tensor)
+            num_loaded += _num_elements(slot)
+            if progress is not None:
+                progress(num_loaded / num_elements)
+
+
+def _num_elements(slot: WeightSlot) -> int:
+    return int(torch.Size(slot.shape).numel())
+
+
+def _check_names(wanted: set[str], present: Sequence[str], ignored: tuple[str, ...]) -> None:
+    missing = wanted.difference(present)
+    if missing:
+        raise CorruptFileError(f"the checkpoint lacks {_some(missing)}")
+    extra = {name for name in present if name not in wanted and not name.endswith(ignored)}
+    if extra:
+        raise CorruptFileError(
+            f"the checkpoint has {_some(extra)}, which the model in config.json does not have"
+        )
+
+
+def _some(names: set[str]) -> str:
+    first, *others = sorted(names)
+    return f"tensor {first}" + (f" and {len(others)} more" if others else "")
+
+
+def _check_tensor(slot: WeightSlot, tensor: torch.Tensor) -> None:
+    if tuple(tensor.shape) != slot.shape:
+        raise CorruptFileError(
+            f"tensor {slot.name} has shape {list(tensor.shape)},"
+            f" but config.json asks for {list(slot.shape)}"
+        )
+    if not tensor.is_floating_point():
+        raise CorruptFileError(f"tensor {slot.name} holds {tensor.dtype}, not floating point")

@@ -1,0 +1,212 @@
+"""The decoder skeleton: embedding, layers of attention and MLP, norm, head.
+
+Families whose difference is in their config are this class as it is; one with other arithmetic
+derives from it in its own file. A layer is two halves with attention between them, so that the
+halves can be recorded as graphs while attention runs eagerly. What a step needs travels as a
+`ForwardContext` argument; nothing is global. The caller holds `torch.inference_mode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from termgen.engine.attention.base import AttentionBackend, ForwardContext
+from termgen.engine.layers.activation import GatedActivation
+from termgen.engine.layers.embedding import VocabEmbedding
+from termgen.engine.layers.linear import (
+    GateUpLinear,
+    Linear,
+    LinearMethodFactory,
+    QKVLinear,
+    RowLinear,
+)
+from termgen.engine.layers.norm import RMSNorm
+from termgen.engine.layers.rotary import RotaryEmbedding, Rotation, rotate
+from termgen.engine.layers.weight_slot import WeightSlot
+from termgen.engine.models.config import ModelConfig
+
+
+class DecoderLayer(nn.Module):
+    """norm, q/k/v, rotation | attention | output projection, norm, MLP."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        sliding_window: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: LinearMethodFactory,
+    ) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
+        self.scale = config.head_dim**-0.5
+        self._num_qk_heads = config.num_heads + config.num_kv_heads
+        self._head_counts = (config.num_heads, config.num_kv_heads)
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
+        self.qkv_proj = QKVLinear(
+            hidden,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            bias=config.qkv_bias,
+            dtype=dtype,
+            device=device,
+            method=method,
+        )
+        self.o_proj = RowLinear(
+            config.num_heads * config.head_dim,
+            hidden,
+            name="o_proj",
+            bias=config.o_bias,
+            dtype=dtype,
+            device=device,
+            method=method,
+        )
+        self.post_attention_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
+        self.gate_up_proj = GateUpLinear(
+            hidden, inner, bias=config.mlp_bias, dtype=dtype, device=device, method=method
+        )
+        self.activation = GatedActivation(config.hidden_act)
+        self.down_proj = RowLinear(
+            inner,
+            hidden,
+            name="down_proj",
+            bias=config.mlp_bias,
+            dtype=dtype,
+            device=device,
+            method=method,
+        )
+        self._qkv_shape = (-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+
+    def before_attention(
+        self, hidden: torch.Tensor, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """hidden [T, hidden] -> q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
+        heads = self.qkv_proj(self.input_norm(hidden)).view(self._qkv_shape)
+        qk = rotate(self.shape_heads(heads[:, : self._num_qk_heads]), rotation)
+        q, k = qk.split(self._head_counts, 1)
+        return q, k, heads[:, self._num_qk_heads :]
+
+    def shape_heads(self, qk: torch.Tensor) -> torch.Tensor:
+        """What a family does to q and k before their rotation: [T, num_qk_heads, head_dim]."""
+        return qk
+
+    def after_attention(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """attended [T, num_heads, head_dim], residual [T, hidden] -> [T, hidden]."""
+        hidden: torch.Tensor = self.o_proj(attended.flatten(1)).add_(residual)
+        gate_up = self.gate_up_proj(self.post_attention_norm(hidden))
+        output: torch.Tensor = self.down_proj(self.activation(gate_up)).add_(hidden)
+        return output
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield self.input_norm.weight_slot(f"{prefix}.input_layernorm.weight")
+        yield from self.qkv_proj.weight_slots(f"{prefix}.self_attn")
+        yield from self.o_proj.weight_slots(f"{prefix}.self_attn")
+        yield self.post_attention_norm.weight_slot(f"{prefix}.post_attention_layernorm.weight")
+        yield from self.gate_up_proj.weight_slots(f"{prefix}.mlp")
+        yield from self.down_proj.weight_slots(f"{prefix}.mlp")
+
+
+class CausalDecoder(nn.Module):
+    """A decoder-only language model over a paged KV cache."""
+
+    layer_class: type[DecoderLayer] = DecoderLayer
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: LinearMethodFactory,
+        attention: AttentionBackend,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.attention = attention
+        tied = config.tie_word_embeddings
+        self.embedding: VocabEmbedding | None = None
+        if not tied:
+            self.embedding = VocabEmbedding(
+                config.vocab_size, config.hidden_size, dtype=dtype, device=device
+            )
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, device=device)
+        self.decoder_layers = [
+            self.layer_class(
+                config, sliding_window=window, dtype=dtype, device=device, method=method
+            )
+            for window in config.layer_windows
+        ]
+        self.layers = nn.ModuleList(self.decoder_layers)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        self.head = Linear(
+            config.hidden_size,
+            {"model.embed_tokens" if tied else "lm_head": config.vocab_size},
+            bias=False,
+            dtype=dtype,
+            device=device,
+            method=method,
+            is_looked_up=tied,
+        )
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """input_ids [T], positions [T] -> normed hidden states [T, hidden].
+
+        The attention backend must have prepared `ctx.metadata`.
+        """
+        hidden = self.embed(input_ids)
+        rotation = self.rotary(positions)
+        for layer, kv_cache in zip(self.decoder_layers, ctx.kv_caches, strict=True):
+            q, k, v = layer.before_attention(hidden, rotation)
+            attended = self.attention.forward(
+                q,
+                k,
+                v,
+                kv_cache,
+                ctx.metadata,
+                scale=layer.scale,
+                sliding_window=layer.sliding_window,
+            )
+            hidden = layer.after_attention(attended, hidden)
+        normed: torch.Tensor = self.norm(hidden)
+        return normed
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.embedding is None:
+            return self.head.embed(input_ids)
+        rows: torch.Tensor = self.embedding(input_ids)
+        return rows
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [N, hidden] -> [N, vocab_size] float32."""
+        logits: torch.Tensor = self.head(hidden)
+        return logits.float()
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        """Every tensor the model wants from a checkpoint, each exactly once."""
+        if self.embedding is not None:
+            yield self.embedding.weight_slot("model.embed_tokens.weight")
+        for index, layer in enumerate(self.decoder_layers):
+            yield from layer.weight_slots(f"model.layers.{index}")
+        yield self.norm.weight_slot("model.norm.weight")
+        yield from self.head.weight_slots("")
+
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Endings of names a checkpoint may hold that the model does not want."""
+        ignored = ("rotary_emb.inv_freq",)
+        return (*ignored, "lm_head.weight") if self.config.tie_word_embeddings else ignored
+
+    def finalize(self) -> None:
+        """Prepares the loaded weights for the device. Called once, before the first step."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.finalize()

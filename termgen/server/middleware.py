@@ -1,0 +1,177 @@
+"""Pure ASGI middleware, outermost first: request context, Host check, API keys, body limit.
+
+`RequestContext` is also the one error handler: whatever a handler or another middleware raises
+becomes a JSON body here. Nothing reads `request.url`, which a client's Host header can bend.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from termgen.api.errors import body_too_large, host_not_allowed, invalid_api_key, reply_for
+from termgen.errors import TermgenError
+from termgen.server.responses import ClientDisconnected, error_response
+
+logger = logging.getLogger("termgen.server")
+access_logger = logging.getLogger("termgen.server.access")
+
+OPEN_PATHS = frozenset({"/health"})
+"""Paths that need no key. Everything else does, whether a route exists or not."""
+
+CLIENT_CLOSED = 499
+"""Only ever logged: nobody is there to read it."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first header of this name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value).decode("latin-1")
+    return None
+
+
+class RequestContext:
+    """Names the request, turns exceptions into JSON errors, writes the access line."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = header(scope, b"x-request-id")
+        is_usable = given is not None and _REQUEST_ID.fullmatch(given)
+        request_id = given if given is not None and is_usable else uuid.uuid4().hex
+        status = 0
+        begun = time.perf_counter()
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_named)
+        except ClientDisconnected:
+            status = CLIENT_CLOSED
+        except Exception as error:
+            if status:
+                raise  # too late for a response; the server closes the connection
+            if not isinstance(error, TermgenError):
+                logger.exception("request %s failed", request_id)
+            await error_response(reply_for(error))(scope, receive, send_named)
+        finally:
+            self._log(scope, status, time.perf_counter() - begun, request_id)
+
+    def _log(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
+        client = scope.get("client")
+        access_logger.info(
+            '%s "%s %s" %d %.1f ms %s',
+            client[0] if client else "-",
+            scope["method"],
+            quote(scope["path"]),  # without the query, and without line breaks
+            status,
+            seconds * 1e3,
+            request_id,
+        )
+
+
+class HostCheck:
+    """On a loopback address, answers only to names that mean this machine.
+
+    A web page whose own name was rebound to 127.0.0.1 reaches us with its name as Host.
+    """
+
+    def __init__(self, app: ASGIApp, *, host: str, allowed: Sequence[str]) -> None:
+        self.app = app
+        self._is_active = is_loopback(host) and "*" not in allowed
+        self._allowed = {"localhost", host.lower(), *(name.lower() for name in allowed)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_active and scope["type"] == "http":
+            host = header(scope, b"host")
+            if host is not None and not self._is_allowed(host):
+                raise host_not_allowed(host[:100])
+        await self.app(scope, receive, send)
+
+    def _is_allowed(self, host: str) -> bool:
+        name = host.lower()
+        if name.startswith("["):
+            name = name[1:].partition("]")[0]
+        elif name.count(":") == 1:
+            name = name.partition(":")[0]
+        return name in self._allowed or is_loopback(name)
+
+
+def is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class ApiKeyCheck:
+    """With keys configured, every path but `OPEN_PATHS` needs one of them."""
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+        self.app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        needs_key = self._digests and scope["type"] != "lifespan"
+        if needs_key and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
+            raise invalid_api_key()
+        await self.app(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        # every key is compared, so that the time taken tells nothing about which one was close
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class BodyLimit:
+    """Refuses bodies over the limit: by their announced length, or while they arrive."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+        self.app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        length = header(scope, b"content-length")
+        if length is not None and length.isdigit() and int(length[:20]) > self._max_bytes:
+            raise body_too_large(self._max_bytes)
+        received = 0
+
+        async def receive_limited() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                if received > self._max_bytes:
+                    raise body_too_large(self._max_bytes)
+            return message
+
+        await self.app(scope, receive_limited, send)

@@ -1,0 +1,237 @@
+"""How answers travel: one JSON body, or a stream of events. ASGI callables, no BaseHTTPMiddleware.
+
+Both watch the client while the engine works: when it disconnects, the generation is cancelled at
+once, which aborts it in the engine. A stream's status line waits for the first token, so that
+everything wrong with a request is still a proper 4xx, but not longer than the ping interval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from termgen.api import sse
+from termgen.api.errors import ErrorReply
+from termgen.api.job import merge_deltas
+from termgen.client import TokenDelta
+from termgen.errors import TermgenError
+from termgen.server.generation import Generation
+from termgen.server.state import ServerState
+
+logger = logging.getLogger("termgen.server")
+
+STALL_TIMEOUT_S = 60.0
+"""A client that takes no data for this long counts as gone."""
+
+T = TypeVar("T")
+Headers = Mapping[str, str]
+
+
+class ClientDisconnected(Exception):
+    """The client left; there is nobody to answer."""
+
+
+class ChunkStream(Protocol):
+    """`ChatStream` or `CompletionStream`."""
+
+    def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]: ...
+
+    def end(self) -> list[dict[str, Any]]: ...
+
+
+class JSONReply(Response):
+    """A JSON body, compact and strict."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return sse.dumps(content)
+
+
+def error_response(reply: ErrorReply) -> JSONReply:
+    return JSONReply(reply.body, status_code=reply.status, headers=dict(reply.headers))
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; when the client goes first, cancel it and say so.
+
+    `work` has come to its end, clean-up included, when this returns or raises.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done() and not task.cancelled():
+            return task.result()
+        raise ClientDisconnected  # cancelled by itself: the client took no data
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.wait((task, gone))
+        for future in (task, gone):
+            if not future.cancelled():
+                future.exception()  # retrieved, or asyncio complains
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _while_connected(
+    state: ServerState, generation: Generation, receive: Receive, work: Coroutine[Any, Any, None]
+) -> None:
+    try:
+        await until_disconnect(receive, work)
+    except ClientDisconnected:
+        stage = "decode" if generation.num_output_tokens else "before_first_token"
+        state.require_metrics().disconnected(stage)
+        raise
+
+
+class CompleteResponse:
+    """Collects the whole answer, then sends `build(answers)`, one merged delta per choice."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        generation: Generation,
+        headers: Headers,
+        *,
+        build: Callable[[list[TokenDelta]], dict[str, Any]],
+    ) -> None:
+        self._state = state
+        self._generation = generation
+        self._headers = headers
+        self._build = build
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = self._run(scope, receive, send)
+        await _while_connected(self._state, self._generation, receive, work)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._generation as generation:
+            parts: list[list[TokenDelta]] = [[] for _ in range(generation.num_choices)]
+            while not generation.is_complete:
+                await generation.wait()
+                for choice, delta in generation.take():
+                    parts[choice].append(delta)
+        body = self._build([merge_deltas(deltas) for deltas in parts])
+        await JSONReply(body, headers=self._headers)(scope, receive, send)
+
+
+class EventStreamResponse:
+    """Streams chunks as they come; several deltas that pile up behind a slow client become one."""
+
+    def __init__(
+        self, state: ServerState, generation: Generation, headers: Headers, *, chunks: ChunkStream
+    ) -> None:
+        self._state = state
+        self._generation = generation
+        self._headers = {**sse.HEADERS, **headers}
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = self._run(send)
+        await _while_connected(self._state, self._generation, receive, work)
+
+    async def _run(self, send: Send) -> None:
+        interval_s = self._state.config.sse_ping_interval
+        async with self._generation as generation:
+            writer = EventWriter(
+                send, self._headers, ping_interval_s=interval_s, wake=generation.wake
+            )
+            try:
+                await self._stream(generation, writer)
+            except ClientDisconnected:
+                raise
+            except Exception as error:
+                if not writer.has_started:
+                    raise  # still a plain error response
+                if not isinstance(error, TermgenError):
+                    logger.exception("a stream failed")  # the client learns only that it did
+                await writer.write(sse.error_frames(error), is_last=True)
+            finally:
+                writer.close()
+
+    async def _stream(self, generation: Generation, writer: EventWriter) -> None:
+        while True:
+            await generation.wait()
+            data = b"".join(
+                _frames(self._chunks.feed(choice, delta)) for choice, delta in generation.take()
+            )
+            if generation.is_complete:
+                data += _frames(self._chunks.end()) + sse.DONE
+                await writer.write(data, is_last=True)
+                return
+            if data:
+                await writer.write(data)
+            elif writer.is_ping_due:
+                await writer.write(sse.PING)
+
+
+def _frames(chunks: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(sse.frame(chunk) for chunk in chunks)
+
+
+class EventWriter:
+    """Writes to the client, and keeps time: when a ping is due, when the client has stalled.
+
+    One timer per stream looks at two stamps now and then, so that a token costs no timer.
+    """
+
+    def __init__(
+        self, send: Send, headers: Headers, *, ping_interval_s: float, wake: Callable[[], None]
+    ) -> None:
+        self._send = send
+        self._headers = headers
+        self._ping_interval_s = ping_interval_s
+        self._wake = wake
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._wrote_at = self._loop.time()
+        self._is_blocked = False
+        self.has_started = False
+        self._interval_s = min(ping_interval_s or STALL_TIMEOUT_S, STALL_TIMEOUT_S)
+        self._timer = self._loop.call_later(self._interval_s, self._look)
+
+    @property
+    def is_ping_due(self) -> bool:
+        silence_s = self._loop.time() - self._wrote_at
+        return self._ping_interval_s > 0 and silence_s >= self._ping_interval_s
+
+    async def write(self, data: bytes, *, is_last: bool = False) -> None:
+        messages: list[Message] = []
+        if not self.has_started:
+            self.has_started = True
+            raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in self._headers.items()]
+            messages.append({"type": "http.response.start", "status": 200, "headers": raw})
+        messages.append({"type": "http.response.body", "body": data, "more_body": not is_last})
+        self._wrote_at = self._loop.time()
+        self._is_blocked = True
+        try:
+            for message in messages:
+                await self._send(message)
+        except OSError:
+            raise ClientDisconnected from None  # how newer ASGI servers report it
+        self._is_blocked = False
+        self._wrote_at = self._loop.time()
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        silence_s = self._loop.time() - self._wrote_at
+        if self._is_blocked and silence_s >= STALL_TIMEOUT_S and self._task is not None:
+            logger.warning("a client took no data for %.0f s; its request is aborted", silence_s)
+            self._task.cancel()
+            return
+        if not self._is_blocked and self.is_ping_due:
+            self._wake()
+        wait_s = self._interval_s - silence_s
+        self._timer = self._loop.call_later(wait_s if wait_s > 0 else self._interval_s, self._look)

@@ -1,0 +1,317 @@
+"""Sockets, signals and the end: `Server` for embedding, `run_server` for plain `termgen serve`.
+
+Stopping drains: new requests get 503 while those under way finish, up to the drain timeout; what is
+left then ends with an error frame. The port is taken before the model is loaded, so that a port in
+use costs no waiting, and `/health` says `loading` meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any
+
+import uvicorn
+
+from termgen import __version__
+from termgen.client import EngineClient
+from termgen.config import ServerConfig
+from termgen.errors import ConfigError
+from termgen.server.app import build_app
+from termgen.server.middleware import is_loopback
+from termgen.server.state import ServerState
+
+logger = logging.getLogger("termgen.server")
+
+KEEP_ALIVE_S = 75
+"""Idle connections of clients that pool them; shorter makes them race with our closing."""
+CLOSE_GRACE_S = 3
+"""For connections to flush once every answer has ended."""
+ABORT_GRACE_S = 2.0
+"""For answers that were told to end to write their error frame."""
+
+Progress = Callable[[str, float], None]
+StartEngine = Callable[[Progress], Awaitable[EngineClient]]
+StopEngine = Callable[[], Awaitable[None]]
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without signal handlers of its own, and with an event for the moment it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listens.set()
+
+
+class Server:
+    """One HTTP server on the running event loop. Installs no signal handlers.
+
+    server = Server(engine, config)
+    task = asyncio.create_task(server.serve())
+    ...
+    await server.stop()     # drains; `serve` has returned afterwards
+    """
+
+    def __init__(self, engine: EngineClient | None, config: ServerConfig) -> None:
+        """Without an engine, requests are answered 503 `loading` until `attach`."""
+        self._config = config
+        self._state = ServerState(config)
+        if engine is not None:
+            self._state.attach(engine)
+        self._socket: socket.socket | None = None
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                build_app(self._state),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                lifespan="on",
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=CLOSE_GRACE_S,
+            )
+        )
+        self._ended = asyncio.Event()
+        self._is_serving = False
+
+    def attach(self, engine: EngineClient) -> None:
+        """Begin to serve this engine."""
+        self._state.attach(engine)
+
+    def bind(self) -> None:
+        """Take the port. Raises `ConfigError` when that is not possible. Done by `serve` too."""
+        if self._socket is None:
+            self._socket = _bind(self._config.host, self._config.port)
+
+    @property
+    def url(self) -> str:
+        """Where clients reach it; known once the port is taken."""
+        assert self._socket is not None, "bind first"
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def started(self) -> None:
+        """Returns when connections are accepted."""
+        await self._uvicorn.listens.wait()
+
+    async def serve(self) -> None:
+        """Accept connections until `stop`. Cancelling it closes everything at once."""
+        self.bind()
+        assert self._socket is not None
+        self._is_serving = True
+        try:
+            await self._uvicorn.serve(sockets=[self._socket])
+        except asyncio.CancelledError:
+            self._state.fail_all()
+            self._uvicorn.force_exit = True
+            if self._uvicorn.started:
+                await self._uvicorn.shutdown(sockets=[self._socket])
+            raise
+        finally:
+            self._socket.close()
+            self._state.detach()
+            self._ended.set()
+
+    async def stop(self, *, drain_timeout: float | None = None) -> None:
+        """Refuse new requests, let the ones under way finish, then close."""
+        timeout_s = self._config.drain_timeout if drain_timeout is None else drain_timeout
+        self._state.is_draining = True
+        if not await self._state.wait_idle(timeout_s):
+            self._state.fail_all()
+            await self._state.wait_idle(ABORT_GRACE_S)
+        self._uvicorn.should_exit = True
+        if self._is_serving:
+            await self._ended.wait()
+        elif self._socket is not None:
+            self._socket.close()
+
+    def stop_now(self) -> None:
+        """End what is under way instead of waiting for it. For the impatient second signal."""
+        self._state.is_draining = True
+        self._state.fail_all()
+        self._uvicorn.should_exit = True
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG
+        )
+    except OSError as error:
+        raise ConfigError(f"host {host!r} cannot be resolved: {error}", param="host") from None
+    # of a name with several addresses take the IPv4 one: every client tries it
+    family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}", param="port") from None
+    return listener
+
+
+def run_server(
+    start_engine: StartEngine,
+    stop_engine: StopEngine,
+    config: ServerConfig,
+    *,
+    on_progress: Progress | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> int:
+    """Serve until SIGINT or SIGTERM; a second one stops at once. Returns the exit code, 0.
+
+    `on_progress` is told how loading goes, `on_ready` the URL once the model answers; both default
+    to log lines. Raises `ConfigError` (the port) and whatever `start_engine` raises.
+    """
+    handler = _log_to_stderr()
+    try:
+        asyncio.run(_run(start_engine, stop_engine, config, on_progress, on_ready))
+    finally:
+        for name in ("termgen", "uvicorn.error"):
+            logging.getLogger(name).removeHandler(handler)
+    return 0
+
+
+def _log_to_stderr() -> logging.Handler:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    for name, level in (("termgen", logging.INFO), ("uvicorn.error", logging.WARNING)):
+        log = logging.getLogger(name)
+        log.addHandler(handler)
+        log.setLevel(level)
+    return handler
+
+
+async def _run(
+    start_engine: StartEngine,
+    stop_engine: StopEngine,
+    config: ServerConfig,
+    on_progress: Progress | None,
+    on_ready: Callable[[str], None] | None,
+) -> None:
+    server = Server(None, config)
+    server.bind()
+    _warn_if_open(config)
+    signals = _Signals()
+    serving = asyncio.create_task(server.serve())
+    try:
+        with signals.handled():
+            if await _load(server, start_engine, on_progress or _PhaseLog(), signals, serving):
+                (on_ready or _log_ready)(server.url)
+                await _first(signals.wait(1), serving)
+            await _stop(server, signals)
+            await serving
+    finally:
+        serving.cancel()
+        await asyncio.wait((serving,))
+        await stop_engine()
+
+
+async def _load(
+    server: Server,
+    start_engine: StartEngine,
+    on_progress: Progress,
+    signals: _Signals,
+    serving: asyncio.Task[None],
+) -> bool:
+    """Start the engine, unless a signal comes first."""
+    loading = asyncio.ensure_future(start_engine(on_progress))
+    await _first(signals.wait(1), serving, loading)
+    if loading.done():
+        server.attach(loading.result())
+        return True
+    loading.cancel()
+    await asyncio.wait((loading,))
+    return False
+
+
+async def _stop(server: Server, signals: _Signals) -> None:
+    stopping = asyncio.create_task(server.stop())
+    await _first(signals.wait(2), stopping)
+    if not stopping.done():
+        logger.info("stopping now")
+        server.stop_now()
+    await stopping
+
+
+async def _first(*awaitables: Any) -> None:
+    """Wait until one is done; what was only a coroutine is cancelled, tasks go on."""
+    futures = [asyncio.ensure_future(a) for a in awaitables]
+    try:
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for future, given in zip(futures, awaitables, strict=True):
+            if future is not given:
+                future.cancel()
+
+
+class _Signals:
+    """Counts SIGINT and SIGTERM."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._events = (asyncio.Event(), asyncio.Event())
+
+    async def wait(self, count: int) -> None:
+        """Until this many signals have come, 1 or 2."""
+        await self._events[count - 1].wait()
+
+    @contextlib.contextmanager
+    def handled(self) -> Generator[None, None, None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        # signal.signal and not add_signal_handler: Windows has only the former
+        before = {
+            number: signal.signal(number, lambda *_: loop.call_soon_threadsafe(self._on_signal))
+            for number in numbers
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self) -> None:
+        self._count += 1
+        if self._count == 1:
+            logger.info("stopping; running requests may finish, a second signal ends them")
+        for event in self._events[: self._count]:
+            event.set()
+
+
+class _PhaseLog:
+    """One log line per phase of loading."""
+
+    def __init__(self) -> None:
+        self._phase: str | None = None
+
+    def __call__(self, phase: str, fraction: float) -> None:
+        if phase != self._phase:
+            self._phase = phase
+            logger.info("%s", phase)
+
+
+def _log_ready(url: str) -> None:
+    logger.info("termgen %s serves at %s", __version__, url)
+
+
+def _warn_if_open(config: ServerConfig) -> None:
+    if not config.api_key and not is_loopback(config.host):
+        logger.warning(
+            "anyone who reaches %s can use this server: no --api-key is set", config.host
+        )

@@ -1,0 +1,165 @@
+"""A chat as data: turns, what is sent to the engine, and the figures of each answer. No Textual."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from termgen.client import ChatPrompt, TokenDelta
+from termgen.config import UIConfig
+from termgen.engine.request import FinishReason
+from termgen.engine.sampling_params import SamplingParams
+
+CHAT_DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}
+"""For models that come without sampling defaults of their own."""
+RATE_WINDOW_S = 2.0
+
+
+class AnswerState(enum.Enum):
+    STREAMING = "streaming"
+    DONE = "done"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class AnswerStats:
+    """Figures of one answer, from its deltas as they arrive."""
+
+    sent_s: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    ttft_s: float | None = None
+    finish_reason: FinishReason | None = None
+    ended_s: float = 0.0
+    _first_s: float = 0.0
+    _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=512))
+
+    def update(self, delta: TokenDelta, now_s: float) -> None:
+        self.prompt_tokens = delta.num_prompt_tokens or self.prompt_tokens
+        self.cached_tokens = delta.num_cached_tokens or self.cached_tokens
+        self.output_tokens = max(self.output_tokens, delta.num_output_tokens)
+        if self.output_tokens and self.ttft_s is None:
+            self._first_s, self.ttft_s = now_s, now_s - self.sent_s
+        self._recent.append((now_s, self.output_tokens))
+        self.ended_s = now_s
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            if delta.timings is not None and delta.timings.first_token_ns:
+                self.ttft_s = delta.timings.ttft_s
+
+    @property
+    def context_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens per second after the first, over the whole answer."""
+        elapsed = self.ended_s - self._first_s
+        return (self.output_tokens - 1) / elapsed if self.output_tokens > 1 and elapsed > 0 else None
+
+    def live_rate(self, now_s: float) -> float | None:
+        """Tokens per second over the last two seconds."""
+        points = [point for point in self._recent if now_s - point[0] <= RATE_WINDOW_S]
+        if len(points) < 2 or points[-1][0] <= points[0][0]:
+            return self.decode_rate
+        return (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A question and its answer."""
+
+    question: str
+    answer: str = ""
+    """As the model wrote it, not cleaned for the screen."""
+    state: AnswerState = AnswerState.STREAMING
+    stats: AnswerStats = field(default_factory=lambda: AnswerStats(time.perf_counter()))
+
+
+class Conversation:
+    """The turns of one chat and its system prompt."""
+
+    def __init__(self, *, system_prompt: str | None = None) -> None:
+        self.system_prompt = system_prompt
+        self.turns: list[Turn] = []
+
+    def ask(self, question: str, *, now_s: float) -> Turn:
+        turn = Turn(question, stats=AnswerStats(now_s))
+        self.turns.append(turn)
+        return turn
+
+    def withdraw(self, turn: Turn) -> None:
+        """Take a question back whose answer never began."""
+        self.turns.remove(turn)
+
+    def clear(self) -> None:
+        self.turns.clear()
+
+    def prompt(self) -> ChatPrompt:
+        """Everything said so far; the last turn is the one to answer."""
+        messages: list[dict[str, str]] = []
+        if self.system_prompt:
+            messages.append({"role": "system", "content": self.system_prompt})
+        for turn in self.turns:
+            messages.append({"role": "user", "content": turn.question})
+            if turn.answer:
+                messages.append({"role": "assistant", "content": turn.answer})
+        return ChatPrompt(messages)
+
+    @property
+    def last_answer(self) -> str | None:
+        return next((turn.answer for turn in reversed(self.turns) if turn.answer), None)
+
+    @property
+    def context_tokens(self) -> int:
+        return self.turns[-1].stats.context_tokens if self.turns else 0
+
+
+def sampling_params(model_defaults: Mapping[str, Any], ui: UIConfig) -> SamplingParams:
+    """The user's settings over the model's own over ours."""
+    known = {f.name for f in fields(SamplingParams)}
+    given = {k: v for k, v in model_defaults.items() if k in known and v is not None}
+    values = dict(given) if "temperature" in given else {**CHAT_DEFAULTS, **given}
+    for name in ("temperature", "top_p", "max_tokens"):
+        chosen = getattr(ui, name)
+        if chosen is not None:
+            values[name] = chosen
+    return SamplingParams(**values)
+
+
+class PromptHistory:
+    """Earlier prompts, walked with up and down; what was being typed is kept at the end."""
+
+    def __init__(self, limit: int = 500) -> None:
+        self._entries: deque[str] = deque(maxlen=limit)
+        self._back = 0
+        self._draft = ""
+
+    def add(self, text: str) -> None:
+        if text and (not self._entries or self._entries[-1] != text):
+            self._entries.append(text)
+        self.reset()
+
+    def reset(self) -> None:
+        self._back, self._draft = 0, ""
+
+    def older(self, current: str) -> str | None:
+        """The prompt before the one shown, None when there is none."""
+        if self._back >= len(self._entries):
+            return None
+        if self._back == 0:
+            self._draft = current
+        self._back += 1
+        return self._entries[-self._back]
+
+    def newer(self) -> str | None:
+        if self._back == 0:
+            return None
+        self._back -= 1
+        return self._entries[-self._back] if self._back else self._draft

@@ -1,0 +1,157 @@
+"""Roles to styles: the only place where a colour becomes something a terminal understands.
+
+Renderers name roles (`prefill`, `muted`, `kv-shared`). A theme sets them as `tg-<role>` variables;
+what it leaves out is derived from Textual's own theme colours, so any Textual theme works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.color import Color, ColorParseError
+from textual.strip import Strip
+
+from termgen.tui.spans import Row, row_width
+
+VARIABLE_PREFIX = "tg-"
+
+# role -> (Textual variable, share of background mixed in)
+_DERIVED: dict[str, tuple[str, float]] = {
+    "text": ("foreground", 0.0),
+    "muted": ("foreground", 0.42),
+    "faint": ("foreground", 0.66),
+    "border": ("foreground", 0.80),
+    "track": ("foreground", 0.86),
+    "accent": ("primary", 0.0),
+    "good": ("success", 0.0),
+    "warn": ("warning", 0.0),
+    "bad": ("error", 0.0),
+    "user": ("accent", 0.0),
+    "heading": ("primary", 0.0),
+    "link": ("primary", 0.0),
+    "prefill": ("warning", 0.0),
+    "decode": ("primary", 0.0),
+    "padding": ("foreground", 0.70),
+    "latency": ("secondary", 0.0),
+    "mode-full": ("success", 0.0),
+    "mode-piecewise": ("warning", 0.0),
+    "mode-none": ("foreground", 0.60),
+    "kv-free": ("foreground", 0.82),
+    "kv-cached": ("primary", 0.60),
+    "kv-active": ("primary", 0.0),
+    "kv-active-alt": ("primary", 0.30),
+    "kv-shared": ("secondary", 0.0),
+    "kv-selected": ("foreground", 0.0),
+    "code-text": ("foreground", 0.10),
+    "syn-keyword": ("accent", 0.0),
+    "syn-string": ("success", 0.0),
+    "syn-number": ("warning", 0.0),
+    "syn-comment": ("foreground", 0.55),
+    "syn-function": ("primary", 0.0),
+    "syn-type": ("secondary", 0.0),
+    "syn-operator": ("foreground", 0.30),
+    "background": ("background", 0.0),
+    "surface": ("surface", 0.0),
+    "code": ("surface", 0.0),
+    "select": ("panel", 0.0),
+}
+
+ROLES = frozenset(_DERIVED)
+_FLAGS = {"b": "bold", "i": "italic", "u": "underline", "s": "strike", "r": "reverse"}
+_ANSI_FALLBACK = {"muted": "ansi_bright_black", "faint": "ansi_bright_black"}
+
+
+@dataclass(frozen=True, slots=True)
+class Glyphs:
+    """Glyphs of the shares and states; in monochrome they alone carry the meaning."""
+
+    prefill: str
+    decode: str
+    padding: str
+    kv: tuple[str, str, str, str]
+    """Free, cached, active, shared."""
+    kv_part: str
+    """A cell of several blocks, less than half of them in use."""
+
+
+COLOUR_GLYPHS = Glyphs("█", "█", "░", ("·", "▪", "■", "◆"), "▪")
+MONO_GLYPHS = Glyphs("█", "▒", "░", ("·", "▫", "■", "◆"), "▪")
+
+
+class Palette:
+    """Resolved styles of one theme. Immutable but for its cache of parsed roles."""
+
+    def __init__(self, variables: Mapping[str, str], *, mono: bool = False) -> None:
+        self.mono = mono
+        self.glyphs = MONO_GLYPHS if mono else COLOUR_GLYPHS
+        self._colors = _resolve(variables)
+        self._styles: dict[str, Style] = {}
+
+    def color(self, role: str) -> Color:
+        return self._colors[role]
+
+    def style(self, role: str) -> Style:
+        """The style of `role[@background][/flags]`. An unknown name is our bug: KeyError."""
+        found = self._styles.get(role)
+        if found is None:
+            found = self._styles[role] = self._parse(role)
+        return found
+
+    def strip(self, row: Row, width: int, *, background: str = "background") -> Strip:
+        """Draw a row, filled up or cropped to `width` cells."""
+        style = self.style
+        suffix = "" if background == "background" else "@" + background
+        segments = [
+            Segment(text, style(role if "@" in role else _with_background(role, suffix)))
+            for text, role in row
+        ]
+        strip = Strip(segments, row_width(row))
+        return strip.adjust_cell_length(width, style("text" + suffix))
+
+    def _parse(self, role: str) -> Style:
+        name, _, flags = role.partition("/")
+        name, _, background = name.partition("@")
+        attributes = {_FLAGS[flag]: True for flag in flags}
+        return Style(
+            color=self._colors[name].rich_color,
+            bgcolor=self._colors[background or "background"].rich_color,
+            **attributes,  # type: ignore[arg-type]
+        )
+
+
+def _with_background(role: str, suffix: str) -> str:
+    if not suffix:
+        return role
+    name, slash, flags = role.partition("/")
+    return f"{name}{suffix}{slash}{flags}"
+
+
+def _resolve(variables: Mapping[str, str]) -> dict[str, Color]:
+    background = _color(variables.get("background"), Color(0, 0, 0))
+    foreground = _color(variables.get("foreground"), Color(224, 224, 224))
+    colors: dict[str, Color] = {}
+    for role, (variable, mix) in _DERIVED.items():
+        explicit = variables.get(VARIABLE_PREFIX + role)
+        if explicit is not None:
+            colors[role] = _color(explicit, foreground)
+            continue
+        color = _color(variables.get(variable), foreground)
+        if color.ansi is not None:  # indexed colours cannot be mixed
+            colors[role] = Color.parse(_ANSI_FALLBACK[role]) if role in _ANSI_FALLBACK else color
+        else:
+            mixed = mix and background.ansi is None
+            colors[role] = color.blend(background, mix) if mixed else color
+    return colors
+
+
+def _color(value: str | None, default: Color) -> Color:
+    if value is None:
+        return default
+    try:
+        color = Color.parse(value)
+    except ColorParseError:
+        return default
+    return color if color.ansi is not None or color.a == 1 else Color(color.r, color.g, color.b)

@@ -1,0 +1,163 @@
+"""Batch composition: one column per step, prefill over decode, padding on top, and its mode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from termgen.engine.events import StepRecord
+from termgen.tui.formatting import count, milliseconds, percent
+from termgen.tui.palette import Glyphs
+from termgen.tui.render.frame import Frame
+from termgen.tui.spans import Row, Span, merge
+from termgen.tui.store import mode_letter, mode_shares, padding_share, step_ms, step_tokens
+
+MIN_PEAK_TOKENS = 16
+_MODE_ROLES = {"F": "mode-full", "P": "mode-piecewise", "N": "mode-none"}
+
+
+def batch_panel(
+    steps: Sequence[StepRecord], frame: Frame, glyphs: Glyphs, *, cursor: int | None = None
+) -> list[Row]:
+    """`cursor` counts steps back from the newest; None follows the newest."""
+    width, height = frame.inner_width, frame.inner_height
+    shown, marked = _window(steps, width, cursor)
+    step = shown[marked] if shown else None
+    title: list[Span] = [
+        ("batch", "text/b"),
+        (f" · {len(shown)} steps" if shown else "", "muted"),
+    ]
+    legend: list[Span] = [
+        (glyphs.prefill, "prefill"),
+        (" prefill  ", "muted"),
+        (glyphs.decode, "decode"),
+        (" decode  ", "muted"),
+        (glyphs.padding, "padding"),
+        (" padding", "muted"),
+    ]
+    if frame.width < 60:
+        legend = []
+    if not shown:
+        text = "no step yet: the engine is waiting for its first request"
+        return frame.draw(title, legend, [(), ((text, "muted"),)])
+    chart = _columns(shown, height - 2, glyphs)
+    body = [_right(row, width) for row in chart]
+    body.append(_right(_modes(shown, None if cursor is None else marked), width))
+    body.append(step_line(step, shown, width))
+    return frame.draw(title, legend, body)
+
+
+def _window(
+    steps: Sequence[StepRecord], width: int, cursor: int | None
+) -> tuple[list[StepRecord], int]:
+    """The steps in view and the index of the marked one among them."""
+    back = min(cursor or 0, max(0, len(steps) - 1))
+    end = len(steps)
+    if back >= width:  # scroll so that the marked step is the first in view
+        end = len(steps) - (back - width + 1)
+    shown = list(steps[max(0, end - width) : end])
+    return shown, max(0, len(shown) - 1 - (back - (len(steps) - end)))
+
+
+def _right(row: Row, width: int) -> Row:
+    used = sum(len(text) for text, _ in row)
+    return ((" " * (width - used), "text"), *row) if used < width else row
+
+
+def column_cells(tokens: tuple[int, int, int], height: int, peak: int) -> tuple[int, int, int]:
+    """Cells of prefill, decode and padding for one step.
+
+    The whole column's height is the log of its tokens; the parts share it, each at least one
+    cell while there is room, decode first.
+    """
+    total = sum(tokens)
+    if total == 0 or height <= 0:
+        return 0, 0, 0
+    cells = max(1, round(height * math.log2(1 + total) / math.log2(1 + peak)))
+    cells = min(height, max(cells, min(height, sum(1 for part in tokens if part))))
+    prefill, decode, padding = tokens
+    decode_cells = _share(decode, total, cells)
+    padding_cells = min(_share(padding, total, cells), cells - decode_cells)
+    prefill_cells = cells - decode_cells - padding_cells
+    if prefill and not prefill_cells:
+        decode_cells, prefill_cells = max(0, decode_cells - 1), 1
+    if not prefill:  # rounding leaves nothing to the part that is not there
+        decode_cells, prefill_cells = decode_cells + prefill_cells, 0
+    return prefill_cells, decode_cells, padding_cells
+
+
+def _share(part: int, total: int, cells: int) -> int:
+    return 0 if not part else min(cells, max(1, round(cells * part / total)))
+
+
+def _columns(steps: Sequence[StepRecord], height: int, glyphs: Glyphs) -> list[Row]:
+    peak = max(MIN_PEAK_TOKENS, *(sum(step_tokens(step)) for step in steps))
+    columns = [column_cells(step_tokens(step), height, peak) for step in steps]
+    kinds = {
+        "prefill": (glyphs.prefill, "prefill"),
+        "decode": (glyphs.decode, "decode"),
+        "padding": (glyphs.padding, "padding"),
+    }
+    rows: list[Row] = []
+    for level in range(height, 0, -1):
+        spans: list[Span] = []
+        for prefill, decode, padding in columns:
+            if level <= decode:
+                spans.append(kinds["decode"])
+            elif level <= decode + prefill:
+                spans.append(kinds["prefill"])
+            elif level <= decode + prefill + padding:
+                spans.append(kinds["padding"])
+            else:
+                spans.append((" ", "text"))
+        rows.append(merge(spans))
+    return rows
+
+
+def _modes(steps: Sequence[StepRecord], marked: int | None) -> Row:
+    spans: list[Span] = []
+    for index, step in enumerate(steps):
+        letter = mode_letter(step.graph_mode)
+        role = _MODE_ROLES.get(letter, "mode-none")
+        spans.append((letter, role + "/r" if index == marked else role))
+    return merge(spans)
+
+
+def step_line(step: StepRecord | None, steps: Sequence[StepRecord], width: int) -> Row:
+    """What the marked step did, in words, and how the steps in view ran."""
+    if step is None:
+        return ()
+    parts: list[Span] = [
+        ("step ", "muted"),
+        (f"{step.step_id:,}".replace(",", " "), "text"),
+        ("  ", "muted"),
+        (f"{step.num_decode_rows} decode", "decode"),
+    ]
+    if step.num_prefill_rows:
+        tokens = count(step.num_prefill_tokens)
+        parts += [
+            (" + ", "muted"),
+            (f"{step.num_prefill_rows} prefill ({tokens} tok)", "prefill"),
+        ]
+    if step.num_padded_tokens:
+        parts.append((f"  pad {step.num_padded_tokens}", "muted"))
+    parts.append((f"  {milliseconds(step_ms(step))} ms", "latency"))
+    host_us = step.schedule_us + step.apply_us
+    tail: list[list[Span]] = [
+        [(f"  host {milliseconds(host_us / 1000)} ms", "muted")],
+        [(f"  {_mode_text(steps)}", "muted")],
+        [(f"  pad {percent(padding_share(steps))}", "muted")],
+    ]
+    used = sum(len(text) for text, _ in parts)
+    for piece in tail:
+        cells = sum(len(text) for text, _ in piece)
+        if used + cells <= width:
+            parts += piece
+            used += cells
+    return tuple(parts)
+
+
+def _mode_text(steps: Sequence[StepRecord]) -> str:
+    shares = mode_shares(steps)
+    order = sorted(shares, key=lambda mode: "FPN".find(mode))
+    return " ".join(f"{percent(shares[mode])} {mode}" for mode in order)

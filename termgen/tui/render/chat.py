@@ -1,0 +1,169 @@
+"""What the transcript and the status line show: pure functions from chat state to rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from termgen.client import ModelInfo
+from termgen.engine.request import FinishReason
+from termgen.tui.conversation import AnswerState, AnswerStats, Turn
+from termgen.tui.formatting import count, duration, rate
+from termgen.tui.render.overview import model_words
+from termgen.tui.render.series import bar
+from termgen.tui.sanitize import clean, clean_line
+from termgen.tui.spans import Row, Span, row_width, spread, wrap
+
+CURSOR = "▍"
+CONTEXT_BAR = 10
+NEARLY_FULL = 0.85
+
+_EMPTY_KEYS = (
+    ("enter", "send", "ctrl+j", "new line"),
+    ("esc", "stop, keep the text", "↑ ↓", "earlier prompts"),
+    ("F2", "watch the engine", "/system", "instructions"),
+    ("ctrl+p", "every action", "F1", "every key"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStatus:
+    """The figures of the status line."""
+
+    stats: AnswerStats | None
+    streaming: bool
+    context_tokens: int
+    temperature: float
+    now_s: float
+    behind: bool = False
+    """The user has scrolled up and the tail is out of sight."""
+
+
+def question_rows(text: str, width: int) -> list[Row]:
+    rows = wrap([(clean(text), "text")], width - 2)
+    return [(("you", "user/b"),), *((("▎ ", "user"), *row) for row in rows)]
+
+
+def answer_header(model: ModelInfo) -> Row:
+    return ((clean_line(model.model_id), "accent/b"),)
+
+
+def with_cursor(rows: Sequence[Row]) -> list[Row]:
+    """A text cursor after the last word of an answer under way."""
+    if not rows:
+        return [((CURSOR, "accent"),)]
+    if rows[-1] and rows[-1][-1][1].startswith("text@code"):  # inside a code block
+        return list(rows)
+    return [*rows[:-1], (*rows[-1], (CURSOR, "accent"))]
+
+
+def waiting_row(turn: Turn, now_s: float) -> Row:
+    """Until the first token: for how long."""
+    waited = max(0.0, now_s - turn.stats.sent_s)
+    return (("reading the prompt ", "muted"), (f"{waited:.1f} s", "muted"))
+
+
+def answer_footer(turn: Turn) -> Row:
+    """Tokens, speed, time to first token and what the prefix cache gave."""
+    stats = turn.stats
+    parts: list[list[Span]] = []
+    if turn.state is AnswerState.STOPPED:
+        parts.append([("■ stopped", "warn")])
+    elif turn.state is AnswerState.FAILED:
+        parts.append([("✗ failed", "bad")])
+    elif stats.finish_reason is FinishReason.LENGTH:
+        parts.append([("■ length limit", "warn")])
+    parts.append([(f"{count(stats.output_tokens)} tok", "muted")])
+    if stats.decode_rate is not None:
+        parts.append([(f"{rate(stats.decode_rate)} tok/s", "muted")])
+    if stats.ttft_s is not None:
+        parts.append([(f"TTFT {duration(stats.ttft_s)}", "muted")])
+    if stats.cached_tokens:
+        cached, prompt = count(stats.cached_tokens), count(stats.prompt_tokens)
+        parts.append([(f"{cached} of {prompt} prompt tok cached", "muted")])
+    spans: list[Span] = []
+    for part in parts:
+        if spans:
+            spans.append((" · ", "faint"))
+        spans += part
+    return tuple(spans)
+
+
+def notice_rows(text: str, width: int, *, role: str, sign: str, hint: str = "") -> list[Row]:
+    """A message of ours in the transcript: an error, or what a command did."""
+    body = wrap([(clean(text), "text" if role == "bad" else "muted")], width - 2)
+    rows: list[Row] = [
+        ((f"{sign} " if index == 0 else "  ", role + "/b"), *row) for index, row in enumerate(body)
+    ]
+    rows += [(("  ", "text"), *row) for row in (wrap([(hint, "muted")], width - 2) if hint else ())]
+    return rows
+
+
+def empty_rows(model: ModelInfo, width: int, height: int) -> list[Row]:
+    """An empty chat explains itself, in the middle of the screen."""
+    ready: list[Span] = [(model_words(model), "text"), (" is ready", "muted")]
+    where = f"{clean_line(model.device_name)} · {count(model.max_model_len)} tokens of context"
+    rows: list[Row] = [
+        (("▍", "accent"), ("termgen", "accent/b")),
+        (),
+        tuple(ready),
+        ((where, "muted"),),
+        (),
+        (("Ask anything.", "text"),),
+        (),
+    ]
+    for key, what, other_key, other_what in _EMPTY_KEYS:
+        rows.append(
+            (
+                (key.ljust(8), "accent"),
+                (what.ljust(22), "muted"),
+                (other_key.ljust(9), "accent"),
+                (other_what.ljust(16), "muted"),
+            )
+        )
+    block = max(row_width(row) for row in rows)
+    left = " " * max(0, (width - block) // 2)
+    above: list[Row] = [()] * max(0, (height - len(rows)) // 2 - 1)
+    return [*above, *(((left, "text"), *row) if row else () for row in rows)]
+
+
+def status_row(model: ModelInfo, status: ChatStatus, width: int) -> Row:
+    left: list[Span] = [
+        (" termgen", "accent/b"),
+        (" ▸ ", "faint"),
+        ("chat  ", "text/b"),
+        (model_words(model), "text"),
+    ]
+    right = _context(status, model.max_model_len, width)
+    figures = _figures(status)
+    if row_width((*left, *figures, *right)) <= width:
+        right = [*figures, *right]
+    for detail in (f" · {clean_line(model.device_name)}", f" · T {status.temperature:g}"):
+        if row_width((*left, (detail, "muted"), *right)) + 2 <= width:
+            left.append((detail, "muted"))
+    return spread(left, right, width)
+
+
+def _figures(status: ChatStatus) -> list[Span]:
+    stats = status.stats
+    spans: list[Span] = [("↓ more below  ", "warn")] if status.behind else []
+    if stats is None or stats.ttft_s is None:
+        return spans
+    speed = stats.live_rate(status.now_s) if status.streaming else stats.decode_rate
+    if speed is not None:
+        role = "decode/b" if status.streaming else "text"
+        spans += [(rate(speed), role), (" tok/s  ", "muted")]
+    return [*spans, ("TTFT ", "muted"), (duration(stats.ttft_s), "text"), ("  ", "text")]
+
+
+def _context(status: ChatStatus, limit: int, width: int) -> list[Span]:
+    share = status.context_tokens / limit if limit else 0.0
+    role = "warn" if share > NEARLY_FULL else "accent"
+    spans: list[Span] = [("ctx ", "muted")]
+    if width >= 100:
+        spans += [*bar(share, CONTEXT_BAR, role=role), (" ", "text")]
+    spans.append((f"{count(status.context_tokens)}", "warn" if share > NEARLY_FULL else "text"))
+    spans.append((f"/{count(limit)} ", "muted"))
+    return spans
+
+

@@ -1,0 +1,147 @@
+"""The KV block map: every block, or every few blocks, as one cell coloured by state and owner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from termgen.engine.events import BlockState, EngineSnapshot
+from termgen.tui.formatting import count, percent
+from termgen.tui.palette import Glyphs
+from termgen.tui.render.frame import Frame
+from termgen.tui.spans import Row, Span
+from termgen.tui.store import DashboardView
+
+FREE, CACHED, ACTIVE, SHARED, ACTIVE_ALT, SELECTED, PART = range(7)
+_ROLES = (
+    "kv-free",
+    "kv-cached",
+    "kv-active",
+    "kv-shared",
+    "kv-active-alt",
+    "kv-selected",
+    "kv-active",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvCells:
+    """Cell kinds, and how many blocks one cell stands for."""
+
+    kinds: npt.NDArray[np.uint8]
+    blocks_per_cell: int
+
+
+def kv_cells(
+    states: npt.NDArray[np.uint8],
+    owners: npt.NDArray[np.int32],
+    max_cells: int,
+    *,
+    selected: int = -1,
+) -> KvCells:
+    """Scale the blocks (without null blocks) to at most `max_cells` cells.
+
+    A cell of several blocks takes the strongest state among them (shared, active, cached, free);
+    one that is less than half in use is marked as partly used. Neighbouring owners alternate
+    between two tints, so that requests can be told apart.
+    """
+    real = states != BlockState.NULL
+    states, owners = states[real], owners[real]
+    kinds = states.astype(np.uint8)  # FREE, CACHED, ACTIVE, SHARED have equal numbers
+    alternate = (states == BlockState.ACTIVE) & (owners >= 0) & (owners % 2 == 1)
+    kinds[alternate] = ACTIVE_ALT
+    per_cell = max(1, -(-len(kinds) // max(1, max_cells)))
+    chosen = (owners == selected) & (states >= BlockState.ACTIVE) if selected >= 0 else None
+    if per_cell == 1:
+        if chosen is not None:
+            kinds[chosen] = SELECTED
+        return KvCells(kinds, 1)
+    pad = -len(kinds) % per_cell
+    grid = np.pad(states, (0, pad)).reshape(-1, per_cell)  # [cells, blocks per cell]
+    used = (grid >= BlockState.ACTIVE).sum(axis=1)
+    cells = grid.max(axis=1).astype(np.uint8)
+    tint = np.pad(alternate, (0, pad)).reshape(-1, per_cell).sum(axis=1)
+    cells[(cells == ACTIVE) & (tint * 2 > used)] = ACTIVE_ALT
+    cells[((cells == ACTIVE) | (cells == ACTIVE_ALT)) & (used * 2 < per_cell)] = PART
+    if chosen is not None:
+        cells[np.pad(chosen, (0, pad)).reshape(-1, per_cell).any(axis=1)] = SELECTED
+    return KvCells(cells, per_cell)
+
+
+def map_rows(cells: KvCells, width: int, glyphs: Glyphs) -> list[Row]:
+    """The cells in reading order, one row per `width` of them."""
+    free, cached, active, shared = glyphs.kv
+    signs = np.array([free, cached, active, shared, active, active, glyphs.kv_part])
+    rows: list[Row] = []
+    for start in range(0, len(cells.kinds), width):
+        line = cells.kinds[start : start + width]
+        edges = np.flatnonzero(np.diff(line)) + 1
+        bounds = [0, *edges.tolist(), len(line)]
+        rows.append(
+            tuple(
+                (str(signs[line[a]]) * (b - a), _ROLES[line[a]])
+                for a, b in zip(bounds, bounds[1:], strict=False)
+            )
+        )
+    return rows
+
+
+def kv_panel(
+    view: DashboardView, frame: Frame, glyphs: Glyphs, *, selected: str | None = None
+) -> list[Row]:
+    """The map with its legend in the title."""
+    snapshot = view.snapshot
+    title: list[Span] = [("KV blocks", "text/b")]
+    if snapshot is None:
+        return frame.draw(title, (), [(("waiting for the engine", "muted"),)])
+    width = frame.inner_width
+    cells = kv_cells(
+        snapshot.block_states,
+        snapshot.block_owners,
+        width * max(1, frame.inner_height),
+        selected=_owner_index(snapshot, selected),
+    )
+    scale = f" · {cells.blocks_per_cell} per cell" if cells.blocks_per_cell > 1 else ""
+    title.append((f" · {view.num_blocks:,}".replace(",", " ") + scale, "muted"))
+    return frame.draw(title, kv_legend(view, glyphs, frame.width), map_rows(cells, width, glyphs))
+
+
+def kv_legend(view: DashboardView, glyphs: Glyphs, width: int) -> list[Span]:
+    """Signs with their counts; only the names when there is no room for both."""
+    free, cached, active, shared = glyphs.kv
+    num_shared = _num_shared(view)
+    parts = (
+        (active, "kv-active", "active", view.num_used_blocks - num_shared),
+        (shared, "kv-shared", "shared", num_shared),
+        (cached, "kv-cached", "cached", view.num_cached_blocks),
+        (free, "kv-free", "free", view.num_free_blocks),
+    )
+    spans: list[Span] = []
+    for sign, role, name, number in parts:
+        spans.append((f"{sign} ", role if role != "kv-free" else "muted"))
+        if width >= 76:
+            spans += [(count(number), "text"), (f" {name}  ", "muted")]
+        else:
+            spans.append((f"{count(number)}  ", "muted"))
+    spans.append((percent(view.kv_usage), "text/b"))
+    if width >= 60:
+        spans.append((" used", "muted"))
+    return spans
+
+
+def _num_shared(view: DashboardView) -> int:
+    if view.snapshot is None:
+        return 0
+    shared = int((view.snapshot.block_states == BlockState.SHARED).sum())
+    return min(shared, view.num_used_blocks)
+
+
+def _owner_index(snapshot: EngineSnapshot, request_id: str | None) -> int:
+    if request_id is None:
+        return -1
+    for index, request in enumerate(snapshot.requests):
+        if request.request_id == request_id:
+            return index
+    return -1

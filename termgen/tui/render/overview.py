@@ -1,0 +1,157 @@
+"""Header, tiles and the numbers line of the dashboard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from termgen.client import ModelInfo
+from termgen.tui.formatting import clock, count, milliseconds, percent, rate
+from termgen.tui.render.frame import Frame
+from termgen.tui.render.series import bar, braille, spark
+from termgen.tui.sanitize import clean_line
+from termgen.tui.spans import Row, Span, row_width, spread
+from termgen.tui.store import DashboardView
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """How the dashboard itself is doing."""
+
+    hz: float
+    paused: bool
+    healthy: bool
+    observer_share: float | None
+    """CPU share of the thread that draws, per wall second."""
+    back: int = 0
+    """Steps behind the newest, when paused."""
+
+
+def model_words(model: ModelInfo) -> str:
+    """`smollm2-135m float32` with the quantization in place of the type if there is one."""
+    return f"{clean_line(model.model_id)} {model.quantization or model.dtype}"
+
+
+def header(model: ModelInfo, view: DashboardView, live: LiveState, width: int) -> Row:
+    left: list[Span] = [
+        (" termgen", "accent/b"),
+        (" ▸ ", "faint"),
+        ("engine  ", "text/b"),
+        (model_words(model), "text"),
+    ]
+    details = [f" · {clean_line(model.device_name)}"]
+    details.append(f" · {count(model.max_model_len)} context")
+    details.append(f" · block {model.block_size}")
+    right = _live_words(view, live, width)
+    room = width - row_width(tuple(right)) - 2
+    for detail in details:
+        if row_width((*left, (detail, "muted"))) > room:
+            break
+        left.append((detail, "muted"))
+    return spread(left, right, width)
+
+
+def _live_words(view: DashboardView, live: LiveState, width: int) -> list[Span]:
+    right: list[Span] = []
+    if not live.healthy:
+        right.append(("✗ engine stopped  ", "bad/b"))
+    elif live.paused:
+        back = f" −{live.back}" if live.back else ""
+        right.append((f"❚❚ paused{back}  ", "warn/b"))
+    else:
+        right += [("● ", "good"), (f"live {live.hz:g} Hz  ", "text")]
+    if view.num_dropped:
+        right.append((f"{count(view.num_dropped)} lost  ", "warn"))
+    if live.observer_share is not None:
+        name = "observer" if width >= 100 else "obs"
+        right.append((f"{name} {percent(live.observer_share)}  ", "muted"))
+    right.append((clock(view.uptime_s) + " ", "muted"))
+    return right
+
+
+def decode_tile(view: DashboardView, frame: Frame) -> list[Row]:
+    right = [(rate(view.decode_rate), "decode/b"), (" tok/s", "muted")]
+    return _series_tile("decode", view.decode_series, right, "decode", frame)
+
+
+def prefill_tile(view: DashboardView, frame: Frame) -> list[Row]:
+    right = [(rate(view.prefill_rate), "prefill/b"), (" tok/s", "muted")]
+    return _series_tile("prefill", view.prefill_series, right, "prefill", frame)
+
+
+def step_tile(view: DashboardView, frame: Frame) -> list[Row]:
+    right = [
+        ("p50 ", "muted"),
+        (milliseconds(view.step_p50_ms), "latency/b"),
+        ("  p99 ", "muted"),
+        (milliseconds(view.step_p99_ms), "latency/b"),
+        (" ms", "muted"),
+    ]
+    return _series_tile("step", view.step_series, right, "latency", frame)
+
+
+def _series_tile(
+    name: str, values: tuple[float, ...], right: list[Span], role: str, frame: Frame
+) -> list[Row]:
+    width, height = frame.inner_width, frame.inner_height
+    rows = braille(values, width, height, role=role)
+    return frame.draw([(name, "text/b")], right, rows)
+
+
+def gauges_tile(view: DashboardView, frame: Frame) -> list[Row]:
+    """Running, KV usage, prefix hits and time to first token, each against its limit."""
+    width = frame.inner_width
+    seats = view.max_num_seqs or 0
+    running = f"{view.num_running}/{count(seats)}" if seats else f"{view.num_running}"
+    hit = view.prefix_hit_rate
+    rows = [
+        _gauge("running", view.num_running / seats if seats else 0.0, running, "decode", width),
+        _gauge("KV used", view.kv_usage, percent(view.kv_usage), "kv-active", width),
+        _gauge("prefix hit", hit or 0.0, percent(hit), "kv-shared", width),
+    ]
+    ttft = f"{milliseconds(view.ttft_p50_ms)} / {milliseconds(view.ttft_p99_ms)} ms"
+    rows.append(spread([("TTFT p50 / p99", "muted")], [(ttft, "text")], width))
+    waiting: list[Span] = [(f"{view.num_waiting} waiting", "warn" if view.num_waiting else "muted")]
+    return frame.draw([("now", "text/b")], waiting, rows)
+
+
+def _gauge(name: str, share: float, value: str, role: str, width: int) -> Row:
+    label, number = name.ljust(11), value.rjust(7)
+    room = max(1, width - len(label) - len(number))
+    return ((label, "muted"), *bar(share, room, role=role), (number, "text"))
+
+
+def numbers_line(view: DashboardView, width: int) -> Row:
+    """The tiles' numbers in one row, for small terminals; the last ones drop out first."""
+    groups: list[list[Span]] = [
+        [("decode ", "muted"), (rate(view.decode_rate), "decode/b")],
+        [("  prefill ", "muted"), (rate(view.prefill_rate), "prefill/b"), (" tok/s", "muted")],
+        [("  run ", "muted"), (str(view.num_running), "text/b")],
+        [("  wait ", "muted"), (str(view.num_waiting), "warn/b" if view.num_waiting else "text/b")],
+        [("  KV ", "muted"), (percent(view.kv_usage), "text/b")],
+        [("  hit ", "muted"), (percent(view.prefix_hit_rate), "text/b")],
+        [
+            ("  step ", "muted"),
+            (f"{milliseconds(view.step_p50_ms)}/{milliseconds(view.step_p99_ms)}", "latency/b"),
+            (" ms", "muted"),
+        ],
+    ]
+    spans: list[Span] = []
+    for group in groups:
+        if row_width((*spans, *group)) > width:
+            break
+        spans += group
+    return tuple(spans)
+
+
+def sparks_line(view: DashboardView, width: int) -> Row:
+    """Decode, prefill and step time as three sparks in one row."""
+    labels = ("decode ", "  prefill ", "  step ")
+    room = max(3, width - sum(len(label) for label in labels)) // 3
+    return (
+        (labels[0], "muted"),
+        *spark(view.decode_series, room, role="decode"),
+        (labels[1], "muted"),
+        *spark(view.prefill_series, room, role="prefill"),
+        (labels[2], "muted"),
+        *spark(view.step_series, room, role="latency"),
+    )

@@ -1,0 +1,161 @@
+"""The request table: who is in the step, who waits, who just finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from termgen.tui.formatting import age, count, rate
+from termgen.tui.render.frame import Frame
+from termgen.tui.sanitize import clean_line
+from termgen.tui.spans import Row, Span, cut, merge
+from termgen.tui.store import DashboardView, RequestRow
+
+_STATES = {
+    "decode": ("●", "decode"),
+    "prefill": ("▶", "prefill"),
+    "waiting": ("○", "muted"),
+    "preempted": ("↺", "warn"),
+    "stop": ("✓", "good"),
+    "length": ("✓", "good"),
+    "abort": ("–", "muted"),
+    "error": ("✗", "bad"),
+}
+BAR_WIDTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`width` includes the two blanks before it; a column shows when the table is `needs` wide."""
+
+    title: str
+    width: int
+    needs: int = 0
+
+
+_COLUMNS = (
+    Column("state", 13),
+    Column("prompt", 8),
+    Column("cached", 8),
+    Column("output", 8),
+    Column("step", 7),
+    Column("tok/s", 8, needs=90),
+    Column("blocks", 8),
+    Column("pre", 5, needs=110),
+    Column("age", 11),
+)
+
+
+def requests_panel(
+    view: DashboardView, frame: Frame, *, selected: str | None = None, first: int = 0
+) -> list[Row]:
+    """`first` is the row the table is scrolled to."""
+    title: list[Span] = [
+        ("requests", "text/b"),
+        (f" · {view.num_running} running  {view.num_waiting} waiting", "muted"),
+    ]
+    right: list[Span] = [(f"{count(view.num_finished)} finished", "muted")]
+    if not view.requests:
+        return frame.draw(title, right, _empty(frame.inner_width))
+    width = frame.inner_width
+    columns = [c for c in _COLUMNS if width >= c.needs]
+    id_width = _id_width(columns, width)
+    peak = max((row.prompt + row.output for row in view.requests if not row.finished), default=1)
+    body: list[Row] = [_header(columns, id_width, width)]
+    shown = max(0, frame.inner_height - 1)
+    first = max(0, min(first, len(view.requests) - shown))
+    for row in view.requests[first : first + shown]:
+        marked = row.request_id == selected
+        body.append(_row(row, columns, id_width, width, marked=marked, peak=peak))
+    return frame.draw(title, right, body)
+
+
+def _empty(width: int) -> list[Row]:
+    hint = "ask something in the chat (1)"
+    more = ", or send a request to /v1/chat/completions"
+    text = f"no requests yet: {hint}{more if width >= 90 else ''}"
+    return [(), ((cut(text, width), "muted"),)]
+
+
+def _fixed(columns: Sequence[Column]) -> int:
+    return sum(column.width for column in columns)
+
+
+def _id_width(columns: Sequence[Column], width: int) -> int:
+    return max(6, min(26, width - 2 - _fixed(columns)))
+
+
+def _has_bar(columns: Sequence[Column], id_width: int, width: int) -> bool:
+    return width - 2 - id_width - _fixed(columns) >= BAR_WIDTH + 3
+
+
+def _header(columns: Sequence[Column], id_width: int, width: int) -> Row:
+    spans: list[Span] = [("  " + "request".ljust(id_width), "muted")]
+    for column in columns:
+        if column.title == "state":
+            spans.append(("  " + column.title.ljust(column.width - 2), "muted"))
+        else:
+            spans.append((column.title.rjust(column.width), "muted"))
+    if _has_bar(columns, id_width, width):
+        spans.append(("   tokens", "muted"))
+    return tuple(spans)
+
+
+def _row(
+    row: RequestRow,
+    columns: Sequence[Column],
+    id_width: int,
+    width: int,
+    *,
+    marked: bool,
+    peak: int,
+) -> Row:
+    """`peak` is the length in tokens that fills the bar."""
+    sign, role = _STATES.get(row.state, ("·", "muted"))
+    quiet = row.finished or row.state == "waiting"
+    text = "muted" if quiet else "text"
+    name = cut(clean_line(row.request_id), id_width)
+    pointer = ("▸ ", "accent") if marked else ("  ", "text")
+    spans: list[Span] = [pointer, (name.ljust(id_width), text + "/b" if marked else text)]
+    cells = {
+        "prompt": count(row.prompt),
+        "cached": count(row.cached) if row.cached else "·",
+        "output": count(row.output) if row.output else "·",
+        "step": f"+{count(row.step_tokens)}" if row.step_tokens else "·",
+        "tok/s": rate(row.rate) if row.rate is not None else "·",
+        "blocks": count(row.blocks) if row.blocks else "·",
+        "pre": count(row.preemptions) if row.preemptions else "·",
+        "age": age(row.age_s) + (" ago" if row.finished else ""),
+    }
+    for column in columns:
+        if column.title == "state":
+            state = f"  {sign} {row.state}"
+            spans.append((cut(state, column.width).ljust(column.width), role))
+            continue
+        value = cells[column.title]
+        cell_role = "faint" if value == "·" else text
+        if column.title == "step" and row.step_tokens:
+            cell_role = "prefill" if row.state == "prefill" else "decode"
+        spans.append((value.rjust(column.width), cell_role))
+    if _has_bar(columns, id_width, width) and not row.finished:
+        spans.append(("   ", "text"))
+        spans += _lengths(row, min(40, width - 5 - id_width - _fixed(columns)), peak)
+    return tuple(spans)
+
+
+def _lengths(row: RequestRow, width: int, peak: int) -> Row:
+    """Cached prompt, computed prompt, output and what is still to compute, to one scale."""
+    total = max(row.prompt + row.output, 1)
+    cells = max(1, round(width * total / max(peak, 1)))
+    output = min(row.output, row.computed)
+    prompt_done = max(0, min(row.computed, row.prompt))
+    cached = min(row.cached, prompt_done)
+    ends = (cached, prompt_done, prompt_done + output, total)
+    roles = (("▪", "kv-cached"), ("■", "prefill"), ("■", "decode"), ("·", "faint"))
+    spans: list[Span] = []
+    used = 0
+    for end, (sign, role) in zip(ends, roles, strict=True):
+        stop = round(cells * end / total)
+        spans.append((sign * (stop - used), role))
+        used = max(used, stop)
+    return merge(spans)

@@ -1,0 +1,72 @@
+"""Series as filled braille areas, block bars and one-line sparks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from termgen.tui.spans import Row
+
+BARS = " ▁▂▃▄▅▆▇█"
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)
+_RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
+
+
+def braille(
+    values: Sequence[float], width: int, height: int, *, role: str, peak: float | None = None
+) -> list[Row]:
+    """A filled area of 2x4 dots a cell, the newest value at the right edge.
+
+    `peak` is the value of the full height; by default the largest shown. A value above zero
+    always shows at least one dot.
+    """
+    points = _tail(values, width * 2)
+    top = peak if peak is not None else max(points, default=0.0)
+    levels = [_level(value, top, height * 4) for value in points]
+    rows: list[Row] = []
+    for line in range(height):
+        base = (height - 1 - line) * 4
+        cells = "".join(
+            chr(
+                0x2800
+                + _LEFT[min(4, max(0, levels[i] - base))]
+                + _RIGHT[min(4, max(0, levels[i + 1] - base))]
+            )
+            for i in range(0, len(levels), 2)
+        )
+        rows.append(((cells.replace("\u2800", " "), role),))
+    return rows
+
+
+def spark(values: Sequence[float], width: int, *, role: str, peak: float | None = None) -> Row:
+    """One row of block bars, the newest value at the right."""
+    points = _tail(values, width)
+    top = peak if peak is not None else max(points, default=0.0)
+    return (("".join(BARS[_level(value, top, 8)] for value in points), role),)
+
+
+def bar(share: float, width: int, *, role: str, track: str = "track") -> Row:
+    """A horizontal bar filled to `share`, on a quiet track, in eighths of a cell."""
+    eighths = round(min(1.0, max(0.0, share)) * width * 8)
+    if share > 0:
+        eighths = max(1, eighths)
+    full, part = divmod(eighths, 8)
+    done = "█" * full
+    if part:
+        return (
+            (done, role),
+            (_EIGHTHS[part], f"{role}@track"),
+            ("█" * (width - full - 1), track),
+        )
+    return (done, role), ("█" * (width - full), track)
+
+
+def _tail(values: Sequence[float], count: int) -> list[float]:
+    tail = list(values[-count:]) if count else []
+    return [0.0] * (count - len(tail)) + tail
+
+
+def _level(value: float, top: float, levels: int) -> int:
+    if value <= 0 or top <= 0:
+        return 0
+    return max(1, min(levels, round(value / top * levels)))

@@ -1,0 +1,266 @@
+"""The engine screen: drains the event ring and asks for a snapshot a few times a second, and
+paints. It computes nothing (`store` does) and styles nothing (`render` and the theme do).
+
+While it is hidden nothing runs: the ring overwrites its oldest events, and what is still there
+when the screen comes back fills its history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal
+from textual.events import MouseScrollDown, MouseScrollUp, ScreenResume, ScreenSuspend
+from textual.widgets import Footer
+
+from termgen.client import EngineClient
+from termgen.errors import EngineError
+from termgen.tui.render import overview
+from termgen.tui.render.batch import batch_panel
+from termgen.tui.render.frame import Frame
+from termgen.tui.render.kv_map import kv_panel
+from termgen.tui.render.overview import LiveState
+from termgen.tui.render.requests import requests_panel
+from termgen.tui.screens.base import ThemedScreen
+from termgen.tui.spans import Row
+from termgen.tui.store import DashboardStore, DashboardView
+from termgen.tui.widgets.canvas import Canvas
+
+BOX_COLUMNS, BOX_ROWS = 100, 34
+IDLE_SNAPSHOT_S = 2.0
+OBSERVER_SMOOTHING = 0.2
+RING_CAPACITY = 4096
+
+
+class DashboardScreen(ThemedScreen):
+    BINDINGS = [
+        Binding("space", "pause", "Pause", id="dashboard.pause", tooltip="Freeze or go on live"),
+        Binding(
+            "left",
+            "step(1)",
+            "Step back",
+            id="dashboard.step_back",
+            key_display="←→",
+            tooltip="Freeze and look at the step before (shift: 10 steps)",
+        ),
+        Binding(
+            "right", "step(-1)", "Step on", show=False, id="dashboard.step_on", tooltip="Next step"
+        ),
+        Binding("shift+left", "step(10)", "10 back", show=False, id="dashboard.step_back_10"),
+        Binding("shift+right", "step(-10)", "10 on", show=False, id="dashboard.step_on_10"),
+        Binding(
+            "up",
+            "select(-1)",
+            "Request",
+            id="dashboard.select_up",
+            key_display="↑↓",
+            tooltip="Mark a request: its blocks light up in the map",
+        ),
+        Binding(
+            "down",
+            "select(1)",
+            "Next request",
+            show=False,
+            id="dashboard.select_down",
+            tooltip="Mark the next request",
+        ),
+        Binding(
+            "escape",
+            "live",
+            "Live",
+            show=False,
+            id="dashboard.live",
+            tooltip="Unmark and follow the engine again",
+        ),
+        Binding("1", "app.show('chat')", "Chat", id="dashboard.chat", tooltip="Go to the chat"),
+    ]
+
+    def __init__(
+        self,
+        client: EngineClient,
+        *,
+        hz: float,
+        now_ns: Callable[[], int] = time.perf_counter_ns,
+        cpu_ns: Callable[[], int] = time.thread_time_ns,
+    ) -> None:
+        super().__init__()
+        self._client = client
+        self._hz = hz
+        self._now_ns = now_ns
+        self._cpu_ns = cpu_ns
+        self._ring = client.events(RING_CAPACITY)
+        self._store = DashboardStore(started_ns=now_ns())
+        self._view: DashboardView = self._store.view(now_ns())
+        self._snapshot_ns = 0
+        self._snapshot_idle = False
+        self._observed: tuple[int, int] | None = None
+        self._observer_share: float | None = None
+        self._paused = False
+        self._back: int | None = None
+        self._selected: str | None = None
+        self._first_row = 0
+
+    def compose(self) -> ComposeResult:
+        yield Canvas(self._paint_header, id="header")
+        yield Canvas(self._paint_numbers, id="numbers")
+        yield Canvas(self._paint_sparks, id="sparks")
+        with Horizontal(id="tiles"):
+            yield Canvas(self._framed(overview.decode_tile), id="decode")
+            yield Canvas(self._framed(overview.prefill_tile), id="prefill")
+            yield Canvas(self._framed(overview.step_tile), id="step")
+            yield Canvas(self._framed(overview.gauges_tile), id="gauges")
+        yield Canvas(self._paint_batch, id="batch")
+        yield Canvas(self._paint_blocks, id="blocks")
+        yield Canvas(self._paint_requests, id="requests")
+        yield Footer(show_command_palette=False)
+
+    @property
+    def view(self) -> DashboardView:
+        """What is on the screen."""
+        return self._view
+
+    def close(self) -> None:
+        """Stop listening to the engine."""
+        self._client.close_events(self._ring)
+
+    @on(ScreenResume)
+    def _start_pump(self) -> None:
+        self._observed = None
+        self._pump()
+
+    @on(ScreenSuspend)
+    def _stop_pump(self) -> None:
+        self.workers.cancel_group(self, "pump")
+
+    @work(group="pump", exclusive=True)
+    async def _pump(self) -> None:
+        """The one timer of the screen. A step that takes long delays a frame, never a key."""
+        while True:
+            await self.refresh_view()
+            await asyncio.sleep(1 / self._hz)
+
+    async def refresh_view(self) -> None:
+        """One frame: events, snapshot, view, paint."""
+        events = self._ring.drain()
+        self._store.num_dropped = self._ring.num_dropped
+        self._store.apply(events)
+        waited_s = (self._now_ns() - self._snapshot_ns) / 1e9
+        if events or not self._snapshot_idle or waited_s > IDLE_SNAPSHOT_S:
+            await self._fetch_snapshot()
+        self._observe()
+        if not self._paused:
+            self._view = self._store.view(self._now_ns())
+        self.paint()
+
+    async def _fetch_snapshot(self) -> None:
+        if self._paused or not self._client.is_healthy:
+            return
+        try:
+            snapshot = await self._client.snapshot()
+        except EngineError:
+            return  # the header says so: is_healthy is False from now on
+        self._snapshot_ns = self._now_ns()
+        self._snapshot_idle = not snapshot.num_running and not snapshot.num_waiting
+        self._store.set_snapshot(snapshot)
+
+    def _observe(self) -> None:
+        now = (self._now_ns(), self._cpu_ns())
+        if self._observed is not None and now[0] > self._observed[0]:
+            share = (now[1] - self._observed[1]) / (now[0] - self._observed[0])
+            old = self._observer_share
+            self._observer_share = (
+                share if old is None else old + OBSERVER_SMOOTHING * (share - old)
+            )
+        self._observed = now
+
+    def paint(self) -> None:
+        for canvas in self.query(Canvas):
+            if canvas.display:
+                canvas.repaint()
+
+    def action_pause(self) -> None:
+        self._paused = not self._paused
+        if not self._paused:
+            self._back = None
+        self.paint()
+
+    def action_step(self, back: int) -> None:
+        """Freeze, and move the mark among the recorded steps."""
+        if not self._view.steps:
+            return
+        self._paused = True
+        self._back = min(len(self._view.steps) - 1, max(0, (self._back or 0) + back))
+        self.paint()
+
+    def action_select(self, by: int) -> None:
+        ids = [row.request_id for row in self._view.requests]
+        if not ids:
+            return
+        if self._selected in ids:
+            index = min(len(ids) - 1, max(0, ids.index(self._selected) + by))
+        else:
+            index = 0
+        self._selected = ids[index]
+        self._scroll_to(index)
+        self.paint()
+
+    def action_live(self) -> None:
+        self._paused, self._back, self._selected, self._first_row = False, None, None, 0
+        self.paint()
+
+    @on(MouseScrollDown)
+    def _next_request(self) -> None:
+        self.action_select(1)
+
+    @on(MouseScrollUp)
+    def _previous_request(self) -> None:
+        self.action_select(-1)
+
+    def _scroll_to(self, index: int) -> None:
+        canvas = self.query_one("#requests", Canvas)
+        shown = max(1, self._frame(*canvas.size).inner_height - 1)
+        self._first_row = min(index, max(self._first_row, index - shown + 1))
+
+    def _frame(self, width: int, height: int) -> Frame:
+        boxed = self.size.width >= BOX_COLUMNS and self.size.height >= BOX_ROWS
+        return Frame(width, height, boxed)
+
+    def _framed(
+        self, renderer: Callable[[DashboardView, Frame], list[Row]]
+    ) -> Callable[[int, int], Sequence[Row]]:
+        return lambda width, height: renderer(self._view, self._frame(width, height))
+
+    def _paint_header(self, width: int, _height: int) -> Sequence[Row]:
+        live = LiveState(
+            hz=self._hz,
+            paused=self._paused,
+            healthy=self._client.is_healthy,
+            observer_share=self._observer_share,
+            back=self._back or 0,
+        )
+        return [overview.header(self._client.model, self._view, live, width)]
+
+    def _paint_numbers(self, width: int, _height: int) -> Sequence[Row]:
+        return [overview.numbers_line(self._view, width)]
+
+    def _paint_sparks(self, width: int, _height: int) -> Sequence[Row]:
+        return [overview.sparks_line(self._view, width)]
+
+    def _paint_batch(self, width: int, height: int) -> Sequence[Row]:
+        frame = self._frame(width, height)
+        return batch_panel(self._view.steps, frame, self.palette.glyphs, cursor=self._back)
+
+    def _paint_blocks(self, width: int, height: int) -> Sequence[Row]:
+        frame = self._frame(width, height)
+        return kv_panel(self._view, frame, self.palette.glyphs, selected=self._selected)
+
+    def _paint_requests(self, width: int, height: int) -> Sequence[Row]:
+        frame = self._frame(width, height)
+        return requests_panel(
+            self._view, frame, selected=self._selected, first=self._first_row
+        )

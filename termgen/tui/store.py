@@ -1,0 +1,349 @@
+"""DashboardStore: reduces engine events and snapshots to what the dashboard shows.
+
+Pure bookkeeping: no Textual, no clock of its own (every call gets `now_ns` in perf_counter time).
+The dashboard screen feeds it and passes the resulting `DashboardView` to the renderers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from termgen.engine.events import (
+    EngineEvent,
+    EngineSnapshot,
+    RequestEvent,
+    RequestEventKind,
+    StepRecord,
+)
+
+BUCKET_NS = 250_000_000
+"""Width of one point of the series."""
+HISTORY_BUCKETS = 480
+RATE_BUCKETS = 4
+"""Rates are averages over the last full second."""
+STEP_HISTORY = 1024
+STEP_WINDOW_NS = 30_000_000_000
+LATENCY_SAMPLES = 256
+FINISHED_KEPT = 64
+TRACKED_REQUESTS = 2048
+MAX_STEP_BUCKETS = 40
+"""A step longer than this many buckets is charged to the last of them only."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """One request of the table."""
+
+    request_id: str
+    state: str
+    """waiting, prefill, decode, preempted, or its finish reason."""
+    prompt: int
+    cached: int
+    computed: int
+    output: int
+    step_tokens: int
+    blocks: int
+    age_s: float
+    rate: float | None
+    """Output tokens per second since its first token."""
+    preemptions: int
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DashboardView:
+    """Everything a frame of the dashboard needs."""
+
+    now_ns: int
+    uptime_s: float
+    decode_rate: float
+    prefill_rate: float
+    decode_series: tuple[float, ...]
+    """Tokens/s per bucket, oldest first."""
+    prefill_series: tuple[float, ...]
+    step_series: tuple[float, ...]
+    """Longest step per bucket, ms."""
+    step_p50_ms: float | None
+    step_p99_ms: float | None
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+    num_running: int
+    num_waiting: int
+    num_finished: int
+    num_preemptions: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_free_blocks: int
+    prefix_hit_rate: float | None
+    prefix_hit_tokens: int
+    generation_tokens: int
+    prompt_tokens: int
+    steps: tuple[StepRecord, ...]
+    """Oldest first."""
+    requests: tuple[RequestRow, ...]
+    """Running, then waiting, then the newest finished ones."""
+    snapshot: EngineSnapshot | None
+    num_dropped: int
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_used_blocks + self.num_cached_blocks + self.num_free_blocks
+
+    @property
+    def kv_usage(self) -> float:
+        return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.num_running == 0 and self.num_waiting == 0
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        return self.steps[-1] if self.steps else None
+
+
+@dataclass(slots=True)
+class _Track:
+    """What is known of one live request from its events."""
+
+    queued_ns: int
+    first_token_ns: int = 0
+
+
+class _Series:
+    """Sums or maxima per time bucket, for the last `HISTORY_BUCKETS` buckets."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, float] = {}
+
+    def add(self, bucket: int, value: float) -> None:
+        self._values[bucket] = self._values.get(bucket, 0.0) + value
+        self._trim(bucket)
+
+    def peak(self, bucket: int, value: float) -> None:
+        self._values[bucket] = max(self._values.get(bucket, 0.0), value)
+        self._trim(bucket)
+
+    def window(self, last: int, count: int) -> tuple[float, ...]:
+        get = self._values.get
+        return tuple(get(bucket, 0.0) for bucket in range(last - count + 1, last + 1))
+
+    def _trim(self, newest: int) -> None:
+        if len(self._values) > 2 * HISTORY_BUCKETS:
+            oldest = newest - HISTORY_BUCKETS
+            self._values = {b: v for b, v in self._values.items() if b > oldest}
+
+
+class DashboardStore:
+    """Feed it with `apply` and `set_snapshot`, read it with `view`."""
+
+    def __init__(self, *, started_ns: int) -> None:
+        self.started_ns = started_ns
+        self.num_dropped = 0
+        self._steps: deque[StepRecord] = deque(maxlen=STEP_HISTORY)
+        self._decode = _Series()
+        self._prefill = _Series()
+        self._step_ms = _Series()
+        self._ttft_ms: deque[float] = deque(maxlen=LATENCY_SAMPLES)
+        self._live: OrderedDict[str, _Track] = OrderedDict()
+        self._finished: deque[tuple[int, RequestRow]] = deque(maxlen=FINISHED_KEPT)
+        self._last_rows: dict[str, RequestRow] = {}
+        self._num_finished = 0
+        self._snapshot: EngineSnapshot | None = None
+
+    def apply(self, events: Iterable[EngineEvent]) -> None:
+        for event in events:
+            if isinstance(event, StepRecord):
+                self._apply_step(event)
+            else:
+                self._apply_request(event)
+
+    def set_snapshot(self, snapshot: EngineSnapshot) -> None:
+        self._snapshot = snapshot
+        self._last_rows = {
+            row.request_id: row for row in self._live_rows(snapshot, snapshot.time_ns)
+        }
+
+    def _apply_step(self, step: StepRecord) -> None:
+        self._steps.append(step)
+        last = step.ended_ns // BUCKET_NS
+        first = max(step.started_ns // BUCKET_NS, last - MAX_STEP_BUCKETS)
+        share = 1 / (last - first + 1)
+        for bucket in range(first, last + 1):
+            self._decode.add(bucket, step.num_sampled_tokens * share)
+            self._prefill.add(bucket, step.num_prefill_tokens * share)
+        self._step_ms.peak(last, step_ms(step))
+
+    def _apply_request(self, event: RequestEvent) -> None:
+        track = self._live.get(event.request_id)
+        if track is None:
+            if event.kind is RequestEventKind.FINISHED:
+                self._finish(event, None)
+                return
+            track = self._live[event.request_id] = _Track(queued_ns=event.time_ns)
+            while len(self._live) > TRACKED_REQUESTS:
+                self._live.popitem(last=False)
+        if event.kind is RequestEventKind.FIRST_TOKEN and not track.first_token_ns:
+            track.first_token_ns = event.time_ns
+            self._ttft_ms.append((event.time_ns - track.queued_ns) / 1e6)
+        elif event.kind is RequestEventKind.FINISHED:
+            del self._live[event.request_id]
+            self._finish(event, track)
+
+    def _finish(self, event: RequestEvent, track: _Track | None) -> None:
+        self._num_finished += 1
+        known = self._last_rows.pop(event.request_id, None)
+        rate = None
+        if track is not None and track.first_token_ns:
+            rate = _rate(event.num_output_tokens, event.time_ns - track.first_token_ns)
+        row = RequestRow(
+            request_id=event.request_id,
+            state=event.detail or "finished",
+            prompt=event.num_prompt_tokens,
+            cached=event.num_cached_tokens,
+            computed=event.num_prompt_tokens + event.num_output_tokens,
+            output=event.num_output_tokens,
+            step_tokens=0,
+            blocks=0,
+            age_s=0.0,
+            rate=rate,
+            preemptions=known.preemptions if known else 0,
+            finished=True,
+        )
+        self._finished.appendleft((event.time_ns, row))
+
+    def _live_rows(self, snapshot: EngineSnapshot, now_ns: int) -> list[RequestRow]:
+        elapsed = max(0, now_ns - snapshot.time_ns) / 1e9
+        rows = []
+        for view in snapshot.requests:
+            track = self._live.get(view.request_id)
+            rate = None
+            if track is not None and track.first_token_ns:
+                rate = _rate(view.num_output_tokens, snapshot.time_ns - track.first_token_ns)
+            rows.append(
+                RequestRow(
+                    request_id=view.request_id,
+                    state=view.status,
+                    prompt=view.num_prompt_tokens,
+                    cached=view.num_cached_tokens,
+                    computed=view.num_computed_tokens,
+                    output=view.num_output_tokens,
+                    step_tokens=view.num_scheduled_tokens,
+                    blocks=view.num_blocks,
+                    age_s=view.age_s + elapsed,
+                    rate=rate,
+                    preemptions=view.num_preemptions,
+                )
+            )
+        return rows
+
+    def view(self, now_ns: int) -> DashboardView:
+        """The state at `now_ns`, ready to be drawn."""
+        newest = now_ns // BUCKET_NS - 1  # the bucket under way is not full yet
+        per_second = 1e9 / BUCKET_NS
+        decode = self._decode.window(newest, HISTORY_BUCKETS)
+        prefill = self._prefill.window(newest, HISTORY_BUCKETS)
+        recent = [step_ms(s) for s in self._steps if now_ns - s.ended_ns < STEP_WINDOW_NS]
+        step, snapshot = (self._steps[-1] if self._steps else None), self._snapshot
+        newer = step if step and (not snapshot or step.applied_ns > snapshot.time_ns) else None
+        counters: StepRecord | EngineSnapshot | None = newer or snapshot
+        view = DashboardView(
+            now_ns=now_ns,
+            uptime_s=(now_ns - self.started_ns) / 1e9,
+            decode_rate=sum(decode[-RATE_BUCKETS:]) / RATE_BUCKETS * per_second,
+            prefill_rate=sum(prefill[-RATE_BUCKETS:]) / RATE_BUCKETS * per_second,
+            decode_series=tuple(v * per_second for v in decode),
+            prefill_series=tuple(v * per_second for v in prefill),
+            step_series=self._step_ms.window(newest, HISTORY_BUCKETS),
+            step_p50_ms=percentile(recent, 50),
+            step_p99_ms=percentile(recent, 99),
+            ttft_p50_ms=percentile(self._ttft_ms, 50),
+            ttft_p99_ms=percentile(self._ttft_ms, 99),
+            num_running=0,
+            num_waiting=0,
+            num_finished=max(self._num_finished, snapshot.num_finished if snapshot else 0),
+            num_preemptions=0,
+            num_used_blocks=0,
+            num_cached_blocks=0,
+            num_free_blocks=0,
+            prefix_hit_rate=None,
+            prefix_hit_tokens=0,
+            generation_tokens=snapshot.generation_tokens if snapshot else 0,
+            prompt_tokens=snapshot.prompt_tokens if snapshot else 0,
+            steps=tuple(self._steps),
+            requests=self._rows(now_ns),
+            snapshot=snapshot,
+            num_dropped=self.num_dropped,
+            max_num_seqs=snapshot.max_num_seqs if snapshot else None,
+            max_num_batched_tokens=snapshot.max_num_batched_tokens if snapshot else None,
+        )
+        return view if counters is None else _with_counters(view, counters)
+
+    def _rows(self, now_ns: int) -> tuple[RequestRow, ...]:
+        live = self._live_rows(self._snapshot, now_ns) if self._snapshot else []
+        gone = {row.request_id for _, row in self._finished}
+        rows = [row for row in live if row.request_id not in gone]
+        rows += [
+            replace(row, age_s=max(0, now_ns - ended_ns) / 1e9) for ended_ns, row in self._finished
+        ]
+        return tuple(rows)
+
+
+def _with_counters(view: DashboardView, source: StepRecord | EngineSnapshot) -> DashboardView:
+    """The counters that both kinds carry, from the newer of the two."""
+    queries = source.prefix_query_tokens
+    return replace(
+        view,
+        num_running=source.num_running,
+        num_waiting=source.num_waiting,
+        num_preemptions=source.num_preemptions,
+        num_used_blocks=source.num_used_blocks,
+        num_cached_blocks=source.num_cached_blocks,
+        num_free_blocks=source.num_free_blocks,
+        prefix_hit_rate=source.prefix_hit_tokens / queries if queries else None,
+        prefix_hit_tokens=source.prefix_hit_tokens,
+    )
+
+
+def step_ms(step: StepRecord) -> float:
+    """How long the step ran on the device."""
+    return max(0, step.ended_ns - step.started_ns) / 1e6
+
+
+def step_tokens(step: StepRecord) -> tuple[int, int, int]:
+    """Tokens of prefill, of decode and of padding in a step."""
+    return step.num_prefill_tokens, step.num_decode_rows, step.num_padded_tokens
+
+
+def mode_shares(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Share of the steps that ran in each graph mode."""
+    counts = Counter(mode_letter(step.graph_mode) for step in steps)
+    total = sum(counts.values())
+    return {mode: n / total for mode, n in counts.items()} if total else {}
+
+
+def padding_share(steps: Sequence[StepRecord]) -> float:
+    padded = sum(step.num_padded_tokens for step in steps)
+    total = padded + sum(step.num_prefill_tokens + step.num_decode_rows for step in steps)
+    return padded / total if total else 0.0
+
+
+def mode_letter(mode: str) -> str:
+    """F full graph, P piecewise, N none."""
+    return mode[:1].upper() or "N"
+
+
+def percentile(values: Iterable[float], q: float) -> float | None:
+    data = np.fromiter(values, dtype=np.float64)
+    return float(np.percentile(data, q)) if data.size else None
+
+
+def _rate(tokens: int, elapsed_ns: int) -> float | None:
+    """Tokens after the first, per second."""
+    return (tokens - 1) / (elapsed_ns / 1e9) if tokens > 1 and elapsed_ns > 0 else None

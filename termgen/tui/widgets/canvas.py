@@ -1,0 +1,88 @@
+"""Canvas: a widget that shows rows from a pure renderer, redrawing only those that changed.
+
+It answers the compositor with cached strips and skips Textual's style cache, so a frame costs
+what its changed rows cost. It therefore takes no border or padding from CSS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.widget import Widget
+
+from termgen.tui.palette import Palette
+from termgen.tui.spans import Row
+
+Painter = Callable[[int, int], Sequence[Row]]
+"""(width, height) -> rows; rows beyond the height are ignored, missing ones are blank."""
+
+
+class Canvas(Widget):
+    """Give it a painter; call `repaint` whenever what the painter reads may have changed."""
+
+    ALLOW_SELECT = False
+
+    def __init__(
+        self, painter: Painter | None = None, *, id: str | None = None, classes: str | None = None
+    ) -> None:
+        super().__init__(id=id, classes=classes)
+        self._painter = painter
+        self._palette: Palette | None = None
+        self._rows: list[Row] = []
+        self._strips: list[Strip] = []
+
+    def set_palette(self, palette: Palette) -> None:
+        """A new theme: everything is drawn again."""
+        self._palette = palette
+        self._rows, self._strips = [], []
+        self.repaint()
+
+    def set_painter(self, painter: Painter) -> None:
+        self._painter = painter
+        self.repaint()
+
+    def on_resize(self) -> None:
+        self._rows, self._strips = [], []
+        self.repaint()
+
+    def repaint(self) -> None:
+        """Ask the painter for rows and redraw those that differ from what is shown."""
+        width, height = self.size
+        if self._painter is None or self._palette is None or not width or not height:
+            return
+        fresh = list(self._painter(width, height))[:height]
+        fresh += [()] * (height - len(fresh))
+        full = len(self._rows) != height
+        changed = [y for y, row in enumerate(fresh) if full or row != self._rows[y]]
+        if full:
+            self._strips = [Strip.blank(width)] * height
+        for y in changed:
+            self._strips[y] = self._palette.strip(fresh[y], width)
+        self._rows = fresh
+        if changed:
+            self.refresh(*(Region(0, y, width, 1) for y in changed))
+
+    @property
+    def text(self) -> str:
+        """What is shown, for tests and for copying."""
+        return "\n".join(strip.text.rstrip() for strip in self._strips)
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        if not self._strips or self._palette is None:
+            blank = self.visual_style.rich_style
+            return [Strip.blank(crop.width, blank)] * crop.height
+        filters = self.get_line_filters() if self._palette.mono else ()
+        background = self._palette.color("background")
+        whole = crop.x == 0 and crop.width == self.size.width
+        out: list[Strip] = []
+        for y in range(crop.y, crop.bottom):
+            if y >= len(self._strips):
+                out.append(Strip.blank(crop.width, self._palette.style("text")))
+                continue
+            strip = self._strips[y]
+            for line_filter in filters:
+                strip = strip.apply_filter(line_filter, background)
+            out.append(strip if whole else strip.crop(crop.x, crop.right))
+        return out

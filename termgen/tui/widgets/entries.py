@@ -1,0 +1,90 @@
+"""Entries of the transcript: a question, an answer that streams, a notice of ours."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from termgen.client import ModelInfo
+from termgen.tui.conversation import AnswerState, Turn
+from termgen.tui.markdown import StreamingMarkdown
+from termgen.tui.render.chat import (
+    answer_footer,
+    answer_header,
+    notice_rows,
+    question_rows,
+    waiting_row,
+    with_cursor,
+)
+from termgen.tui.sanitize import StreamCleaner
+from termgen.tui.spans import Row, Span
+
+INDENT: Span = ("  ", "text")
+
+
+class QuestionEntry:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._rows: tuple[int, Sequence[Row]] | None = None
+
+    def __call__(self, width: int) -> Sequence[Row]:
+        if self._rows is None or self._rows[0] != width:
+            self._rows = width, question_rows(self._text, width)
+        return self._rows[1]
+
+
+class AnswerEntry:
+    """Feed it the text as it comes, then `close` it. Costs its open tail, not its length."""
+
+    def __init__(
+        self, turn: Turn, model: ModelInfo, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._turn = turn
+        self._header = answer_header(model)
+        self._clock = clock
+        self._cleaner = StreamCleaner()
+        self._markdown = StreamingMarkdown()
+        self._indented: list[Row] = []
+        self._indented_for: tuple[int, bool] = (0, False)
+
+    def feed(self, text: str) -> None:
+        self._markdown.append(self._cleaner.feed(text))
+
+    def close(self) -> None:
+        if not self._markdown.finished:
+            self._markdown.append(self._cleaner.finish())
+            self._markdown.finish()
+
+    def __call__(self, width: int) -> Sequence[Row]:
+        turn = self._turn
+        body = self._body(width - 2)
+        if turn.state is not AnswerState.STREAMING:
+            gap: list[Row] = [()] if body else []
+            return [self._header, *body, *gap, (INDENT, *answer_footer(turn))]
+        if not turn.stats.output_tokens:
+            return [self._header, (INDENT, *waiting_row(turn, self._clock()))]
+        return [self._header, *with_cursor(body)]
+
+    def _body(self, width: int) -> list[Row]:
+        """Rows that are frozen in the markdown are indented once."""
+        rows = self._markdown.rows(width)
+        frozen = self._markdown.num_frozen_rows
+        key = (width, self._markdown.finished)
+        if key != self._indented_for:
+            self._indented, self._indented_for = [], key
+        self._indented += [_indent(row) for row in rows[len(self._indented) : frozen]]
+        return self._indented + [_indent(row) for row in rows[frozen:]]
+
+
+def _indent(row: Row) -> Row:
+    return (INDENT, *row) if row else row
+
+
+class NoticeEntry:
+    """A message of ours. `role` is `bad` for errors, `accent` otherwise."""
+
+    def __init__(self, text: str, *, role: str = "accent", sign: str = "·", hint: str = "") -> None:
+        self._text, self._role, self._sign, self._hint = text, role, sign, hint
+
+    def __call__(self, width: int) -> Sequence[Row]:
+        return notice_rows(self._text, width, role=self._role, sign=self._sign, hint=self._hint)

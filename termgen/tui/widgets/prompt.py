@@ -1,0 +1,109 @@
+"""The prompt: a multi-line field where Enter sends and ctrl+j breaks the line."""
+
+from __future__ import annotations
+
+from textual import events
+from textual.binding import Binding
+from textual.widgets import TextArea
+
+from termgen.tui.conversation import PromptHistory
+from termgen.tui.messages import PromptEdited, PromptSubmitted
+
+MAX_PASTE_CHARS = 200_000
+_NEWLINE_KEYS = frozenset(("ctrl+j", "shift+enter", "alt+enter", "newline"))
+
+
+class Prompt(TextArea):
+    """Posts `PromptSubmitted`; the screen decides whether it may be sent and then clears it."""
+
+    BINDINGS = [
+        Binding("enter", "submit", "Send", id="prompt.send", tooltip="Send the message"),
+        Binding(
+            "ctrl+j",
+            "newline",
+            "New line",
+            id="prompt.newline",
+            tooltip="Break the line (also shift+enter where the terminal sends it)",
+        ),
+    ]
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(
+            id=id,
+            soft_wrap=True,
+            show_line_numbers=False,
+            highlight_cursor_line=False,
+            compact=True,
+            placeholder="Message",
+        )
+        self.history = PromptHistory()
+
+    async def _on_key(self, event: events.Key) -> None:
+        if event.key == "enter":
+            event.stop()
+            event.prevent_default()
+            self.action_submit()
+        elif event.key in _NEWLINE_KEYS:
+            event.stop()
+            event.prevent_default()
+            self.action_newline()
+        else:
+            await super()._on_key(event)
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        if len(event.text) <= MAX_PASTE_CHARS:
+            await super()._on_paste(event)
+            return
+        event.stop()
+        event.prevent_default()
+        self.notify(
+            f"the pasted text has {len(event.text):,} characters; at most {MAX_PASTE_CHARS:,} fit",
+            severity="error",
+        )
+
+    def action_submit(self) -> None:
+        if self.text.strip():
+            self.post_message(PromptSubmitted(self.text))
+
+    def action_newline(self) -> None:
+        self.insert("\n")
+
+    def action_cursor_up(self, select: bool = False) -> None:
+        older = None if select or not self.at_first_line else self.history.older(self.text)
+        if older is None:
+            super().action_cursor_up(select)
+        else:
+            self._show(older)
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        newer = None if select or not self.at_last_line else self.history.newer()
+        if newer is None:
+            super().action_cursor_down(select)
+        else:
+            self._show(newer)
+
+    @property
+    def at_first_line(self) -> bool:
+        """On the first row as it is wrapped on the screen."""
+        return self.navigator.is_first_wrapped_line(self.cursor_location)
+
+    @property
+    def at_last_line(self) -> bool:
+        return self.navigator.is_last_wrapped_line(self.cursor_location)
+
+    def set_text(self, text: str) -> None:
+        """Show `text` with the cursor behind it; not a step in the history."""
+        self.history.reset()
+        self._show(text)
+
+    def accept(self, text: str) -> None:
+        """The text was sent: remember it and start anew."""
+        self.history.add(text)
+        self.text = ""
+
+    def on_text_area_changed(self) -> None:
+        self.post_message(PromptEdited(self.text))
+
+    def _show(self, text: str) -> None:
+        self.text = text
+        self.move_cursor(self.document.end)

@@ -1,0 +1,193 @@
+"""The transcript: everything said in a chat, as one scrolling sheet of cached strips.
+
+The screen gives it entries; an entry turns itself into rows for a width. Only rows that differ
+from what is shown are drawn again, so an answer that streams costs its open tail. It follows the
+tail until the user scrolls up. Text can be selected with the mouse.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from textual.binding import Binding
+from textual.geometry import Region, Size
+from textual.scroll_view import ScrollView
+from textual.selection import Selection
+from textual.strip import Strip
+
+from termgen.tui.palette import Palette
+from termgen.tui.spans import Row
+
+Entry = Callable[[int], Sequence[Row]]
+"""Rows for a width in cells."""
+
+MAX_TEXT_WIDTH = 96
+SIDE_MARGIN = 2
+
+
+class Transcript(ScrollView, can_focus=True):
+    BINDINGS = [
+        Binding("up,k", "scroll_up", "Up", show=False, id="transcript.up"),
+        Binding("down,j", "scroll_down", "Down", show=False, id="transcript.down"),
+        Binding("pageup", "page_up", "Page up", show=False, id="transcript.page_up"),
+        Binding("pagedown", "page_down", "Page down", show=False, id="transcript.page_down"),
+        Binding("home,g", "scroll_home", "Start", show=False, id="transcript.start"),
+        Binding("end,G", "scroll_end", "End", show=False, id="transcript.end"),
+    ]
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._palette: Palette | None = None
+        self._entries: list[Entry] = []
+        self._starts: list[int] = []
+        self._rows: list[Row] = []
+        self._strips: list[Strip | None] = []
+        self._empty: Callable[[int, int], Sequence[Row]] | None = None
+
+    @property
+    def text_width(self) -> int:
+        return max(8, min(MAX_TEXT_WIDTH, self.size.width - 2 * SIDE_MARGIN))
+
+    @property
+    def margin(self) -> int:
+        return max(0, (self.outer_size.width - self.text_width) // 2)
+
+    @property
+    def at_end(self) -> bool:
+        return self.scroll_offset.y >= self.max_scroll_y
+
+    @property
+    def plain_text(self) -> str:
+        """Everything in it, for tests."""
+        return "\n".join("".join(text for text, _ in row).rstrip() for row in self._rows)
+
+    def set_palette(self, palette: Palette) -> None:
+        self._palette = palette
+        self._strips = [None] * len(self._rows)
+        self.refresh()
+
+    def set_empty(self, painter: Callable[[int, int], Sequence[Row]]) -> None:
+        """What to show (for a width and height) while there are no entries."""
+        self._empty = painter
+        self._layout_all()
+
+    def add(self, entry: Entry) -> None:
+        """Append an entry and go to the end of the sheet."""
+        if not self._entries:
+            self._rows, self._strips, self._starts = [], [], []
+        self._entries.append(entry)
+        self._starts.append(len(self._rows))
+        self._replace_from(len(self._rows), self._entry_rows(len(self._entries) - 1))
+        self.scroll_end(animate=False, immediate=True)
+
+    def remove(self, entry: Entry) -> None:
+        self._entries.remove(entry)
+        self._layout_all()
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self._layout_all()
+
+    def update(self, entry: Entry) -> None:
+        """`entry` has changed."""
+        if entry not in self._entries:
+            return
+        follow = self.at_end
+        index = self._entries.index(entry)
+        start, old_end = self._starts[index], self._end(index)
+        fresh = self._entry_rows(index)
+        moved = start + len(fresh) - old_end
+        self._replace_from(start, fresh + self._rows[old_end:])
+        for later in range(index + 1, len(self._starts)):
+            self._starts[later] += moved
+        if follow:
+            self.scroll_end(animate=False, immediate=True)
+
+    def _end(self, index: int) -> int:
+        return self._starts[index + 1] if index + 1 < len(self._starts) else len(self._rows)
+
+    def on_resize(self) -> None:
+        follow = self.at_end
+        self._layout_all()
+        if follow:
+            self.scroll_end(animate=False, immediate=True)
+
+    def _layout_all(self) -> None:
+        self._starts = []
+        rows: list[Row] = []
+        for index in range(len(self._entries)):
+            self._starts.append(len(rows))
+            rows += self._entry_rows(index)
+        if not self._entries and self._empty is not None and self.size.height:
+            rows = list(self._empty(self.text_width, self.size.height))
+        self._rows, self._strips = rows, [None] * len(rows)
+        self.virtual_size = Size(self.size.width, len(rows))
+        self.refresh()
+
+    def _entry_rows(self, index: int) -> list[Row]:
+        """With a blank row before it, but at the top."""
+        return [(), *self._entries[index](self.text_width)]
+
+    def _replace_from(self, start: int, fresh: list[Row]) -> None:
+        """Put `fresh` where the rows from `start` on were, and redraw what differs."""
+        old = self._rows[start:]
+        same = next(
+            (
+                i
+                for i in count()
+                if i >= len(old)
+                or i >= len(fresh)
+                or (old[i] is not fresh[i] and old[i] != fresh[i])
+            ),
+            0,
+        )
+        first = start + same
+        self._rows[first:] = fresh[same:]
+        self._strips[first:] = [None] * (len(fresh) - same)
+        if len(self._rows) != self.virtual_size.height:
+            self.virtual_size = Size(self.size.width, len(self._rows))
+        top = max(0, first - self.scroll_offset.y)
+        if top < self.size.height:
+            self.refresh(Region(0, top, self.size.width, self.size.height - top))
+
+    def render_line(self, y: int) -> Strip:
+        width = self.size.width
+        line = self.scroll_offset.y + y
+        if self._palette is None or line >= len(self._rows):
+            return Strip.blank(width, self.rich_style)
+        selection = self.text_selection
+        if selection is not None:
+            span = selection.get_span(line)
+            if span is not None:
+                return self._selected(line, span).apply_offsets(0, line)
+        strip = self._strips[line]
+        if strip is None:
+            row = ((" " * self.margin, "text"), *self._rows[line])
+            strip = self._strips[line] = self._palette.strip(row, width)
+        return strip.apply_offsets(0, line)
+
+    def _selected(self, line: int, span: tuple[int, int]) -> Strip:
+        """The line with the selected part on the selection's background."""
+        assert self._palette is not None
+        start, end = span
+        row: list[tuple[str, str]] = []
+        position = 0
+        for text, role in ((" " * self.margin, "text"), *self._rows[line]):
+            stop = len(text) + position if end < 0 else end
+            a, b = max(0, start - position), max(0, stop - position)
+            row += [(text[:a], role), (text[a:b], "text@select"), (text[max(a, b) :], role)]
+            position += len(text)
+        return self._palette.strip(tuple(piece for piece in row if piece[0]), self.size.width)
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        indent = " " * self.margin
+        lines = [indent + "".join(text for text, _ in row) for row in self._rows]
+        text = selection.extract("\n".join(lines))
+        first, newline, rest = text.partition("\n")
+        rest = textwrap.dedent(rest)
+        return "\n".join(line.rstrip() for line in (first + newline + rest).split("\n")), "\n"
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        self.refresh()

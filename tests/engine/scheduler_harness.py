@@ -1,0 +1,445 @@
+"""What the scheduler tests share: requests, a scripted device, a reference, and a driver.
+
+The device is pure numpy and believes only plans. It stores each token and its position in a
+simulated paged KV cache and, to sample, reads the whole sequence back through the block table:
+wrong sharing, early reuse or a missed write changes the tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from termgen.engine.kv_cache import NULL_BLOCK, KVCacheManager, hash_blocks
+from termgen.engine.request import FinishReason, Request
+from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.scheduler import Scheduler
+from termgen.engine.scheduler_types import AppliedStep, SchedulerConfig
+from termgen.engine.step import AddedRow, StepPlan, StepResult
+from termgen.errors import StepError
+
+VOCAB = 40
+
+
+def make_request(
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 16,
+    stop: Iterable[int] = (),
+    eos: Iterable[int] = (),
+    min_tokens: int = 0,
+    priority: int = 0,
+    arrival_ns: int = 0,
+    salt: str | None = None,
+    **params: object,
+) -> Request:
+    """`stop` are the request's own stop ids; `eos` are the model's."""
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        stop_token_ids=tuple(stop),
+        min_tokens=min_tokens,
+        **params,  # type: ignore[arg-type]
+    )
+    return Request(
+        request_id=request_id,
+        token_ids=np.asarray(prompt, np.int32),
+        num_prompt_tokens=len(prompt),
+        params=sampling,
+        seed=0,
+        max_total_tokens=len(prompt) + max_tokens,
+        stop_token_ids=frozenset(stop) | frozenset(eos),
+        priority=priority,
+        arrival_ns=arrival_ns,
+        cache_salt=salt,
+    )
+
+
+def make_scheduler(
+    *,
+    num_blocks: int = 1000,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 256,
+    max_model_len: int = 2048,
+    threshold: int = 0,
+    policy: str = "fcfs",
+    caching: bool = True,
+) -> Scheduler:
+    kv = KVCacheManager(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        enable_prefix_caching=caching,
+    )
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        long_prefill_token_threshold=threshold,
+        policy=policy,
+    )
+    return Scheduler(config, kv)
+
+
+def next_token(token_ids: np.ndarray, vocab: int = VOCAB) -> int:
+    """The scripted model: a hash of everything before."""
+    return zlib.crc32(np.ascontiguousarray(token_ids, np.int32).tobytes()) % vocab
+
+
+def is_stop(request: Request | AddedRow, length: int, token: int) -> bool:
+    """Whether `token`, the one that makes the sequence `length` long, ends it."""
+    minimum = request.num_prompt_tokens + request.params.min_tokens
+    return token in request.stop_token_ids and length > minimum
+
+
+def reference_tokens(request: Request, vocab: int = VOCAB) -> list[int]:
+    """Output of one request alone, with no scheduler, cache or batch."""
+    tokens = request.token_ids[: request.num_prompt_tokens].tolist()
+    while len(tokens) < request.max_total_tokens:
+        tokens.append(next_token(np.asarray(tokens), vocab))
+        if is_stop(request, len(tokens), tokens[-1]):
+            break
+    return tokens[request.num_prompt_tokens :]
+
+
+class DeviceFailure(Exception):
+    """The scripted device was told to fail."""
+
+
+class ScriptedDevice:
+    """Runs plans in order on its own rows; `stops` says whether it notices stop tokens itself."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        stops: bool = True,
+        vocab: int = VOCAB,
+    ) -> None:
+        self.block_size = block_size
+        self.vocab = vocab
+        self.stops = stops
+        self.kv_tokens = np.full(num_blocks * block_size, -1, np.int32)
+        self.kv_positions = np.full(num_blocks * block_size, -1, np.int32)
+        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_computed = np.zeros(max_num_seqs, np.int32)
+        self.rows: list[AddedRow | None] = [None] * max_num_seqs
+        self.finished = np.zeros(max_num_seqs, np.bool_)
+        self.num_computed_tokens = 0
+        self.next_step = 0
+
+    def execute(self, plan: StepPlan, *, fails: bool = False) -> StepResult:
+        """One step. When told to fail it leaves rubbish in the KV it should have written."""
+        assert plan.step_id == self.next_step, "a step was skipped or repeated"
+        self.next_step += 1
+        self._update_rows(plan)
+        pairs = list(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True))
+        for i, (slot, count) in enumerate(pairs):  # every write precedes every read
+            row = self.rows[slot]
+            assert row is not None and row.epoch == plan.epochs[i], "a plan names a stale row"
+            if not self.finished[slot]:
+                assert self.num_computed[slot] == plan.num_computed[i]
+                self._write(slot, count, rubbish=fails)
+            self.num_computed[slot] += count
+            self.num_computed_tokens += count
+        if fails:
+            raise DeviceFailure
+        sampled = [self._sample(slot) for slot, _ in pairs]
+        return StepResult(
+            step_id=plan.step_id,
+            num_sampled=np.asarray([token is not None for token in sampled], np.int32),
+            token_ids=np.asarray([token for token in sampled if token is not None], np.int32),
+            logprobs=None,
+            started_ns=0,
+            ended_ns=0,
+        )
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        for slot in plan.released_slots:
+            self.rows[slot] = None
+        for row in plan.added:
+            slot, count = row.slot, len(row.token_ids)
+            assert self.rows[slot] is None, "a slot was given away before it was released"
+            assert 0 <= row.num_computed_tokens < count < row.max_total_tokens
+            self.rows[slot] = row
+            self.token_ids[slot, :count] = row.token_ids
+            self.num_tokens[slot] = count
+            self.num_computed[slot] = row.num_computed_tokens
+            self.num_blocks[slot] = 0
+            self.block_table[slot] = NULL_BLOCK
+            self.finished[slot] = False
+        blocks = zip(plan.block_slots, plan.block_positions, plan.block_ids, strict=True)
+        for slot, position, block in blocks:
+            assert position == self.num_blocks[slot], "block tables only grow, one by one"
+            assert block != NULL_BLOCK
+            self.block_table[slot, position] = block
+            self.num_blocks[slot] += 1
+
+    def slot_mapping(self, slot: int, start: int, end: int) -> np.ndarray:
+        """Where positions [start, end) of a row live; only blocks the row was given."""
+        positions = np.arange(start, end)
+        assert end <= self.num_blocks[slot] * self.block_size, "computes past its blocks"
+        blocks = self.block_table[slot, positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
+
+    def _write(self, slot: int, count: int, *, rubbish: bool) -> None:
+        start = int(self.num_computed[slot])
+        end = start + count
+        assert end <= self.num_tokens[slot], "computes a token nobody knows"
+        where = self.slot_mapping(slot, start, end)
+        self.kv_tokens[where] = -7 if rubbish else self.token_ids[slot, start:end]
+        self.kv_positions[where] = -7 if rubbish else np.arange(start, end)
+
+    def _sample(self, slot: int) -> int | None:
+        row, length = self.rows[slot], int(self.num_tokens[slot])
+        assert row is not None
+        if self.finished[slot] or self.num_computed[slot] < length:
+            return None
+        where = self.slot_mapping(slot, 0, length)
+        positions = self.kv_positions[where]
+        # Wrong positions enter the hash, so they show as a wrong token and not only here.
+        token = next_token(self.kv_tokens[where] + positions - np.arange(length), self.vocab)
+        if length < row.max_total_tokens:  # past its limit only on a device that does not stop
+            self.token_ids[slot, length] = token
+        self.num_tokens[slot] = length + 1
+        if self.stops:
+            self.finished[slot] = is_stop(row, length + 1, token) or (
+                length + 1 >= row.max_total_tokens
+            )
+        return token
+
+    def recover(self, next_step: int) -> None:
+        """After a failed step: no row survives, and steps planned but not run never will be."""
+        self.rows = [None] * len(self.rows)
+        self.next_step = next_step
+
+
+class Driver:
+    """A core loop for tests: plans up to `depth` steps ahead of the oldest result.
+
+    With `check`, integrity is verified after every schedule and apply, and plans are compared
+    with the scheduler's own tables and with the steps still in flight.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, depth: int = 1, stops: bool = True) -> None:
+        self.scheduler = scheduler
+        self.depth = depth
+        config, kv = scheduler.config, scheduler.kv
+        self.device = ScriptedDevice(
+            num_blocks=kv.pool.num_blocks,
+            block_size=kv.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            stops=stops,
+        )
+        self.in_flight: deque[tuple[StepPlan, StepResult | None, set[int]]] = deque()
+        self.plans: list[StepPlan] = []
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.stop_token_ids: dict[str, int | None] = {}
+        self.records: dict[str, Request] = {}
+        self._rows: dict[tuple[int, int], str] = {}
+        self._published: dict[bytes, tuple[int, np.ndarray]] = {}
+        self._num_hashes: dict[str, int] = {}
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add_request(request)
+            self.records[request.request_id] = request
+            self.outputs[request.request_id] = []
+
+    def launch(self, *, fails: bool = False) -> StepPlan | None:
+        """Plan one step and hand it to the device."""
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        for row in self.scheduler.started:
+            self._rows[(row.slot, row.epoch)] = row.request_id
+        self.scheduler.started.clear()
+        self.scheduler.preempted.clear()
+        if plan is None:
+            return None
+        self.plans.append(plan)
+        self._check_plan(plan)
+        result = None
+        if self.in_flight and self.in_flight[-1][1] is None:
+            pass  # an earlier step broke the device; this one never runs
+        else:
+            try:
+                result = self.device.execute(plan, fails=fails)
+            except DeviceFailure:
+                pass
+        self.in_flight.append((plan, result, self._blocks_of(plan)))
+        self.check_published()
+        return plan
+
+    def land(self) -> AppliedStep | None:
+        """Take in the oldest step in flight, or its failure."""
+        plan, result, _ = self.in_flight.popleft()
+        if result is None:
+            self.in_flight.clear()
+            error = StepError("scripted failure", step_id=plan.step_id)
+            self.device.recover(self.plans[-1].step_id + 1)
+            self._note_finished(self.scheduler.fail(plan, error))
+            self.scheduler.check_integrity()
+            return None
+        applied = self.scheduler.apply(plan, result)
+        self.scheduler.check_integrity()
+        self.check_published()
+        for slot, epoch, token in zip(
+            applied.slots.tolist(), applied.epochs.tolist(), applied.token_ids.tolist(), strict=True
+        ):
+            self.outputs[self._rows[(slot, epoch)]].append(token)
+        self._note_finished(applied.finished)
+        return applied
+
+    def step(self, *, fails: bool = False) -> StepPlan | None:
+        """Launch one step if the depth allows, then land the oldest if the depth is reached."""
+        plan = self.launch(fails=fails)
+        if self.in_flight and (plan is None or len(self.in_flight) >= self.depth):
+            self.land()
+        return plan
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests and not self.in_flight:
+                return
+            idle = not self.in_flight
+            assert self.step() is not None or not idle, "stuck: work left, nothing planned"
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def abort(self, request_id: str) -> None:
+        row = self.scheduler.finish(request_id, FinishReason.ABORT)
+        if row is not None:
+            self._note_finished([row])
+        self.scheduler.check_integrity()
+
+    def total_scheduled(self) -> int:
+        return sum(plan.total_tokens for plan in self.plans)
+
+    def assert_drained(self) -> None:
+        """Nothing is held by anybody."""
+        scheduler = self.scheduler
+        scheduler.check_integrity()
+        assert not scheduler.has_requests and not len(scheduler.waiting)
+        assert scheduler.kv.pool.num_used == 0 and scheduler.fence.num_blocks == 0
+        assert sorted(scheduler.free_slots) == list(range(scheduler.config.max_num_seqs))
+
+    def assert_reference(self, *request_ids: str) -> None:
+        """These requests (default: all) gave exactly the tokens they give alone."""
+        for request_id in request_ids or self.records:
+            expected = reference_tokens(self.records[request_id])
+            assert self.outputs[request_id] == expected, request_id
+
+    def scheduled(self, plan: StepPlan) -> dict[str, int]:
+        """Tokens by request id in a plan."""
+        keys = zip(plan.slots.tolist(), plan.epochs.tolist(), strict=True)
+        return {
+            self._rows[key]: int(count) for key, count in zip(keys, plan.num_tokens, strict=True)
+        }
+
+    def check_published(self) -> None:
+        """Every block that can be found by hash holds exactly the tokens that were hashed."""
+        scheduler, device = self.scheduler, self.device
+        size = scheduler.kv.block_size
+        for request in self.records.values():
+            done = self._num_hashes.get(request.request_id, 0)
+            if len(request.block_hashes) == done:
+                continue
+            tokens = request.token_ids
+            if request.slot >= 0:
+                table = scheduler.slots
+                tokens = table.token_ids[request.slot, : table.num_tokens[request.slot]]
+            chain: list[bytes] = []
+            hash_blocks(tokens, size, chain, request.cache_salt)
+            count = len(request.block_hashes)
+            assert request.block_hashes == chain[:count], "hashed a token nobody knew"
+            for i in range(done, count):
+                block_tokens = tokens[i * size : (i + 1) * size].copy()
+                self._published[chain[i]] = (i * size, block_tokens)
+            self._num_hashes[request.request_id] = count
+        if self.in_flight and self.in_flight[-1][1] is None:
+            return  # a failed step leaves rubbish until it lands
+        hashes = scheduler.kv.pool._hashes  # no public way to list them
+        hashed = [(block, held) for block, held in enumerate(hashes) if held is not None]
+        if not hashed:
+            return
+        where = np.asarray([block for block, _ in hashed])[:, None] * size + np.arange(size)
+        starts = np.asarray([self._published[held][0] for _, held in hashed])
+        tokens = np.stack([self._published[held][1] for _, held in hashed])
+        assert (device.kv_tokens[where] == tokens).all(), "a published block holds other tokens"
+        assert (device.kv_positions[where] == starts[:, None] + np.arange(size)).all()
+
+    def _note_finished(self, rows: Iterable[object]) -> None:
+        for row in rows:
+            self.reasons[row.request_id] = row.reason  # type: ignore[attr-defined]
+            self.stop_token_ids[row.request_id] = row.stop_token_id  # type: ignore[attr-defined]
+            record = self.records[row.request_id]  # type: ignore[attr-defined]
+            tokens = record.token_ids[record.num_prompt_tokens :].tolist()
+            assert tokens == self.outputs[record.request_id]
+
+    def _blocks_of(self, plan: StepPlan) -> set[int]:
+        table, count = self.scheduler.kv.block_table, self.scheduler.kv.num_blocks
+        return {int(b) for s in plan.slots for b in table[s, : count[s]]}
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        scheduler, config = self.scheduler, self.scheduler.config
+        counts = plan.num_tokens
+        assert plan.num_rows == len(set(plan.slots.tolist())) <= config.max_num_seqs
+        assert counts.min() >= 1 and plan.total_tokens <= config.max_num_batched_tokens
+        if config.long_prefill_token_threshold:
+            assert counts.max() <= config.long_prefill_token_threshold
+        singles = int(np.count_nonzero(counts == 1))
+        assert (counts[:singles] == 1).all(), "rows with one token come first"
+        for array in (plan.slots, plan.epochs, counts, plan.num_computed, plan.block_ids):
+            assert array.dtype == np.int32
+        # Later steps change the tables, so a plan is held against them right after planning.
+        table = scheduler.kv.block_table
+        assert (table[plan.block_slots, plan.block_positions] == plan.block_ids).all()
+        assert (scheduler.slots.epoch[plan.slots] == plan.epochs).all()
+        assert {row.slot for row in plan.added} <= set(plan.slots.tolist())
+        self._check_reuse(plan)
+
+    def _check_reuse(self, plan: StepPlan) -> None:
+        """No slot or block that a step in flight touches is given to somebody new."""
+        hits = {
+            (row.slot, i)
+            for row in plan.added
+            for i in range(row.num_computed_tokens // self.scheduler.kv.block_size)
+        }
+        places = zip(plan.block_slots.tolist(), plan.block_positions.tolist(), strict=True)
+        new = {
+            int(block)
+            for place, block in zip(places, plan.block_ids, strict=True)
+            if place not in hits
+        }
+        for other, _, blocks in self.in_flight:
+            assert not new & blocks, "a block was reused while a step in flight may touch it"
+            assert not {row.slot for row in plan.added} & set(other.slots.tolist())
+
+
+def drive(scheduler: Scheduler, requests: Sequence[Request], **kwargs: object) -> Driver:
+    """Add everything, run to the end, compare with the reference."""
+    driver = Driver(scheduler, **kwargs)  # type: ignore[arg-type]
+    driver.add(*requests)
+    driver.run()
+    driver.assert_drained()
+    driver.assert_reference()
+    return driver
+
+
+def unique_prompts(lengths: Iterable[int], vocab: int = VOCAB) -> Iterator[list[int]]:
+    """Prompts of these lengths that share no prefix worth a block."""
+    for seed, length in enumerate(lengths):
+        yield np.random.default_rng(seed).integers(0, vocab, length).tolist()

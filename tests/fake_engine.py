@@ -1,0 +1,436 @@
+"""`FakeEngine`: an `EngineClient` with scripted answers, for tests of the server and the screens.
+
+No model, no threads, no torch. Prompts are "tokenised" to UTF-8 bytes, a chat is rendered as
+`role: content` lines. What a request answers is a `Script`; `FakeEngine(script=...)` takes one
+script for every request or a function `(GenerateCall) -> Script`. Everything that happened is in
+`calls`, `aborted` and `finished`.
+
+    engine = FakeEngine(script=Script(pieces=("Hel", "lo"), delay_s=0.01))
+    engine.bus.publish(make_step_record(num_decode_rows=3))     # reaches every events() ring
+    engine.scripted_snapshot = make_snapshot(num_running=1)     # what snapshot() returns
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import zlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from termgen.client import (
+    ChatPrompt,
+    ModelInfo,
+    Prompt,
+    RequestTimings,
+    TokenDelta,
+    TokenLogprob,
+)
+from termgen.engine.events import (
+    BlockState,
+    EngineSnapshot,
+    EventBus,
+    EventRing,
+    RequestEvent,
+    RequestEventKind,
+    RequestView,
+    StepRecord,
+)
+from termgen.engine.request import FinishReason
+from termgen.engine.sampling_params import SamplingParams
+from termgen.errors import ContextLengthError, EngineDeadError, EngineError, RequestError
+
+DEFAULT_PIECES = ("Hello", ",", " wor", "ld", "! ", "Ça", " va", "? ", "👋", "🏽", ".")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """How one request goes."""
+
+    pieces: Sequence[str] = DEFAULT_PIECES
+    """Text of each token. "" is a token whose text is still held back."""
+    first_delay_s: float = 0.0
+    """Queue and prefill: silence before the first token."""
+    delay_s: float = 0.0
+    """Between tokens."""
+    hold_after: int | None = None
+    """After this many tokens, wait until `FakeEngine.release` is set."""
+    finish_reason: FinishReason = FinishReason.STOP
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    raises: Exception | None = None
+    """Raised on the first iteration, as a bad request is."""
+    fail_after: int | None = None
+    """After this many tokens the request fails in the engine: finish_reason ERROR."""
+    error: EngineError = field(default_factory=lambda: EngineError("the step failed"))
+    raise_after: int | None = None
+    """After this many tokens the stream itself raises `error`, as a dead engine thread makes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateCall:
+    """Arguments of one `generate` call."""
+
+    prompt: Prompt
+    params: SamplingParams
+    request_id: str
+    priority: int
+    cache_salt: str | None
+
+
+def make_model_info(**overrides: Any) -> ModelInfo:
+    info = ModelInfo(
+        model_id="fake/model-1",
+        root="/models/fake",
+        architecture="LlamaForCausalLM",
+        dtype="float32",
+        quantization=None,
+        device="cpu",
+        device_name="test CPU",
+        max_model_len=4096,
+        vocab_size=50_000,
+        num_blocks=64,
+        block_size=16,
+        has_chat_template=True,
+        created=1_700_000_000,
+    )
+    return replace(info, **overrides)
+
+
+def make_step_record(**overrides: Any) -> StepRecord:
+    """One decode step of 4 ms with one row; override what the test is about."""
+    now = time.perf_counter_ns()
+    record = StepRecord(
+        step_id=1,
+        planned_ns=now - 4_500_000,
+        submitted_ns=now - 4_400_000,
+        started_ns=now - 4_300_000,
+        ended_ns=now - 300_000,
+        applied_ns=now,
+        schedule_us=100.0,
+        apply_us=200.0,
+        num_decode_rows=1,
+        num_prefill_rows=0,
+        num_prefill_tokens=0,
+        num_sampled_tokens=1,
+        num_padded_tokens=0,
+        graph_mode="NONE",
+        num_running=1,
+        num_waiting=0,
+        num_used_blocks=4,
+        num_cached_blocks=2,
+        num_free_blocks=57,
+        prefix_query_tokens=0,
+        prefix_hit_tokens=0,
+        num_preemptions=0,
+    )
+    return record._replace(**overrides)
+
+
+def make_snapshot(**overrides: Any) -> EngineSnapshot:
+    """An idle engine with 64 free blocks; override what the test is about."""
+    states = np.zeros(64, dtype=np.uint8)
+    states[0] = BlockState.NULL
+    snapshot = EngineSnapshot(
+        time_ns=time.perf_counter_ns(),
+        step=None,
+        requests=(),
+        num_running=0,
+        num_waiting=0,
+        block_states=states,
+        block_owners=np.full(64, -1, dtype=np.int32),
+        num_used_blocks=0,
+        num_cached_blocks=0,
+        num_free_blocks=63,
+        prefix_query_tokens=0,
+        prefix_hit_tokens=0,
+        num_preemptions=0,
+        num_finished=0,
+        prompt_tokens=0,
+        generation_tokens=0,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        last_progress_ns=time.perf_counter_ns(),
+    )
+    return replace(snapshot, **overrides)
+
+
+def render(prompt: Prompt) -> list[int]:
+    """Token ids of a prompt: UTF-8 bytes."""
+    if isinstance(prompt, str):
+        return list(prompt.encode())
+    if isinstance(prompt, ChatPrompt):
+        text = "".join(f"{m['role']}: {m['content'] or ''}\n" for m in prompt.messages)
+        if prompt.add_generation_prompt:
+            text += "assistant: "
+        return list(text.encode())
+    return list(prompt)
+
+
+class FakeEngine:
+    """Implements `EngineClient`. Use it on one event loop."""
+
+    def __init__(
+        self,
+        *,
+        script: Script | Callable[[GenerateCall], Script] | None = None,
+        model: ModelInfo | None = None,
+    ) -> None:
+        self._script = script if script is not None else Script()
+        self._model = model or make_model_info()
+        self._ids = itertools.count()
+        self._live: dict[str, asyncio.Event] = {}
+        self.calls: list[GenerateCall] = []
+        self.aborted: list[str] = []
+        """Requests that were closed, cancelled or aborted before their end."""
+        self.finished: list[str] = []
+        self.controls: list[str] = []
+        self.release = asyncio.Event()
+        self.bus = EventBus()
+        self.scripted_snapshot: EngineSnapshot | None = None
+        self.healthy = True
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.healthy
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """Ids of requests that are still running."""
+        return tuple(self._live)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        request_id = request_id or f"fake-{next(self._ids)}"
+        call = GenerateCall(
+            prompt=prompt,
+            params=params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        self.calls.append(call)
+        script = self._script if isinstance(self._script, Script) else self._script(call)
+        if not self.healthy:
+            raise EngineDeadError("the engine thread has stopped")
+        if script.raises is not None:
+            raise script.raises
+        prompt_ids = self._checked_prompt(prompt, params)
+        stop = self._live[request_id] = asyncio.Event()
+        self._event(RequestEventKind.QUEUED, request_id, len(prompt_ids), 0)
+        done = False
+        try:
+            async for delta in _play(script, call, prompt_ids, stop, self.release):
+                if delta.num_output_tokens == 1 and delta.index == 0:
+                    self._event(RequestEventKind.FIRST_TOKEN, request_id, len(prompt_ids), 1)
+                done = delta.finish_reason is not None and delta.index == params.n - 1
+                yield delta
+            done = not stop.is_set()
+        finally:
+            del self._live[request_id]
+            (self.finished if done else self.aborted).append(request_id)
+            self._event(RequestEventKind.FINISHED, request_id, len(prompt_ids), 0)
+
+    async def abort(self, request_id: str) -> bool:
+        stop = self._live.get(request_id)
+        if stop is None:
+            return False
+        stop.set()
+        return True
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        await asyncio.sleep(0)
+        return render(prompt)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        await asyncio.sleep(0)
+        for token_id in token_ids:
+            if not 0 <= token_id < self._model.vocab_size:
+                raise RequestError(f"token id {token_id} is outside the vocabulary", param="prompt")
+        return bytes(t % 256 for t in token_ids).decode(errors="replace")
+
+    async def snapshot(self) -> EngineSnapshot:
+        await asyncio.sleep(0)
+        return self.scripted_snapshot or self._live_snapshot()
+
+    def events(self, capacity: int = 4096) -> EventRing:
+        return self.bus.subscribe(capacity)
+
+    def close_events(self, ring: EventRing) -> None:
+        self.bus.unsubscribe(ring)
+
+    async def control(self, command: str) -> None:
+        if command != "reset_prefix_cache":
+            raise RequestError(f"unknown command {command!r}", param="command")
+        self.controls.append(command)
+
+    def _checked_prompt(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        ids = render(prompt)
+        params.validate_for(vocab_size=self._model.vocab_size)
+        if not ids:
+            raise RequestError("the prompt is empty", param="prompt")
+        if max(ids) >= self._model.vocab_size:
+            raise RequestError(f"token id {max(ids)} is outside the vocabulary", param="prompt")
+        limit = self._model.max_model_len
+        wanted = len(ids) + (params.max_tokens or 1)
+        if wanted > limit:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens. However, you requested "
+                f"{wanted} tokens. Please reduce the length of the messages. "
+                "(context_length_exceeded)"
+            )
+        return ids
+
+    def _event(self, kind: RequestEventKind, request_id: str, prompt: int, output: int) -> None:
+        event = RequestEvent(time.perf_counter_ns(), request_id, kind, prompt, output, 0)
+        self.bus.publish(event)
+
+    def _live_snapshot(self) -> EngineSnapshot:
+        views = tuple(
+            RequestView(
+                request_id=request_id,
+                status="decode",
+                num_prompt_tokens=8,
+                num_cached_tokens=0,
+                num_computed_tokens=9,
+                num_output_tokens=1,
+                num_blocks=1,
+                num_scheduled_tokens=1,
+                age_s=0.1,
+                num_preemptions=0,
+                priority=0,
+            )
+            for request_id in self._live
+        )
+        return make_snapshot(
+            requests=views, num_running=len(views), num_finished=len(self.finished)
+        )
+
+
+async def _play(
+    script: Script,
+    call: GenerateCall,
+    prompt_ids: list[int],
+    stop: asyncio.Event,
+    release: asyncio.Event,
+) -> AsyncGenerator[TokenDelta, None]:
+    """The deltas of one request; with n > 1 the completions take turns token by token."""
+    params = call.params
+    arrival = time.perf_counter_ns()
+    pieces, finish, stop_reason = _cut(script, params)
+    if script.first_delay_s:
+        await _sleep(script.first_delay_s, stop)
+    first = time.perf_counter_ns()
+    for i, piece in enumerate(pieces):
+        if i == script.hold_after:
+            await _either(release, stop)
+        elif i:
+            await _sleep(script.delay_s, stop)
+        if i == script.raise_after:
+            raise script.error
+        failed = i == script.fail_after
+        last = i == len(pieces) - 1 or failed or stop.is_set()
+        for index in range(params.n):
+            reason = finish
+            if failed:
+                reason = FinishReason.ERROR
+            elif stop.is_set():
+                reason = FinishReason.ABORT
+            token = _token_id(piece)
+            ended = time.perf_counter_ns() if last else 0
+            yield TokenDelta(
+                request_id=call.request_id,
+                index=index,
+                text="" if failed or stop.is_set() else piece,
+                token_ids=() if failed or stop.is_set() else (token,),
+                logprobs=_logprobs(piece, token, params),
+                finish_reason=reason if last else None,
+                stop_reason=stop_reason if last and reason is FinishReason.STOP else None,
+                num_prompt_tokens=len(prompt_ids),
+                num_cached_tokens=script.num_cached_tokens,
+                num_output_tokens=i if failed or stop.is_set() else i + 1,
+                prompt_token_ids=tuple(prompt_ids) if i == 0 and index == 0 else None,
+                timings=RequestTimings(arrival, arrival + 1000, first, ended) if last else None,
+                error=script.error if failed else None,
+            )
+        if last:
+            return
+
+
+def _cut(
+    script: Script, params: SamplingParams
+) -> tuple[list[str], FinishReason, int | str | None]:
+    """Apply max_tokens and stop strings to the scripted pieces."""
+    pieces = list(script.pieces)
+    finish, stop_reason = script.finish_reason, script.stop_reason
+    if params.max_tokens is not None and params.max_tokens < len(pieces):
+        pieces, finish = pieces[: params.max_tokens], FinishReason.LENGTH
+    text = "".join(pieces)
+    found = [(text.index(s), s) for s in params.stop if s in text]
+    if not found:
+        return pieces, finish, stop_reason
+    at, matched = min(found)
+    keep = at + (len(matched) if params.include_stop_str_in_output else 0)
+    cut: list[str] = []
+    used = 0
+    for piece in pieces:
+        cut.append(piece[: max(0, keep - used)])
+        used += len(piece)
+        if used >= at + len(matched):
+            break
+    return cut, FinishReason.STOP, matched
+
+
+def _token_id(piece: str) -> int:
+    return zlib.crc32(piece.encode()) % 40_000 + 1_000
+
+
+def _logprobs(piece: str, token: int, params: SamplingParams) -> tuple[TokenLogprob, ...] | None:
+    if params.logprobs is None:
+        return None
+    chosen = (token, piece, piece.encode(), -0.25)
+    others = [(k, f"alt{k}", f"alt{k}".encode(), -1.5 - k) for k in range(1, params.logprobs)]
+    return (
+        TokenLogprob(
+            token_id=token,
+            token=piece,
+            token_bytes=piece.encode(),
+            logprob=-0.25,
+            rank=1,
+            top=(chosen, *others) if params.logprobs else (),
+        ),
+    )
+
+
+async def _sleep(delay_s: float, stop: asyncio.Event) -> None:
+    if delay_s == 0:
+        await asyncio.sleep(0)
+        return
+    try:
+        await asyncio.wait_for(stop.wait(), delay_s)
+    except TimeoutError:
+        return
+
+
+async def _either(release: asyncio.Event, stop: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(release.wait()), asyncio.ensure_future(stop.wait())]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -1,0 +1,351 @@
+"""The command line: what it prints, where errors go, exit codes; `generate` on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import termgen
+from termgen import catalog, cli, generate
+from termgen.engine.sampling_params import SamplingParams
+
+HEAVY = {"torch", "transformers", "tokenizers", "textual", "starlette", "uvicorn", "numpy", "tqdm"}
+ENGINE = ["--device", "cpu", "--dtype", "float32", "--max-model-len", "256", "--threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def clean_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither the user's config file nor variables reach these tests."""
+    for name in os.environ:
+        if name.startswith("TERMGEN_") and name != "TERMGEN_CACHE":
+            monkeypatch.delenv(name)
+    empty = tmp_path / "empty.toml"
+    empty.write_text("")
+    monkeypatch.setenv("TERMGEN_CONFIG", str(empty))
+
+
+@pytest.fixture(autouse=True)
+def signals_stay() -> Any:
+    """`main` sets a SIGTERM handler; tests in the same process keep theirs."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(argv)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def one_line_error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("termgen: error: ") and err.endswith("\n") and err.count("\n") == 1
+    return err
+
+
+def process(*argv: str, **kwargs: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "termgen", *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        **kwargs,
+    )
+
+
+def test_alone_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert (code, err) == (0, "")
+    for command in ("chat", "serve", "generate", "bench", "models", "pull"):
+        assert f"    {command} " in out
+    code, out, _ = run(capsys, "bench")
+    assert code == 0 and "latency" in out and "throughput" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"termgen {termgen.__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["generate", "--help"]])
+def test_help_imports_nothing_heavy(argv: list[str]) -> None:
+    script = (
+        "import sys\nfrom termgen.cli import main\n"
+        f"try: main({argv!r})\nexcept SystemExit: pass\n"
+        f"print('LOADED', sorted({HEAVY!r} & sys.modules.keys()))"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert "usage: termgen" in shown.stdout
+    assert shown.stdout.strip().endswith("LOADED []")
+
+
+def test_flags_that_vllm_has_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    out = capsys.readouterr().out
+    for flag in (
+        "--model --dtype --max-model-len --max-num-seqs --max-num-batched-tokens "
+        "--gpu-memory-utilization --block-size --enforce-eager --no-async-scheduling "
+        "--no-enable-prefix-caching --scheduling-policy --seed --host --port --api-key "
+        "--served-model-name --device --kv-cache-gib --threads --quantization --load-format"
+    ).split():
+        assert re.search(rf"{flag}[ ,\n]", out), flag
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["chatt"], "invalid choice: 'chatt'"),
+        (["--nope"], "unknown argument --nope"),
+        (["serve", "--prt", "1"], "did you mean --port?"),
+        (["serve", "--port", "99999"], "port must be between 0 and 65535, not 99999 (from --port)"),
+        (["serve", "--port", "x"], "argument --port: invalid int value: 'x'"),
+        (["serve", "--theme", "nord"], "--theme needs --dashboard"),
+        (["serve", "--config", "/does/not/exist.toml"], "/does/not/exist.toml does not exist"),
+        (["serve", "--model", "/does/not/exist"], "no such file or folder: /does/not/exist"),
+        (["serve", "--model", "smollm3"], "did you mean smollm"),
+        (["generate", "hi", "--model", "/does/not/exist"], "no such file or folder"),
+        (["generate", "hi", "--temperature", "9"], "temperature must be in [0, 2], not 9"),
+        (["generate", "hi", "--logprobs", "2"], "--logprobs needs --json"),
+        (["generate", "hi", "--raw", "--system", "x"], "--raw and --system exclude each other"),
+        (["generate", "hi", "--messages", "f"], "give a prompt or --messages, not both"),
+        (["generate", "--messages", "/none.json"], "--messages /none.json: No such file"),
+        (["generate", "--prompt-token-ids", "1,x"], "must be integers, not '1,x'"),
+        (["generate", " "], "the prompt is empty"),
+        (["pull", "nothing-like-it"], "unknown model 'nothing-like-it'"),
+        (["pull"], "required: name"),
+        (["bench", "latency", "--batch-size", "0"], "batch_size must be between"),
+        (["bench", "throughput", "--dataset", "job256", "--input-len", "4"], "(from --input-len)"),
+        (["bench", "latency", "--output-json", "/none/x.json"], "/none/x.json cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], words: str
+) -> None:
+    assert words in one_line_error(capsys, *argv)
+
+
+def test_variables_and_file_reach_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TERMGEN_BLOCK_SIZE", "3")
+    assert "not 3 (from TERMGEN_BLOCK_SIZE)" in one_line_error(capsys, "generate", "hi")
+    monkeypatch.delenv("TERMGEN_BLOCK_SIZE")
+    path = tmp_path / "mine.toml"
+    path.write_text("[engine]\nmodel = '/from/the/file'\n")
+    error = one_line_error(capsys, "generate", "hi", "--config", str(path))
+    assert "/from/the/file" in error
+
+
+def test_chat_without_a_terminal_points_to_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "`termgen chat` needs a terminal; use `termgen generate`" in one_line_error(
+        capsys, "chat"
+    )
+    assert "needs a terminal" in one_line_error(capsys, "serve", "--dashboard")
+
+
+def test_interrupt_and_broken_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "models_command", interrupted)
+    code, out, err = run(capsys, "models")
+    assert (code, out, err.strip()) == (130, "", "")
+    with process("models") as child:
+        assert child.stdout is not None
+        child.stdout.close()
+        assert child.wait(timeout=60) == 141
+        assert child.stderr is not None and child.stderr.read() == ""
+
+
+def test_models_lists_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "models")
+    assert code == 0 and f"{catalog.DEFAULT_MODEL} (default)" in out
+    code, out, _ = run(capsys, "models", "--json")
+    listed = json.loads(out)
+    assert [entry["name"] for entry in listed] == list(catalog.CATALOG)
+    assert {"path", "size_bytes", "license", "hub_id"} <= listed[0].keys()
+
+
+def test_pull_of_what_is_there_prints_its_path(
+    capsys: pytest.CaptureFixture[str], tiny_llama_dir: Path
+) -> None:
+    code, out, err = run(capsys, "pull", str(tiny_llama_dir))
+    assert (code, err) == (0, "") and str(tiny_llama_dir) in out
+
+
+def test_every_sampling_field_has_a_flag() -> None:
+    described = set(generate.SAMPLING_HELP) | set(generate.OMITTED)
+    assert described == {f.name for f in fields(SamplingParams)}
+
+
+# -- generate, over a tiny random model ----------------------------------------------------
+
+
+def answer(capsys: pytest.CaptureFixture[str], folder: Path, *argv: str) -> dict[str, Any]:
+    code, out, err = run(capsys, "generate", "--model", str(folder), "--json", *ENGINE, *argv)
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    assert out.count("\n") == 1, "one object, one line"
+    return found
+
+
+def test_generate_json_has_every_field(
+    capsys: pytest.CaptureFixture[str], tiny_llama_dir: Path
+) -> None:
+    flags = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos", "--logprobs", "2"]
+    found = answer(capsys, tiny_llama_dir, "Hello, how are you", *flags)
+    assert len(found["token_ids"]) == 6 and found["finish_reason"] == "length"
+    assert found["usage"] == {
+        "prompt_tokens": len(found["prompt_token_ids"]),
+        "completion_tokens": 6,
+        "total_tokens": len(found["prompt_token_ids"]) + 6,
+        "cached_tokens": 0,
+    }
+    assert [entry["token_id"] for entry in found["logprobs"]] == found["token_ids"]
+    for entry in found["logprobs"]:
+        assert entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"], "greedy takes the likeliest"
+    assert found["timings"]["e2e_s"] >= found["timings"]["ttft_s"] > 0
+    again = answer(capsys, tiny_llama_dir, "Hello, how are you", *flags)
+    assert again["text"] == found["text"] and again["token_ids"] == found["token_ids"]
+
+
+def test_generate_prints_the_text_alone(
+    capsys: pytest.CaptureFixture[str], tiny_llama_dir: Path
+) -> None:
+    flags = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos", "Hello"]
+    expected = answer(capsys, tiny_llama_dir, *flags)["text"]
+    code, out, _ = run(capsys, "generate", "--model", str(tiny_llama_dir), *ENGINE, *flags)
+    assert (code, out) == (0, expected + "\n")
+
+
+def test_generate_renders_messages_as_it_renders_a_prompt(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_llama_dir: Path,
+    tmp_path: Path,
+) -> None:
+    flags = ["--temperature", "0", "--max-tokens", "3"]
+    plain = answer(capsys, tiny_llama_dir, *flags, "Hello", "--system", "Be brief.")
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+    ]
+    path = tmp_path / "messages.json"
+    path.write_text(json.dumps(messages))
+    from_file = answer(capsys, tiny_llama_dir, *flags, "--messages", str(path))
+    ids = plain["prompt_token_ids"]
+    assert from_file["prompt_token_ids"] == ids
+    by_ids = answer(capsys, tiny_llama_dir, *flags, "--prompt-token-ids", ",".join(map(str, ids)))
+    assert by_ids["prompt_token_ids"] == ids and by_ids["token_ids"] == plain["token_ids"]
+    raw = answer(capsys, tiny_llama_dir, *flags, "--raw", "Hello")
+    assert len(raw["prompt_token_ids"]) < len(ids)
+    monkeypatch.setattr("sys.stdin", (tmp_path / "piped").open("w+"))
+    sys.stdin.write("Hello")
+    sys.stdin.seek(0)
+    piped = answer(capsys, tiny_llama_dir, *flags, "--raw")
+    assert piped["prompt_token_ids"] == raw["prompt_token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "expected a list of messages"),
+        ('{"a": 1}', "expected a list of messages"),
+        ('[{"content": "x"}]', "message 0 has no role"),
+        ('[{"role": "user", "content": "x"}, {"role": "user"}]', "message 1 has no content"),
+    ],
+)
+def test_a_bad_messages_file_is_refused_before_loading(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, words: str
+) -> None:
+    path = tmp_path / "messages.json"
+    path.write_text(content)
+    assert words in one_line_error(capsys, "generate", "--messages", str(path))
+
+
+def test_generate_refuses_what_the_context_cannot_hold(
+    capsys: pytest.CaptureFixture[str], tiny_llama_dir: Path
+) -> None:
+    ids = ",".join(["5"] * 300)
+    argv = ("generate", "--model", str(tiny_llama_dir), *ENGINE, "--prompt-token-ids", ids)
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert "maximum context length is 256 tokens" in err.splitlines()[-1]
+
+
+def test_generate_stops_at_a_stop_string(
+    capsys: pytest.CaptureFixture[str], tiny_llama_dir: Path
+) -> None:
+    flags = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos", "Hello"]
+    text = answer(capsys, tiny_llama_dir, *flags)["text"]
+    stop = text[4:6]
+    found = answer(capsys, tiny_llama_dir, *flags, "--stop", stop)
+    assert found["text"] == text[: text.index(stop)]
+    assert (found["finish_reason"], found["stop_reason"]) == ("stop", stop)
+
+
+def test_ctrl_c_ends_the_answer_and_prints_what_there_is(tiny_model_dir: Any) -> None:
+    folder = tiny_model_dir("llama", max_position_embeddings=8192)
+    flags = ["--max-tokens", "8000", "--ignore-eos", "--temperature", "0", "--raw", "Hello"]
+    engine = ["--device", "cpu", "--dtype", "float32", "--threads", "1"]
+    with process("generate", "--model", str(folder), *engine, *flags) as child:
+        assert child.stdout is not None and child.stderr is not None
+        first = child.stdout.read(8)
+        child.send_signal(signal.SIGINT)
+        rest = child.stdout.read()
+        assert child.wait(timeout=60) == 130, child.stderr.read()
+        assert len(first) == 8 and rest.endswith("\n")
+        assert "Traceback" not in child.stderr.read()
+
+
+def test_sigterm_ends_cleanly(tiny_model_dir: Any) -> None:
+    folder = tiny_model_dir("llama", max_position_embeddings=8192)
+    flags = ["--max-tokens", "8000", "--ignore-eos", "--temperature", "0", "--raw", "Hello"]
+    with process("generate", "--model", str(folder), "--device", "cpu", *flags) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.read(4)
+        child.terminate()
+        started = time.monotonic()
+        assert child.wait(timeout=60) == 143
+        assert "Traceback" not in child.stderr.read(), f"after {time.monotonic() - started:.1f} s"
+
+
+def test_bench_writes_its_figures(
+    capsys: pytest.CaptureFixture[str], tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "out.json"
+    shape = ["--input-len", "5", "--output-len", "4", "--output-json", str(path)]
+    engine = ["--model", str(tiny_llama_dir), "--load-format", "dummy", *ENGINE]
+    code, out, err = run(capsys, "bench", "throughput", "--num-prompts", "3", *shape, *engine)
+    assert code == 0, err
+    figures = json.loads(path.read_text())
+    assert figures["num_requests"] == 3 and figures["total_num_tokens"] == 27
+    assert figures["engine_config"]["enable_prefix_caching"] is False
+    assert "output tokens/s" in out
+    iterations = ["--batch-size", "2", "--num-iters", "2", "--num-iters-warmup", "1"]
+    code, out, err = run(capsys, "bench", "latency", *iterations, *shape, *engine)
+    assert code == 0, err
+    figures = json.loads(path.read_text())
+    assert len(figures["latencies"]) == 2 and set(figures["percentiles"]) >= {"10", "50", "99"}
+    assert figures["model"]["architecture"] and "average latency" in out

@@ -1,0 +1,243 @@
+"""The engine's tokens against transformers', whatever the batching, chunking, caching or preemption.
+
+Greedy decoding in float32. The reference is transformers' own modelling code, one request at a
+time, on the CPU; the engine runs on the CPU, and on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from termgen.config import EngineConfig
+from termgen.engine.engine import SyncEngine
+from termgen.engine.loader import load_model_config, open_checkpoint
+from termgen.engine.request import GenerationRequest
+from termgen.engine.sampling_params import SamplingParams
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NUM_TOKENS = 24
+
+Engines = Callable[..., SyncEngine]
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    """Makes engines, and shuts them down."""
+    made: list[SyncEngine] = []
+
+    def make(model: Path, **options: object) -> SyncEngine:
+        options = {"dtype": "float32", "max_num_seqs": 16, "kv_cache_gib": 0.5, **options}
+        if "num_gpu_blocks_override" in options:
+            del options["kv_cache_gib"]
+        made.append(SyncEngine(EngineConfig(model=str(model), **options)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.shutdown()
+
+
+def run(
+    engine: SyncEngine, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> list[list[int]]:
+    """Output tokens of all prompts, submitted at once."""
+    for i, prompt in enumerate(prompts):
+        engine.add(
+            GenerationRequest(request_id=str(i), prompt_token_ids=tuple(prompt), params=params)
+        )
+    outputs: list[list[int]] = [[] for _ in prompts]
+    while engine.has_unfinished:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            outputs[int(delta.request_id)] += delta.token_ids
+        engine.core.scheduler.check_integrity()
+    assert engine.snapshot().num_used_blocks == 0
+    return outputs
+
+
+def reference(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], eos: Sequence[int]
+) -> list[list[int]]:
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            eos_token_id=list(eos) or None,
+            pad_token_id=0,
+        )
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+
+
+# -- the real model ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2_reference(smollm2_gguf: Path) -> PreTrainedModel:
+    """transformers' Llama with this file's weights (their reading is tested on its own)."""
+    config = load_model_config(smollm2_gguf)
+    hf_config = AutoConfig.for_model(
+        "llama",
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    checkpoint = open_checkpoint(smollm2_gguf)
+    weights = {name: checkpoint.tensor(name).float() for name in checkpoint.names()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    model.tie_weights()
+    checkpoint.close()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def smollm2_prompts(smollm2_gguf: Path) -> list[list[int]]:
+    from termgen.engine.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(smollm2_gguf)
+    conversations = [
+        "What is the capital of France?",
+        "Write a haiku about the sea.",
+        "List three uses of copper wire, each with one short sentence of explanation, please.",
+        "Translate to French: the cat sleeps on the warm roof while it rains. " * 5,
+    ]
+    chats = [[{"role": "user", "content": text}] for text in conversations]
+    texts = ["Once upon a time", "def fibonacci(n):\n"]
+    return [
+        *(tokenizer.apply_chat_template(chat) for chat in chats),
+        *(tokenizer.encode(text) for text in texts),
+    ]
+
+
+@pytest.fixture(scope="module")
+def smollm2_expected(
+    smollm2_reference: PreTrainedModel, smollm2_prompts: list[list[int]]
+) -> list[list[int]]:
+    return reference(smollm2_reference, smollm2_prompts, eos=[2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_smollm2_one_request_at_a_time(
+    engines: Engines,
+    smollm2_gguf: Path,
+    smollm2_prompts: list[list[int]],
+    smollm2_expected: list[list[int]],
+    device: str,
+) -> None:
+    engine = engines(smollm2_gguf, device=device, enable_prefix_caching=False)
+    got = [run(engine, [prompt], GREEDY)[0] for prompt in smollm2_prompts]
+    assert got == smollm2_expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_smollm2_all_at_once_and_again_from_the_prefix_cache(
+    engines: Engines,
+    smollm2_gguf: Path,
+    smollm2_prompts: list[list[int]],
+    smollm2_expected: list[list[int]],
+    device: str,
+    asynchronous: bool,
+) -> None:
+    engine = engines(smollm2_gguf, device=device, async_scheduling=asynchronous)
+    assert run(engine, smollm2_prompts, GREEDY) == smollm2_expected
+    hits = engine.snapshot().prefix_hit_tokens
+    assert run(engine, smollm2_prompts, GREEDY) == smollm2_expected
+    assert engine.snapshot().prefix_hit_tokens > hits + 64, "the second pass should hit the cache"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_smollm2_in_chunks_of_16_tokens(
+    engines: Engines,
+    smollm2_gguf: Path,
+    smollm2_prompts: list[list[int]],
+    smollm2_expected: list[list[int]],
+    device: str,
+) -> None:
+    engine = engines(smollm2_gguf, device=device, max_num_batched_tokens=16)
+    assert max(map(len, smollm2_prompts)) > 64, "some prompt must take several chunks"
+    assert run(engine, smollm2_prompts, GREEDY) == smollm2_expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_smollm2_with_a_cache_so_small_that_requests_are_preempted(
+    engines: Engines,
+    smollm2_gguf: Path,
+    smollm2_prompts: list[list[int]],
+    smollm2_expected: list[list[int]],
+    device: str,
+) -> None:
+    # The longest prompt and its answer just fit; all of them together do not.
+    longest = max(map(len, smollm2_prompts)) + NUM_TOKENS
+    blocks = longest // 16 + 6
+    engine = engines(smollm2_gguf, device=device, num_gpu_blocks_override=blocks)
+    assert run(engine, smollm2_prompts, GREEDY) == smollm2_expected
+    assert engine.snapshot().num_preemptions > 0
+
+
+# -- tiny random models of every family ----------------------------------------------------
+
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"num_gpu_blocks_override": 14, "max_model_len": 128},
+        {"async_scheduling": True, "num_gpu_blocks_override": 14, "max_model_len": 128},
+        {"enable_prefix_caching": False, "long_prefill_token_threshold": 10},
+    ],
+    ids=["plain", "chunked", "preempted", "async-preempted", "no-cache"],
+)
+def test_every_family_equals_transformers(
+    engines: Engines,
+    tiny_model_dir: Callable[[str], Path],
+    family: str,
+    options: dict[str, object],
+    device: str,
+) -> None:
+    seed = 1234
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    folder = tiny_model_dir(family)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    vocab = model.config.vocab_size
+    shared = rng.integers(3, vocab, 20).tolist()
+    lengths = [1, 15, 16, 17, 33, 48, 70]
+    prompts = [rng.integers(3, vocab, n).tolist() for n in lengths]
+    prompts += [shared + rng.integers(3, vocab, n).tolist() for n in (1, 9)] + [shared + [5]] * 2
+    expected = reference(model, prompts, eos=[])
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    engine = engines(folder, device=device, skip_tokenizer_init=True, **options)
+    assert run(engine, prompts, params) == expected
+    if "num_gpu_blocks_override" in options:
+        assert engine.snapshot().num_preemptions > 0
+    assert run(engine, prompts, params) == expected, "a second pass over a warm cache"

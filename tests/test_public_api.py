@@ -1,0 +1,73 @@
+"""The public surface is `termgen.__all__`, cheap to import, and what the project files promise."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import termgen
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_all_is_the_whole_surface_and_every_name_is_there() -> None:
+    assert termgen.__all__ == ["LLM", "SamplingParams", "__version__"]
+    for name in termgen.__all__:
+        assert getattr(termgen, name) is not None
+    assert set(termgen.__all__) <= set(dir(termgen))
+
+
+def test_names_come_from_their_homes() -> None:
+    from termgen.engine.sampling_params import SamplingParams
+    from termgen.llm import LLM
+
+    assert termgen.LLM is LLM and termgen.SamplingParams is SamplingParams
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'AsyncLLM'"):
+        termgen.AsyncLLM  # noqa: B018  # the lookup is the test
+
+
+def test_version_is_that_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert termgen.__version__ == project["version"]
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    script = (
+        "import sys, termgen; termgen.SamplingParams(temperature=0.5);"
+        "print(sorted({'torch', 'numpy', 'transformers', 'tokenizers'} & sys.modules.keys()))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert shown.stdout.strip() == "[]"
+
+
+def test_constraints_pin_every_dependency() -> None:
+    pins = dict(
+        line.lower().split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    for requirement in wanted:
+        name = re.match(r"[\w-]+", requirement)
+        assert name is not None
+        key = name[0].lower()
+        assert key in pins or key.replace("-", "_") in pins, f"{requirement} is not pinned"
+    assert not any("+" in version for version in pins.values()), "no local version suffixes"
+
+
+def test_ci_installs_and_tests_what_the_readme_says() -> None:
+    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    install, run = "install -c constraints.txt -e '.[test]'", "python -m pytest"
+    assert f".venv/bin/pip {install} && .venv/bin/{run}" in readme
+    assert install in ci.replace("--quiet ", "") and re.search(r'/python" -m pytest', ci)
