@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,17 +20,17 @@ import termgen
 from termgen.bench.options import LatencyOptions, ThroughputOptions
 from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.errors import ConfigError, TermgenError
-from termgen.generate import INTERRUPTED, add_generate_flags
-from termgen.launch import TERMINATED
-from termgen.settings import FlagParser, SettingLayers, add_flags
+from termgen.exit_codes import BROKEN_PIPE, INTERRUPTED, OK, TERMINATED, USAGE_ERROR
+from termgen.generate import add_generate_flags
+from termgen.settings import FlagParser, SettingLayers, add_flags, flag_of
 
 DESCRIPTION = "Chat with, serve and watch a local language model."
 EPILOG = """\
 settings come from flags, then TERMGEN_* variables (TERMGEN_MAX_MODEL_LEN=4096), then the config
 file ([engine], [server] and [chat] tables with the same names), then defaults.
 """
-USAGE_ERROR = 2
-BROKEN_PIPE = 141
+CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens")
+"""Settings of the chat that are no flags of `serve`: its requests bring their own."""
 
 SWITCH_INTERVAL_S = 1e-4
 """Python's default of 5 ms lets a repaint delay an engine step by that much."""
@@ -59,7 +60,7 @@ def _run(argv: Sequence[str]) -> int:
     command = getattr(args, "run", None)
     if command is None:
         args.help_of.print_help()
-        return 0
+        return OK
     signal.signal(signal.SIGTERM, _terminate)
     code: int = command(args)
     return code
@@ -86,9 +87,7 @@ def build_parser() -> FlagParser:
 
     serve = _command(commands, "serve", "serve a model over HTTP, as OpenAI's API", serve_command)
     add_flags(serve, ServerConfig, title="server")
-    add_flags(
-        serve, UIConfig, title="dashboard", omit=("system_prompt", "temperature", "max_tokens")
-    )
+    add_flags(serve, UIConfig, title="dashboard", omit=CHAT_ONLY)
     _add_engine_flags(serve)
 
     generate = _command(commands, "generate", "answer one prompt, for scripts", generate_command)
@@ -159,8 +158,10 @@ def serve_command(args: argparse.Namespace) -> int:
     ui = layers.resolve(UIConfig)
     if server.dashboard:
         _need_terminal("termgen serve --dashboard", "leave --dashboard out")
-    elif layers.given("theme") is not None:
-        raise ConfigError("--theme needs --dashboard", param="theme")
+    else:
+        for f in fields(UIConfig):
+            if layers.given(f.name) is not None:
+                raise ConfigError(f"{flag_of(f)} needs --dashboard", param=f.name)
     from termgen.launch import run_serve
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -200,5 +201,6 @@ def pull_command(args: argparse.Namespace) -> int:
 
 
 def _need_terminal(command: str, instead: str) -> None:
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    # Textual reads standard input and paints on standard error
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise ConfigError(f"`{command}` needs a terminal; {instead}")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from termgen.config import EngineConfig
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ConfigError
+from termgen.exit_codes import INTERRUPTED, OK
 from termgen.settings import SettingLayers, add_flags
 
 if TYPE_CHECKING:  # numpy, tokenizers and torch stay out of `--help`
@@ -26,8 +27,6 @@ if TYPE_CHECKING:  # numpy, tokenizers and torch stay out of `--help`
     from termgen.engine.engine import SyncEngine
 
 DEFAULT_MAX_TOKENS = 512
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells report it."""
 
 SAMPLING_HELP = {
     "temperature": "randomness; 0: always the likeliest token (default: the model's own)",
@@ -261,7 +260,9 @@ def run(args: argparse.Namespace, layers: SettingLayers, config: EngineConfig) -
         find_model(config, progress)
         from termgen.engine.engine import SyncEngine  # imports torch: over a second
 
-        engine = SyncEngine(config, on_progress=progress)
+        # a script's log need not say that weights were loaded; fetching them it should
+        watched = sys.stderr.isatty()
+        engine = SyncEngine(config, on_progress=progress if watched else None)
     try:
         prompt = asked.prompt(has_chat_template=engine.model.has_chat_template)
         params = _completed(layers, engine.model.default_params)
@@ -293,7 +294,7 @@ def stream(
     if show:
         sys.stdout.write("\n")
         sys.stdout.flush()
-    return answer, INTERRUPTED if interrupt.came else 0
+    return answer, INTERRUPTED if interrupt.came else OK
 
 
 class _Interrupt:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Literal
 
 from termgen.config import EngineConfig, ServerConfig, UIConfig
+from termgen.exit_codes import OK
 
 if TYPE_CHECKING:
     from termgen.client import EngineClient
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]
 StartEngine = Callable[[Progress], Awaitable["EngineClient"]]
-StopEngine = Callable[[], Awaitable[None]]
+StopEngine = Callable[[], Coroutine[Any, Any, None]]
 
-TERMINATED = 143
-"""Exit code after SIGTERM, as shells report it."""
+QUIT_DRAIN_S = 3.0
+"""Who quits the dashboard waits at a frozen screen: running requests get no longer than this."""
 
 
 def find_model(config: EngineConfig, on_progress: Progress | None = None) -> None:
@@ -84,31 +84,38 @@ def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -
         return run_server(holder.start, holder.stop, server_config)
     server = Server(None, server_config)
     server.bind()  # a port in use is an error on the plain terminal, before any screen
-    served = ServedEngine(holder, server)
+    served = ServedEngine(holder, server, drain_s=server_config.drain_timeout)
     return _run_app(served.start, served.stop, ui, start_screen="dashboard")
 
 
 class ServedEngine:
     """The engine with its server, both on the loop of the screen that shows them."""
 
-    def __init__(self, holder: EngineHolder, server: Server) -> None:
+    def __init__(self, holder: EngineHolder, server: Server, *, drain_s: float) -> None:
         self._holder = holder
         self._server = server
+        self._drain_s = drain_s
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, on_progress: Progress) -> EngineClient:
         """Accept connections at once (answered 503 while loading), then load."""
-        self._serving = asyncio.create_task(self._server.serve())
+        self._serving = serving = asyncio.create_task(self._server.serve())
+        started = asyncio.create_task(self._server.started())
+        await asyncio.wait((serving, started), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            started.cancel()
+            serving.result()  # raises what went wrong
         engine = await self._holder.start(on_progress)
         self._server.attach(engine)
         return engine
 
     async def stop(self) -> None:
-        """Let running requests finish, close, end the engine."""
+        """Close and end the engine. May be called again."""
+        serving, self._serving = self._serving, None
         try:
-            if self._serving is not None:
-                await self._server.stop()
-                await self._serving
+            if serving is not None:
+                await self._server.stop(drain_timeout=min(self._drain_s, QUIT_DRAIN_S))
+                await serving
         finally:
             await self._holder.stop()
 
@@ -126,17 +133,12 @@ def _run_app(
     for name in ("termgen", "uvicorn"):  # nobody but the app may write to its terminal
         logging.getLogger(name).addHandler(logging.NullHandler())
 
-    async def start_in_app(on_progress: Progress) -> EngineClient:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, lambda: app.exit(return_code=TERMINATED))
-        return await start(on_progress)
-
-    app = TermgenApp(start_in_app, stop_engine=stop, ui=ui, start_screen=start_screen)
+    app = TermgenApp(start, stop_engine=stop, ui=ui, start_screen=start_screen)
     try:
         app.run()
     finally:
         asyncio.run(stop())  # does something only if the app ended before it could
-    return app.return_code or 0
+    return app.return_code or OK
 
 
 def _progress() -> TerminalProgress:
@@ -170,4 +172,4 @@ async def _bench(name: str, options: Any, config: EngineConfig) -> int:
     if options.output_json is not None:
         content = report.document(name, client.model, result, config=config, options=options)
         report.write(options.output_json, content)
-    return 0
+    return OK

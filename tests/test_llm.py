@@ -120,10 +120,10 @@ def test_nothing_in_nothing_out(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("bad", "error", "words"),
     [
-        ("", RequestError, "empty"),
+        ([], RequestError, "empty"),
         (list(range(2, 300)), ContextLengthError, "maximum context length is 256"),
         ([5, 9999], RequestError, "vocabulary"),
-        ([5, -1], RequestError, ""),
+        ([5, -1], RequestError, "vocabulary|token id"),
         ({"text": "x"}, RequestError, "unknown key 'text'"),
         ({"cache_salt": "x"}, RequestError, "needs `prompt`"),
     ],

@@ -22,7 +22,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -270,7 +270,9 @@ class _Guard:
             anchor = f"\U000f0000{secrets.token_hex(8)}\U000f0001"
             backend.add_tokens([AddedToken(anchor, normalized=False)])
             backend.encode_special_tokens = True
-            self._as_text = (backend, anchor, backend.token_to_id(anchor))
+            anchor_id = backend.token_to_id(anchor)
+            assert anchor_id is not None
+            self._as_text = (backend, anchor, anchor_id)
         return self._as_text
 
 

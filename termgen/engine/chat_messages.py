@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from termgen.client import Message
 from termgen.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -26,7 +25,7 @@ def _fault(message: str) -> RequestError:
     return RequestError(message, param="messages")
 
 
-def normalise_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def normalise_messages(messages: object) -> list[dict[str, Any]]:
     """Fresh, checked messages: string content, known roles, no None values."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise _fault("messages must be a list of messages")
@@ -41,7 +40,7 @@ def _normalise(where: str, message: object) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise _fault(f"{where}.role must be one of {', '.join(ROLES)}, not {role!r}")
-    out = plain({k: v for k, v in message.items() if v is not None}, where)
+    out: dict[str, Any] = plain({k: v for k, v in message.items() if v is not None}, where)
     out["role"] = "system" if role == "developer" else role
     if "tool_calls" in out:
         out["tool_calls"] = _tool_calls(where, out["tool_calls"], role)

@@ -17,6 +17,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
@@ -89,12 +90,12 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if operator == "**":
             if isinstance(left, int) and isinstance(right, int):
                 if left.bit_length() * max(right, 0) > MAX_POWER_BITS:
-                    raise jinja2.sandbox.SecurityError("number too large")
+                    raise SecurityError("number too large")
         else:
             for sequence, count in ((left, right), (right, left)):
                 if isinstance(sequence, (str, list, tuple)) and isinstance(count, int):
                     if len(sequence) * count > OUTPUT_CAP_CONSTANT:
-                        raise jinja2.sandbox.SecurityError("repetition too long")
+                        raise SecurityError("repetition too long")
         return super().call_binop(context, operator, left, right)
 
 
@@ -125,7 +126,7 @@ class _SafeNamespace(Namespace):
 
 def _refuse_private(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.sandbox.SecurityError(f"a namespace cannot hold {name!r}")
+        raise SecurityError(f"a namespace cannot hold {name!r}")
 
 
 def _environment() -> jinja2.Environment:

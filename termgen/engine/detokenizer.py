@@ -39,19 +39,23 @@ class BytesDecoder:
     replaces invalid sequences exactly as a one-shot decoder does.
     """
 
-    __slots__ = ("_at_start", "_bytes_of", "_decode")
+    __slots__ = ("_at_start", "_bytes_of", "_pending")
 
     def __init__(self, bytes_of: Mapping[int, bytes], *, strip_leading_space: bool = False) -> None:
         self._bytes_of = bytes_of
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._pending = b""
+        """Start of a character whose other bytes have not come yet."""
         self._at_start = strip_leading_space
 
     def push(self, token_id: int) -> str:
-        text = self._decode(self._bytes_of[token_id])
-        return self._strip(text) if self._at_start and text else text
+        return self._decode(self._pending + self._bytes_of[token_id], final=False)
 
     def flush(self) -> str:
-        text = self._decode(b"", True)
+        return self._decode(self._pending, final=True)
+
+    def _decode(self, data: bytes, *, final: bool) -> str:
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._pending = data[used:]
         return self._strip(text) if self._at_start and text else text
 
     def _strip(self, text: str) -> str:

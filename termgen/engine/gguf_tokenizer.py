@@ -180,8 +180,12 @@ class _Builder:
         merges = [self._pair(m) for m in written] if written else self._derived_merges(vocab)
         unknown = None if unknown_id is None else self._tokens[unknown_id]
         backend = self._bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-        steps = [normalizers.Replace(" ", SPACE_MARK)]
-        undo = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+        steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE_MARK)]
+        undo: list[decoders.Decoder] = [
+            decoders.Replace(SPACE_MARK, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+        ]
         if self._flag("add_space_prefix", True):
             steps.insert(0, normalizers.Prepend(SPACE_MARK))
             undo.append(decoders.Strip(" ", 1, 0))

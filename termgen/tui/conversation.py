@@ -61,7 +61,9 @@ class AnswerStats:
     def decode_rate(self) -> float | None:
         """Tokens per second after the first, over the whole answer."""
         elapsed = self.ended_s - self._first_s
-        return (self.output_tokens - 1) / elapsed if self.output_tokens > 1 and elapsed > 0 else None
+        return (
+            (self.output_tokens - 1) / elapsed if self.output_tokens > 1 and elapsed > 0 else None
+        )
 
     def live_rate(self, now_s: float) -> float | None:
         """Tokens per second over the last two seconds."""

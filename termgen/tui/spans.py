@@ -60,7 +60,8 @@ def spread(left: Sequence[Span], right: Sequence[Span], width: int, fill: str = 
     right_width = sum(cell_len(text) for text, _ in right)
     if right_width >= width:
         return fit(right, width, fill)
-    return (*fit(left, width - right_width, fill), *(s for s in right if s[0]))
+    room = width - right_width - 1
+    return (*fit(left, room, fill), (" ", fill), *(s for s in right if s[0]))
 
 
 def merge(spans: Iterable[Span]) -> Row:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def parse_theme(data: Mapping[str, Any], *, source: str) -> Theme:
         if required not in colors:
             raise ThemeError(f"{source}: [colors] needs `{required}`")
     variables = {VARIABLE_PREFIX + role: value for role, value in roles.items()}
-    return Theme(name=name, dark=dark, variables=variables, **colors)
+    theme = Theme(name=name, dark=dark, variables=variables, primary=colors["primary"])
+    return replace(theme, **colors)  # type: ignore[arg-type]
 
 
 def _table(

@@ -19,7 +19,7 @@ from scheduler_harness import (
 
 from termgen.engine.request import FinishReason, Request
 
-NUM_SEEDS = 60
+NUM_SEEDS = 100
 NUM_ACTIONS = 120
 
 
@@ -71,7 +71,6 @@ class Soak:
             stops=bool(rng.random() < 0.7),
         )
         self.prefixes = [rng.integers(0, VOCAB, longest).tolist() for _ in range(3)]
-        self.unfinished_by_us: set[str] = set()
         self.num_added = 0
 
     def describe(self) -> str:
@@ -155,19 +154,12 @@ def counts_of(soak: Soak) -> dict[str, int]:
     } | {str(reason): reasons.count(reason) for reason in FinishReason}
 
 
-@pytest.fixture(scope="module")
-def totals() -> dict[str, int]:
-    return {}
-
-
 @pytest.mark.parametrize("seed", range(NUM_SEEDS), ids=lambda seed: f"seed-{seed}")
-def test_random_traffic_gives_reference_tokens(seed: int, totals: dict[str, int]) -> None:
+def test_random_traffic_gives_reference_tokens(seed: int) -> None:
     soak = Soak(seed)
     print(f"seed={seed} {soak.describe()}")  # pytest shows it when the test fails
     soak.run()
     soak.check()
-    for name, count in counts_of(soak).items():
-        totals[name] = totals.get(name, 0) + count
 
 
 def test_the_soak_reaches_what_it_is_for() -> None:

@@ -39,7 +39,7 @@ class LinearMethod(Protocol):
     def finalize(self) -> None:
         """Prepares the filled weight for this device. Called once, after loading."""
 
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [M, in_features] -> [M, out_features], in x's type. M may be 0."""
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Linear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(x, self.bias)
+        return self.method.multiply(x, self.bias)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.method.embed(ids)
@@ -191,7 +191,7 @@ class FloatLinear(nn.Module):
         if not self._spec.is_looked_up:
             self.weight = None
 
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._packed is None:
             assert self.weight is not None
             return F.linear(x, self.weight, bias)
@@ -209,7 +209,7 @@ class FloatLinear(nn.Module):
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether oneDNN multiplies this type on this machine without emulating it."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype is torch.float32:
         return True

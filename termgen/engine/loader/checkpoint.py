@@ -9,7 +9,8 @@ module reads JSON and GGUF metadata only; torch is imported when a checkpoint is
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -92,6 +93,29 @@ def parse_config(config: dict[str, Any], source: Path) -> ModelConfig:
         raise type(error)(f"{source}: {reason}") from error
 
 
+def check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], source: Path) -> None:
+    """The sizes in the configuration are those of the tensors, by the shapes that imply them all.
+
+    So a few wrong numbers cannot make anyone set memory aside that the weights would never fill.
+    """
+    hidden = config.hidden_size
+    expected = {"model.embed_tokens": (config.vocab_size, hidden)}
+    for layer in {0, config.num_layers - 1}:
+        prefix = f"model.layers.{layer}"
+        expected[f"{prefix}.self_attn.q_proj"] = (config.num_heads * config.head_dim, hidden)
+        expected[f"{prefix}.self_attn.k_proj"] = (config.num_kv_heads * config.head_dim, hidden)
+        expected[f"{prefix}.mlp.up_proj"] = (config.intermediate_size, hidden)
+    for stem, shape in expected.items():
+        name = f"{stem}.weight"
+        if name not in shapes:
+            raise CorruptFileError(f"{source}: the tensor {name} is missing")
+        if shapes[name] != shape:
+            raise CorruptFileError(
+                f"{source}: tensor {name} is {list(shapes[name])}, but the configuration asks for "
+                f"{list(shape)}"
+            )
+
+
 def read_config(source: Path) -> dict[str, Any]:
     return read_json(source, limit=MAX_CONFIG_BYTES)
 
@@ -134,12 +158,14 @@ def read_json(source: Path, *, limit: int) -> dict[str, Any]:
     """A JSON object from a file that may be anything."""
     try:
         with source.open("rb") as file:
-            raw = file.read(limit + 1)
+            # Not read(limit): that would set aside the whole limit for a small file.
+            size = os.fstat(file.fileno()).st_size
+            raw = file.read(min(size, limit))
     except FileNotFoundError:
         raise CorruptFileError(f"{source.parent} has no {source.name}") from None
     except OSError as error:
         raise CorruptFileError(f"{source}: cannot be read: {error.strerror or error}") from error
-    if len(raw) > limit:
+    if size > limit:
         raise CorruptFileError(f"{source}: larger than {limit} bytes")
     try:
         value = json.loads(raw)

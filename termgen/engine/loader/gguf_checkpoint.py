@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from termgen.engine.gguf_file import GGUFFile
-from termgen.engine.loader.checkpoint import parse_config
+from termgen.engine.loader.checkpoint import check_sizes, parse_config
 from termgen.engine.loader.gguf_config import ROPE_FACTORS, hf_config
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.quantization.gguf_blocks import check_supported, dequantize
@@ -53,6 +53,9 @@ class GGUFCheckpoint:
             # Which of the two rotary layouts q and k are in depends on the architecture alone.
             self._permuted = self._file.metadata["general.architecture"] == "llama"
             self._names = self._hf_names()
+            stored = self._file.tensors
+            shapes = {name: stored[inside].shape for name, inside in self._names.items()}
+            check_sizes(self.config, shapes, path)
         except BaseException:
             self._file.close()
             raise

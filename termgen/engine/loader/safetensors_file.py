@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from termgen.engine.loader.checkpoint import (
     MAX_INDEX_BYTES,
     PICKLE_SUFFIXES,
+    check_sizes,
     parse_config,
     read_config,
     read_json,
@@ -45,16 +46,13 @@ class SafetensorsFile:
         try:
             library: Any = safe_open  # its own types say less than it accepts
             self._handle = library(path, framework="pt", device="cpu")
-            self._sizes = {name: self._tensor_bytes(name) for name in self._handle.keys()}
+            self.shapes = {name: self._shape(name) for name in self._handle.keys()}
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             raise _corrupt(path, error) from error
 
-    @property
-    def names(self) -> Sequence[str]:
-        return list(self._sizes)
-
     def nbytes(self, name: str) -> int:
-        return self._sizes[name]
+        dtype = str(self._handle.get_slice(name).get_dtype())
+        return math.prod(self.shapes[name]) * _BYTES_PER_ELEMENT[dtype]
 
     def tensor(self, name: str) -> torch.Tensor:
         try:
@@ -88,7 +86,7 @@ class SafetensorsFile:
                 f"{self.path}: truncated: a header of {length} bytes in a file of {size}"
             )
 
-    def _tensor_bytes(self, name: str) -> int:
+    def _shape(self, name: str) -> tuple[int, ...]:
         view = self._handle.get_slice(name)
         dtype = str(view.get_dtype())
         if dtype not in _BYTES_PER_ELEMENT and not _DERIVED.fullmatch(name):
@@ -96,8 +94,7 @@ class SafetensorsFile:
                 f"{self.path}: tensor {name!r} has the type {dtype}; "
                 f"supported are {', '.join(_BYTES_PER_ELEMENT)}"
             )
-        num_elements: int = math.prod(view.get_shape())
-        return num_elements * _BYTES_PER_ELEMENT.get(dtype, 0)
+        return tuple(view.get_shape())
 
 
 def _corrupt(path: Path, error: Exception) -> CorruptFileError:
@@ -118,6 +115,8 @@ class FolderCheckpoint:
             self._where = self._open_shards(folder / INDEX)
         else:
             raise _no_weights(folder)
+        shapes = {name: file.shapes[name] for name, file in self._where.items()}
+        check_sizes(self.config, shapes, folder)
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +135,7 @@ class FolderCheckpoint:
     def _open_single(self, path: Path) -> dict[str, SafetensorsFile]:
         file = SafetensorsFile(path)
         self._files.append(file)
-        return {name: file for name in file.names if not _DERIVED.fullmatch(name)}
+        return {name: file for name in file.shapes if not _DERIVED.fullmatch(name)}
 
     def _open_shards(self, index: Path) -> dict[str, SafetensorsFile]:
         """Shard by shard, so that each is read once through; then what the index is missing."""
@@ -148,7 +147,7 @@ class FolderCheckpoint:
                 raise CorruptFileError(f"{index}: the file {shard} that it names is missing")
             file = SafetensorsFile(path)
             self._files.append(file)
-            for name in file.names:
+            for name in file.shapes:
                 if wanted.get(name) == shard and not _DERIVED.fullmatch(name):
                     where[name] = file
         for name, shard in wanted.items():

@@ -39,12 +39,13 @@ def load_weights(
     progress: Callable[[float], None] | None = None,
 ) -> None:
     """Fills every parameter. `progress` is told the part done, rising from above 0 to 1."""
-    slots = list(model.weight_slots())
-    _check_names({slot.name for slot in slots}, checkpoint.names(), model.ignored_weights())
-    num_elements = sum(_num_elements(slot) for slot in slots)
+    slots = {slot.name: slot for slot in model.weight_slots()}
+    names = checkpoint.names()  # in the order in which reading is cheapest
+    _check_names(set(slots), names, model.ignored_weights())
+    num_elements = sum(_num_elements(slot) for slot in slots.values())
     num_loaded = 0
     with torch.no_grad():
-        for slot in slots:
+        for slot in (slots[name] for name in names if name in slots):
             tensor = checkpoint.tensor(slot.name)
             _check_tensor(slot, tensor)
             slot.load(tensor)

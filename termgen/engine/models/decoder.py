@@ -45,7 +45,7 @@ class DecoderLayer(nn.Module):
         self.sliding_window = sliding_window
         self.scale = config.head_dim**-0.5
         self._num_qk_heads = config.num_heads + config.num_kv_heads
-        self._head_counts = (config.num_heads, config.num_kv_heads)
+        self._num_heads = config.num_heads
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
         self.input_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
         self.qkv_proj = QKVLinear(
@@ -89,8 +89,7 @@ class DecoderLayer(nn.Module):
         """hidden [T, hidden] -> q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
         heads = self.qkv_proj(self.input_norm(hidden)).view(self._qkv_shape)
         qk = rotate(self.shape_heads(heads[:, : self._num_qk_heads]), rotation)
-        q, k = qk.split(self._head_counts, 1)
-        return q, k, heads[:, self._num_qk_heads :]
+        return qk[:, : self._num_heads], qk[:, self._num_heads :], heads[:, self._num_qk_heads :]
 
     def shape_heads(self, qk: torch.Tensor) -> torch.Tensor:
         """What a family does to q and k before their rotation: [T, num_qk_heads, head_dim]."""

@@ -41,7 +41,8 @@ def check_supported(ggml_type: GGMLType, name: str, *, where: str = "") -> None:
     """Raise unless `dequantize` can read the type. `where` goes in front of the error."""
     if ggml_type.name not in _EXPANDERS:
         raise UnsupportedModelError(
-            f"{where}tensor {name!r} has the type {ggml_type.name}; supported are {', '.join(_EXPANDERS)}"
+            f"{where}tensor {name!r} has the type {ggml_type.name}; "
+            f"supported are {', '.join(_EXPANDERS)}"
         )
 
 

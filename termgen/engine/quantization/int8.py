@@ -55,7 +55,7 @@ class Int8Linear(nn.Module):
     def finalize(self) -> None:
         """Nothing to do: rows are quantized as they are loaded."""
 
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         num_rows = x.shape[0]
         if num_rows == 0:
             return x.new_empty(0, self._spec.out_features)
@@ -64,10 +64,10 @@ class Int8Linear(nn.Module):
                 x.to(torch.bfloat16).contiguous(), self.weight, self.scale
             ).to(x.dtype)
         else:
-            y = self._apply_wide(x)
+            y = self._multiply_wide(x)
         return y if bias is None else y.add_(bias)
 
-    def _apply_wide(self, x: torch.Tensor) -> torch.Tensor:
+    def _multiply_wide(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(self._wide_dtype)
         y = x.new_empty(x.shape[0], self._spec.out_features)
         step = max(1, _CHUNK_ELEMENTS // self._spec.in_features)

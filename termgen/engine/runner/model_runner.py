@@ -6,8 +6,10 @@ called by the executor from one thread. The same code runs on CPU and CUDA.
 
 from __future__ import annotations
 
+import math
 import time
 
+import numpy as np
 import torch
 
 from termgen.engine.attention.base import AttentionBackend, AttentionMetadata, ForwardContext
@@ -72,19 +74,22 @@ class ModelRunner:
 
     def bytes_per_block(self) -> int:
         """KV bytes of one block over all layers."""
-        elements = 1
-        for size in self.kv_cache_shape(1):
-            elements *= size
+        elements = math.prod(self.kv_cache_shape(1))
         return elements * self.config.num_layers * self.dtype.itemsize
 
     def init_kv_cache(self, num_blocks: int) -> None:
         """Allocate the paged KV cache, block 0 being the null block. Zeroed: no NaN to read."""
         self.kv_caches = []  # drop the old one first
         shape = self.kv_cache_shape(num_blocks)
-        self.kv_caches = [
-            torch.zeros(shape, dtype=self.dtype, device=self.device)
-            for _ in range(self.config.num_layers)
-        ]
+        self.kv_caches = [self._zeros(shape) for _ in range(self.config.num_layers)]
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        # numpy's zeros are pages the system fills in when they are first touched: a large cache
+        # costs neither start-up time nor memory until it is used.
+        size = math.prod(shape) * self.dtype.itemsize
+        return torch.from_numpy(np.zeros(size, np.uint8)).view(self.dtype).view(shape)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> AsyncOutput:
@@ -133,7 +138,7 @@ class ModelRunner:
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int) -> None:
         """One forward and one greedy draw over the null block: warms up, shows peak memory."""
-        size = min(num_tokens, self.max_model_len)
+        size = min(num_tokens, self.max_model_len, len(self.buffers.input_ids))
         ids = self.buffers.input_ids[:size].zero_()
         positions = self.buffers.arange[:size]
         blocks = -(-size // self.block_size)

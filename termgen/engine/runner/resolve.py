@@ -55,8 +55,12 @@ def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.
 
 
 def resolve_threads(threads: int | None) -> int:
-    """Physical cores this process may use, unless told otherwise: more threads only contend."""
-    return threads or physical_cores()
+    """Physical cores this process may use, unless told otherwise: more threads only contend.
+
+    OMP_NUM_THREADS, the convention of numerical programs, counts as being told.
+    """
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return threads or (int(told) if told.isdecimal() and int(told) else physical_cores())
 
 
 def physical_cores() -> int:

@@ -63,8 +63,8 @@ def waiting_row(turn: Turn, now_s: float) -> Row:
     return (("reading the prompt ", "muted"), (f"{waited:.1f} s", "muted"))
 
 
-def answer_footer(turn: Turn) -> Row:
-    """Tokens, speed, time to first token and what the prefix cache gave."""
+def answer_footer(turn: Turn, width: int) -> Row:
+    """Tokens, speed, time to first token and what the prefix cache gave, as far as they fit."""
     stats = turn.stats
     parts: list[list[Span]] = []
     if turn.state is AnswerState.STOPPED:
@@ -83,9 +83,10 @@ def answer_footer(turn: Turn) -> Row:
         parts.append([(f"{cached} of {prompt} prompt tok cached", "muted")])
     spans: list[Span] = []
     for part in parts:
-        if spans:
-            spans.append((" · ", "faint"))
-        spans += part
+        separator: list[Span] = [(" · ", "faint")] if spans else []
+        if row_width((*spans, *separator, *part)) > width:
+            break
+        spans += separator + part
     return tuple(spans)
 
 
@@ -165,5 +166,3 @@ def _context(status: ChatStatus, limit: int, width: int) -> list[Span]:
     spans.append((f"{count(status.context_tokens)}", "warn" if share > NEARLY_FULL else "text"))
     spans.append((f"/{count(limit)} ", "muted"))
     return spans
-
-

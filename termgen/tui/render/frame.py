@@ -18,7 +18,7 @@ class Frame:
 
     @property
     def inner_width(self) -> int:
-        return max(1, self.width - 4 if self.boxed else self.width)
+        return max(1, self.width - (4 if self.boxed else 2))
 
     @property
     def inner_height(self) -> int:
@@ -30,7 +30,8 @@ class Frame:
         rows = [self._top(title, right)]
         for index in range(self.inner_height):
             row = fit(body[index] if index < len(body) else (), self.inner_width)
-            rows.append((("│ ", edge), *row, (" │", edge)) if self.boxed else row)
+            left, right_edge = ("│ ", " │") if self.boxed else (" ", " ")
+            rows.append(((left, edge), *row, (right_edge, edge)))
         if self.boxed:
             rows.append((("╰" + "─" * (self.width - 2) + "╯", edge),))
         return rows[: self.height]

@@ -8,13 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.events import BlockState, EngineSnapshot
-from termgen.tui.formatting import count, percent
+from termgen.tui.formatting import count, percent, rate
 from termgen.tui.palette import Glyphs
 from termgen.tui.render.frame import Frame
 from termgen.tui.spans import Row, Span
 from termgen.tui.store import DashboardView
 
 FREE, CACHED, ACTIVE, SHARED, ACTIVE_ALT, SELECTED, PART = range(7)
+WIDE, NAMED = 100, 76
+"""Widths from which the title is written out, and the states are named."""
 _ROLES = (
     "kv-free",
     "kv-cached",
@@ -31,7 +33,7 @@ class KvCells:
     """Cell kinds, and how many blocks one cell stands for."""
 
     kinds: npt.NDArray[np.uint8]
-    blocks_per_cell: int
+    blocks_per_cell: float
 
 
 def kv_cells(
@@ -50,24 +52,23 @@ def kv_cells(
     real = states != BlockState.NULL
     states, owners = states[real], owners[real]
     kinds = states.astype(np.uint8)  # FREE, CACHED, ACTIVE, SHARED have equal numbers
-    alternate = (states == BlockState.ACTIVE) & (owners >= 0) & (owners % 2 == 1)
-    kinds[alternate] = ACTIVE_ALT
-    per_cell = max(1, -(-len(kinds) // max(1, max_cells)))
-    chosen = (owners == selected) & (states >= BlockState.ACTIVE) if selected >= 0 else None
-    if per_cell == 1:
-        if chosen is not None:
-            kinds[chosen] = SELECTED
+    used = states >= BlockState.ACTIVE
+    odd = (states == BlockState.ACTIVE) & (owners >= 0) & (owners % 2 == 1)
+    chosen = used & (owners == selected) & (selected >= 0)
+    num_blocks, num_cells = len(kinds), max(1, max_cells)
+    if num_blocks <= num_cells:
+        kinds[odd] = ACTIVE_ALT
+        kinds[chosen] = SELECTED
         return KvCells(kinds, 1)
-    pad = -len(kinds) % per_cell
-    grid = np.pad(states, (0, pad)).reshape(-1, per_cell)  # [cells, blocks per cell]
-    used = (grid >= BlockState.ACTIVE).sum(axis=1)
-    cells = grid.max(axis=1).astype(np.uint8)
-    tint = np.pad(alternate, (0, pad)).reshape(-1, per_cell).sum(axis=1)
-    cells[(cells == ACTIVE) & (tint * 2 > used)] = ACTIVE_ALT
-    cells[((cells == ACTIVE) | (cells == ACTIVE_ALT)) & (used * 2 < per_cell)] = PART
-    if chosen is not None:
-        cells[np.pad(chosen, (0, pad)).reshape(-1, per_cell).any(axis=1)] = SELECTED
-    return KvCells(cells, per_cell)
+    starts = np.arange(num_cells) * num_blocks // num_cells  # [cells] first block of each
+    sizes = np.diff(starts, append=num_blocks)
+    cells = np.maximum.reduceat(kinds, starts)
+    num_used = np.add.reduceat(used.astype(np.int64), starts)
+    active = cells == ACTIVE
+    cells[active & (np.add.reduceat(odd.astype(np.int64), starts) * 2 > num_used)] = ACTIVE_ALT
+    cells[active & (num_used * 2 < sizes)] = PART
+    cells[np.logical_or.reduceat(chosen, starts)] = SELECTED
+    return KvCells(cells, num_blocks / num_cells)
 
 
 def map_rows(cells: KvCells, width: int, glyphs: Glyphs) -> list[Row]:
@@ -93,7 +94,7 @@ def kv_panel(
 ) -> list[Row]:
     """The map with its legend in the title."""
     snapshot = view.snapshot
-    title: list[Span] = [("KV blocks", "text/b")]
+    title: list[Span] = [("KV blocks" if frame.width >= WIDE else "KV", "text/b")]
     if snapshot is None:
         return frame.draw(title, (), [(("waiting for the engine", "muted"),)])
     width = frame.inner_width
@@ -103,7 +104,8 @@ def kv_panel(
         width * max(1, frame.inner_height),
         selected=_owner_index(snapshot, selected),
     )
-    scale = f" · {cells.blocks_per_cell} per cell" if cells.blocks_per_cell > 1 else ""
+    per_cell = cells.blocks_per_cell
+    scale = f" · {rate(per_cell)}/cell" if per_cell > 1 and frame.width >= WIDE else ""
     title.append((f" · {view.num_blocks:,}".replace(",", " ") + scale, "muted"))
     return frame.draw(title, kv_legend(view, glyphs, frame.width), map_rows(cells, width, glyphs))
 
@@ -119,16 +121,12 @@ def kv_legend(view: DashboardView, glyphs: Glyphs, width: int) -> list[Span]:
         (free, "kv-free", "free", view.num_free_blocks),
     )
     spans: list[Span] = []
+    gap = "  " if width >= WIDE else " "
     for sign, role, name, number in parts:
         spans.append((f"{sign} ", role if role != "kv-free" else "muted"))
-        if width >= 76:
-            spans += [(count(number), "text"), (f" {name}  ", "muted")]
-        else:
-            spans.append((f"{count(number)}  ", "muted"))
-    spans.append((percent(view.kv_usage), "text/b"))
-    if width >= 60:
-        spans.append((" used", "muted"))
-    return spans
+        spans.append((count(number), "text"))
+        spans.append((f" {name}{gap}" if width >= NAMED else gap, "muted"))
+    return [*spans, (percent(view.kv_usage), "text/b"), (" used", "muted")]
 
 
 def _num_shared(view: DashboardView) -> int:

@@ -13,6 +13,9 @@ from termgen.tui.spans import Row, Span, row_width, spread
 from termgen.tui.store import DashboardView
 
 
+ROOMY_TILE = 35
+
+
 @dataclass(frozen=True, slots=True)
 class LiveState:
     """How the dashboard itself is doing."""
@@ -79,13 +82,10 @@ def prefill_tile(view: DashboardView, frame: Frame) -> list[Row]:
 
 
 def step_tile(view: DashboardView, frame: Frame) -> list[Row]:
-    right = [
-        ("p50 ", "muted"),
-        (milliseconds(view.step_p50_ms), "latency/b"),
-        ("  p99 ", "muted"),
-        (milliseconds(view.step_p99_ms), "latency/b"),
-        (" ms", "muted"),
-    ]
+    p50, p99 = milliseconds(view.step_p50_ms), milliseconds(view.step_p99_ms)
+    right: list[Span] = [(p50, "latency/b"), ("/", "muted"), (p99, "latency/b"), (" ms", "muted")]
+    if frame.width >= ROOMY_TILE:
+        right = [("p50 ", "muted"), right[0], ("  p99 ", "muted"), *right[2:]]
     return _series_tile("step", view.step_series, right, "latency", frame)
 
 
@@ -109,7 +109,8 @@ def gauges_tile(view: DashboardView, frame: Frame) -> list[Row]:
         _gauge("prefix hit", hit or 0.0, percent(hit), "kv-shared", width),
     ]
     ttft = f"{milliseconds(view.ttft_p50_ms)} / {milliseconds(view.ttft_p99_ms)} ms"
-    rows.append(spread([("TTFT p50 / p99", "muted")], [(ttft, "text")], width))
+    name = "TTFT p50 / p99" if frame.width >= ROOMY_TILE else "TTFT"
+    rows.append(spread([(name, "muted")], [(ttft, "text")], width))
     waiting: list[Span] = [(f"{view.num_waiting} waiting", "warn" if view.num_waiting else "muted")]
     return frame.draw([("now", "text/b")], waiting, rows)
 
@@ -123,8 +124,8 @@ def _gauge(name: str, share: float, value: str, role: str, width: int) -> Row:
 def numbers_line(view: DashboardView, width: int) -> Row:
     """The tiles' numbers in one row, for small terminals; the last ones drop out first."""
     groups: list[list[Span]] = [
-        [("decode ", "muted"), (rate(view.decode_rate), "decode/b")],
-        [("  prefill ", "muted"), (rate(view.prefill_rate), "prefill/b"), (" tok/s", "muted")],
+        [(" out ", "muted"), (rate(view.decode_rate), "decode/b")],
+        [("  in ", "muted"), (rate(view.prefill_rate), "prefill/b"), (" tok/s", "muted")],
         [("  run ", "muted"), (str(view.num_running), "text/b")],
         [("  wait ", "muted"), (str(view.num_waiting), "warn/b" if view.num_waiting else "text/b")],
         [("  KV ", "muted"), (percent(view.kv_usage), "text/b")],
@@ -137,7 +138,7 @@ def numbers_line(view: DashboardView, width: int) -> Row:
     ]
     spans: list[Span] = []
     for group in groups:
-        if row_width((*spans, *group)) > width:
+        if row_width((*spans, *group)) >= width:
             break
         spans += group
     return tuple(spans)
@@ -145,8 +146,8 @@ def numbers_line(view: DashboardView, width: int) -> Row:
 
 def sparks_line(view: DashboardView, width: int) -> Row:
     """Decode, prefill and step time as three sparks in one row."""
-    labels = ("decode ", "  prefill ", "  step ")
-    room = max(3, width - sum(len(label) for label in labels)) // 3
+    labels = (" out ", "  in ", "  step ")
+    room = max(3, width - 1 - sum(len(label) for label in labels)) // 3
     return (
         (labels[0], "muted"),
         *spark(view.decode_series, room, role="decode"),

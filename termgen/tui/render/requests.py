@@ -22,6 +22,7 @@ _STATES = {
     "error": ("✗", "bad"),
 }
 BAR_WIDTH = 16
+MIN_ID_WIDTH, MAX_ID_WIDTH = 19, 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,11 @@ class Column:
 _COLUMNS = (
     Column("state", 13),
     Column("prompt", 8),
-    Column("cached", 8),
+    Column("cached", 8, needs=70),
     Column("output", 8),
     Column("step", 7),
     Column("tok/s", 8, needs=90),
-    Column("blocks", 8),
+    Column("blocks", 8, needs=64),
     Column("pre", 5, needs=110),
     Column("age", 11),
 )
@@ -82,7 +83,8 @@ def _fixed(columns: Sequence[Column]) -> int:
 
 
 def _id_width(columns: Sequence[Column], width: int) -> int:
-    return max(6, min(26, width - 2 - _fixed(columns)))
+    spare = width - 2 - _fixed(columns)
+    return max(6, min(MAX_ID_WIDTH, spare, max(MIN_ID_WIDTH, spare - BAR_WIDTH - 3)))
 
 
 def _has_bar(columns: Sequence[Column], id_width: int, width: int) -> bool:

@@ -43,7 +43,7 @@ class DashboardScreen(ThemedScreen):
         Binding(
             "left",
             "step(1)",
-            "Step back",
+            "Step",
             id="dashboard.step_back",
             key_display="←→",
             tooltip="Freeze and look at the step before (shift: 10 steps)",
@@ -77,7 +77,7 @@ class DashboardScreen(ThemedScreen):
             id="dashboard.live",
             tooltip="Unmark and follow the engine again",
         ),
-        Binding("1", "app.show('chat')", "Chat", id="dashboard.chat", tooltip="Go to the chat"),
+        Binding("f2,1", "app.show('chat')", "Chat", id="dashboard.chat", tooltip="Go to the chat"),
     ]
 
     def __init__(
@@ -206,7 +206,7 @@ class DashboardScreen(ThemedScreen):
         else:
             index = 0
         self._selected = ids[index]
-        self._scroll_to(index)
+        self._bring_into_view(index)
         self.paint()
 
     def action_live(self) -> None:
@@ -221,7 +221,7 @@ class DashboardScreen(ThemedScreen):
     def _previous_request(self) -> None:
         self.action_select(-1)
 
-    def _scroll_to(self, index: int) -> None:
+    def _bring_into_view(self, index: int) -> None:
         canvas = self.query_one("#requests", Canvas)
         shown = max(1, self._frame(*canvas.size).inner_height - 1)
         self._first_row = min(index, max(self._first_row, index - shown + 1))
@@ -261,6 +261,4 @@ class DashboardScreen(ThemedScreen):
 
     def _paint_requests(self, width: int, height: int) -> Sequence[Row]:
         frame = self._frame(width, height)
-        return requests_panel(
-            self._view, frame, selected=self._selected, first=self._first_row
-        )
+        return requests_panel(self._view, frame, selected=self._selected, first=self._first_row)

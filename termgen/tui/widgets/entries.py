@@ -60,7 +60,7 @@ class AnswerEntry:
         body = self._body(width - 2)
         if turn.state is not AnswerState.STREAMING:
             gap: list[Row] = [()] if body else []
-            return [self._header, *body, *gap, (INDENT, *answer_footer(turn))]
+            return [self._header, *body, *gap, (INDENT, *answer_footer(turn, width - 2))]
         if not turn.stats.output_tokens:
             return [self._header, (INDENT, *waiting_row(turn, self._clock()))]
         return [self._header, *with_cursor(body)]

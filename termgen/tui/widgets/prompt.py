@@ -17,11 +17,14 @@ class Prompt(TextArea):
     """Posts `PromptSubmitted`; the screen decides whether it may be sent and then clears it."""
 
     BINDINGS = [
-        Binding("enter", "submit", "Send", id="prompt.send", tooltip="Send the message"),
+        Binding(
+            "enter", "submit", "Send", show=False, id="prompt.send", tooltip="Send the message"
+        ),
         Binding(
             "ctrl+j",
             "newline",
             "New line",
+            show=False,
             id="prompt.newline",
             tooltip="Break the line (also shift+enter where the terminal sends it)",
         ),
@@ -36,7 +39,7 @@ class Prompt(TextArea):
             compact=True,
             placeholder="Message",
         )
-        self.history = PromptHistory()
+        self.prompts = PromptHistory()
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key == "enter":
@@ -69,14 +72,14 @@ class Prompt(TextArea):
         self.insert("\n")
 
     def action_cursor_up(self, select: bool = False) -> None:
-        older = None if select or not self.at_first_line else self.history.older(self.text)
+        older = None if select or not self.at_first_line else self.prompts.older(self.text)
         if older is None:
             super().action_cursor_up(select)
         else:
             self._show(older)
 
     def action_cursor_down(self, select: bool = False) -> None:
-        newer = None if select or not self.at_last_line else self.history.newer()
+        newer = None if select or not self.at_last_line else self.prompts.newer()
         if newer is None:
             super().action_cursor_down(select)
         else:
@@ -93,12 +96,12 @@ class Prompt(TextArea):
 
     def set_text(self, text: str) -> None:
         """Show `text` with the cursor behind it; not a step in the history."""
-        self.history.reset()
+        self.prompts.reset()
         self._show(text)
 
     def accept(self, text: str) -> None:
         """The text was sent: remember it and start anew."""
-        self.history.add(text)
+        self.prompts.add(text)
         self.text = ""
 
     def on_text_area_changed(self) -> None:

@@ -82,7 +82,7 @@ class Transcript(ScrollView, can_focus=True):
         self._replace_from(len(self._rows), self._entry_rows(len(self._entries) - 1))
         self.scroll_end(animate=False, immediate=True)
 
-    def remove(self, entry: Entry) -> None:
+    def remove_entry(self, entry: Entry) -> None:
         self._entries.remove(entry)
         self._layout_all()
 
@@ -127,7 +127,7 @@ class Transcript(ScrollView, can_focus=True):
         self.refresh()
 
     def _entry_rows(self, index: int) -> list[Row]:
-        """With a blank row before it, but at the top."""
+        """With a blank row before it."""
         return [(), *self._entries[index](self.text_width)]
 
     def _replace_from(self, start: int, fresh: list[Row]) -> None:

@@ -270,17 +270,41 @@ def test_embedding_must_fit_the_metadata(tmp_path: Path, llama_folder: Path) -> 
         open_checkpoint(path)
 
 
-def test_q_rows_that_are_no_heads(tmp_path: Path, llama_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("block_count", 1000, r"model\.layers\.999\..* is missing"),
+        ("feed_forward_length", 2**30, r"mlp\.up_proj.* asks for \[1073741824, 64\]"),
+        ("attention.head_count", 2**20, r"self_attn\.q_proj"),
+        ("attention.key_length", 2**20, r"self_attn\.q_proj"),
+    ],
+)
+def test_sizes_must_be_those_of_the_tensors(
+    key: str, value: int, message: str, tmp_path: Path, llama_folder: Path
+) -> None:
+    def extra(writer: gguf.GGUFWriter) -> None:
+        for prefix in ("", "attention."):
+            writer.kv_data[0].pop(f"llama.{prefix}{key}", None)
+        writer.add_uint32(f"llama.{key}", value)
+        if key == "attention.head_count":
+            writer.add_key_length(16)
+
+    path = write_model(llama_folder, tmp_path / "m.gguf", arch="llama", extra=extra)
+    with pytest.raises(CorruptFileError, match=message):
+        open_checkpoint(path)
+
+
+def test_k_rows_that_are_no_heads(tmp_path: Path, llama_folder: Path) -> None:
+    # A bias, since the weights' shapes are looked at when the file is opened.
     path = write_model(
         llama_folder,
         tmp_path / "m.gguf",
         arch="llama",
-        leave_out=frozenset({"blk.0.attn_q.weight"}),
-        extra=lambda w: w.add_tensor("blk.0.attn_q.weight", np.ones((62, 64), "float32")),
+        extra=lambda w: w.add_tensor("blk.0.attn_k.bias", np.ones(30, "float32")),
     )
     checkpoint = open_checkpoint(path)
-    with pytest.raises(CorruptFileError, match="62 rows, which is not 4 heads of 16"):
-        checkpoint.tensor("model.layers.0.self_attn.q_proj.weight")
+    with pytest.raises(CorruptFileError, match="30 rows, which is not 2 heads of 16"):
+        checkpoint.tensor("model.layers.0.self_attn.k_proj.bias")
 
 
 def test_generation_config_from_metadata(llama_folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The sampler as a whole: the distribution it draws from, what a draw depends on, the order."""
+"""The sampler as a whole: the distribution it draws from, what a draw depends on."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import TopKLogitsWarper
 
 from termgen.engine.sampling.metadata import SamplingMetadata
-from termgen.engine.sampling.random import Stream, gumbel_from_bits, random_bits
+from termgen.engine.sampling.random import Stream
 from termgen.engine.sampling.sampler import Sampler
 
 MakeMeta = Callable[..., SamplingMetadata]
@@ -264,77 +258,6 @@ def test_tokens_at_neighbouring_keys_are_independent(
     joint = torch.bincount(pairs[0] * 6 + pairs[1], minlength=36).double()
     expected = (probs[:, None] * probs[None, :]).flatten() * size
     assert_chi_square(joint, expected)
-
-
-def test_the_order_of_operations_is_pinned(
-    random_logits: RandomLogits, make_meta: MakeMeta
-) -> None:
-    """Rebuilt with transformers' processors, in our order; every other order differs somewhere."""
-    rows, vocab = 2000, 67
-    logits = random_logits(rows, vocab, scale=2.0)
-    history = torch.arange(3, 40, 2).expand(rows, -1)  # 19 output tokens, each once
-    counts = torch.zeros(rows, vocab, dtype=torch.int32)
-    counts[:, history[0]] = 1
-    best = int(logits.mean(0).argmax())
-    meta = make_meta(
-        rows,
-        seeds=23,
-        positions=torch.arange(rows),
-        temperature=0.6,
-        min_p=0.08,
-        top_k=7,
-        top_p=0.8,
-        repetition=1.5,
-        presence=0.4,
-        frequency=0.3,
-        output_counts=counts,
-        prompt_mask=torch.zeros(rows, vocab, dtype=torch.bool),
-        stop_token_ids=torch.full((rows, 1), best),
-        suppress_stop=True,
-        max_logprobs=3,
-    )
-    output = Sampler()(logits, meta)
-
-    def stops(x: torch.Tensor) -> torch.Tensor:
-        return x.index_fill(1, torch.tensor([best]), -torch.inf)
-
-    def repetition(x: torch.Tensor) -> torch.Tensor:
-        return RepetitionPenaltyLogitsProcessor(1.5)(history, x)
-
-    def subtract(x: torch.Tensor) -> torch.Tensor:
-        return x - 0.3 * counts - 0.4 * (counts > 0)
-
-    def temperature(x: torch.Tensor) -> torch.Tensor:
-        return TemperatureLogitsWarper(0.6)(None, x)
-
-    def cut(warper: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: warper(None, x)
-
-    min_p, top_k, top_p = (
-        cut(MinPLogitsWarper(0.08)),
-        cut(TopKLogitsWarper(7)),
-        cut(TopPLogitsWarper(0.8)),
-    )
-    order = [stops, repetition, subtract, temperature, min_p, top_k, top_p]
-    bits = random_bits(meta.seeds, meta.positions, stream=Stream.TARGET, vocab_size=vocab)
-    noise = gumbel_from_bits(bits)
-
-    def run(steps: list[Callable[[torch.Tensor], torch.Tensor]]) -> torch.Tensor:
-        x = logits
-        for step in steps:
-            x = step(x)
-        return (x + noise).argmax(-1)
-
-    assert torch.equal(output.token_ids, run(order))
-    for left, right in ((1, 2), (2, 3), (3, 4), (4, 6), (5, 6)):
-        swapped = list(order)
-        swapped[left], swapped[right] = swapped[right], swapped[left]
-        assert not torch.equal(output.token_ids, run(swapped)), (left, right)
-    for dropped in range(len(order)):
-        assert not torch.equal(output.token_ids, run(order[:dropped] + order[dropped + 1 :]))
-    assert output.logprobs is not None  # raw: none of the above is in them
-    expected = logits.log_softmax(-1).gather(1, output.token_ids.unsqueeze(1))
-    torch.testing.assert_close(output.logprobs.logprobs[:, :1], expected)
 
 
 def test_the_logits_are_only_read(random_logits: RandomLogits, make_meta: MakeMeta) -> None:

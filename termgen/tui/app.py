@@ -1,0 +1,225 @@
+"""The Textual app: starts an engine behind a loading screen, then shows the chat or the dashboard.
+
+Made by the command line, which passes how to start and stop an engine. The app owns the screens,
+the themes, the global keys and the command palette; it knows an engine only as `EngineClient`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+
+from rich.text import Text
+from textual import work
+from textual.app import App, SystemCommand
+from textual.binding import Binding
+from textual.screen import Screen
+from textual.widgets import TextArea
+
+from termgen.client import EngineClient
+from termgen.config import UIConfig
+from termgen.errors import TermgenError
+from termgen.tui import themes
+from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette
+from termgen.tui.screens.chat import ChatScreen
+from termgen.tui.screens.dashboard import DashboardScreen
+from termgen.tui.screens.help import HelpScreen, HelpSection
+from termgen.tui.screens.loading import LoadingScreen, StartupProgress
+from termgen.tui.widgets.prompt import Prompt
+from termgen.tui.widgets.transcript import Transcript
+
+StartEngine = Callable[[Callable[[str, float], None]], Awaitable[EngineClient]]
+StopEngine = Callable[[], Awaitable[None]]
+
+FAILED_START = 2
+QUIT_WINDOW_S = 2.0
+
+
+class TermgenApp(App[None]):
+    TITLE = "termgen"
+    CSS_PATH = "termgen.tcss"
+    ENABLE_COMMAND_PALETTE = True
+    COMMAND_PALETTE_BINDING = "ctrl+p"
+
+    BINDINGS = [
+        Binding("f1", "help", "Help", id="app.help", tooltip="Every key and command"),
+        Binding(
+            "ctrl+p", "command_palette", "Actions", id="app.palette", tooltip="Every action by name"
+        ),
+        Binding("ctrl+q", "quit", "Quit", id="app.quit", tooltip="Leave termgen", priority=True),
+        Binding(
+            "ctrl+c",
+            "interrupt",
+            "Copy, stop or quit",
+            show=False,
+            priority=True,
+            id="app.interrupt",
+            tooltip="Copy the selection; else stop the answer; twice: quit",
+        ),
+        Binding(
+            "f12",
+            "screenshot",
+            "Screenshot",
+            show=False,
+            id="app.screenshot",
+            tooltip="Save the screen as an SVG picture",
+        ),
+    ]
+
+    def __init__(
+        self,
+        start_engine: StartEngine,
+        *,
+        stop_engine: StopEngine,
+        ui: UIConfig,
+        start_screen: str = "chat",
+        theme_folders: tuple[Path, ...] | None = None,
+    ) -> None:
+        super().__init__()
+        assert start_screen in ("chat", "dashboard")
+        self.ui = ui
+        self._start_engine = start_engine
+        self._stop_engine = stop_engine
+        self._start_screen = start_screen
+        self._theme_folders = theme_folders
+        self._progress = StartupProgress()
+        self._shown: str | None = None
+        self._interrupted_s = -QUIT_WINDOW_S
+        self._signals: list[signal.Signals] = []
+        self.client: EngineClient | None = None
+
+    def get_css_variables(self) -> dict[str, str]:
+        """Textual's variables and one per role, for the style sheet."""
+        variables = super().get_css_variables()
+        palette = Palette(variables)
+        variables |= {VARIABLE_PREFIX + role: palette.color(role).css for role in ROLES}
+        self.theme_variables = variables
+        return variables
+
+    def on_mount(self) -> None:
+        self._load_themes()
+        self._catch_signals()
+        self.push_screen(LoadingScreen(self._progress))
+        self._boot()
+
+    async def on_unmount(self) -> None:
+        for number in self._signals:
+            asyncio.get_running_loop().remove_signal_handler(number)
+        await self._stop_engine()
+
+    @work(exclusive=True, group="boot")
+    async def _boot(self) -> None:
+        try:
+            self.client = await self._start_engine(self._progress.report)
+        except TermgenError as error:
+            self._fail_start(str(error))
+            return
+        except Exception as error:  # the top of the start: whatever it is, one line says so
+            self._fail_start(f"the engine could not start: {type(error).__name__}: {error}")
+            return
+        client = self.client
+        self.add_mode("chat", lambda: ChatScreen(client, self.ui))
+        self.add_mode("dashboard", lambda: DashboardScreen(client, hz=self.ui.dashboard_hz))
+        await self.action_show(self._start_screen)
+
+    def _fail_start(self, reason: str) -> None:
+        line = f"termgen: error: {' '.join(reason.split())}"
+        self.exit(return_code=FAILED_START, message=Text(line))
+
+    def _catch_signals(self) -> None:
+        """SIGTERM and a closed terminal end the app as ctrl+q does."""
+        for name in ("SIGTERM", "SIGHUP", "SIGINT"):
+            number = getattr(signal, name, None)
+            if number is None:
+                continue
+            try:
+                asyncio.get_running_loop().add_signal_handler(number, self.exit)
+            except (NotImplementedError, RuntimeError, ValueError):
+                return  # not this platform, or not the main thread
+            self._signals.append(number)
+
+    def _load_themes(self) -> None:
+        folders = self._theme_folders or (themes.shipped_folder(), themes.user_folder())
+        loaded, errors = themes.load_all(*folders)
+        for theme in loaded.values():
+            self.register_theme(theme)
+        for error in errors:
+            self.notify(str(error), title="theme not loaded", severity="error", markup=False)
+        wanted = self.ui.theme or themes.DEFAULT_THEME
+        if wanted in self.available_themes:
+            self.theme = wanted
+        else:
+            fallback = themes.DEFAULT_THEME
+            self.theme = fallback if fallback in loaded else self.theme
+            self.notify(f"no theme {wanted!r}; using {self.theme}", severity="error", markup=False)
+
+    async def action_show(self, name: str) -> None:
+        """Show `chat` or `dashboard`, once there is an engine."""
+        if self.client is not None:
+            self._shown = name
+            await self.switch_mode(name)
+
+    def action_help(self) -> None:
+        if self.client is None or isinstance(self.screen, HelpScreen):
+            return
+        here: list[HelpSection] = [
+            ("Chat", [*Prompt.BINDINGS[:2], *ChatScreen.BINDINGS]),
+            ("Engine", DashboardScreen.BINDINGS),
+        ]
+        if self._shown == "dashboard":
+            here.reverse()
+        sections = [*here, ("Transcript", Transcript.BINDINGS), ("Everywhere", self.BINDINGS)]
+        self.push_screen(HelpScreen(sections))
+
+    def action_interrupt(self) -> None:
+        """ctrl+c: copy a selection, else stop an answer, else quit when pressed twice."""
+        selected = self._selected_text()
+        if selected:
+            self.copy_to_clipboard(selected)
+            self.screen.clear_selection()
+            self.notify("copied")
+            return
+        if isinstance(self.screen, ChatScreen) and self.screen.is_streaming:
+            self.screen.action_stop()
+            return
+        now = time.monotonic()
+        if now - self._interrupted_s < QUIT_WINDOW_S:
+            self.exit()
+            return
+        self._interrupted_s = now
+        self.notify("press ctrl+c again to quit", timeout=QUIT_WINDOW_S)
+
+    def _selected_text(self) -> str | None:
+        if isinstance(self.focused, TextArea) and self.focused.selected_text:
+            return self.focused.selected_text
+        return self.screen.get_selected_text()
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        """Every action, for the command palette."""
+        if isinstance(screen, ChatScreen):
+            yield SystemCommand("Stop the answer", "Keep its text (esc)", screen.action_stop)
+            yield SystemCommand("Clear", "Forget the conversation (ctrl+l)", screen.action_clear)
+            yield SystemCommand("New chat", "Start over (ctrl+n)", screen.action_new_chat)
+            yield SystemCommand("Retry", "Answer again (ctrl+r)", screen.action_retry)
+            yield SystemCommand("Copy answer", "The last one (/copy)", screen.action_copy_answer)
+            yield SystemCommand(
+                "System prompt", "Instructions for the model (/system)", screen.action_edit_system
+            )
+        if isinstance(screen, DashboardScreen):
+            yield SystemCommand("Pause", "Freeze or go on live (space)", screen.action_pause)
+            yield SystemCommand("Live", "Follow the engine (esc)", screen.action_live)
+        if self.client is not None:
+            yield SystemCommand("Chat", "Go to the chat (1)", lambda: self.action_show("chat"))
+            yield SystemCommand(
+                "Engine", "Watch the engine work (2)", lambda: self.action_show("dashboard")
+            )
+            yield SystemCommand("Help", "Every key and command (F1)", self.action_help)
+        yield SystemCommand("Theme", "Choose the colours (/theme)", self.action_change_theme)
+        yield SystemCommand("Screenshot", "Save an SVG picture (F12)", self._save_picture)
+        yield SystemCommand("Quit", "Leave termgen (ctrl+q)", self.action_quit)
+
+    def _save_picture(self) -> None:
+        self.set_timer(0.2, self.action_screenshot)  # after the palette has closed

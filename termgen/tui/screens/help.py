@@ -1,0 +1,100 @@
+"""The help screen: every key and command, read from the bindings themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.theme import Theme
+
+from termgen.tui.commands import COMMANDS
+from termgen.tui.palette import Palette
+from termgen.tui.spans import Row, wrap
+from termgen.tui.widgets.canvas import Canvas
+
+HelpSection = tuple[str, Sequence[BindingType]]
+
+_KEY_WIDTH = 22
+_NAMES = {
+    "escape": "esc",
+    "left": "←",
+    "right": "→",
+    "up": "↑",
+    "down": "↓",
+    "pageup": "pgup",
+    "pagedown": "pgdn",
+    "question_mark": "?",
+}
+
+
+def key_names(binding: Binding) -> str:
+    """`shift+pageup,ctrl+up` as people read it."""
+    keys = []
+    for key in binding.key.split(","):
+        *modifiers, name = key.split("+")
+        keys.append("+".join([*modifiers, _NAMES.get(name, name)]))
+    return "  ".join(keys)
+
+
+def help_rows(sections: Iterable[HelpSection], width: int) -> list[Row]:
+    rows: list[Row] = []
+    for title, bindings in sections:
+        if rows:
+            rows.append(())
+        rows.append(((title, "heading/b"),))
+        for binding in bindings:
+            if isinstance(binding, Binding) and binding.description:
+                rows += _entry(key_names(binding), binding.tooltip or binding.description, width)
+    rows += [(), (("Commands", "heading/b"),)]
+    for command in COMMANDS:
+        rows += _entry(f"/{command.name} {command.argument}".strip(), command.help, width)
+    return rows
+
+
+def _entry(key: str, text: str, width: int) -> list[Row]:
+    lines = wrap([(text, "text")], max(10, width - _KEY_WIDTH - 2))
+    first = (("  " + key.ljust(_KEY_WIDTH), "accent"), *lines[0])
+    return [first, *(((" " * (_KEY_WIDTH + 2), "text"), *line) for line in lines[1:])]
+
+
+class HelpScreen(ModalScreen[None]):
+    BINDINGS = [
+        Binding("escape,f1,q", "dismiss", "Close", id="help.close", tooltip="Close the help"),
+    ]
+
+    def __init__(self, sections: Sequence[HelpSection]) -> None:
+        super().__init__()
+        self._sections = sections
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(id="help-box") as box:
+            box.border_title = "help"
+            box.border_subtitle = "esc closes"
+            yield Canvas(self._paint, id="help")
+
+    def on_mount(self) -> None:
+        self.app.theme_changed_signal.subscribe(self, self._follow_theme)
+        self._apply_palette()
+
+    def on_resize(self) -> None:
+        self._fit()
+
+    def _paint(self, width: int, _height: int) -> Sequence[Row]:
+        return help_rows(self._sections, width)
+
+    def _fit(self) -> None:
+        """As high as its text; the box around it scrolls."""
+        canvas = self.query_one(Canvas)
+        width = canvas.size.width or self.size.width - 8
+        canvas.styles.height = len(help_rows(self._sections, width))
+
+    def _follow_theme(self, _theme: Theme) -> None:
+        self._apply_palette()
+
+    def _apply_palette(self) -> None:
+        palette = Palette(self.app.theme_variables, mono=self.app.no_color)
+        self.query_one(Canvas).set_palette(palette)
+        self.call_after_refresh(self._fit)

@@ -1,0 +1,160 @@
+"""/metrics: valid Prometheus text that counts what happened."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, Script, make_snapshot, make_step_record
+from prometheus_client.parser import text_string_to_metric_families
+from server_harness import app_client, chat_body, eventually
+
+from termgen.engine.events import EngineSnapshot
+from termgen.errors import EngineDeadError
+from termgen.server.metrics import ServerMetrics
+
+MODEL = {"model": "fake/model-1"}
+
+
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """(name, labels) -> value, read by the library's own strict parser."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name, frozenset(sample.labels.items())] = sample.value
+    return found
+
+
+def value(text: str, name: str, **labels: str) -> float:
+    return samples(text)[f"termgen_{name}", frozenset({**MODEL, **labels}.items())]
+
+
+async def test_requests_are_counted_and_timed() -> None:
+    engine = FakeEngine(script=Script(num_cached_tokens=4))
+    async with app_client(engine) as client:
+        await client.post("/v1/chat/completions", json=chat_body(n=2))
+        await client.post("/v1/chat/completions", json=chat_body(stream=True, max_tokens=3))
+        await client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 1})
+        response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    text = response.text
+    prompt = len("user: hi\nassistant: ")
+    assert value(text, "prompt_tokens_total") == 2 * prompt + 2, "once per prompt, not per choice"
+    assert value(text, "prompt_tokens_cached_total") == 16
+    assert value(text, "generation_tokens_total") == 22 + 3 + 2
+    assert value(text, "request_success_total", finished_reason="stop") == 2
+    assert value(text, "request_success_total", finished_reason="length") == 3
+    assert value(text, "time_to_first_token_seconds_count") == 5
+    assert value(text, "e2e_request_latency_seconds_count") == 5
+    assert value(text, "request_queue_time_seconds_count") == 5
+    assert value(text, "inter_token_latency_seconds_count") == 20 + 2
+    assert value(text, "request_time_per_output_token_seconds_count") == 3
+    assert value(text, "request_generation_tokens_sum") == 27
+
+
+async def test_the_engines_state_is_read_when_asked_for() -> None:
+    engine = FakeEngine()
+    engine.scripted_snapshot = make_snapshot(
+        num_running=3,
+        num_waiting=2,
+        num_used_blocks=30,
+        num_cached_blocks=10,
+        num_free_blocks=20,
+        prefix_query_tokens=100,
+        prefix_hit_tokens=40,
+        num_preemptions=5,
+    )
+    async with app_client(engine) as client:
+        text = (await client.get("/metrics")).text
+    assert value(text, "num_requests_running") == 3
+    assert value(text, "num_requests_waiting") == 2
+    assert value(text, "kv_cache_usage_perc") == 0.5
+    assert value(text, "kv_blocks", state="used") == 30
+    assert value(text, "kv_blocks", state="cached") == 10
+    assert value(text, "kv_blocks", state="free") == 20
+    assert value(text, "prefix_cache_queries_total") == 100
+    assert value(text, "prefix_cache_hits_total") == 40
+    assert value(text, "num_preemptions_total") == 5
+
+
+async def test_steps_are_timed_by_phase() -> None:
+    engine = FakeEngine()
+    async with app_client(engine) as client:
+        for step_id in range(3):
+            engine.bus.publish(make_step_record(step_id=step_id))
+        text = (await client.get("/metrics")).text
+    assert value(text, "engine_step_seconds_count", phase="device") == 3
+    assert value(text, "engine_step_seconds_sum", phase="device") == pytest.approx(0.012)
+    assert value(text, "engine_step_seconds_sum", phase="schedule") == pytest.approx(0.0003)
+    assert value(text, "engine_step_seconds_sum", phase="apply") == pytest.approx(0.0006)
+    assert value(text, "engine_step_seconds_sum", phase="total") == pytest.approx(0.0135)
+
+
+async def test_lost_events_are_counted() -> None:
+    engine = FakeEngine()
+    async with app_client(engine) as client:
+        for step_id in range(16_384 + 7):
+            engine.bus.publish(make_step_record(step_id=step_id))
+        text = (await client.get("/metrics")).text
+    assert value(text, "event_stream_dropped_total") == 7
+
+
+async def test_a_dead_engine_still_has_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+
+    async def snapshot() -> EngineSnapshot:
+        raise EngineDeadError("gone")
+
+    monkeypatch.setattr(engine, "snapshot", snapshot)
+    async with app_client(engine) as client:
+        engine.bus.publish(make_step_record(num_running=2))
+        response = await client.get("/metrics")
+    assert response.status_code == 200
+    assert value(response.text, "num_requests_running") == 2
+
+
+async def test_an_engine_that_stands_still_does_not_hold_up_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = FakeEngine()
+
+    async def snapshot() -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine, "snapshot", snapshot)
+    monkeypatch.setattr("termgen.server.state.SNAPSHOT_TIMEOUT_S", 0.05)
+    async with app_client(engine) as client:
+        assert (await client.get("/metrics")).status_code == 200
+
+
+async def test_failures_and_aborts_have_their_reason() -> None:
+    engine = FakeEngine(script=Script(fail_after=1))
+    async with app_client(engine) as client:
+        await client.post("/v1/completions", json={"prompt": "x"})
+    engine._script = Script(hold_after=1)
+    async with app_client(engine) as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+        await eventually(lambda: bool(engine.live))
+        await engine.abort(engine.live[0])
+        await asking
+        text = (await client.get("/metrics")).text
+    assert value(text, "request_success_total", finished_reason="abort") == 1
+
+
+def test_labels_are_closed_sets() -> None:
+    """No user, key or request id can make new series."""
+    metrics = ServerMetrics("m")
+    metrics.finished("stop")
+    metrics.disconnected("decode")
+    metrics.on_snapshot(make_snapshot())
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            assert sample.labels.keys() <= {
+                "model",
+                "le",
+                "state",
+                "phase",
+                "stage",
+                "finished_reason",
+            }
