@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
+from termgen.cli import entry
 
-from termgen.cli import main
-
-sys.exit(main())
+entry()

@@ -180,9 +180,11 @@ def list_models() -> list[ModelEntry]:
 
 def models_folder() -> Path:
     """Where fetched model files are kept: TERMGEN_CACHE, or the user's cache folder."""
-    from platformdirs import user_cache_dir
+    root = os.environ.get("TERMGEN_CACHE")
+    if not root:
+        from platformdirs import user_cache_dir
 
-    root = os.environ.get("TERMGEN_CACHE") or user_cache_dir("termgen", appauthor=False)
+        root = user_cache_dir("termgen", appauthor=False)
     return Path(root).expanduser() / "models"
 
 

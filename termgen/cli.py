@@ -11,6 +11,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -29,11 +30,30 @@ EPILOG = """\
 settings come from flags, then TERMGEN_* variables (TERMGEN_MAX_MODEL_LEN=4096), then the config
 file ([engine], [server] and [chat] tables with the same names), then defaults.
 """
+ENGINE_THREAD = "termgen-engine"
+"""Name of the thread that `AsyncEngine` starts."""
+
 CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens")
 """Settings of the chat that are no flags of `serve`: its requests bring their own."""
 
 SWITCH_INTERVAL_S = 1e-4
 """Python's default of 5 ms lets a repaint delay an engine step by that much."""
+
+
+def entry() -> NoReturn:
+    """What the console script and `python -m termgen` call."""
+    try:
+        code = main()
+    except SystemExit as stop:
+        assert stop.code is None or isinstance(stop.code, int)
+        code = stop.code or OK
+    if any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):
+        # Quit while a model was loading: the thread is somewhere inside torch, and Python ending
+        # around it would abort the process. It has nothing to save.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -380,6 +380,8 @@ def _cut(
     finish, stop_reason = script.finish_reason, script.stop_reason
     if params.max_tokens is not None and params.max_tokens < len(pieces):
         pieces, finish = pieces[: params.max_tokens], FinishReason.LENGTH
+    if not params.stop:
+        return pieces, finish, stop_reason
     text = "".join(pieces)
     found = [(text.index(s), s) for s in params.stop if s in text]
     if not found:

@@ -41,9 +41,10 @@ values = st.recursive(
     ),
     max_leaves=12,
 )
+USER = b'"messages":[{"role":"user","content":"x"}]}'
 bodies = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), values, max_size=6)
 relaxed = settings(
-    max_examples=150,
+    max_examples=100,
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -107,22 +108,15 @@ def test_almost_json(content: str) -> None:
         b"[" * 100_000,
         b'{"prompt":' + b"[" * 500 + b"]" * 500 + b"}",
         b'{"messages":' + b"[" * 900 + b"]" * 900 + b"}",
-        b'{"chat_template_kwargs":{"a":'
-        + b"[" * 900
-        + b"]" * 900
-        + b'},"messages":[{"role":"user","content":"x"}]}',
+        b'{"chat_template_kwargs":{"a":' + b"[" * 900 + b"]" * 900 + b'},"prompt":5,' + USER,
         b'{"prompt":"x","stop":["\\ud800"]}',
         b'{"prompt":"x","n":' + b"9" * 4000 + b"}",
         b'{"prompt":"x","temperature":1e400}',
         b'{"prompt":"x","seed":1e400}',
         b'{"prompt":' + json.dumps(["x"] * 100_000).encode() + b"}",
         b'{"prompt":' + json.dumps([[1]] * 100_000).encode() + b"}",
-        b'{"prompt":"x","messages":[{"role":"user","content":"x"}],"stop":'
-        + json.dumps(["x"] * 100_000).encode()
-        + b"}",
-        b'{"prompt":"x","logit_bias":'
-        + json.dumps({str(i): 1 for i in range(10**5)}).encode()
-        + b"}",
+        b'{"prompt":"x","stop":' + json.dumps(["x"] * 100_000).encode() + b"," + USER,
+        b'{"prompt":"x","logit_bias":' + json.dumps(dict.fromkeys(range(10**5), 1)).encode() + b"}",
         b'{"prompt":"x","n":128,"n":129}',
         b'\xef\xbb\xbf{"prompt":"x"}',
         '{"prompt":"x"}'.encode("utf-16"),

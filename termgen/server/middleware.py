@@ -161,7 +161,8 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         length = header(scope, b"content-length")
-        if length is not None and length.isdigit() and int(length[:20]) > self._max_bytes:
+        is_number = length is not None and length.isascii() and length.isdigit()
+        if length is not None and is_number and int(length[:20]) > self._max_bytes:
             raise body_too_large(self._max_bytes)
         received = 0
 

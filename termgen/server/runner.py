@@ -72,6 +72,7 @@ class Server:
         if engine is not None:
             self._state.attach(engine)
         self._socket: socket.socket | None = None
+        self._url: str | None = None
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 build_app(self._state),
@@ -95,30 +96,33 @@ class Server:
         """Take the port. Raises `ConfigError` when that is not possible. Done by `serve` too."""
         if self._socket is None:
             self._socket = _bind(self._config.host, self._config.port)
+            host, port = self._socket.getsockname()[:2]
+            self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     @property
     def url(self) -> str:
         """Where clients reach it; known once the port is taken."""
-        assert self._socket is not None, "bind first"
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        assert self._url is not None, "bind first"
+        return self._url
 
     async def started(self) -> None:
         """Returns when connections are accepted."""
         await self._uvicorn.listens.wait()
 
     async def serve(self) -> None:
-        """Accept connections until `stop`. Cancelling it closes everything at once."""
+        """Accept connections until `stop`. Cancelling it ends what is under way, then closes."""
         self.bind()
         assert self._socket is not None
+        if self._uvicorn.should_exit:  # stopped before it began
+            return
         self._is_serving = True
+        # a task of its own: cancelled in the middle, uvicorn would leave connections behind
+        running = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._socket]))
         try:
-            await self._uvicorn.serve(sockets=[self._socket])
+            await asyncio.shield(running)
         except asyncio.CancelledError:
-            self._state.fail_all()
-            self._uvicorn.force_exit = True
-            if self._uvicorn.started:
-                await self._uvicorn.shutdown(sockets=[self._socket])
+            self.stop_now()
+            await running
             raise
         finally:
             self._socket.close()
@@ -215,11 +219,12 @@ async def _run(
                 (on_ready or _log_ready)(server.url)
                 await _first(signals.wait(1), serving)
             await _stop(server, signals)
-            await serving
+        await serving
     finally:
-        serving.cancel()
-        await asyncio.wait((serving,))
-        await stop_engine()
+        try:
+            await server.stop(drain_timeout=0)
+        finally:
+            await stop_engine()
 
 
 async def _load(

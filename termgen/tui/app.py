@@ -121,9 +121,15 @@ class TermgenApp(App[None]):
             self._fail_start(f"the engine could not start: {type(error).__name__}: {error}")
             return
         client = self.client
-        self.add_mode("chat", lambda: ChatScreen(client, self.ui))
-        self.add_mode("dashboard", lambda: DashboardScreen(client, hz=self.ui.dashboard_hz))
+        self.add_mode("chat", lambda: self.make_chat(client))
+        self.add_mode("dashboard", lambda: self.make_dashboard(client))
         await self.action_show(self._start_screen)
+
+    def make_chat(self, client: EngineClient) -> ChatScreen:
+        return ChatScreen(client, self.ui)
+
+    def make_dashboard(self, client: EngineClient) -> DashboardScreen:
+        return DashboardScreen(client, hz=self.ui.dashboard_hz)
 
     def _fail_start(self, reason: str) -> None:
         line = f"termgen: error: {' '.join(reason.split())}"

@@ -24,7 +24,6 @@ _DERIVED: dict[str, tuple[str, float]] = {
     "muted": ("foreground", 0.42),
     "faint": ("foreground", 0.66),
     "border": ("foreground", 0.80),
-    "track": ("foreground", 0.86),
     "accent": ("primary", 0.0),
     "good": ("success", 0.0),
     "warn": ("warning", 0.0),
@@ -75,10 +74,11 @@ class Glyphs:
     """Free, cached, active, shared."""
     kv_part: str
     """A cell of several blocks, less than half of them in use."""
+    kv_selected: str
 
 
-COLOUR_GLYPHS = Glyphs("█", "█", "░", ("·", "▪", "■", "◆"), "▪")
-MONO_GLYPHS = Glyphs("█", "▒", "░", ("·", "▫", "■", "◆"), "▪")
+COLOUR_GLYPHS = Glyphs("█", "█", "░", ("·", "▪", "■", "◆"), "▪", "█")
+MONO_GLYPHS = Glyphs("█", "▒", "░", ("·", "▫", "■", "◆"), "▪", "█")
 
 
 class Palette:

@@ -25,12 +25,32 @@ SCRIPTS: dict[str, tuple[tuple[int, int], ...]] = {
     "private": ((0xE000, 0xF8FF),),
 }
 EMOJI = (
-    "👋🏽", "👩‍👩‍👧‍👦", "🏳️‍🌈", "🇫🇷", "🧑‍🚀", "❤️‍🔥", "1️⃣", "🤷🏿‍♀️", "😀", "🎉",
-)  # fmt: skip
+    "👋🏽",
+    "👩‍👩‍👧‍👦",
+    "🏳️‍🌈",
+    "🇫🇷",
+    "🧑‍🚀",
+    "❤️‍🔥",
+    "1️⃣",
+    "🤷🏿‍♀️",
+    "😀",
+    "🎉",
+)
 SPECIAL_LOOKALIKES = (
-    "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|im_end", "im_end|>", "<|IM_END|>", "< |im_end|>",
-    "<|im_start|>system\n", "<repo_name>", "<file_sep>", "<|im_<|im_end|>end|>", "<empty_output>", "<|",
-)  # fmt: skip
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|endoftext|>",
+    "<|im_end",
+    "im_end|>",
+    "<|IM_END|>",
+    "< |im_end|>",
+    "<|im_start|>system\n",
+    "<repo_name>",
+    "<file_sep>",
+    "<|im_<|im_end|>end|>",
+    "<empty_output>",
+    "<|",
+)
 SPACES = (
     " ",
     "\t",
@@ -46,11 +66,17 @@ SPACES = (
     "\x85",
 )
 CODE = (
-    "def f(x):\n    return x ** 2  # 4\n", "for (int i = 0; i < 10; i++) {\n\tsum += a[i];\n}\n",
-    "SELECT * FROM t WHERE a >= 3.14 AND b LIKE '%x%';", "<div class=\"a-b\">&nbsp;</div>",
-    "$ grep -rn 'foo' | awk '{print $1}'", "let s = format!(\"{:>08.3}\", x)?;", "{\"k\": [1, 2.5e-3, null]}",
-    "I'm we'll they've it's DON'T", "https://example.org/a?b=c&d=%20#e", "x\n\n\n    y\n        z",
-)  # fmt: skip
+    "def f(x):\n    return x ** 2  # 4\n",
+    "for (int i = 0; i < 10; i++) {\n\tsum += a[i];\n}\n",
+    "SELECT * FROM t WHERE a >= 3.14 AND b LIKE '%x%';",
+    '<div class="a-b">&nbsp;</div>',
+    "$ grep -rn 'foo' | awk '{print $1}'",
+    'let s = format!("{:>08.3}", x)?;',
+    '{"k": [1, 2.5e-3, null]}',
+    "I'm we'll they've it's DON'T",
+    "https://example.org/a?b=c&d=%20#e",
+    "x\n\n\n    y\n        z",
+)
 
 
 def sample_texts(seed: int, count: int) -> list[str]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from sample_texts import sample_texts
-from tokenizers import decoders, normalizers
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, normalizers
 from tokenizers.models import BPE
 
 from termgen.engine.gguf_file import GGUFFile

@@ -12,7 +12,6 @@ from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, row_width, spread
 from termgen.tui.store import DashboardView
 
-
 ROOMY_TILE = 35
 
 

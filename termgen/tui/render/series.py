@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from termgen.tui.spans import Row
 
 BARS = " ▁▂▃▄▅▆▇█"
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)
 _RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
 
@@ -45,20 +44,14 @@ def spark(values: Sequence[float], width: int, *, role: str, peak: float | None 
     return (("".join(BARS[_level(value, top, 8)] for value in points), role),)
 
 
-def bar(share: float, width: int, *, role: str, track: str = "track") -> Row:
-    """A horizontal bar filled to `share`, on a quiet track, in eighths of a cell."""
-    eighths = round(min(1.0, max(0.0, share)) * width * 8)
+def bar(share: float, width: int, *, role: str, track: str = "border") -> Row:
+    """A horizontal bar filled to `share`, in half cells: heavy where filled, light where not."""
+    halves = round(min(1.0, max(0.0, share)) * width * 2)
     if share > 0:
-        eighths = max(1, eighths)
-    full, part = divmod(eighths, 8)
-    done = "█" * full
-    if part:
-        return (
-            (done, role),
-            (_EIGHTHS[part], f"{role}@track"),
-            ("█" * (width - full - 1), track),
-        )
-    return (done, role), ("█" * (width - full), track)
+        halves = max(1, halves)
+    full, half = divmod(halves, 2)
+    done = "━" * full + "╸" * half
+    return (done, role), ("─" * (width - full - half), track)
 
 
 def _tail(values: Sequence[float], count: int) -> list[float]:

@@ -185,9 +185,7 @@ def test_padded_rows_see_nothing_and_spoil_nothing(with_prefill: bool) -> None:
         actual = case.run(sliding_window=sliding_window)
         expected = case.expected(sliding_window=sliding_window)
         others = [token for token in range(actual.shape[0]) if token != 2]
-        torch.testing.assert_close(
-            actual[others].double(), expected[others], atol=2e-5, rtol=2e-5
-        )
+        torch.testing.assert_close(actual[others].double(), expected[others], atol=2e-5, rtol=2e-5)
         assert not actual[2].isnan().any()
 
 

@@ -190,7 +190,7 @@ def test_safetensors_mutations(small_safetensors: bytes, tmp_path: Path) -> None
     header = 8 + int.from_bytes(small_safetensors[:8], "little")
     files = mutations(small_safetensors, header, 900, random.Random(seed))
     good, bad = outcomes(files, path, lambda: read_all(tmp_path))
-    assert good > 10 and bad > 300
+    assert good > 3 and bad > 300
 
 
 def test_safetensors_cut_anywhere_is_refused(small_safetensors: bytes, tmp_path: Path) -> None:

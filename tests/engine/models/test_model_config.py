@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from termgen.engine.models.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeConfig
+from termgen.engine.models.registry import MODELS
+from termgen.errors import CorruptFileError, UnsupportedModelError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+LLAMA3_SCALING = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def read(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_hf({**LLAMA, **changes})
+
+
+def test_a_llama_config() -> None:
+    config = read()
+    assert config.head_dim == 64
+    assert (config.num_heads, config.num_kv_heads, config.num_layers) == (9, 3, 30)
+    assert config.rope == RopeConfig(theta=100000.0)
+    assert config.layer_windows == (None,) * 30
+    assert config.eos_token_ids == (2,) and config.bos_token_id == 1
+    assert config.torch_dtype == "bfloat16" and config.tie_word_embeddings
+    assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+
+
+def test_older_and_newer_rope_keys_mean_the_same() -> None:
+    older = read(rope_theta=500000.0, rope_scaling=LLAMA3_SCALING)
+    newer = read(rope_theta=None, rope_parameters={**LLAMA3_SCALING, "rope_theta": 500000.0})
+    oldest = {**LLAMA3_SCALING, "type": "llama3"}
+    del oldest["rope_type"]
+    assert older.rope == newer.rope == read(rope_theta=500000.0, rope_scaling=oldest).rope
+    assert older.rope.type == "llama3" and older.rope.factor == 32.0
+
+
+def test_older_and_newer_dtype_keys_mean_the_same() -> None:
+    assert read(torch_dtype="float16").torch_dtype == "float16"
+    assert read(torch_dtype=None, dtype="float16").torch_dtype == "float16"
+    assert read(torch_dtype="torch.bfloat16").torch_dtype == "bfloat16"
+
+
+def test_yarn_fills_in_what_is_absent() -> None:
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 2048}
+    rope = read(rope_scaling=scaling).rope
+    assert rope.factor == 4.0 and rope.truncate
+    assert rope.attention_factor == pytest.approx(1.13863, abs=1e-5)
+    assert read(rope_scaling={**scaling, "attention_factor": 1.0}).rope.attention_factor == 1.0
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_what_transformers_writes_is_read(model_type: str) -> None:
+    written = AutoConfig.for_model(model_type, num_hidden_layers=3)
+    raw = written.to_dict()
+    raw["architectures"] = [f"{model_type.capitalize()}ForCausalLM"]
+    config = ModelConfig.from_hf(raw)
+    assert config.hidden_size == written.hidden_size
+    assert config.num_kv_heads == written.num_key_value_heads
+    assert config.rms_norm_eps == written.rms_norm_eps
+    assert config.rope.theta == written.rope_parameters["rope_theta"]
+    assert config.sliding_window == written.sliding_window if model_type == "mistral" else True
+
+
+def test_qwen_windows_cover_the_later_layers() -> None:
+    qwen = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_hidden_layers": 4,
+        "sliding_window": 128,
+        "max_window_layers": 3,
+    }
+    assert read(**qwen).layer_windows == (None,) * 4
+    assert read(**qwen, use_sliding_window=True).layer_windows == (None, None, None, 128)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = read(**qwen, use_sliding_window=True, layer_types=kinds)
+    assert config.layer_windows == (128, None, 128, None)
+    with pytest.raises(CorruptFileError, match="layer_types"):
+        read(**qwen, layer_types=kinds)
+    with pytest.raises(UnsupportedModelError, match="chunked_attention"):
+        read(**qwen, layer_types=["chunked_attention"] * 4)
+
+
+def test_mistral_windows_cover_every_layer() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2}
+    assert read(**mistral, sliding_window=64).layer_windows == (64, 64)
+    assert read(**mistral, sliding_window=None).layer_windows == (None, None)
+
+
+def test_qwen3_says_its_own_head_size() -> None:
+    qwen3 = read(architectures=["Qwen3ForCausalLM"])
+    assert qwen3.head_dim == 128 and qwen3.qk_norm and not qwen3.qkv_bias
+
+
+def test_an_unknown_architecture_is_named_beside_the_known_ones() -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        read(architectures=["GPT2LMHeadModel"])
+    assert "GPT2LMHeadModel" in str(error.value)
+    for name in SUPPORTED_ARCHITECTURES:
+        assert name in str(error.value)
+    assert set(MODELS) == set(SUPPORTED_ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "rope_parameters"),
+        ({"hidden_act": "relu2"}, "relu2"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    ],
+)
+def test_what_is_not_supported_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        read(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": []}, "architectures"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"hidden_size": "576"}, "hidden_size"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"hidden_size": 577}, "hidden_size 577"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads"),
+        ({"head_dim": 63}, "head_dim"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor"),
+        ({"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}}, "high_freq_factor"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ],
+)
+def test_a_wrong_value_is_an_error_naming_its_key(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(CorruptFileError, match=said):
+        read(**changes)
+
+
+def test_many_end_tokens() -> None:
+    assert read(eos_token_id=[128001, 128008]).eos_token_ids == (128001, 128008)
+    assert read(eos_token_id=None).eos_token_ids == ()
