@@ -8,6 +8,7 @@ code 2, Ctrl-C is 130, SIGTERM 143.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -42,6 +43,9 @@ SWITCH_INTERVAL_S = 1e-4
 
 def entry() -> NoReturn:
     """What the console script and `python -m termgen` call."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a model writes what the locale may not have
+            stream.reconfigure(errors="replace")
     try:
         code = main()
     except SystemExit as stop:

@@ -121,7 +121,12 @@ def read_input(args: argparse.Namespace) -> Input:
     if text is None or text == "-":
         if text is None and sys.stdin.isatty():
             raise ConfigError("no prompt: give one as an argument, pipe it in, or use --messages")
-        text = sys.stdin.read()
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError:
+            raise ConfigError("standard input is not UTF-8 text") from None
+    if any("\ud800" <= c <= "\udfff" for c in text):  # undecodable bytes of an argument
+        raise ConfigError("the prompt is not UTF-8 text")
     if not text.strip():
         raise ConfigError("the prompt is empty")
     return Input(text=text, system=args.system, raw=args.raw)

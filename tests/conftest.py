@@ -41,6 +41,18 @@ Grüße aus München; voilà, ça marche; привет, мир; 你好，世界;
 """
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` need a CUDA device; without one they are skipped, and say so."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct as Q4_1 GGUF, fetched once into the user's cache."""

@@ -197,6 +197,28 @@ def test_every_sampling_field_has_a_flag() -> None:
     assert described == {f.name for f in fields(SamplingParams)}
 
 
+def test_a_prompt_that_is_not_text() -> None:
+    for argv, given in ((["generate"], b"\xff\xfe\x00"), ([b"generate", b"\xff\xfe"], b"")):
+        shown = subprocess.run(
+            [sys.executable, "-m", "termgen", *argv],
+            input=given,
+            capture_output=True,
+            env=os.environ | {"PYTHONUTF8": "1", "LC_ALL": "C.UTF-8"},
+        )
+        assert shown.returncode == 2
+        assert shown.stderr.endswith(b"is not UTF-8 text\n") and shown.stderr.count(b"\n") == 1
+
+
+def test_text_the_locale_cannot_show_is_replaced() -> None:
+    script = "from termgen import cli\ncli.main = lambda: print('\\u00e9\\u6f22')\ncli.entry()"
+    shown = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+    )
+    assert (shown.stdout, shown.stderr) == ("\u00e9?\n".encode("latin-1"), b"")
+
+
 # -- generate, over a tiny random model ----------------------------------------------------
 
 

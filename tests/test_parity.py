@@ -1,4 +1,4 @@
-"""The engine's tokens against transformers', whatever the batching, chunking, caching or preemption.
+"""The engine against transformers, whatever the batching, chunking, caching or preemption.
 
 Greedy decoding in float32. The reference is transformers' own modelling code, one request at a
 time, on the CPU; the engine runs on the CPU, and on a GPU where there is one.
@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from termgen.config import EngineConfig
 from termgen.engine.engine import SyncEngine
-from termgen.engine.loader import load_model_config, open_checkpoint
 from termgen.engine.request import GenerationRequest
 from termgen.engine.sampling_params import SamplingParams
 
@@ -83,34 +82,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
 
 
 # -- the real model ------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def smollm2_reference(smollm2_gguf: Path) -> PreTrainedModel:
-    """transformers' Llama with this file's weights (their reading is tested on its own)."""
-    config = load_model_config(smollm2_gguf)
-    hf_config = AutoConfig.for_model(
-        "llama",
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-        tie_word_embeddings=config.tie_word_embeddings,
-    )
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
-    checkpoint = open_checkpoint(smollm2_gguf)
-    weights = {name: checkpoint.tensor(name).float() for name in checkpoint.names()}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert set(missing) <= {"lm_head.weight"} and not unexpected
-    model.tie_weights()
-    checkpoint.close()
-    return model.eval()
 
 
 @pytest.fixture(scope="module")

@@ -255,7 +255,8 @@ class ChatStream:
         if self._options.return_token_ids:
             choice.token_ids.extend(delta.token_ids)
             self._prompt_token_ids = delta.prompt_token_ids or self._prompt_token_ids
-        if not delta.text and delta.finish_reason is None:
+        wants_news = bool(delta.text) or self._options.return_token_ids
+        if not wants_news and delta.finish_reason is None:
             return []
         chunks = []
         if not choice.started:

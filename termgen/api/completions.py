@@ -169,10 +169,9 @@ class CompletionStream:
         text = delta.text
         if not choice.started:
             echo = self._echoes[index // self._request.n]
-            if not text and not echo and delta.finish_reason is None:
-                return []
-            choice.started, text = True, echo + text
-        elif not text and delta.finish_reason is None:
+            choice.started, text = bool(text or echo), echo + text
+        wants_news = bool(text) or self._options.return_token_ids
+        if not wants_news and delta.finish_reason is None:
             return []
         return [self._chunk(index, text, delta)]
 

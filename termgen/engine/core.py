@@ -79,6 +79,7 @@ class EngineCore:
         self._seeds = random.Random(seed)
         self._on_delivery = on_delivery
         self._inbox: deque[_Submit | _Abort | _Call] = deque()
+        self._calls: deque[_Call] = deque()
         self._wake = threading.Event()
         self._in_flight: deque[_InFlight] = deque()
         self._finished: list[FinishedRow] = []
@@ -126,6 +127,7 @@ class EngineCore:
     def step(self) -> bool:
         """One turn: fill the pipeline, land its oldest step. False when there was nothing to do."""
         self._read_inbox()
+        self._run_calls()
         while len(self._in_flight) < self._depth and self._launch():
             pass
         if self._in_flight:
@@ -200,11 +202,17 @@ class EngineCore:
                     finished = self.scheduler.finish(request_id, FinishReason.ABORT)
                     if finished is not None:
                         self._finished.append(finished)
-                case _Call(function, future):
-                    try:
-                        future.set_result(function())
-                    except Exception as error:  # goes to whoever waits on the future
-                        future.set_exception(error)
+                case _Call() as call:
+                    self._calls.append(call)
+
+    def _run_calls(self) -> None:
+        """Only between two steps, when every landed step has been applied."""
+        while self._calls:
+            call = self._calls.popleft()
+            try:
+                call.future.set_result(call.function())
+            except Exception as error:  # goes to whoever waits on the future
+                call.future.set_exception(error)
 
     def _admit(self, submitted: GenerationRequest, arrival_ns: int) -> None:
         params = submitted.params

@@ -61,6 +61,9 @@ also expect a beginning-of-sequence token unless the file says otherwise."""
 
 NFC_NORMALISED = frozenset({"qwen2", "deepseek-r1-qwen"})
 
+MAX_MERGED_CHARS = 256
+"""Longer tokens are not searched for merges: the work grows with the square of the length."""
+
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 """Tokens that end an answer where the chat template writes them. Some files name only the token
 that ends a document as end-of-sequence, and their models would talk on for ever."""
@@ -206,6 +209,8 @@ class _Builder:
         usable = {t for t, i in vocab.items() if self._types[i] in (NORMAL, USER_DEFINED)}
         found: list[tuple[float, int, int, str, str]] = []
         for token in usable:
+            if len(token) > MAX_MERGED_CHARS:
+                continue
             score = scores[vocab[token]]
             for cut in range(1, len(token)):
                 left, right = token[:cut], token[cut:]

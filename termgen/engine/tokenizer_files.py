@@ -96,7 +96,7 @@ def _convert(path: Path) -> Backend:
         tokenizer = AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
         )
-    except (ImportError, OSError, TypeError, ValueError) as error:
+    except (ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"the tokenizer in {path} cannot be converted: {_line(error)}"
         ) from error

@@ -135,13 +135,20 @@ def test_a_stream_echoes_once_per_choice() -> None:
 
 
 def test_held_back_tokens_wait_for_their_text() -> None:
-    request = parse("hi", stream=True, logprobs=1, return_token_ids=True)
-    stream = CompletionStream(request, [""])
+    stream = CompletionStream(parse("hi", stream=True, logprobs=1), [""])
     held = answer("", finish_reason=None, logprobs=(logprob("a"),), token_ids=(8,))
     assert stream.feed(0, held) == []
     (chunk,) = stream.feed(0, answer("ab", logprobs=(logprob("b"),), token_ids=(9,)))
     assert chunk["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
-    assert chunk["choices"][0]["token_ids"] == [8, 9]
+    assert "token_ids" not in chunk["choices"][0]
+
+
+def test_who_wants_token_ids_gets_each_at_once() -> None:
+    stream = CompletionStream(parse("hi", stream=True, return_token_ids=True), [""])
+    (chunk,) = stream.feed(0, answer("", finish_reason=None, token_ids=(8,)))
+    assert (chunk["choices"][0]["text"], chunk["choices"][0]["token_ids"]) == ("", [8])
+    (chunk,) = stream.feed(0, answer("ab", token_ids=(9,)))
+    assert (chunk["choices"][0]["text"], chunk["choices"][0]["token_ids"]) == ("ab", [9])
 
 
 def test_logprobs_in_parallel_lists() -> None:

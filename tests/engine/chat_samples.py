@@ -1,9 +1,11 @@
-"""Chat templates in the style of well-known model families, and a tokenizer that knows their tokens.
+"""Chat templates in the style of well-known families, and a tokenizer that knows their tokens.
 
 Written for these tests; they use the Jinja features the real ones use.
 """
 
 from __future__ import annotations
+
+import functools
 
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -70,7 +72,9 @@ QWEN = """\
 {%- set ns = namespace(last_query=messages | length - 1, searching=true) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages | length - 1) - loop.index0 %}
-    {%- if ns.searching and message.role == 'user' and not (message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+    {%- set is_tool_result = message.content.startswith('<tool_response>')
+        and message.content.endswith('</tool_response>') %}
+    {%- if ns.searching and message.role == 'user' and not is_tool_result %}
         {%- set ns.searching = false %}
         {%- set ns.last_query = index %}
     {%- endif %}
@@ -87,7 +91,8 @@ QWEN = """\
         {%- if message.reasoning_content is string %}
             {%- set reasoning = message.reasoning_content %}
         {%- elif '</think>' in content %}
-            {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\\n') %}
+            {%- set reasoning = reasoning.split('<think>')[-1].lstrip('\\n') %}
             {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}
         {{- '<|im_start|>assistant\\n' }}
@@ -101,7 +106,8 @@ QWEN = """\
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content }}
+        {{- '\\n</tool_response><|im_end|>\\n' }}
     {%- else %}
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
     {%- endif %}
@@ -143,9 +149,17 @@ MISTRAL = """\
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN, "mistral": MISTRAL}
 
 SPECIAL = (
-    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
-    "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]",
-)  # fmt: skip
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "[INST]",
+    "[/INST]",
+)
 NOT_SPECIAL = (
     "<think>",
     "</think>",
@@ -177,6 +191,7 @@ def make_backend() -> Backend:
     return backend
 
 
+@functools.cache
 def make_tokenizer(
     template: str, *, bos: str = "<|begin_of_text|>", eos: str = "</s>"
 ) -> Tokenizer:

@@ -14,8 +14,6 @@ import torch
 
 from termgen.engine.layers.weight_slot import WeightSlot
 
-_SEED_MASK = 2**63 - 1
-
 
 class DummyTarget(Protocol):
     @property
@@ -29,7 +27,8 @@ def load_dummy(model: DummyTarget, seed: int) -> None:
     generator = torch.Generator(device=model.device)
     with torch.no_grad():
         for slot in model.weight_slots():
-            generator.manual_seed((seed << 32 ^ zlib.crc32(slot.name.encode())) & _SEED_MASK)
+            # A 32-bit seed: of a longer one the CPU's generator uses the low half alone.
+            generator.manual_seed(zlib.crc32(f"{seed} {slot.name}".encode()))
             slot.load(_random_tensor(slot, generator))
 
 

@@ -26,6 +26,13 @@ class StepTensors:
         return (self.sampled, self.takes, *(self.logprobs or ()))
 
 
+def make_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for copies to the host; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class AsyncOutput:
     """A step's results on their way to the host.
 
@@ -51,7 +58,7 @@ class AsyncOutput:
         with torch.cuda.stream(copy_stream):
             copy_stream.wait_stream(compute)
             self._host = tuple(t.to("cpu", non_blocking=True) for t in tensors.all())
-            self._event = torch.cuda.Event(blocking=True)
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(copy_stream)
 
     def result(self) -> StepResult:

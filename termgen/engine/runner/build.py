@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +47,9 @@ def build_runner(
         model, model_bytes = _load_model(
             config, path, model_config, attention, dtype, device, on_progress
         )
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
         raise ModelError(
             f"the model's weights do not fit on {device} in {str(dtype).removeprefix('torch.')}; "
             "free memory, or choose a smaller model or dtype"
@@ -80,26 +83,33 @@ def _load_model(
     on_progress: Progress,
 ) -> tuple[CausalDecoder, int]:
     """The model, ready to run, and the bytes of its weights."""
-    model = build_model(
-        model_config,
-        dtype=dtype,
-        device=device,
-        quantization=config.quantization,
-        attention=attention,
-    )
-    if config.load_format == "dummy":
-        load_dummy(model, config.seed)
-    else:
-        checkpoint = open_checkpoint(path)
-        try:
+    with ExitStack() as stack:
+        checkpoint = None
+        if config.load_format != "dummy":
+            # Opened first: it refuses a config.json whose sizes are not those of the tensors,
+            # before anything of those sizes is allocated.
+            checkpoint = stack.enter_context(closing(open_checkpoint(path)))
+        model = build_model(
+            model_config,
+            dtype=dtype,
+            device=device,
+            quantization=config.quantization,
+            attention=attention,
+        )
+        if checkpoint is None:
+            load_dummy(model, config.seed)
+        else:
             load_weights(
                 model, checkpoint, progress=lambda done: on_progress("loading weights", done)
             )
-        finally:
-            checkpoint.close()
     model_bytes = sum(p.nbytes for p in model.parameters())
     model.finalize()
     return model, model_bytes
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    # The CPU's allocator raises a plain RuntimeError.
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _size_and_warm_up(

@@ -15,7 +15,7 @@ import torch
 from termgen.engine.attention.base import AttentionBackend, AttentionMetadata, ForwardContext
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
-from termgen.engine.runner.async_output import AsyncOutput, StepTensors
+from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.runner.request_state import RequestState
 from termgen.engine.sampling.metadata import SamplingMetadata
@@ -63,7 +63,7 @@ class ModelRunner:
             block_size=block_size,
             device=device,
         )
-        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy_stream = make_copy_stream(device)
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Shape of one layer's KV cache."""
@@ -142,11 +142,10 @@ class ModelRunner:
         ids = self.buffers.input_ids[:size].zero_()
         positions = self.buffers.arange[:size]
         blocks = -(-size // self.block_size)
-        kwargs = {"device": self.device, "dtype": torch.int32}
         metadata = AttentionMetadata(
-            query_start_loc=torch.tensor([0, size], **kwargs),
-            seq_lens=torch.tensor([size], **kwargs),
-            block_table=torch.zeros((1, blocks), **kwargs),
+            query_start_loc=torch.tensor([0, size], dtype=torch.int32, device=self.device),
+            seq_lens=torch.tensor([size], dtype=torch.int32, device=self.device),
+            block_table=torch.zeros((1, blocks), dtype=torch.int32, device=self.device),
             slot_mapping=positions % self.block_size,
             num_rows=1,
             num_tokens=size,

@@ -71,7 +71,7 @@ class RequestState:
             where = (self.upload(plan.block_slots).long(), self.upload(plan.block_positions).long())
             self.block_table.index_put_(where, self.upload(plan.block_ids))
 
-    def upload(self, values: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def upload(self, values: np.ndarray) -> torch.Tensor:
         """Host array to device without waiting."""
         tensor = torch.from_numpy(values)
         if self.device.type == "cpu":

@@ -143,6 +143,8 @@ class Transcript(ScrollView, can_focus=True):
             ),
             0,
         )
+        if same == len(old) == len(fresh):
+            return
         first = start + same
         self._rows[first:] = fresh[same:]
         self._strips[first:] = [None] * (len(fresh) - same)

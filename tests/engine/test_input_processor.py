@@ -1,0 +1,255 @@
+"""Every request is completed and judged here, before the engine sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_samples import CHATML, make_tokenizer
+
+from termgen.client import ChatPrompt
+from termgen.engine.input_processor import InputProcessor
+from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.tokenizer import Tokenizer, load_tokenizer
+from termgen.errors import ContextLengthError, RequestError
+
+TOKENIZER = make_tokenizer(CHATML)
+MAX_LEN = 200
+
+
+@pytest.fixture
+def processor() -> InputProcessor:
+    return InputProcessor(TOKENIZER, MAX_LEN, TOKENIZER.vocab_size)
+
+
+@pytest.fixture
+def bare() -> InputProcessor:
+    return InputProcessor(None, MAX_LEN, vocab_size=50)
+
+
+def user(text: str) -> ChatPrompt:
+    return ChatPrompt([{"role": "user", "content": text}])
+
+
+class TestPrompts:
+    def test_text(self, processor: InputProcessor) -> None:
+        request = processor.process("he said", SamplingParams())
+        assert list(request.prompt_token_ids) == TOKENIZER.encode("he said")
+
+    def test_token_ids(self, processor: InputProcessor) -> None:
+        assert processor.process([1, 2, 3], SamplingParams()).prompt_token_ids == (1, 2, 3)
+        assert processor.process((4,), SamplingParams()).prompt_token_ids == (4,)
+
+    def test_chat(self, processor: InputProcessor) -> None:
+        request = processor.process(user("hi <|im_end|>"), SamplingParams())
+        expected = TOKENIZER.apply_chat_template([{"role": "user", "content": "hi <|im_end|>"}])
+        assert list(request.prompt_token_ids) == expected
+
+    def test_chat_options_reach_the_template(self) -> None:
+        tokenizer = make_tokenizer(
+            "{{ mood }}:{{ messages[0].content }}:{{ add_generation_prompt }}"
+        )
+        processor = InputProcessor(tokenizer, MAX_LEN, tokenizer.vocab_size)
+        prompt = ChatPrompt(
+            [{"role": "user", "content": "x"}],
+            add_generation_prompt=False,
+            template_kwargs={"mood": "calm"},
+        )
+        assert tokenizer.decode(processor.tokenize(prompt)) == "calm:x:False"
+
+    def test_continuing_a_message(self, processor: InputProcessor) -> None:
+        prompt = ChatPrompt(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "so far"}],
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
+        assert TOKENIZER.decode(processor.tokenize(prompt)).endswith("so far")
+
+    def test_tokenize_is_what_process_submits(self, processor: InputProcessor) -> None:
+        for prompt in ("he", [1, 2], user("he")):
+            ids = processor.process(prompt, SamplingParams()).prompt_token_ids
+            assert processor.tokenize(prompt) == list(ids)
+
+    @pytest.mark.parametrize(
+        ("prompt", "words", "param"),
+        [
+            ("", "empty", "prompt"),
+            ([], "empty", "prompt"),
+            ([1, -1], "-1 is outside the vocabulary", "prompt"),
+            ([1, 10**6], "1000000 is outside the vocabulary", "prompt"),
+            ([1, True], "integers", "prompt"),
+            ([1, "2"], "integers", "prompt"),
+            ([1, 2.0], "integers", "prompt"),
+            (5, "not int", "prompt"),
+            ("half \ud800", "surrogate", "prompt"),
+            (ChatPrompt([]), "empty", "messages"),
+            (ChatPrompt([{"role": "cat", "content": "x"}]), "role", "messages"),
+            (ChatPrompt([{"role": "user", "content": [{"type": "audio"}]}]), "audio", "messages"),
+            (
+                ChatPrompt([{"role": "user", "content": "x"}], True, True),
+                "both",
+                "continue_final_message",
+            ),
+            (user("half \ud800"), "surrogate", "messages"),
+            (
+                ChatPrompt([{"role": "user", "content": "x"}], template_kwargs={"messages": []}),
+                "messages cannot",
+                "chat_template_kwargs",
+            ),
+            (
+                ChatPrompt(
+                    [{"role": "user", "content": "x"}],
+                    template_kwargs={"add_generation_prompt": True},
+                ),
+                "add_generation_prompt",
+                "chat_template_kwargs",
+            ),
+        ],
+    )
+    def test_bad_prompts(
+        self, processor: InputProcessor, prompt: Any, words: str, param: str
+    ) -> None:
+        with pytest.raises(RequestError, match=words) as raised:
+            processor.process(prompt, SamplingParams())
+        assert (raised.value.param, raised.value.status) == (param, 400)
+
+    def test_tokens_the_model_has_no_row_for(self) -> None:
+        processor = InputProcessor(TOKENIZER, MAX_LEN, vocab_size=TOKENIZER.vocab_size - 1)
+        [last] = TOKENIZER.encode("</tool_response>")
+        assert last == TOKENIZER.vocab_size - 1
+        with pytest.raises(RequestError, match="outside the vocabulary"):
+            processor.process("</tool_response>", SamplingParams())
+
+
+class TestLengths:
+    def test_max_tokens_defaults_to_what_the_context_leaves(
+        self, processor: InputProcessor
+    ) -> None:
+        request = processor.process([1] * 30, SamplingParams())
+        assert request.params.max_tokens == MAX_LEN - 30
+        assert processor.process([1], SamplingParams(max_tokens=7)).params.max_tokens == 7
+
+    def test_last_token_that_fits(self, processor: InputProcessor) -> None:
+        request = processor.process([1] * (MAX_LEN - 1), SamplingParams())
+        assert request.params.max_tokens == 1
+        processor.process([1] * 150, SamplingParams(max_tokens=50))
+
+    def test_prompt_that_leaves_no_room(self, processor: InputProcessor) -> None:
+        with pytest.raises(ContextLengthError) as raised:
+            processor.process([1] * MAX_LEN, SamplingParams())
+        assert str(raised.value) == (
+            "This model's maximum context length is 200 tokens. However, you requested 200 tokens"
+            " in the prompt, which leaves no room for a completion. Please reduce the length of the"
+            " prompt. (context_length_exceeded)"
+        )
+        assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "prompt")
+
+    def test_prompt_and_completion_that_do_not_fit_together(
+        self, processor: InputProcessor
+    ) -> None:
+        with pytest.raises(ContextLengthError) as raised:
+            processor.process([1] * 150, SamplingParams(max_tokens=51))
+        assert str(raised.value) == (
+            "This model's maximum context length is 200 tokens. However, you requested 201 tokens"
+            " (150 in the prompt, 51 in the completion). Please reduce the length of the prompt or"
+            " completion. (context_length_exceeded)"
+        )
+
+    def test_chats_are_told_to_shorten_the_messages(self, processor: InputProcessor) -> None:
+        with pytest.raises(ContextLengthError, match="length of the messages") as raised:
+            processor.process(user("he " * 200), SamplingParams())
+        assert raised.value.param == "messages"
+
+    def test_min_tokens_is_checked_against_the_filled_in_maximum(
+        self, processor: InputProcessor
+    ) -> None:
+        params = SamplingParams(min_tokens=60)
+        assert processor.process([1] * 140, params).params.min_tokens == 60
+        with pytest.raises(RequestError) as raised:
+            processor.process([1] * 141, params)
+        assert raised.value.param == "min_tokens"
+        assert not isinstance(raised.value, ContextLengthError)
+
+    @pytest.mark.parametrize(
+        "prompt",
+        [
+            "a" * 50_000_000,
+            user("a" * 50_000_000),
+            ChatPrompt([{"role": "user", "content": [{"type": "text", "text": "a" * 50_000_000}]}]),
+        ],
+        ids=["text", "chat", "parts"],
+    )
+    def test_hopeless_prompts_are_not_even_tokenised(
+        self, prompt: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise AssertionError("tokenised")
+
+        monkeypatch.setattr(Tokenizer, "encode", refuse)
+        monkeypatch.setattr(Tokenizer, "apply_chat_template", refuse)
+        with pytest.raises(ContextLengthError, match="at least"):
+            InputProcessor(TOKENIZER, MAX_LEN, TOKENIZER.vocab_size).process(
+                prompt, SamplingParams()
+            )
+
+    def test_long_tokens_are_no_reason_to_refuse(self, smollm2_gguf: Path) -> None:
+        tokenizer = load_tokenizer(smollm2_gguf)
+        text = "-" * 64 * 150  # one token for every 64 characters
+        processor = InputProcessor(tokenizer, 200, tokenizer.vocab_size)
+        assert len(processor.process(text, SamplingParams()).prompt_token_ids) < 200
+
+
+class TestWithoutTokenizer:
+    def test_token_ids_pass(self, bare: InputProcessor) -> None:
+        assert bare.process([49], SamplingParams()).prompt_token_ids == (49,)
+
+    @pytest.mark.parametrize("prompt", ["text", user("text")])
+    def test_text_does_not(self, bare: InputProcessor, prompt: Any) -> None:
+        with pytest.raises(RequestError, match="without a tokenizer"):
+            bare.process(prompt, SamplingParams())
+
+    def test_stop_strings_need_one(self, bare: InputProcessor) -> None:
+        with pytest.raises(RequestError, match="stop_token_ids") as raised:
+            bare.process([1], SamplingParams(stop=("x",)))
+        assert raised.value.param == "stop"
+        bare.process([1], SamplingParams(stop_token_ids=(3,)))
+
+
+class TestEnvelope:
+    def test_given_values_are_kept(self, processor: InputProcessor) -> None:
+        request = processor.process(
+            [1], SamplingParams(), request_id="mine", priority=-3, cache_salt="team-A_1"
+        )
+        assert (request.request_id, request.priority, request.cache_salt) == (
+            "mine",
+            -3,
+            "team-A_1",
+        )
+
+    def test_ids_are_made_where_none_is_given(self, processor: InputProcessor) -> None:
+        ids = {processor.process([1], SamplingParams()).request_id for _ in range(50)}
+        assert len(ids) == 50
+
+    @pytest.mark.parametrize(
+        ("options", "param"),
+        [
+            ({"request_id": ""}, "request_id"),
+            ({"request_id": "x" * 1000}, "request_id"),
+            ({"priority": True}, "priority"),
+            ({"priority": 1.5}, "priority"),
+            ({"priority": 2**40}, "priority"),
+            ({"cache_salt": ""}, "cache_salt"),
+            ({"cache_salt": "x" * 129}, "cache_salt"),
+            ({"cache_salt": "white space"}, "cache_salt"),
+            ({"cache_salt": "salt\n"}, "cache_salt"),
+        ],
+    )
+    def test_faults(self, processor: InputProcessor, options: dict[str, Any], param: str) -> None:
+        with pytest.raises(RequestError) as raised:
+            processor.process([1], SamplingParams(), **options)
+        assert raised.value.param == param
+
+    def test_stop_token_ids_must_be_in_the_vocabulary(self, processor: InputProcessor) -> None:
+        with pytest.raises(RequestError, match="outside the vocabulary"):
+            processor.process([1], SamplingParams(stop_token_ids=(10**6,)))

@@ -1,0 +1,194 @@
+"""The whole way, over a socket, with a real engine on a tiny random model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_harness import chat_text, completion_text, read_events, serving
+
+from termgen.config import EngineConfig
+from termgen.engine.engine import AsyncEngine
+
+WORDS = "the model reads a prompt and 👋 writes Grüße über 你好 to everyone while it waits".split()
+
+
+@asynccontextmanager
+async def serving_tiny(
+    folder: Path, **config: Any
+) -> AsyncGenerator[tuple[httpx.AsyncClient, AsyncEngine], None]:
+    settings = {"model": str(folder), "device": "cpu", "max_model_len": 256, **config}
+    engine = await AsyncEngine.start(EngineConfig(**settings))
+    try:
+        async with serving(engine, served_model_name=("tiny",)) as server:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                yield client, engine
+    finally:
+        await engine.shutdown()
+
+
+async def settled(engine: AsyncEngine) -> Any:
+    """A snapshot once nothing runs."""
+    async with asyncio.timeout(20):
+        while True:
+            snapshot = await engine.snapshot()
+            if snapshot.num_running == snapshot.num_waiting == 0:
+                return snapshot
+            await asyncio.sleep(0.01)
+
+
+def random_body(rng: random.Random) -> dict[str, Any]:
+    content = " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 12)))
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": rng.randint(1, 24),
+        "seed": rng.randrange(10**6),
+        "temperature": rng.choice((0, 0.7, 1.5)),
+        "ignore_eos": rng.random() < 0.5,
+        "logprobs": True,
+        "top_logprobs": rng.randint(0, 3),
+        "n": rng.choice((1, 1, 2)),
+    }
+    if rng.random() < 0.5:
+        body["stop"] = rng.sample(["e", "th", "ü", "ing", "\n", "好", " a"], k=2)
+    return body
+
+
+async def ask_both_ways(
+    client: httpx.AsyncClient, body: dict[str, Any]
+) -> tuple[dict[str, Any], list[Any]]:
+    whole = await client.post("/v1/chat/completions", json=body)
+    assert whole.status_code == 200, whole.text
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = await client.post("/v1/chat/completions", json={**body, **options})
+    return whole.json(), read_events(streamed.content)
+
+
+async def test_streamed_answers_equal_whole_ones(tiny_llama_dir: Path) -> None:
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    async with serving_tiny(tiny_llama_dir) as (client, engine):
+        bodies = [random_body(rng) for _ in range(16)]
+        answers = await asyncio.gather(*(ask_both_ways(client, body) for body in bodies))
+        for body, (whole, events) in zip(bodies, answers, strict=True):
+            for choice in whole["choices"]:
+                parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+                text = "".join(p["delta"].get("content", "") for p in parts)
+                assert text == choice["message"]["content"], body
+                assert parts[-1]["finish_reason"] == choice["finish_reason"], body
+                assert parts[-1]["stop_reason"] == choice["stop_reason"], body
+                tokens = [
+                    t["token"] for p in parts if p["logprobs"] for t in p["logprobs"]["content"]
+                ]
+                assert tokens == [t["token"] for t in choice["logprobs"]["content"]], body
+            usage, streamed = whole["usage"], events[-1]["usage"]
+            for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+                assert usage[key] == streamed[key], body
+        snapshot = await settled(engine)
+        assert snapshot.num_used_blocks == 0
+
+
+async def test_text_and_token_ids_ask_for_the_same(tiny_llama_dir: Path) -> None:
+    async with serving_tiny(tiny_llama_dir) as (client, engine):
+        prompt = "What the user sees is text"
+        ids = await engine.tokenize(prompt)
+        common = {"max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        as_text = await client.post("/v1/completions", json={"prompt": prompt, **common})
+        as_ids = await client.post("/v1/completions", json={"prompt": [ids, ids], **common})
+        first = as_text.json()["choices"][0]
+        assert first["prompt_token_ids"] == ids
+        assert len(first["token_ids"]) == as_text.json()["usage"]["completion_tokens"]
+        for choice in as_ids.json()["choices"]:
+            assert choice["text"] == first["text"]
+            assert choice["token_ids"] == first["token_ids"]
+        echoed = await client.post(
+            "/v1/completions", json={"prompt": ids[1:], "echo": True, "max_tokens": 0}
+        )
+        assert echoed.json()["choices"][0]["text"] == prompt
+        streamed = await client.post(
+            "/v1/completions", json={"prompt": prompt, "stream": True, **common}
+        )
+        assert completion_text(read_events(streamed.content)) == first["text"]
+
+
+async def test_a_repeated_prompt_comes_from_the_cache(tiny_llama_dir: Path) -> None:
+    async with serving_tiny(tiny_llama_dir) as (client, _):
+        body = {"prompt": list(range(10, 90)), "max_tokens": 4, "temperature": 0}
+        first = (await client.post("/v1/completions", json=body)).json()
+        again = (await client.post("/v1/completions", json=body)).json()
+        salted = (await client.post("/v1/completions", json={**body, "cache_salt": "s"})).json()
+        cached = [
+            a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in (first, again, salted)
+        ]
+        assert cached[0] == 0 and cached[1] >= 64 and cached[2] == 0
+        assert first["choices"][0]["text"] == again["choices"][0]["text"]
+        metrics = (await client.get("/metrics")).text
+        assert 'termgen_prefix_cache_hits_total{model="tiny"} 0.0' not in metrics
+        assert 'termgen_request_success_total{finished_reason="length",model="tiny"} 3.0' in metrics
+        assert 'termgen_engine_step_seconds_count{model="tiny",phase="device"} 0.0' not in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_leaving_frees_the_blocks(tiny_llama_dir: Path, stream: bool) -> None:
+    """In the queue (only two seats), in prefill or in decode: wherever each request is."""
+    async with serving_tiny(tiny_llama_dir, max_num_seqs=2) as (client, engine):
+        body = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True, "stream": stream}
+
+        async def ask_and_leave(delay_s: float) -> None:
+            asking = asyncio.create_task(client.post("/v1/completions", json=body))
+            await asyncio.sleep(delay_s)
+            asking.cancel()
+            await asyncio.wait((asking,))
+
+        await asyncio.gather(*(ask_and_leave(0.01 * i) for i in range(1, 8)))
+        snapshot = await settled(engine)
+        assert snapshot.num_used_blocks == 0
+        good = await client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 3})
+        assert good.status_code == 200
+
+
+async def test_faults_found_behind_the_server(tiny_llama_dir: Path) -> None:
+    async with serving_tiny(tiny_llama_dir) as (client, engine):
+        user = {"role": "user", "content": "x"}
+        for path, body, code in (
+            ("completions", {"prompt": "x", "max_tokens": 300}, "context_length_exceeded"),
+            ("completions", {"prompt": [5] * 300}, "context_length_exceeded"),
+            ("completions", {"prompt": [5000]}, "invalid_value"),
+            ("completions", {"prompt": "x", "stop_token_ids": [5000]}, "invalid_value"),
+            ("chat/completions", {"messages": [user], "min_tokens": 255}, "invalid_value"),
+        ):
+            for stream in (False, True):
+                response = await client.post(f"/v1/{path}", json={**body, "stream": stream})
+                assert response.status_code == 400, response.text
+                assert response.json()["error"]["code"] == code
+        assert (await engine.snapshot()).num_used_blocks == 0
+
+
+async def test_a_long_conversation_in_one_connection(tiny_llama_dir: Path) -> None:
+    async with serving_tiny(tiny_llama_dir) as (client, _):
+        messages: list[dict[str, str]] = []
+        for turn in range(4):
+            messages.append({"role": "user", "content": f"Question {turn}?"})
+            body = {"messages": messages, "max_tokens": 8, "stream": True, "seed": turn}
+            response = await client.post("/v1/chat/completions", json=body)
+            messages.append(
+                {"role": "assistant", "content": chat_text(read_events(response.content))}
+            )
+        assert len(messages) == 8
+
+
+async def test_health_and_models_of_a_real_engine(tiny_llama_dir: Path) -> None:
+    async with serving_tiny(tiny_llama_dir) as (client, engine):
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        (model,) = (await client.get("/v1/models")).json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("tiny", 256)
+        assert Path(model["root"]).is_dir()
+        await engine.shutdown()
+        assert (await client.get("/health")).status_code == 503

@@ -1,0 +1,147 @@
+"""The chat as data: prompts, figures, history, commands."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import pytest
+from fake_engine import make_model_info
+
+from termgen.client import RequestTimings, TokenDelta
+from termgen.config import UIConfig
+from termgen.engine.request import FinishReason
+from termgen.tui import commands
+from termgen.tui.conversation import (
+    AnswerState,
+    AnswerStats,
+    Conversation,
+    PromptHistory,
+    Turn,
+    sampling_params,
+)
+from termgen.tui.render.chat import ChatStatus, answer_footer, empty_rows, status_row
+from termgen.tui.spans import row_text, row_width
+
+
+def delta(output: int, *, finish: FinishReason | None = None, ttft_ms: int = 0) -> TokenDelta:
+    timings = RequestTimings(1, 2, 1 + ttft_ms * 1_000_000, 3) if ttft_ms else None
+    return TokenDelta(
+        request_id="r",
+        index=0,
+        text="x",
+        token_ids=(1,),
+        logprobs=None,
+        finish_reason=finish,
+        stop_reason=None,
+        num_prompt_tokens=40,
+        num_cached_tokens=16,
+        num_output_tokens=output,
+        timings=timings,
+    )
+
+
+def stats_after(count: int, *, every_s: float = 0.05) -> AnswerStats:
+    stats = AnswerStats(sent_s=10.0)
+    for i in range(count):
+        stats.update(delta(i + 1), 10.5 + i * every_s)
+    return stats
+
+
+def test_prompt_holds_everything_said() -> None:
+    talk = Conversation(system_prompt="be brief")
+    first = talk.ask("one?", now_s=0)
+    first.answer = "1"
+    talk.ask("two?", now_s=1)
+    assert [(m["role"], m["content"]) for m in talk.prompt().messages] == [
+        ("system", "be brief"),
+        ("user", "one?"),
+        ("assistant", "1"),
+        ("user", "two?"),
+    ]
+    assert talk.last_answer == "1"
+    talk.withdraw(talk.turns[-1])
+    assert len(talk.turns) == 1
+    talk.clear()
+    assert talk.last_answer is None and talk.context_tokens == 0
+    assert talk.system_prompt == "be brief"
+
+
+def test_stats_measure_the_answer() -> None:
+    stats = stats_after(11)
+    assert stats.ttft_s == pytest.approx(0.5)
+    assert stats.decode_rate == pytest.approx(20)
+    assert stats.live_rate(11.0) == pytest.approx(20)
+    assert stats.context_tokens == 51
+    stats.update(delta(12, finish=FinishReason.STOP, ttft_ms=140), 11.1)
+    assert stats.ttft_s == pytest.approx(0.14)
+    assert stats.finish_reason is FinishReason.STOP
+
+
+def test_the_live_rate_follows_the_last_seconds() -> None:
+    stats = stats_after(100, every_s=0.01)
+    start = stats.ended_s
+    for i in range(30):
+        stats.update(delta(101 + i), start + 0.1 * (i + 1))
+    assert stats.live_rate(stats.ended_s) == pytest.approx(10, rel=0.1)
+    assert stats.decode_rate == pytest.approx(129 / 3.99, rel=0.02)
+
+
+def test_footer_tells_tokens_speed_and_cache() -> None:
+    turn = Turn("q", "a", AnswerState.DONE, stats_after(11))
+    assert row_text(answer_footer(turn, 90)) == (
+        "11 tok · 20.0 tok/s · TTFT 500 ms · 16 of 40 prompt tok cached"
+    )
+    assert row_text(answer_footer(turn, 30)) == "11 tok · 20.0 tok/s"
+    turn.state = AnswerState.STOPPED
+    assert row_text(answer_footer(turn, 90)).startswith("■ stopped · 11 tok")
+    turn.state, turn.stats.finish_reason = AnswerState.DONE, FinishReason.LENGTH
+    assert row_text(answer_footer(turn, 90)).startswith("■ length limit")
+    assert row_text(answer_footer(Turn("q"), 90)) == "0 tok"
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 100, 140])
+def test_status_line_fits_and_keeps_the_context(width: int) -> None:
+    status = ChatStatus(stats_after(11), True, 1800, 0.7, 11.0, behind=True)
+    shown = row_text(status_row(make_model_info(max_model_len=2048), status, width))
+    assert row_width(((shown, ""),)) == width
+    assert "ctx" in shown and "1.8k/2.0k" in shown
+    if width >= 100:
+        assert "20.0 tok/s" in shown and "TTFT 500 ms" in shown and "↓ more below" in shown
+
+
+def test_the_empty_chat_teaches() -> None:
+    shown = "\n".join(row_text(row) for row in empty_rows(make_model_info(), 76, 18))
+    for expected in ("fake/model-1", "is ready", "enter", "ctrl+j", "/system", "F2", "F1"):
+        assert expected in shown
+
+
+def test_sampling_prefers_the_user_then_the_model() -> None:
+    ours = sampling_params({}, UIConfig())
+    assert (ours.temperature, ours.top_p) == (0.7, 0.95)
+    model = MappingProxyType({"temperature": 0.2, "top_k": 40, "eos_token_id": 2, "top_p": None})
+    theirs = sampling_params(model, UIConfig())
+    assert (theirs.temperature, theirs.top_k, theirs.top_p) == (0.2, 40, 1.0)
+    chosen = sampling_params(model, UIConfig(temperature=0.0, top_p=0.5, max_tokens=9))
+    assert (chosen.temperature, chosen.top_p, chosen.max_tokens) == (0.0, 0.5, 9)
+
+
+def test_history_walks_back_and_keeps_the_draft() -> None:
+    history = PromptHistory(limit=3)
+    assert history.older("draft") is None
+    for text in ("a", "b", "b", "c", "d"):
+        history.add(text)
+    assert [history.older("draft") for _ in range(4)] == ["d", "c", "b", None]
+    assert [history.newer() for _ in range(4)] == ["c", "d", "draft", None]
+
+
+def test_commands_are_told_from_messages() -> None:
+    found = commands.parse("/system be brief ")
+    assert found is not None and (found[0].name, found[1]) == ("system", "be brief")
+    assert commands.parse("/etc/passwd is a file") is None
+    assert commands.parse("clear") is None
+    assert commands.parse("/clear\nmore") is None
+    assert commands.looks_like_command("/claer")
+    assert not commands.looks_like_command("/etc/passwd")
+    assert not commands.looks_like_command("a /b")
+    assert [c.name for c in commands.matching("/c")] == ["clear", "copy"]
+    assert commands.matching("/clear now") == []

@@ -1,0 +1,180 @@
+"""DashboardStore: events and snapshots in, view state out."""
+
+from __future__ import annotations
+
+import pytest
+from fake_engine import make_snapshot, make_step_record
+from tui_harness import (
+    MS,
+    NOW_NS,
+    SECOND,
+    busy_snapshot,
+    request_events,
+    request_view,
+    step,
+    steps,
+)
+
+from termgen.engine.events import RequestEvent, RequestEventKind
+from termgen.tui.store import (
+    BUCKET_NS,
+    HISTORY_BUCKETS,
+    STEP_HISTORY,
+    TRACKED_REQUESTS,
+    DashboardStore,
+    mode_letter,
+    mode_shares,
+    padding_share,
+    percentile,
+    step_ms,
+)
+
+
+def make_store() -> DashboardStore:
+    return DashboardStore(started_ns=NOW_NS - 65 * SECOND)
+
+
+def test_an_empty_store_has_a_view() -> None:
+    view = make_store().view(NOW_NS)
+    assert view.uptime_s == 65
+    assert view.is_idle
+    assert view.kv_usage == 0
+    assert view.step_p50_ms is None
+    assert view.prefix_hit_rate is None
+    assert view.requests == ()
+    assert len(view.decode_series) == HISTORY_BUCKETS
+
+
+def test_rates_are_those_of_the_last_full_second() -> None:
+    store = make_store()
+    ends = [NOW_NS - SECOND - BUCKET_NS // 2 + i * 100 * MS for i in range(10)]
+    store.apply(
+        step(i, end_ns=end, ms=10, num_sampled_tokens=3, num_prefill_tokens=50)
+        for i, end in enumerate(ends)
+    )
+    view = store.view(NOW_NS)
+    assert view.decode_rate == pytest.approx(30, abs=4)
+    assert view.prefill_rate == pytest.approx(500, abs=60)
+    assert store.view(NOW_NS + 3 * SECOND).decode_rate == 0
+
+
+def test_the_tokens_of_a_long_step_are_spread_over_its_time() -> None:
+    store = make_store()
+    end = (NOW_NS // BUCKET_NS) * BUCKET_NS - 1
+    store.apply([step(1, end_ns=end, ms=999, num_sampled_tokens=1, num_prefill_tokens=400)])
+    shown = store.view(NOW_NS).prefill_series[-5:]
+    assert [round(v) for v in shown] == [0, 400, 400, 400, 400]
+    assert store.view(NOW_NS).step_series[-1] == pytest.approx(999)
+
+
+def test_step_percentiles_forget_old_steps() -> None:
+    store = make_store()
+    store.apply([step(0, end_ns=NOW_NS - 60 * SECOND, ms=900)])
+    store.apply(step(i, end_ns=NOW_NS - i * 50 * MS, ms=10 + i) for i in range(1, 100))
+    view = store.view(NOW_NS)
+    assert view.step_p50_ms == pytest.approx(60)
+    assert view.step_p99_ms is not None and view.step_p99_ms < 110
+
+
+def test_counters_come_from_the_newer_of_step_and_snapshot() -> None:
+    store = make_store()
+    store.set_snapshot(busy_snapshot(NOW_NS))
+    store.apply([step(5, end_ns=NOW_NS - SECOND, num_running=9, num_used_blocks=1)])
+    assert store.view(NOW_NS).num_running == 4
+    store.apply([step(6, end_ns=NOW_NS + SECOND, num_running=7, num_used_blocks=300)])
+    view = store.view(NOW_NS + 2 * SECOND)
+    assert (view.num_running, view.num_used_blocks) == (7, 300)
+
+
+def test_kv_usage_and_hit_rate() -> None:
+    store = make_store()
+    store.set_snapshot(busy_snapshot())
+    view = store.view(NOW_NS)
+    assert view.num_blocks == 600
+    assert view.kv_usage == pytest.approx(215 / 600)
+    assert view.prefix_hit_rate == pytest.approx(0.634)
+    assert (view.max_num_seqs, view.max_num_batched_tokens) == (8, 256)
+
+
+def test_time_to_first_token_comes_from_request_events() -> None:
+    store = make_store()
+    store.apply(request_events())
+    view = store.view(NOW_NS)
+    assert view.ttft_p50_ms == pytest.approx(200)
+    assert view.ttft_p99_ms == pytest.approx(200, rel=0.05)
+
+
+def test_requests_live_then_finished() -> None:
+    store = make_store()
+    store.apply(request_events())
+    store.set_snapshot(busy_snapshot())
+    rows = store.view(NOW_NS).requests
+    assert [row.state for row in rows] == [
+        "decode",
+        "decode",
+        "decode",
+        "prefill",
+        "waiting",
+        "waiting",
+        "abort",
+        "length",
+        "stop",
+    ]
+    first = rows[0]
+    assert (first.prompt, first.cached, first.output, first.blocks) == (1800, 1024, 105, 119)
+    assert first.rate == pytest.approx(104 / 3.8)
+    assert rows[2].rate is None  # its first token was not seen
+    done = rows[-1]
+    assert done.finished and done.rate == pytest.approx(40)
+    assert done.age_s == pytest.approx(27.9)
+
+
+def test_a_request_that_finished_after_the_snapshot_is_not_shown_twice() -> None:
+    store = make_store()
+    store.set_snapshot(busy_snapshot())
+    event = RequestEvent(NOW_NS, "cmpl-77", RequestEventKind.FINISHED, 100, 4, 0, "stop")
+    store.apply([event])
+    ids = [row.request_id for row in store.view(NOW_NS).requests]
+    assert ids.count("cmpl-77") == 1
+    assert store.view(NOW_NS).requests[-1].state == "stop"
+
+
+def test_a_finished_request_keeps_its_preemptions() -> None:
+    store = make_store()
+    store.set_snapshot(
+        make_snapshot(requests=(request_view("r", "decode", num_preemptions=3),), num_running=1)
+    )
+    store.apply([RequestEvent(NOW_NS, "r", RequestEventKind.FINISHED, 9, 4, 0, "length")])
+    assert store.view(NOW_NS).requests[-1].preemptions == 3
+
+
+def test_ages_go_on_between_snapshots() -> None:
+    store = make_store()
+    store.set_snapshot(busy_snapshot(NOW_NS))
+    assert store.view(NOW_NS + SECOND).requests[0].age_s == pytest.approx(5.2)
+
+
+def test_memory_stays_bounded() -> None:
+    store = make_store()
+    kinds = RequestEventKind
+    for i in range(3 * TRACKED_REQUESTS):
+        store.apply([RequestEvent(NOW_NS + i, f"r{i}", kinds.QUEUED, 1, 0, 0)])
+        store.apply([step(i, end_ns=NOW_NS + i * BUCKET_NS)])
+    assert len(store._live) <= TRACKED_REQUESTS
+    assert len(store.view(NOW_NS).steps) == STEP_HISTORY
+    for series in (store._decode, store._prefill, store._step_ms):
+        assert len(series._values) <= 2 * HISTORY_BUCKETS + 1
+
+
+def test_helpers() -> None:
+    records = steps(90)
+    assert sum(mode_shares(records).values()) == pytest.approx(1)
+    assert set(mode_shares(records)) == {"F", "P", "N"}
+    assert mode_shares([]) == {}
+    assert 0 < padding_share(records) < 0.2
+    assert padding_share([]) == 0
+    assert mode_letter("PIECEWISE") == "P"
+    assert mode_letter("") == "N"
+    assert percentile([], 50) is None
+    assert percentile([1.0, 3.0], 50) == 2.0
+    assert step_ms(make_step_record(started_ns=5 * MS, ended_ns=9 * MS)) == 4
