@@ -61,9 +61,10 @@ def transformers_model(model: Path, threads: int) -> Generate:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
-    lm = AutoModelForCausalLM.from_pretrained(
+    lm: Any = AutoModelForCausalLM.from_pretrained(
         model.parent, gguf_file=model.name, dtype=torch.float32
-    ).eval()
+    )
+    lm.eval()
     lm.generation_config.eos_token_id = None
     lm.generation_config.pad_token_id = 0
 
@@ -76,7 +77,8 @@ def transformers_model(model: Path, threads: int) -> Generate:
             max_new_tokens=num_tokens,
             do_sample=False,
         )
-        return output[:, ids.shape[1] :].tolist()
+        new: Prompts = output[:, ids.shape[1] :].tolist()
+        return new
 
     return generate
 

@@ -14,6 +14,8 @@ DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 """A comment. Some clients choke on it, so it is sent only into long silences."""
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -23,7 +25,7 @@ HEADERS = {
 
 def dumps(value: Any) -> bytes:
     """Compact JSON on one line. NaN and infinities are our bug, hence ValueError."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def frame(value: dict[str, Any]) -> bytes:

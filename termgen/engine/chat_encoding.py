@@ -18,7 +18,6 @@ after construction but caches.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import secrets
@@ -199,9 +198,10 @@ class _Guard:
         self._guarded = guarded
         unknown = getattr(backend.model, "unk_token", None)
         self._unknown = (None, "") if unknown is None else (backend.token_to_id(unknown), unknown)
+        self._contents = [token.content for token in guarded.values()]
         self._special_text = _any_of([t.content for t in guarded.values() if t.special])
         self.kept = _any_of([t.content for t in guarded.values() if not t.special])
-        self.alphabets = alphabets([t.content for t in guarded.values()])
+        self.alphabets = alphabets(self._contents)
         self._as_text: tuple[Backend, str, int] | None = None
 
     def controls(self, encoding: Encoding, text: str) -> list[_Control]:
@@ -247,17 +247,15 @@ class _Guard:
                 spelled = self._special_text.search(text)
                 if spelled is not None:
                     raise _refusal(spelled[0])
-        present = [c.token_id for c in controls if c.token_id in self._special_ids]
-        if masked is None:
-            raise _refusal(self._guarded[controls[0].token_id].content)
-        found = self.controls(self._backend.encode(masked, add_special_tokens=False), masked)
-        expected = [c.token_id for c in found if c.token_id in self._special_ids]
-        if present != expected:
-            odd = next(
-                (a for a, b in itertools.zip_longest(present, expected) if a != b), present[-1:]
+        expected = None
+        if masked is not None:
+            found = self.controls(self._backend.encode(masked, add_special_tokens=False), masked)
+            expected = [c.token_id for c in found if c.token_id in self._special_ids]
+        if [c.token_id for c in controls if c.token_id in self._special_ids] != expected:
+            raise template_error(
+                "this model's chat template turns these messages into control tokens; send them"
+                " without text such as " + " or ".join(sorted(self._contents)[:2])
             )
-            token = self._guarded.get(odd) if isinstance(odd, int) else None
-            raise _refusal(token.content if token is not None else "a special token")
         return list(encoding.ids)
 
     def _text_backend(self) -> tuple[Backend, str, int]:

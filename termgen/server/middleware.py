@@ -29,6 +29,9 @@ access_logger = logging.getLogger("termgen.server.access")
 OPEN_PATHS = frozenset({"/health"})
 """Paths that need no key. Everything else does, whether a route exists or not."""
 
+PROBE_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""Asked for every few seconds by machines: their access lines are for debugging."""
+
 CLIENT_CLOSED = 499
 """Only ever logged: nobody is there to read it."""
 
@@ -81,7 +84,9 @@ class RequestContext:
 
     def _log(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
         client = scope.get("client")
-        access_logger.info(
+        level = logging.DEBUG if scope["path"] in PROBE_PATHS else logging.INFO
+        access_logger.log(
+            level,
             '%s "%s %s" %d %.1f ms %s',
             client[0] if client else "-",
             scope["method"],

@@ -105,6 +105,11 @@ class Server:
         assert self._url is not None, "bind first"
         return self._url
 
+    @property
+    def num_answers(self) -> int:
+        """Answers under way."""
+        return self._state.num_answers
+
     async def started(self) -> None:
         """Returns when connections are accepted."""
         await self._uvicorn.listens.wait()
@@ -246,6 +251,8 @@ async def _load(
 
 
 async def _stop(server: Server, signals: _Signals) -> None:
+    if server.num_answers:
+        logger.info("%d answers may finish; a second signal ends them now", server.num_answers)
     stopping = asyncio.create_task(server.stop())
     await _first(signals.wait(2), stopping)
     if not stopping.done():
@@ -293,8 +300,6 @@ class _Signals:
 
     def _on_signal(self) -> None:
         self._count += 1
-        if self._count == 1:
-            logger.info("stopping; running requests may finish, a second signal ends them")
         for event in self._events[: self._count]:
             event.set()
 

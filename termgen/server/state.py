@@ -105,6 +105,10 @@ class ServerState:
         if not self._answers:
             self._is_idle.set()
 
+    @property
+    def num_answers(self) -> int:
+        return len(self._answers)
+
     async def wait_idle(self, timeout_s: float) -> bool:
         """Whether everything under way ended in time."""
         try:

@@ -40,7 +40,7 @@ QUIT_WINDOW_S = 2.0
 
 class TermgenApp(App[None]):
     TITLE = "termgen"
-    CSS_PATH = "termgen.tcss"
+    CSS_PATH = Path(__file__).with_name("termgen.tcss")
     ENABLE_COMMAND_PALETTE = True
     COMMAND_PALETTE_BINDING = "ctrl+p"
 

@@ -35,9 +35,10 @@ def fit(row: Sequence[Span], width: int, fill: str = "text") -> Row:
         cells = cell_len(text)
         if used + cells > width:
             room = width - used
-            if room > 0:
-                out.append((cut(text, room), role))
-            return tuple(out)
+            head = cut(text, room) if text.strip() else ""
+            out.append((head, role))
+            out.append((" " * (room - cell_len(head)), fill))
+            return tuple(span for span in out if span[0])
         if text:
             out.append((text, role))
         used += cells

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from scheduler_harness import (
-    VOCAB,
     Driver,
     make_request,
     make_scheduler,
     reference_tokens,
 )
+from scripted_device import VOCAB
 
 from termgen.engine.request import FinishReason, Request
 
-NUM_SEEDS = 100
+NUM_SEEDS = 80
 NUM_ACTIONS = 120
 
 

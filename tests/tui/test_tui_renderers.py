@@ -105,7 +105,7 @@ def test_batch_has_a_column_and_a_letter_for_every_step() -> None:
     assert letters == expected
     assert "40 steps" in row_text(rows[0])
     newest = records[-1]
-    assert f"step {newest.step_id // 1000} {newest.step_id % 1000}" in row_text(rows[-2])
+    assert f"step {newest.step_id // 1000} {newest.step_id % 1000:03}" in row_text(rows[-2])
     assert f"{newest.num_decode_rows} decode" in row_text(rows[-2])
 
 
@@ -115,8 +115,8 @@ def test_batch_stacks_prefill_over_decode_and_padding_on_top() -> None:
     )._replace(num_padded_tokens=4)
     rows = batch_panel([record], Frame(40, 9, False), MONO_GLYPHS)
     column = [row_text(row)[38] for row in rows[1:-2]]
-    assert "".join(column).strip() == "░░██▒▒"[::1] or set(column) >= {"░", "█", "▒"}
     solid = [sign for sign in column if sign != " "]
+    assert set(solid) == {"░", "█", "▒"}
     assert solid == sorted(solid, key="░█▒".index)
 
 

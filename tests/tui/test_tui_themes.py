@@ -102,7 +102,7 @@ def test_roles_override_what_is_derived() -> None:
 
 
 def test_a_broken_file_leaves_the_others(tmp_path: Path) -> None:
-    (tmp_path / "bad.toml").write_text("name = ")
+    (tmp_path / "bad.toml").write_text('name = "bad"\ndark = maybe\n')
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "huge.toml").write_text("#" * 70_000)
     (tmp_path / "good.toml").write_text(
@@ -115,7 +115,7 @@ def test_a_broken_file_leaves_the_others(tmp_path: Path) -> None:
         "binary.toml",
         "huge.toml",
     ]
-    assert "line 1" in str(errors[0])
+    assert "line 2" in str(errors[0])
 
 
 def test_a_users_theme_replaces_one_of_that_name(tmp_path: Path) -> None:

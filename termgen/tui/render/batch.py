@@ -67,27 +67,24 @@ def _right(row: Row, width: int) -> Row:
 def column_cells(tokens: tuple[int, int, int], height: int, peak: int) -> tuple[int, int, int]:
     """Cells of prefill, decode and padding for one step.
 
-    The whole column's height is the log of its tokens; the parts share it, each at least one
-    cell while there is room, decode first.
+    The whole column's height is the log of its tokens; the parts share it, each with at least one
+    cell while there is room: decode first, then prefill, then padding.
     """
+    prefill, decode, padding = tokens
     total = sum(tokens)
     if total == 0 or height <= 0:
         return 0, 0, 0
-    cells = max(1, round(height * math.log2(1 + total) / math.log2(1 + peak)))
-    cells = min(height, max(cells, min(height, sum(1 for part in tokens if part))))
-    prefill, decode, padding = tokens
-    decode_cells = _share(decode, total, cells)
-    padding_cells = min(_share(padding, total, cells), cells - decode_cells)
-    prefill_cells = cells - decode_cells - padding_cells
-    if prefill and not prefill_cells:
-        decode_cells, prefill_cells = max(0, decode_cells - 1), 1
-    if not prefill:  # rounding leaves nothing to the part that is not there
-        decode_cells, prefill_cells = decode_cells + prefill_cells, 0
-    return prefill_cells, decode_cells, padding_cells
-
-
-def _share(part: int, total: int, cells: int) -> int:
-    return 0 if not part else min(cells, max(1, round(cells * part / total)))
+    wanted = round(height * math.log2(1 + total) / math.log2(1 + peak))
+    parts = (decode, prefill, padding)
+    cells = min(height, max(wanted, sum(1 for part in parts if part)))
+    shares = [0, 0, 0]
+    for index, part in enumerate(parts):
+        if part and sum(shares) < cells:
+            shares[index] = 1
+    free = cells - sum(shares)
+    extra = [free * part // total for part in parts]
+    extra[parts.index(max(parts))] += free - sum(extra)
+    return shares[1] + extra[1], shares[0] + extra[0], shares[2] + extra[2]
 
 
 def _columns(steps: Sequence[StepRecord], height: int, glyphs: Glyphs) -> list[Row]:

@@ -135,34 +135,51 @@ def status_row(model: ModelInfo, status: ChatStatus, width: int) -> Row:
         ("chat  ", "text/b"),
         (model_words(model), "text"),
     ]
-    right = _context(status, model.max_model_len, width)
-    figures = _figures(status)
-    if row_width((*left, *figures, *right)) <= width:
-        right = [*figures, *right]
+    right = _right_end(model, status, width - row_width(tuple(left)) - 2)
     for detail in (f" · {clean_line(model.device_name)}", f" · T {status.temperature:g}"):
         if row_width((*left, (detail, "muted"), *right)) + 2 <= width:
             left.append((detail, "muted"))
     return spread(left, right, width)
 
 
-def _figures(status: ChatStatus) -> list[Span]:
+def _right_end(model: ModelInfo, status: ChatStatus, room: int) -> list[Span]:
+    """As many figures as there is room for; how full the context is comes last to go."""
+    behind: list[Span] = [("↓ more below  ", "warn")] if status.behind else []
+    speed, ttft = _speed(status), _ttft(status)
+    context = _context(status, model.max_model_len)
+    long_context = _context(status, model.max_model_len, with_bar=True)
+    choices = (
+        [*behind, *speed, *ttft, *long_context],
+        [*behind, *speed, *ttft, *context],
+        [*behind, *speed, *context],
+        [*behind, *context],
+    )
+    return next((c for c in choices if row_width(tuple(c)) <= room), context)
+
+
+def _speed(status: ChatStatus) -> list[Span]:
     stats = status.stats
-    spans: list[Span] = [("↓ more below  ", "warn")] if status.behind else []
-    if stats is None or stats.ttft_s is None:
-        return spans
+    if stats is None:
+        return []
     speed = stats.live_rate(status.now_s) if status.streaming else stats.decode_rate
-    if speed is not None:
-        role = "decode/b" if status.streaming else "text"
-        spans += [(rate(speed), role), (" tok/s  ", "muted")]
-    return [*spans, ("TTFT ", "muted"), (duration(stats.ttft_s), "text"), ("  ", "text")]
+    if speed is None:
+        return []
+    return [(rate(speed), "decode/b" if status.streaming else "text"), (" tok/s  ", "muted")]
 
 
-def _context(status: ChatStatus, limit: int, width: int) -> list[Span]:
+def _ttft(status: ChatStatus) -> list[Span]:
+    stats = status.stats
+    if stats is None or stats.ttft_s is None:
+        return []
+    return [("TTFT ", "muted"), (duration(stats.ttft_s), "text"), ("  ", "text")]
+
+
+def _context(status: ChatStatus, limit: int, *, with_bar: bool = False) -> list[Span]:
     share = status.context_tokens / limit if limit else 0.0
-    role = "warn" if share > NEARLY_FULL else "accent"
+    full = share > NEARLY_FULL
     spans: list[Span] = [("ctx ", "muted")]
-    if width >= 100:
-        spans += [*bar(share, CONTEXT_BAR, role=role), (" ", "text")]
-    spans.append((f"{count(status.context_tokens)}", "warn" if share > NEARLY_FULL else "text"))
+    if with_bar:
+        spans += [*bar(share, CONTEXT_BAR, role="warn" if full else "accent"), (" ", "text")]
+    spans.append((f"{count(status.context_tokens)}", "warn" if full else "text"))
     spans.append((f"/{count(limit)} ", "muted"))
     return spans

@@ -1,0 +1,239 @@
+"""The engine screen, by what it shows after scripted events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_engine import make_snapshot
+from textual.geometry import Region
+from tui_harness import (
+    NOW_NS,
+    SECOND,
+    FrozenApp,
+    ask,
+    busy_snapshot,
+    chat_engine,
+    feed_dashboard,
+    ready,
+    step,
+    wait_until,
+)
+
+from termgen.errors import EngineError
+from termgen.tui.widgets.canvas import Canvas
+
+
+def dashboard_app() -> FrozenApp:
+    return FrozenApp(chat_engine(), start_screen="dashboard")
+
+
+def panel(app: FrozenApp, name: str) -> str:
+    return app.screen.query_one(f"#{name}", Canvas).text
+
+
+async def test_idle_panels_teach() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        await app.dashboard.refresh_view()
+        assert "no step yet" in panel(app, "batch")
+        assert "no requests yet" in panel(app, "requests")
+        assert "63 free" in panel(app, "blocks")
+        assert "● live 4 Hz" in panel(app, "header")
+
+
+async def test_every_panel_shows_the_engines_numbers() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        view = app.dashboard.view
+        assert f"{view.decode_rate:.1f} tok/s" in panel(app, "decode")
+        assert view.decode_rate == pytest.approx(86, abs=8)  # 25 steps of 2 to 5 tokens a second
+        assert "tok/s" in panel(app, "prefill")
+        assert "p50 21.0" in panel(app, "step") or "p50 20" in panel(app, "step")
+        for expected in ("4/8", "36%", "63%", "2 waiting"):
+            assert expected in panel(app, "gauges")
+        assert "step 182 299" in panel(app, "batch")
+        assert "151 active" in panel(app, "blocks")
+        assert "chat-1" in panel(app, "requests") and "+256" in panel(app, "requests")
+        assert "smollm2-135m float32" in panel(app, "header")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (60, 16), (100, 30), (120, 40), (200, 60), (30, 8)])
+async def test_it_fits_every_terminal(size: tuple[int, int]) -> None:
+    app = dashboard_app()
+    async with app.run_test(size=size) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        for canvas in app.screen.query(Canvas):
+            if canvas.display and canvas.region:
+                assert canvas.region.right <= size[0] and canvas.region.bottom <= size[1]
+                for strip in canvas.render_lines(Region(0, 0, *canvas.size)):
+                    assert strip.cell_length == canvas.size.width
+        if size[0] >= 60:
+            assert "chat-1" in panel(app, "requests")
+
+
+async def test_small_terminals_swap_the_tiles_for_a_line() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        assert not app.screen.query_one("#tiles").display
+        numbers = panel(app, "numbers")
+        for expected in ("out ", "in ", "run 4", "wait 2", "KV 36%", "hit 63%", "step "):
+            assert expected in numbers
+        await pilot.resize_terminal(140, 40)
+        await pilot.pause()
+        assert app.screen.query_one("#tiles").display
+        assert not app.screen.query_one("#numbers").display
+
+
+async def test_pause_freezes_the_picture_and_goes_on() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        await pilot.press("space")
+        assert "❚❚ paused" in panel(app, "header")
+        frozen = panel(app, "batch")
+        app.engine.bus.publish(step(999_123, end_ns=NOW_NS))
+        await app.dashboard.refresh_view()
+        assert panel(app, "batch") == frozen
+        await pilot.press("space")
+        await app.dashboard.refresh_view()
+        assert "step 999 123" in panel(app, "batch")
+        assert "live" in panel(app, "header")
+
+
+async def test_stepping_back_tells_of_each_step() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        await pilot.press("left", "left")
+        assert "step 182 297" in panel(app, "batch") and "paused −2" in panel(app, "header")
+        await pilot.press("shift+left", "right")
+        assert "step 182 288" in panel(app, "batch")
+        await pilot.press("escape")
+        await app.dashboard.refresh_view()
+        assert "step 182 299" in panel(app, "batch") and "live" in panel(app, "header")
+
+
+async def test_a_marked_request_lights_its_blocks() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        assert "█" not in panel(app, "blocks")
+        await pilot.press("down", "down")
+        assert "▸ chatcmpl-3f9a01" in panel(app, "requests")
+        assert panel(app, "blocks").count("█") == 60
+        for _ in range(20):
+            await pilot.press("down")
+        last = app.dashboard.view.requests[-1].request_id
+        assert f"▸ {last}" in panel(app, "requests")
+
+
+async def test_nothing_changed_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        await app.dashboard.refresh_view()
+        drawn: list[Any] = []
+        for canvas in app.screen.query(Canvas):
+            monkeypatch.setattr(canvas, "refresh", lambda *a, **k: drawn.append(a))
+        await app.dashboard.refresh_view()
+        assert drawn == []
+        app.now_ns += SECOND
+        await app.dashboard.refresh_view()
+        changed = sum(region.height for regions in drawn for region in regions)
+        assert 0 < changed < 25  # the clock, the series, the ages; not the maps
+
+
+async def test_an_idle_engine_is_left_alone() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        asked = 0
+
+        async def snapshot() -> Any:
+            nonlocal asked
+            asked += 1
+            return make_snapshot(time_ns=app.now_ns)
+
+        app.engine.snapshot = snapshot  # type: ignore[method-assign]
+        await app.dashboard.refresh_view()
+        before = asked
+        for _ in range(5):
+            await app.dashboard.refresh_view()
+        assert asked == before
+        app.now_ns += 3 * SECOND
+        await app.dashboard.refresh_view()
+        assert asked == before + 1
+        app.engine.bus.publish(step(1, end_ns=app.now_ns))
+        await app.dashboard.refresh_view()
+        assert asked == before + 2
+
+
+async def test_a_stopped_engine_is_shown_not_fatal() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+
+        async def dying() -> Any:
+            app.engine.healthy = False  # type: ignore[attr-defined]
+            raise EngineError("gone")
+
+        app.engine.snapshot = dying  # type: ignore[method-assign]
+        await app.dashboard.refresh_view()
+        await app.dashboard.refresh_view()
+        assert "✗ engine stopped" in panel(app, "header")
+        assert "chat-1" in panel(app, "requests")
+
+
+async def test_lost_events_are_counted() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        for i in range(5000):
+            app.engine.bus.publish(step(i, end_ns=NOW_NS))
+        await app.dashboard.refresh_view()
+        assert f"{5000 - 4096} lost" in panel(app, "header")
+
+
+async def test_it_rests_while_hidden() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        dashboard = app.dashboard
+        running = [w for w in dashboard.workers if w.group == "pump" and w.is_running]
+        assert len(running) == 1
+        await pilot.press("f2")
+        await pilot.pause()
+        assert not [w for w in dashboard.workers if w.group == "pump" and w.is_running]
+        await ask(app, pilot, "hello")
+        await pilot.press("f2")
+        await pilot.pause()
+        assert app.dashboard is dashboard
+        assert [w for w in dashboard.workers if w.group == "pump" and w.is_running]
+        await wait_until(pilot, lambda: "chat-1" in panel(app, "requests"))
+
+
+async def test_new_colours_reach_every_panel() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        app.engine.scripted_snapshot = busy_snapshot()
+        await feed_dashboard(app, pilot)
+        canvas = app.screen.query_one("#blocks", Canvas)
+        before = canvas.render_lines(Region(0, 0, *canvas.size))
+        app.theme = "termgen-light"
+        await pilot.pause()
+        after = canvas.render_lines(Region(0, 0, *canvas.size))
+        assert [s.text for s in after] == [s.text for s in before]
+        assert after != before

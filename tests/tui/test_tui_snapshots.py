@@ -1,0 +1,107 @@
+"""Pictures of the screens. Look at the SVG files when they change, then `--snapshot-update`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_engine import Script
+from textual.pilot import Pilot
+from tui_harness import (
+    ANSWER,
+    FrozenApp,
+    ask,
+    chat_engine,
+    feed_dashboard,
+    pieces,
+    ready,
+    wait_until,
+)
+
+from termgen.config import UIConfig
+from termgen.tui.widgets.prompt import Prompt
+
+SIZES = [(80, 24), (140, 40)]
+Compare = Callable[..., bool]
+
+
+def app_of(pilot: Pilot[Any]) -> FrozenApp:
+    assert isinstance(pilot.app, FrozenApp)
+    return pilot.app
+
+
+async def begin(pilot: Pilot[Any]) -> FrozenApp:
+    app = app_of(pilot)
+    await ready(app, pilot)
+    for prompt in app.screen.query(Prompt):
+        prompt.cursor_blink = False
+    return app
+
+
+async def talk(pilot: Pilot[Any]) -> None:
+    app = await begin(pilot)
+    await ask(app, pilot, "Why does chunked prefill help?")
+
+
+async def stop_midway(pilot: Pilot[Any]) -> None:
+    app = await begin(pilot)
+    await ask(app, pilot, "Why?", wait=False)
+    await wait_until(pilot, lambda: app.chat.conversation.turns[0].stats.output_tokens == 20)
+    await pilot.press("escape")
+    await pilot.pause()
+
+
+async def busy(pilot: Pilot[Any]) -> None:
+    app = await begin(pilot)
+    await feed_dashboard(app, pilot)
+
+
+async def help_shown(pilot: Pilot[Any]) -> None:
+    await begin(pilot)
+    await pilot.press("f1")
+    await pilot.pause()
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_chat_empty(snap_compare: Compare, size: tuple[int, int]) -> None:
+    assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=begin)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_chat_answer(snap_compare: Compare, size: tuple[int, int]) -> None:
+    assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=talk)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_chat_stopped(snap_compare: Compare, size: tuple[int, int]) -> None:
+    engine = chat_engine(Script(pieces=pieces(ANSWER), hold_after=20, num_cached_tokens=8))
+    assert snap_compare(FrozenApp(engine), terminal_size=size, run_before=stop_midway)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_dashboard_busy(snap_compare: Compare, size: tuple[int, int]) -> None:
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    assert snap_compare(app, terminal_size=size, run_before=busy)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_dashboard_idle(snap_compare: Compare, size: tuple[int, int]) -> None:
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    assert snap_compare(app, terminal_size=size, run_before=begin)
+
+
+@pytest.mark.parametrize("theme", ["termgen-light", "termgen-contrast", "termgen-colourblind"])
+def test_dashboard_themes(snap_compare: Compare, theme: str) -> None:
+    app = FrozenApp(chat_engine(), start_screen="dashboard", ui=UIConfig(theme=theme))
+    assert snap_compare(app, terminal_size=(120, 40), run_before=busy)
+
+
+def test_dashboard_without_colours(snap_compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    assert snap_compare(app, terminal_size=(80, 24), run_before=busy)
+
+
+def test_help(snap_compare: Compare) -> None:
+    assert snap_compare(FrozenApp(chat_engine()), terminal_size=(80, 24), run_before=help_shown)
