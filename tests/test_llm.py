@@ -59,11 +59,14 @@ def test_output_fields(llm: LLM) -> None:
     output = llm.generate("The capital of France", params)[0].outputs[0]
     assert output.index == 0 and output.error is None and output.stop_reason is None
     assert output.logprobs is not None and len(output.logprobs) == 5
-    for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
-        assert entry.token_id == token_id
-        assert entry.rank == 1 and len(entry.top) == 3
-        assert entry.top[0][0] == token_id and entry.top[0][3] == entry.logprob
-    assert output.cumulative_logprob == pytest.approx(sum(e.logprob for e in output.logprobs))
+    chosen = [c[t] for t, c in zip(output.token_ids, output.logprobs, strict=True)]
+    for token_id, found in zip(output.token_ids, output.logprobs, strict=True):
+        assert next(iter(found)) == token_id
+        assert [c.rank for c in found.values()] == [1, 2, 3]
+        assert sorted((c.logprob for c in found.values()), reverse=True) == [
+            c.logprob for c in found.values()
+        ]
+    assert output.cumulative_logprob == pytest.approx(sum(c.logprob for c in chosen))
     tokenizer = llm.get_tokenizer()
     assert output.text == tokenizer.decode(list(output.token_ids))
     assert llm.generate("x", GREEDY)[0].outputs[0].logprobs is None

@@ -12,7 +12,7 @@ from server_harness import app_client, chat_body, eventually
 
 from termgen.engine.events import EngineSnapshot
 from termgen.errors import EngineDeadError
-from termgen.server.metrics import ServerMetrics
+from termgen.serving.metrics import ServerMetrics
 
 MODEL = {"model": "fake/model-1"}
 
@@ -123,7 +123,7 @@ async def test_an_engine_that_stands_still_does_not_hold_up_metrics(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(engine, "snapshot", snapshot)
-    monkeypatch.setattr("termgen.server.state.SNAPSHOT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("termgen.serving.state.SNAPSHOT_TIMEOUT_S", 0.05)
     async with app_client(engine) as client:
         assert (await client.get("/metrics")).status_code == 200
 

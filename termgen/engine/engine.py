@@ -126,7 +126,11 @@ class AsyncEngine:
         """
         engine = cls(config, on_progress)
         engine._thread.start()
-        engine._parts = await asyncio.wrap_future(engine._ready)
+        try:
+            engine._parts = await asyncio.wrap_future(engine._ready)
+        except asyncio.CancelledError:
+            engine._stopping = True  # loading ends at its next report
+            raise
         return engine
 
     async def shutdown(self) -> None:
@@ -248,7 +252,11 @@ class AsyncEngine:
                 self._config, on_delivery=self._hand_over, on_progress=self._report
             )
         except BaseException as error:  # told to whoever awaits start()
-            self._ready.set_exception(error)
+            if not self._ready.cancelled():
+                self._ready.set_exception(error)
+            return
+        if self._ready.cancelled():
+            parts.core.executor.shutdown()
             return
         gc.collect()
         gc.freeze()  # what start-up made lives on; later collections need not walk it
@@ -279,6 +287,8 @@ class AsyncEngine:
                 core.mark_progress()
 
     def _report(self, phase: str, fraction: float) -> None:
+        if self._stopping:
+            raise EngineDeadError("the engine was stopped while it was starting")
         on_progress = self._on_progress
         if on_progress is not None:
             self._post(lambda: on_progress(phase, fraction))

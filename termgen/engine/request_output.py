@@ -15,6 +15,24 @@ from termgen.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate token at one position."""
+
+    logprob: float
+    rank: int
+    """1 = most likely."""
+    decoded_token: str
+
+
+def candidates(entry: TokenLogprob) -> dict[int, Logprob]:
+    """The chosen token first, then the most likely ones, best first."""
+    found = {entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)}
+    for rank, (token_id, token, _, logprob) in enumerate(entry.top, start=1):
+        found.setdefault(token_id, Logprob(logprob, rank, token))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One of a request's `n` answers."""
 
@@ -23,8 +41,8 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     cumulative_logprob: float | None
     """Sum over `logprobs`; None unless they were asked for."""
-    logprobs: tuple[TokenLogprob, ...] | None
-    """One entry per token id."""
+    logprobs: tuple[dict[int, Logprob], ...] | None
+    """For each token: candidates by token id, the chosen one first."""
     finish_reason: FinishReason | None
     """None while it is still being generated."""
     stop_reason: int | str | None
@@ -78,7 +96,7 @@ class _CompletionParts:
             text="".join(self.texts),
             token_ids=tuple(self.token_ids),
             cumulative_logprob=None if logprobs is None else sum(e.logprob for e in logprobs),
-            logprobs=None if logprobs is None else tuple(logprobs),
+            logprobs=None if logprobs is None else tuple(map(candidates, logprobs)),
             finish_reason=last.finish_reason if last else None,
             stop_reason=last.stop_reason if last else None,
             timings=last.timings if last else None,

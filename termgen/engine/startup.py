@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from termgen.catalog import LocalModel, resolve_model
+from termgen.catalog import CATALOG, LocalModel, resolve_model
 from termgen.client import ModelInfo
 from termgen.config import EngineConfig
 from termgen.engine.core import EngineCore
@@ -152,9 +152,16 @@ def _model_info(
         block_size=info.block_size,
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
         created=int(time.time()),
-        default_params={
-            key: generation_config[key]
-            for key in SAMPLING_DEFAULTS
-            if generation_config.get(key) is not None
-        },
+        default_params=_default_params(local, generation_config),
     )
+
+
+def _default_params(local: LocalModel, generation_config: dict[str, Any]) -> dict[str, Any]:
+    """Sampling defaults from the model's generation_config.json, else from the catalog."""
+    own = {
+        key: generation_config[key]
+        for key in SAMPLING_DEFAULTS
+        if generation_config.get(key) is not None
+    }
+    known = CATALOG.get(local.name)
+    return own or (dict(known.default_params) if known is not None else {})

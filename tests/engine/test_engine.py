@@ -255,9 +255,7 @@ def test_settings_that_cannot_be_met_name_themselves(tiny_llama_dir: Path) -> No
         SyncEngine(config(tiny_llama_dir, max_model_len=10**6))
     with pytest.raises(ConfigError, match="max_model_len 256 does not fit"):
         SyncEngine(
-            config(
-                tiny_llama_dir, kv_cache_gib=None, num_gpu_blocks_override=4, max_model_len=256
-            )
+            config(tiny_llama_dir, kv_cache_gib=None, num_gpu_blocks_override=4, max_model_len=256)
         )
     with pytest.raises(ConfigError, match="kv_cache_gib"):
         SyncEngine(config(tiny_llama_dir, kv_cache_gib=10.0**6))

@@ -6,6 +6,7 @@ depend on the machine. Whole-array operators (a[b], a + b) are not calls and cou
 
 from __future__ import annotations
 
+import gc
 import sys
 from types import FrameType
 
@@ -59,17 +60,22 @@ def count_calls(scheduler: Scheduler) -> list[int]:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    for _ in range(NUM_STEPS):
-        calls = 0
-        sys.setprofile(profile)
-        plan = scheduler.schedule()
+    gc.disable()  # what runs in its callbacks would be counted too
+    try:
+        for _ in range(NUM_STEPS):
+            calls = 0
+            sys.setprofile(profile)
+            plan = scheduler.schedule()
+            sys.setprofile(None)
+            assert plan is not None and plan.num_rows == plan.total_tokens == scheduler.num_running
+            result = make_result(plan)
+            sys.setprofile(profile)
+            scheduler.apply(plan, result)
+            sys.setprofile(None)
+            counts.append(calls)
+    finally:
         sys.setprofile(None)
-        assert plan is not None and plan.num_rows == plan.total_tokens == scheduler.num_running
-        result = make_result(plan)
-        sys.setprofile(profile)
-        scheduler.apply(plan, result)
-        sys.setprofile(None)
-        counts.append(calls)
+        gc.enable()
     return counts
 
 

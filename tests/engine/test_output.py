@@ -507,7 +507,10 @@ class TestRequestOutputBuilder:
         [output] = builder.build().outputs
         assert output.cumulative_logprob == -0.75
         assert output.logprobs is not None
-        assert [e.rank for e in output.logprobs] == [1, 3]
+        [first, second] = output.logprobs
+        assert (list(first), list(second)) == ([ids[0]], [ids[1]])
+        assert (first[ids[0]].rank, second[ids[1]].rank) == (1, 3)
+        assert second[ids[1]].decoded_token == smollm2.token_text(ids[1])
 
 
 def test_calls_per_step_are_linear_in_rows_and_flat_in_length(smollm2: Tokenizer) -> None:

@@ -153,6 +153,23 @@ def test_the_least_urgent_request_preempts_itself() -> None:
     driver.assert_reference()
 
 
+def test_the_last_free_block_goes_to_the_most_urgent() -> None:
+    """Whatever their places in the batch; the one that goes without is not in the plan at all."""
+    driver = Driver(make_scheduler(num_blocks=8, max_num_seqs=2, policy="priority"))
+    calm, urgent = prompts(12, 12)
+    driver.add(make_request("calm", calm[:11], priority=5, max_tokens=8))
+    driver.step()  # so that it stands first in the batch
+    driver.add(make_request("urgent", urgent, priority=0, max_tokens=8))
+    driver.step()
+    assert driver.scheduler.kv.pool.num_free == 1
+    plan = driver.step()
+    assert plan is not None and driver.scheduled(plan) == {"urgent": 1}
+    assert plan.block_slots.tolist() == [driver.records["urgent"].slot]
+    driver.run()
+    driver.assert_reference()
+    driver.assert_drained()
+
+
 def test_nobody_is_preempted_while_there_is_room() -> None:
     requests = [
         make_request(f"r{i}", p, max_tokens=20, priority=-i)

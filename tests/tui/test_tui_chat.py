@@ -58,7 +58,9 @@ async def test_an_answer_streams_as_markdown_with_its_figures() -> None:
         await ask(app, pilot, "why?")
         text = shown(app)
         assert "you" in text and "▎ why?" in text
-        expected = [row_text(row).rstrip() for row in render(ANSWER, 92)]
+        expected = [
+            row_text(row).rstrip() for row in render(ANSWER, app.chat.transcript.text_width - 2)
+        ]
         assert "\n".join(f"  {line}".rstrip() for line in expected) in text
         assert "**" not in text and "every decode" in text
         count = len(pieces(ANSWER))

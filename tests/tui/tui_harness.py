@@ -129,7 +129,8 @@ async def type_text(pilot: Pilot[Any], text: str) -> None:
 
 
 async def ask(app: FrozenApp, pilot: Pilot[Any], text: str, *, wait: bool = True) -> None:
-    await type_text(pilot, text)
+    """Put `text` into the prompt at once (`type_text` presses keys) and send it."""
+    app.chat.prompt.insert(text)
     await pilot.press("enter")
     if wait:
         await wait_until(pilot, lambda: not app.chat.is_streaming)

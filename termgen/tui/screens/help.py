@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
+from textual.geometry import Size
 from textual.screen import ModalScreen
 from textual.theme import Theme
 
@@ -60,6 +61,17 @@ def _entry(key: str, text: str, width: int) -> list[Row]:
     return [first, *(((" " * (_KEY_WIDTH + 2), "text"), *line) for line in lines[1:])]
 
 
+class HelpText(Canvas):
+    """As high as its text; the box around it scrolls."""
+
+    def __init__(self, sections: Sequence[HelpSection]) -> None:
+        super().__init__(lambda width, _height: help_rows(sections, width), id="help")
+        self._sections = sections
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return len(help_rows(self._sections, width))
+
+
 class HelpScreen(ModalScreen[None]):
     BINDINGS = [
         Binding("escape,f1,q", "dismiss", "Close", id="help.close", tooltip="Close the help"),
@@ -73,28 +85,15 @@ class HelpScreen(ModalScreen[None]):
         with VerticalScroll(id="help-box") as box:
             box.border_title = "help"
             box.border_subtitle = "esc closes"
-            yield Canvas(self._paint, id="help")
+            yield HelpText(self._sections)
 
     def on_mount(self) -> None:
         self.app.theme_changed_signal.subscribe(self, self._follow_theme)
         self._apply_palette()
-
-    def on_resize(self) -> None:
-        self._fit()
-
-    def _paint(self, width: int, _height: int) -> Sequence[Row]:
-        return help_rows(self._sections, width)
-
-    def _fit(self) -> None:
-        """As high as its text; the box around it scrolls."""
-        canvas = self.query_one(Canvas)
-        width = canvas.size.width or self.size.width - 8
-        canvas.styles.height = len(help_rows(self._sections, width))
 
     def _follow_theme(self, _theme: Theme) -> None:
         self._apply_palette()
 
     def _apply_palette(self) -> None:
         palette = Palette(self.app.theme_variables, mono=self.app.no_color)
-        self.query_one(Canvas).set_palette(palette)
-        self.call_after_refresh(self._fit)
+        self.query_one(HelpText).set_palette(palette)

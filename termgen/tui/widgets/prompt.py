@@ -42,6 +42,7 @@ class Prompt(TextArea):
         self.prompts = PromptHistory()
 
     async def _on_key(self, event: events.Key) -> None:
+        """Textual calls `TextArea`'s own handler afterwards, unless the default is prevented."""
         if event.key == "enter":
             event.stop()
             event.prevent_default()
@@ -50,19 +51,15 @@ class Prompt(TextArea):
             event.stop()
             event.prevent_default()
             self.action_newline()
-        else:
-            await super()._on_key(event)
 
     async def _on_paste(self, event: events.Paste) -> None:
-        if len(event.text) <= MAX_PASTE_CHARS:
-            await super()._on_paste(event)
-            return
-        event.stop()
-        event.prevent_default()
-        self.notify(
-            f"the pasted text has {len(event.text):,} characters; at most {MAX_PASTE_CHARS:,} fit",
-            severity="error",
-        )
+        if len(event.text) > MAX_PASTE_CHARS:
+            event.stop()
+            event.prevent_default()
+            size, most = f"{len(event.text):,}", f"{MAX_PASTE_CHARS:,}"
+            self.notify(
+                f"the pasted text has {size} characters; at most {most} fit", severity="error"
+            )
 
     def action_submit(self) -> None:
         if self.text.strip():

@@ -11,7 +11,7 @@ from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.engine.events import EventRing
 from termgen.errors import EngineDeadError, EngineError
-from termgen.server.metrics import ServerMetrics
+from termgen.serving.metrics import ServerMetrics
 
 EVENT_RING_CAPACITY = 16_384
 SNAPSHOT_TIMEOUT_S = 1.0

@@ -29,10 +29,10 @@ from termgen.api.models import model_list, model_object, resolve_model
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.errors import RequestError
-from termgen.server.generation import Generation
-from termgen.server.metrics import CONTENT_TYPE
-from termgen.server.middleware import ApiKeyCheck, BodyLimit, HostCheck, RequestContext
-from termgen.server.responses import (
+from termgen.serving.generation import Generation
+from termgen.serving.metrics import CONTENT_TYPE
+from termgen.serving.middleware import ApiKeyCheck, BodyLimit, HostCheck, RequestContext
+from termgen.serving.responses import (
     ClientDisconnected,
     CompleteResponse,
     EventStreamResponse,
@@ -40,7 +40,7 @@ from termgen.server.responses import (
     JSONReply,
     error_response,
 )
-from termgen.server.state import ServerState
+from termgen.serving.state import ServerState
 
 EVENT_INTERVAL_S = 1.0
 """How often engine events are counted; their ring holds many seconds of them."""

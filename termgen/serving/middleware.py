@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from termgen.api.errors import body_too_large, host_not_allowed, invalid_api_key, reply_for
 from termgen.errors import TermgenError
-from termgen.server.responses import ClientDisconnected, error_response
+from termgen.serving.responses import ClientDisconnected, error_response
 
 logger = logging.getLogger("termgen.server")
 access_logger = logging.getLogger("termgen.server.access")

@@ -22,9 +22,9 @@ from termgen import __version__
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.errors import ConfigError
-from termgen.server.app import build_app
-from termgen.server.middleware import is_loopback
-from termgen.server.state import ServerState
+from termgen.serving.app import build_app
+from termgen.serving.middleware import is_loopback
+from termgen.serving.state import ServerState
 
 logger = logging.getLogger("termgen.server")
 

@@ -20,8 +20,8 @@ from termgen.api.errors import ErrorReply
 from termgen.api.job import merge_deltas
 from termgen.client import TokenDelta
 from termgen.errors import TermgenError
-from termgen.server.generation import Generation
-from termgen.server.state import ServerState
+from termgen.serving.generation import Generation
+from termgen.serving.state import ServerState
 
 logger = logging.getLogger("termgen.server")
 

@@ -18,8 +18,8 @@ from termgen.api.job import Job, merge_deltas
 from termgen.client import EngineClient, TokenDelta
 from termgen.engine.request import FinishReason
 from termgen.errors import EngineError
-from termgen.server.metrics import RequestMeter
-from termgen.server.state import ServerState
+from termgen.serving.metrics import RequestMeter
+from termgen.serving.state import ServerState
 
 
 class Generation:

@@ -1,0 +1,52 @@
+"""The waiting queues against plain lists."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scheduler_harness import make_request
+
+from termgen.engine.request import Request
+from termgen.engine.request_queue import make_queue, priority_key
+
+
+def test_first_come_first_served() -> None:
+    queue = make_queue("fcfs")
+    a, b, c = (make_request(name, [1], priority=-i) for i, name in enumerate("abc"))
+    for request in (a, b, c):
+        queue.push(request)
+    assert queue.peek() is a and queue.pop() is a
+    queue.push_front(a)
+    queue.remove(b)
+    assert list(queue) == [a, c] and len(queue) == 2
+
+
+def test_an_unknown_policy_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        make_queue("random")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_priority_queue_stays_in_order_under_removal(seed: int) -> None:
+    print(f"seed={seed}")
+    rng = np.random.default_rng(seed)
+    queue = make_queue("priority")
+    held: list[Request] = []
+    for i in range(200):
+        action = rng.random()
+        if action < 0.6 or not held:
+            request = make_request(
+                f"r{i}", [1], priority=int(rng.integers(5)), arrival_ns=int(rng.integers(5))
+            )
+            held.append(request)
+            (queue.push if rng.random() < 0.5 else queue.push_front)(request)
+        elif action < 0.8:
+            queue.remove(held.pop(int(rng.integers(len(held)))))
+        else:
+            held.sort(key=priority_key)
+            assert queue.peek() is held[0]
+            assert queue.pop() is held.pop(0)
+        assert list(queue) == sorted(held, key=priority_key)
+        assert len(queue) == len(held)
+    held.sort(key=priority_key)
+    assert [queue.pop() for _ in held] == held
