@@ -16,6 +16,7 @@ import pytest
 
 # Read when torch and the tokenizers library are imported, which is later than this.
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the engine sets it, which is too late here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

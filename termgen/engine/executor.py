@@ -5,6 +5,7 @@ The device half is imported inside `start`, so importing this module costs no to
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,10 @@ from termgen.engine.step import DeviceInfo, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from termgen.engine.runner.model_runner import ModelRunner
+
+
+SPIN_COUNT = "10000"
+"""Some tens of microseconds: about the time between two operations of a step."""
 
 
 class StepHandle(Protocol):
@@ -35,6 +40,17 @@ class Executor(Protocol):
         ...
 
     def shutdown(self) -> None: ...
+
+
+def calm_openmp() -> None:
+    """Let idle OpenMP threads sleep instead of spin, unless the user chose otherwise.
+
+    Read by the OpenMP runtime when torch is loaded, so it must come before that. Compute threads
+    that spin for each other lose whole time slices as soon as anything else wants a core, and the
+    screen of this very process does: measured ten times slower (docs/performance.md).
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 class FailedStep:
@@ -62,6 +78,7 @@ class LocalExecutor:
 
     def start(self, on_progress: Callable[[str, float], None]) -> DeviceInfo:
         """Load the model and size the caches. Raises ConfigError or ModelError."""
+        calm_openmp()
         from termgen.engine.runner.build import build_runner  # torch: seconds
 
         self._runner, info = build_runner(self._config, self._path, on_progress)

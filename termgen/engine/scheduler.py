@@ -302,7 +302,9 @@ class Scheduler:
     def fail(self, plan: StepPlan, error: EngineError) -> list[FinishedRow]:
         """A step failed: end the requests in it, make everyone else recompute from scratch.
 
-        Call it when no other step is in flight. The failed step's KV was already published as
+        Call it when no step runs any more; results of steps planned after this one are never to
+        be applied. Those plans may have named released slots, so the device must not mind an
+        AddedRow for a row it believes taken. The failed step's KV was already published as
         findable, so the prefix cache is forgotten with it.
         """
         self._land(self._next_step - 1)

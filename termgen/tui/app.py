@@ -89,6 +89,7 @@ class TermgenApp(App[None]):
         self._shown: str | None = None
         self._interrupted_s = -QUIT_WINDOW_S
         self._signals: list[signal.Signals] = []
+        self._dashboard: DashboardScreen | None = None
         self.client: EngineClient | None = None
 
     def get_css_variables(self) -> dict[str, str]:
@@ -108,6 +109,8 @@ class TermgenApp(App[None]):
     async def on_unmount(self) -> None:
         for number in self._signals:
             asyncio.get_running_loop().remove_signal_handler(number)
+        if self._dashboard is not None:
+            self._dashboard.close()
         await self._stop_engine()
 
     @work(exclusive=True, group="boot")
@@ -122,7 +125,9 @@ class TermgenApp(App[None]):
             return
         client = self.client
         self.add_mode("chat", lambda: self.make_chat(client))
-        self.add_mode("dashboard", lambda: self.make_dashboard(client))
+        # Made now, so that it listens from the start and has a history when it is first shown.
+        dashboard = self._dashboard = self.make_dashboard(client)
+        self.add_mode("dashboard", lambda: dashboard)
         await self.action_show(self._start_screen)
 
     def make_chat(self, client: EngineClient) -> ChatScreen:

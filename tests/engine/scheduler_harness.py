@@ -88,7 +88,7 @@ def make_scheduler(
 
 def reference_tokens(request: Request, vocab: int = VOCAB) -> list[int]:
     """Output of one request alone, with no scheduler, cache or batch."""
-    tokens = request.token_ids[: request.num_prompt_tokens].tolist()
+    tokens: list[int] = request.token_ids[: request.num_prompt_tokens].tolist()
     while len(tokens) < request.max_total_tokens:
         tokens.append(next_token(np.asarray(tokens), vocab))
         if is_stop(request, len(tokens), tokens[-1]):

@@ -112,7 +112,7 @@ class ScriptedDevice:
         """Where positions [start, end) of a row live; only blocks the row was given."""
         positions = np.arange(start, end)
         assert end <= self.num_blocks[slot] * self.block_size, "computes past its blocks"
-        blocks = self.block_table[slot, positions // self.block_size]
+        blocks: np.ndarray = self.block_table[slot, positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
 
     def _write(self, slot: int, count: int, *, rubbish: bool) -> None:

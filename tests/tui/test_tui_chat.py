@@ -326,10 +326,10 @@ async def test_a_huge_paste_is_refused() -> None:
     app = FrozenApp(chat_engine())
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)
-        app.chat.prompt.post_message(Paste("x" * (MAX_PASTE_CHARS + 1)))
+        app.post_message(Paste("x" * (MAX_PASTE_CHARS + 1)))
         await pilot.pause()
         assert app.chat.prompt.text == ""
-        app.chat.prompt.post_message(Paste("two\nlines"))
+        app.post_message(Paste("two\nlines"))
         await pilot.pause()
         assert app.chat.prompt.text == "two\nlines"
 

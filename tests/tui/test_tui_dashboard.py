@@ -206,6 +206,17 @@ async def test_lost_events_are_counted() -> None:
         assert f"{5000 - 4096} lost" in panel(app, "header")
 
 
+async def test_it_knows_what_happened_before_it_was_first_shown() -> None:
+    app = FrozenApp(chat_engine())
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        app.engine.bus.publish(step(4_711, end_ns=NOW_NS))
+        await pilot.press("f2")
+        await wait_until(pilot, lambda: "step 4 711" in panel(app, "batch"))
+        assert len(app.engine.bus._rings) == 1
+    assert app.engine.bus._rings == ()
+
+
 async def test_it_rests_while_hidden() -> None:
     app = dashboard_app()
     async with app.run_test(size=(140, 40)) as pilot:

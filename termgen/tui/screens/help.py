@@ -18,7 +18,7 @@ from termgen.tui.widgets.canvas import Canvas
 
 HelpSection = tuple[str, Sequence[BindingType]]
 
-_KEY_WIDTH = 22
+_KEY_WIDTH = 20
 _NAMES = {
     "escape": "esc",
     "left": "←",

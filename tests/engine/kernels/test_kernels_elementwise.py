@@ -1,0 +1,155 @@
+"""RMSNorm, gated activation, rotation with cache write, and the plain cache write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_device import DEVICES_AND_DTYPES, assert_near, normal, poison, require_triton
+
+require_triton()
+
+from termgen.engine.kernels.kv_store import kv_store, kv_store_reference  # noqa: E402
+from termgen.engine.kernels.qk_rope_kv import qk_rope_kv, qk_rope_kv_reference  # noqa: E402
+from termgen.engine.kernels.rmsnorm import (  # noqa: E402
+    add_rmsnorm,
+    add_rmsnorm_reference,
+    rmsnorm,
+    rmsnorm_reference,
+)
+from termgen.engine.kernels.silu_mul import (  # noqa: E402
+    ACTIVATIONS,
+    gated_activation,
+    gated_activation_reference,
+    silu_mul,
+)
+
+devices_and_dtypes = pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (5, 576), (3, 1000), (2, 4096)])
+def test_rmsnorm(device: str, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    x = normal(num_rows, size, dtype=dtype, device=device, seed=size, scale=3.0)
+    weight = normal(size, dtype=dtype, device=device, seed=1)
+    out = poison(num_rows, size, dtype=dtype, device=device)
+    assert rmsnorm(x, weight, 1e-5, out=out) is out
+    assert_near(out, rmsnorm_reference(x, weight, 1e-5), dtype)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (7, 576), (2, 2048)])
+def test_add_rmsnorm(device: str, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    # x is a part of something wider, as a fused projection's output may be.
+    x = normal(num_rows, size + 8, dtype=dtype, device=device, seed=2)[:, :size]
+    residual = normal(num_rows, size, dtype=dtype, device=device, seed=3, scale=9.0)
+    weight = normal(size, dtype=dtype, device=device, seed=4)
+    expected_residual = residual.clone()
+    expected = add_rmsnorm_reference(x, expected_residual, weight, 1e-6)
+    assert_near(add_rmsnorm(x, residual, weight, 1e-6), expected, dtype)
+    assert torch.equal(residual, expected_residual)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_activation(device: str, dtype: torch.dtype, activation: str) -> None:
+    for num_rows, size in ((1, 96), (3, 1536), (2, 1100)):
+        gate_up = normal(num_rows, 2 * size, dtype=dtype, device=device, seed=size, scale=4.0)
+        out = poison(num_rows, size, dtype=dtype, device=device)
+        gated_activation(gate_up, activation=activation, out=out)
+        assert_near(out, gated_activation_reference(gate_up, activation=activation), dtype)
+
+
+@devices_and_dtypes
+def test_silu_mul_far_from_zero(device: str, dtype: torch.dtype) -> None:
+    gate = torch.tensor([[-200.0, -60.0, -1.0, 0.0, 1.0, 60.0, 200.0, 5.0]])
+    gate_up = torch.cat((gate, torch.ones_like(gate)), -1).to(device, dtype)
+    assert_near(silu_mul(gate_up), gated_activation_reference(gate_up), dtype)
+
+
+def make_cache(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    heads_first: bool,
+) -> torch.Tensor:
+    """A poisoned cache as the kernels see it, in either layout."""
+    if not heads_first:
+        shape = (num_blocks, block_size, 2, num_kv_heads, head_dim)
+        return poison(*shape, dtype=dtype, device=device)
+    shape = (num_blocks, num_kv_heads, 2, block_size, head_dim)
+    return poison(*shape, dtype=dtype, device=device).permute(0, 3, 2, 1, 4)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 64), (3, 80), (8, 128)])
+def test_kv_store(
+    device: str, dtype: torch.dtype, heads_first: bool, num_kv_heads: int, head_dim: int
+) -> None:
+    caches = [
+        make_cache(
+            5, 4, num_kv_heads, head_dim, dtype=dtype, device=device, heads_first=heads_first
+        )
+        for _ in range(2)
+    ]
+    wide = normal(6, 2 * num_kv_heads, head_dim, dtype=dtype, device=device, seed=5)
+    k, v = wide[:, :num_kv_heads], wide[:, num_kv_heads:]
+    slots = torch.tensor([19, 4, 7, 0, 8, 12], device=device)
+    kv_store(k, v, caches[0], slots)
+    kv_store_reference(k, v, caches[1], slots)
+    torch.testing.assert_close(caches[0], caches[1], equal_nan=True, rtol=0, atol=0)
+    assert int(caches[0].isnan().any(-1).sum()) == (20 - 6) * 2 * num_kv_heads
+
+
+def make_rotation(positions: torch.Tensor, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    frequencies = 1e4 ** (-torch.arange(0, rotary_dim, 2, device=positions.device) / rotary_dim)
+    angles = positions[:, None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "rotary_dim"),
+    [(2, 1, 64, 64), (5, 5, 80, 80), (9, 3, 96, 24), (8, 1, 128, 128), (3, 1, 256, 64)],
+)
+def test_qk_rope_kv(
+    device: str,
+    dtype: torch.dtype,
+    with_norm: bool,
+    in_place: bool,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+) -> None:
+    heads = num_heads + 2 * num_kv_heads
+    qkv = normal(4, heads * head_dim, dtype=dtype, device=device, seed=head_dim)
+    weight = None
+    if with_norm:
+        weight = normal(heads - num_kv_heads, head_dim, dtype=dtype, device=device, seed=8)
+    cos, sin = make_rotation(torch.tensor([0, 3, 1000, 31000], device=device), rotary_dim)
+    slots = torch.tensor([11, 0, 5, 14], device=device)
+    caches = [
+        make_cache(4, 4, num_kv_heads, head_dim, dtype=dtype, device=device, heads_first=in_place)
+        for _ in range(2)
+    ]
+    expected = qk_rope_kv_reference(
+        qkv, caches[1], cos, sin, slots, num_heads=num_heads, norm_weight=weight, eps=1e-6
+    )
+    q = qkv.view(4, heads, head_dim)[:, :num_heads]
+    if not in_place:
+        q = poison(4, num_heads, head_dim, dtype=dtype, device=device)
+    qk_rope_kv(
+        qkv, caches[0], cos, sin, slots, num_heads=num_heads, norm_weight=weight, eps=1e-6, q=q
+    )
+    assert_near(q, expected, dtype)
+    written = ~caches[1].isnan()
+    assert torch.equal(written, ~caches[0].isnan())
+    assert_near(caches[0][written], caches[1][written], dtype)
