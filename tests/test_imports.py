@@ -43,6 +43,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.sampling",
         "engine.loader",
         "engine.quantization",
+        "engine.kernels",
     ),
     "executor": ("engine.executor",),
     "core": ("engine.core",),

@@ -68,6 +68,14 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
 
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the matrices; norms and biases are too few to matter."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # of q and the output, k and v
+        layer = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + tables
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Reads a config.json. Raises UnsupportedModelError or CorruptFileError naming the key."""
@@ -261,7 +269,9 @@ def _rope(read: ConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
         raise UnsupportedModelError(
             f"config.json: rope_type {rope_type!r} is not supported; supported are {known}"
         )
-    theta = rope.number("rope_theta", default=read.number("rope_theta", default=1e4, above=0.0))
+    theta = rope.number(
+        "rope_theta", default=read.number("rope_theta", default=1e4, above=1.0), above=1.0
+    )
     partial = rope.number(
         "partial_rotary_factor", default=read.number("partial_rotary_factor", default=1.0)
     )

@@ -7,11 +7,12 @@ caller runs `model.finalize()`.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from termgen.engine.models.config import ModelConfig, unsupported_architecture
-from termgen.errors import ConfigError
+from termgen.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,10 @@ def build_model(
     quantization: str | None,
     attention: AttentionBackend,
 ) -> CausalDecoder:
-    """A model whose parameters are allocated but not filled."""
+    """A model whose parameters are allocated but not filled.
+
+    Raises ModelError when the config asks for more than this machine's memory.
+    """
     if config.architecture not in MODELS:
         raise unsupported_architecture(config.architecture)
     if quantization not in LINEAR_METHODS:
@@ -49,12 +53,28 @@ def build_model(
         raise ConfigError(
             f"quantization {quantization!r} is not known; known are {known}", param="quantization"
         )
+    if device.type == "cpu":
+        _check_memory(config.num_parameters * (1 if quantization == "int8" else dtype.itemsize))
     method = _resolve(LINEAR_METHODS[quantization])
     model_class = _resolve(MODELS[config.architecture])
     model: CausalDecoder = model_class(
         config, dtype=dtype, device=device, method=method, attention=attention
     )
     return model
+
+
+def _check_memory(needed_bytes: int) -> None:
+    """Before anything is allocated: a machine that swaps its weights is of no use, and a hostile
+    config must not get to ask for terabytes."""
+    if not hasattr(os, "sysconf"):
+        return
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed_bytes > memory_bytes:
+        raise ModelError(
+            f"the model's weights need {needed_bytes / 2**30:.1f} GiB, but this machine has"
+            f" {memory_bytes / 2**30:.1f} GiB of memory; use a smaller model or dtype, or"
+            " --quantization int8"
+        )
 
 
 def _resolve(path: str) -> Any:

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from termgen.engine.step import StepLogprobs, StepResult
+from termgen.engine.runner.dispatch import Dispatch
+from termgen.engine.step import StepLogprobs, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
     """A step's results on the device."""
 
-    sampled: torch.Tensor  # [B] int64
-    takes: torch.Tensor  # [B] bool, whether the row's sample counts
+    tokens: torch.Tensor  # [B] int32, -1 for a row that sampled none
     logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # [B,1+K], [B,1+K], [B]
 
     def all(self) -> tuple[torch.Tensor, ...]:
-        return (self.sampled, self.takes, *(self.logprobs or ()))
+        return (self.tokens, *(self.logprobs or ()))
 
 
 def make_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -42,12 +42,15 @@ class AsyncOutput:
 
     def __init__(
         self,
-        step_id: int,
+        plan: StepPlan,
         tensors: StepTensors,
+        dispatch: Dispatch,
         started_ns: int,
         copy_stream: torch.cuda.Stream | None,
     ) -> None:
-        self._step_id = step_id
+        self._step_id = plan.step_id
+        self._num_rows = plan.num_rows
+        self._dispatch = dispatch
         self._tensors = tensors
         self._started_ns = started_ns
         self._event: torch.cuda.Event | None = None
@@ -66,12 +69,15 @@ class AsyncOutput:
         if self._event is not None:
             self._event.synchronize()
         ended_ns = time.perf_counter_ns()
-        sampled, takes, *logprobs = (t.numpy() for t in self._host)
+        tokens, *logprobs = (t.numpy() for t in self._host)
+        tokens = tokens[: self._num_rows]
         return StepResult(
             step_id=self._step_id,
-            num_sampled=takes.astype(np.int32),
-            token_ids=sampled[takes].astype(np.int32),
+            num_sampled=(tokens >= 0).astype(np.int32),
+            token_ids=tokens[tokens >= 0],
             logprobs=StepLogprobs(*logprobs) if logprobs else None,
             started_ns=self._started_ns,
             ended_ns=ended_ns,
+            graph_mode=self._dispatch.mode.value,
+            num_padded_tokens=self._dispatch.num_padded(self._num_rows),
         )

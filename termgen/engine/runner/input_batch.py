@@ -45,43 +45,30 @@ class InputBuffers:
         self.slot_mapping = buffer(max_num_tokens, torch.int64)
         self.query_start_loc = buffer(max_num_seqs + 1, torch.int32)
         self.seq_lens = buffer(max_num_seqs, torch.int32)
-        self.arange = torch.arange(max(max_num_tokens, max_num_seqs + 1), device=device)
+        self.arange = torch.arange(max(max_num_tokens, max_num_seqs) + 1, device=device)
 
     def prepare(self, plan: StepPlan, state: RequestState) -> InputBatch:
-        """Compute the step's inputs on the device. No value comes back to the host."""
-        num_rows, total = plan.num_rows, plan.total_tokens
+        """Compute a step's inputs on the device. No value comes back to the host."""
         header = state.upload(np.stack((plan.slots, plan.num_tokens)).astype(np.int64))
         slots, num_tokens = header[0], header[1]
+        max_seq_len = int((plan.num_computed + plan.num_tokens).max())
+        if plan.total_tokens == plan.num_rows:
+            return self.prepare_decode(slots, num_tokens, state, max_seq_len=max_seq_len)
+        num_rows, total = plan.num_rows, plan.total_tokens
         query_start_loc = self.query_start_loc[: num_rows + 1]
         torch.cumsum(num_tokens, 0, dtype=torch.int32, out=query_start_loc[1:])
         ends = query_start_loc[1:].long()
         computed = state.num_computed[slots]
         seq_lens = self.seq_lens[:num_rows]
         seq_lens.copy_(computed + num_tokens)
-
+        row = torch.repeat_interleave(self.arange[:num_rows], num_tokens, output_size=total)
         positions = self.positions[:total]
-        if total == num_rows:  # every row computes one token
-            token_slots = slots
-            positions.copy_(computed)
-        else:
-            row = torch.repeat_interleave(self.arange[:num_rows], num_tokens, output_size=total)
-            token_slots = slots[row]
-            positions.copy_((computed - ends + num_tokens)[row] + self.arange[:total])
-        input_ids = self.input_ids[:total]
-        input_ids.copy_(state.token_ids[token_slots, positions])
-        block = state.block_table[token_slots, positions // self.block_size].long()
-        # A row that stopped on the device may still be in a plan made before the host knew:
-        # it writes to the null block.
-        block *= ~state.finished[token_slots]
-        slot_mapping = self.slot_mapping[:total]
-        torch.add(block * self.block_size, positions % self.block_size, out=slot_mapping)
-
-        max_seq_len = int((plan.num_computed + plan.num_tokens).max())
-        max_blocks = -(-max_seq_len // self.block_size)
+        positions.copy_((computed - ends + num_tokens)[row] + self.arange[:total])
+        input_ids, slot_mapping = self._fill_tokens(slots[row], positions, state)
         metadata = AttentionMetadata(
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
-            block_table=state.block_table[slots, :max_blocks],
+            block_table=state.block_table[slots, : self._num_blocks(max_seq_len)],
             slot_mapping=slot_mapping,
             num_rows=num_rows,
             num_tokens=total,
@@ -91,3 +78,58 @@ class InputBuffers:
             block_size=self.block_size,
         )
         return InputBatch(slots, num_tokens, input_ids, positions, ends - 1, metadata)
+
+    def prepare_decode(
+        self,
+        slots: torch.Tensor,  # [B] int64
+        num_tokens: torch.Tensor,  # [B] int64: 1, or 0 for a padded row
+        state: RequestState,
+        *,
+        max_seq_len: int,
+    ) -> InputBatch:
+        """Inputs of a step with one token per row, padded rows included.
+
+        Everything that varies from step to step is read from device memory, so a recording of
+        these operations stays right.
+        """
+        num_rows = slots.shape[0]
+        positions = self.positions[:num_rows]
+        positions.copy_(state.num_computed[slots])
+        input_ids, slot_mapping = self._fill_tokens(slots, positions, state)
+        seq_lens = self.seq_lens[:num_rows]
+        seq_lens.copy_((positions + 1) * num_tokens)
+        query_start_loc = self.query_start_loc[: num_rows + 1]
+        query_start_loc.copy_(self.arange[: num_rows + 1])
+        metadata = AttentionMetadata(
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_table=state.block_table[slots, : self._num_blocks(max_seq_len)],
+            slot_mapping=slot_mapping,
+            num_rows=num_rows,
+            num_tokens=num_rows,
+            num_decodes=num_rows,
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+            block_size=self.block_size,
+        )
+        return InputBatch(slots, num_tokens, input_ids, positions, self.arange[:num_rows], metadata)
+
+    def _fill_tokens(
+        self,
+        slots: torch.Tensor,  # [T] int64, the slot of each token
+        positions: torch.Tensor,  # [T] int64
+        state: RequestState,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids [T] and where their KV goes [T]."""
+        input_ids = self.input_ids[: len(slots)]
+        input_ids.copy_(state.token_ids[slots, positions])
+        block = state.block_table[slots, positions // self.block_size].long()
+        # A row that stopped on the device may still be in a plan made before the host knew:
+        # it writes to the null block. So do padded rows.
+        block *= ~state.finished[slots]
+        slot_mapping = self.slot_mapping[: len(slots)]
+        torch.add(block * self.block_size, positions % self.block_size, out=slot_mapping)
+        return input_ids, slot_mapping
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

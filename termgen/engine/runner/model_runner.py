@@ -16,6 +16,8 @@ from termgen.engine.attention.base import AttentionBackend, AttentionMetadata, F
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
+from termgen.engine.runner.cuda_graphs import FullGraphs
+from termgen.engine.runner.dispatch import CudaGraphDispatcher, SamplingNeeds
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.runner.request_state import RequestState
 from termgen.engine.sampling.metadata import SamplingMetadata
@@ -64,6 +66,12 @@ class ModelRunner:
             device=device,
         )
         self._copy_stream = make_copy_stream(device)
+        self.graphs = FullGraphs(
+            self.decode,
+            CudaGraphDispatcher((), disabled_reason="no graphs recorded"),
+            pad_row=self.state.pad_row,
+            device=device,
+        )
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Shape of one layer's KV cache."""
@@ -96,12 +104,32 @@ class ModelRunner:
         """Launch one step. On CUDA it returns before the device is done."""
         started_ns = time.perf_counter_ns()
         self.state.update(plan)
-        batch = self.buffers.prepare(plan, self.state)
+        needs = SamplingNeeds.of(plan)
+        dispatch = self.graphs.dispatch(plan, needs)
+        if dispatch.descriptor is not None:
+            tensors = StepTensors(self.graphs.replay(dispatch.descriptor, plan), None)
+        else:
+            tensors = self._compute(self.buffers.prepare(plan, self.state), needs)
+        return AsyncOutput(plan, tensors, dispatch, started_ns, self._copy_stream)
+
+    def decode(
+        self, slots: torch.Tensor, num_tokens: torch.Tensor, needs: SamplingNeeds
+    ) -> torch.Tensor:
+        """A whole decode step from device memory alone: what a full graph records.
+
+        slots, num_tokens: [B] int64, num_tokens 1, or 0 for a padded row. Returns tokens [B] int32.
+        """
+        batch = self.buffers.prepare_decode(
+            slots, num_tokens, self.state, max_seq_len=self.max_model_len
+        )
+        return self._compute(batch, needs).tokens
+
+    def _compute(self, batch: InputBatch, needs: SamplingNeeds) -> StepTensors:
+        """Model, sampling and state update."""
         logits = self._forward(batch)
-        output = self.sampler(logits, self._sampling_metadata(plan, batch))
-        takes = self.state.append_sampled(batch.slots, batch.num_tokens, output.token_ids)
-        tensors = StepTensors(output.token_ids, takes, output.logprobs)
-        return AsyncOutput(plan.step_id, tensors, started_ns, self._copy_stream)
+        output = self.sampler(logits, self._sampling_metadata(batch, needs))
+        tokens = self.state.append_sampled(batch.slots, batch.num_tokens, output.token_ids)
+        return StepTensors(tokens, output.logprobs)
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
         """[B, V] float32 logits of each row's last token."""
@@ -110,10 +138,12 @@ class ModelRunner:
         hidden = self.model(batch.input_ids, batch.positions, context)
         return self.model.compute_logits(hidden[batch.logits_indices])
 
-    def _sampling_metadata(self, plan: StepPlan, batch: InputBatch) -> SamplingMetadata:
+    def _sampling_metadata(self, batch: InputBatch, needs: SamplingNeeds) -> SamplingMetadata:
         state, slots = self.state, batch.slots
-        penalties = plan.needs_penalties
-        assert not penalties or state.output_counts is not None
+        output_counts = prompt_mask = None
+        if needs.penalties:
+            assert state.output_counts is not None and state.prompt_mask is not None
+            output_counts, prompt_mask = state.output_counts[slots], state.prompt_mask[slots]
         return SamplingMetadata(
             temperature=state.temperature[slots],
             top_k=state.top_k[slots],
@@ -124,15 +154,15 @@ class ModelRunner:
             repetition_penalty=state.repetition_penalty[slots],
             presence_penalty=state.presence_penalty[slots],
             frequency_penalty=state.frequency_penalty[slots],
-            output_counts=state.output_counts[slots] if penalties else None,  # type: ignore[index]
-            prompt_mask=state.prompt_mask[slots] if penalties else None,  # type: ignore[index]
+            output_counts=output_counts,
+            prompt_mask=prompt_mask,
             stop_token_ids=state.stop_ids[slots],
             suppress_stop=state.total_len[slots] < state.min_total[slots],
-            all_greedy=not plan.needs_sampling,
-            needs_penalties=penalties,
-            needs_top_k_top_p=plan.needs_top_k_top_p,
-            suppress_any=plan.needs_min_tokens,
-            max_logprobs=plan.max_logprobs if plan.needs_logprobs else None,
+            all_greedy=needs.all_greedy,
+            needs_penalties=needs.penalties,
+            needs_top_k_top_p=needs.filters,
+            suppress_any=needs.min_tokens,
+            max_logprobs=needs.max_logprobs,
         )
 
     @torch.inference_mode()

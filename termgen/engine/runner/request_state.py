@@ -135,8 +135,8 @@ class RequestState:
     ) -> torch.Tensor:
         """Take in a step's samples and count its tokens as computed.
 
-        slots, num_tokens, sampled: [B]. Returns [B] bool: rows whose sample counts, that is, that
-        have computed their newest token and were not finished before this step.
+        slots, num_tokens, sampled: [B]. Returns [B] int32: the token, or -1 for a row whose sample
+        does not count, because it has not computed its newest token yet or was finished before.
         """
         total = self.total_len[slots]
         computed = self.num_computed[slots] + num_tokens
@@ -152,4 +152,4 @@ class RequestState:
         self.num_computed[slots] = computed
         if self.output_counts is not None:
             self.output_counts.index_put_((slots, sampled), takes.to(torch.int32), accumulate=True)
-        return takes
+        return torch.where(takes, sampled, -1).to(torch.int32)

@@ -41,8 +41,8 @@ def cut_threshold_reference(
     last = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size).long() - 1
     threshold = torch.maximum(threshold, values.gather(1, last.unsqueeze(1)))
     values = values.masked_fill(values < threshold, -torch.inf)
-    log_total = values.logsumexp(dim=-1, keepdim=True)
-    return torch.maximum(threshold, _top_p_threshold(values, log_total, top_p.unsqueeze(1)))
+    mass = _mass(values, values[:, :1])
+    return torch.maximum(threshold, _top_p_threshold(values, mass, top_p.unsqueeze(1)))
 
 
 def cut_threshold_cpu(
@@ -71,33 +71,40 @@ def _cut_rows(
     threshold = torch.maximum(threshold, kth.masked_fill_(last >= num_sorted, -torch.inf))
     if bool((limit >= 1.0).all()):
         return threshold
-    log_total = _log_mass_above(logits, values, threshold)
+    total = _mass_above(logits, values, threshold)
     while num_sorted < vocab_size:
         # Enough, if the mass is reached or if the next value is dropped already.
-        mass = (values - log_total).exp().sum(dim=-1, keepdim=True)
-        if bool(((mass >= limit) | (values[:, -1:] < threshold)).all()):
+        enough = _mass(values, values[:, :1]) >= limit * total
+        if bool((enough | (values[:, -1:] < threshold)).all()):
             break
         num_sorted = min(vocab_size, num_sorted * _GROWTH)
         values = logits.topk(num_sorted, dim=-1).values
     values = values.masked_fill(values < threshold, -torch.inf)
-    return torch.maximum(threshold, _top_p_threshold(values, log_total, limit))
+    return torch.maximum(threshold, _top_p_threshold(values, total, limit))
 
 
-def _log_mass_above(
+def _mass(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """[R, 1] unnormalised mass, the largest logit [R, 1] weighing 1.
+
+    Not by way of log-sum-exp: rounding it loses digits of every probability.
+    """
+    return (logits - largest).exp_().sum(dim=-1, keepdim=True)
+
+
+def _mass_above(
     logits: torch.Tensor, values: torch.Tensor, threshold: torch.Tensor
 ) -> torch.Tensor:
-    """log-sum-exp [R, 1] of the logits not below the threshold; `values` are the largest ones."""
+    """Mass [R, 1] of the logits not below the threshold; `values` are the largest ones."""
     if bool((values[:, -1:] < threshold).all()):  # nothing kept lies outside `values`
         logits = values
-    kept = logits.masked_fill(logits < threshold, -torch.inf)
-    return kept.logsumexp(dim=-1, keepdim=True)
+    return _mass(logits.masked_fill(logits < threshold, -torch.inf), values[:, :1])
 
 
 def _top_p_threshold(
-    values: torch.Tensor, log_total: torch.Tensor, limit: torch.Tensor
+    values: torch.Tensor, total: torch.Tensor, limit: torch.Tensor
 ) -> torch.Tensor:
-    """values [B, K]: the K largest logits, best first, holding a mass of `limit` [B, 1] or all."""
-    probs = (values - log_total).exp()
-    mass_before = probs.cumsum(dim=-1) - probs
-    kept = values.masked_fill(mass_before >= limit, torch.inf)  # limit > 0, so the first stays
+    """values [B, K]: the K largest logits, best first; they hold `limit` [B, 1] of `total`."""
+    weights = (values - values[:, :1]).exp_()
+    mass_before = weights.cumsum(dim=-1) - weights
+    kept = values.masked_fill(mass_before >= limit * total, torch.inf)  # limit > 0: not the first
     return kept.amin(dim=-1, keepdim=True).masked_fill_(limit >= 1.0, -torch.inf)

@@ -154,6 +154,7 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], said: str) -> N
         ({"head_dim": 63}, "head_dim"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rope_theta": -1.0}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": 1.0}}, "rope_parameters.rope_theta"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor"),
@@ -170,3 +171,9 @@ def test_a_wrong_value_is_an_error_naming_its_key(changes: dict[str, Any], said:
 def test_many_end_tokens() -> None:
     assert read(eos_token_id=[128001, 128008]).eos_token_ids == (128001, 128008)
     assert read(eos_token_id=None).eos_token_ids == ()
+
+
+def test_parameters_are_counted() -> None:
+    assert read().num_parameters == pytest.approx(134.5e6, rel=0.001)
+    untied = read(tie_word_embeddings=False).num_parameters
+    assert untied - read().num_parameters == 49152 * 576

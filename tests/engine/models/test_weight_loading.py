@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from termgen.engine.loader.dummy import load_dummy
 from termgen.engine.loader.weights import load_weights
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.registry import build_model
-from termgen.errors import ConfigError, CorruptFileError
+from termgen.errors import ConfigError, CorruptFileError, ModelError
 
 TinyModelDir = Callable[..., Path]
 
@@ -174,3 +175,11 @@ def test_int8_is_for_the_cpu(tiny_llama_dir: Path) -> None:
             attention=TorchReferenceAttention(),
         )
     assert error.value.param == "quantization"
+
+
+def test_more_than_the_machines_memory_is_refused_before_it_is_allocated(
+    tiny_llama_dir: Path,
+) -> None:
+    config = replace(load_model_config(tiny_llama_dir), num_layers=1024, intermediate_size=2**31)
+    with pytest.raises(ModelError, match="GiB of memory"):
+        build(config)

@@ -1,0 +1,75 @@
+"""Makes the pictures of the README and the docs from the real program and the default model.
+
+    python docs/make_pictures.py
+
+Asks the chat a question, then puts a mixed load on the same engine and opens the dashboard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from termgen.client import ChatPrompt
+from termgen.config import EngineConfig, UIConfig
+from termgen.engine.engine import AsyncEngine
+from termgen.engine.sampling_params import SamplingParams
+from termgen.tui.app import TermgenApp
+
+FOLDER = Path(__file__).parent / "images"
+QUESTION = "Write a Python function that adds two numbers, and explain it in two sentences."
+SYSTEM = "You are a helpful assistant. " * 12
+
+
+class _Holder:
+    engine: AsyncEngine
+
+    async def start(self, on_progress):  # type: ignore[no-untyped-def]
+        config = EngineConfig(max_num_seqs=12, kv_cache_gib=0.12, max_model_len=2048)
+        self.engine = await AsyncEngine.start(config, on_progress=on_progress)
+        return self.engine
+
+    async def stop(self) -> None:
+        await self.engine.shutdown()
+
+
+async def load(engine: AsyncEngine, index: int) -> None:
+    """One client: a shared system prompt, so that later requests find a prefix in the cache."""
+    await asyncio.sleep(0.4 * index)
+    text = f"Tell me something about the number {index}. " + "Be brief. " * (7 * (index % 5))
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+    params = SamplingParams(temperature=0.8, seed=index, max_tokens=60 + 25 * index, ignore_eos=True)
+    async for _ in engine.generate(ChatPrompt(messages), params, request_id=f"client-{index}"):
+        pass
+
+
+async def main() -> None:
+    holder = _Holder()
+    ui = UIConfig(temperature=0.0, max_tokens=160)
+    app = TermgenApp(holder.start, stop_engine=holder.stop, ui=ui)
+    async with app.run_test(size=(120, 36)) as pilot:
+        while not hasattr(holder, "engine"):
+            await pilot.pause(0.2)
+        await pilot.pause(1.0)
+        await pilot.press(*QUESTION)
+        await pilot.press("enter")
+        await wait_until_idle(holder.engine, pilot)
+        await pilot.pause(1.0)
+        app.save_screenshot(str(FOLDER / "chat.svg"))
+        clients = [asyncio.create_task(load(holder.engine, i)) for i in range(18)]
+        await pilot.press("f2")
+        await pilot.pause(14.0)
+        app.save_screenshot(str(FOLDER / "dashboard.svg"))
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+
+
+async def wait_until_idle(engine: AsyncEngine, pilot) -> None:  # type: ignore[no-untyped-def]
+    await pilot.pause(0.5)
+    while (await engine.snapshot()).num_running:
+        await pilot.pause(0.2)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

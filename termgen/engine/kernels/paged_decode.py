@@ -1,0 +1,432 @@
+"""Attention of rows with one query each over the paged KV cache, split over the keys.
+
+The work is tiles of keys: (row, key head, TILE keys). All tiles of a step lie in one order, rows
+first, then heads, and a fixed number of programs takes equal runs of them, so one 32k context among
+short ones costs what its bytes cost. Who gets which run is worked out on the device from the
+lengths (`plan_decode`, once per step and window size), so a recorded launch is right for every
+context. The heads that share a key head are the rows of one matrix product.
+
+    whole (row, head) in one run        written straight to the output
+    (row, head) cut between programs    partial sums in a workspace; who arrives last adds them up,
+                                        in program order, so the result does not depend on timing
+
+A cache is taken as a view [num_blocks, block_size, 2 (k, v), num_kv_heads, head_dim] of any layout.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from termgen.engine.kernels.kv_store import cache_constants
+from termgen.engine.kernels.launch import dot_precision, next_power_of_2, num_sms
+
+_LOG2_E = 1.4426950408889634
+_MMA_ROWS = 16
+_PLAN_PROGRAMS = 16
+"""Entries of the plan that one program of the planning kernel writes."""
+_PLAN_ROWS = 256
+"""Least rows a plan is compiled for; above it, the next power of two."""
+_MAX_COMBINED = 8192
+"""Float32 values of partial sums a program holds at once while it adds them up."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How the kernel is cut for one kind of cache."""
+
+    tile: int
+    """Keys of a tile."""
+    num_warps: int
+    num_stages: int
+    """Tiles in flight, plus one."""
+    programs_per_sm: int
+    min_tiles: int = 1
+    """Tiles a program takes at least: fewer partial sums when contexts are short."""
+
+
+def default_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+    row_bytes = next_power_of_2(head_dim) * dtype.itemsize
+    if row_bytes <= 128:
+        return DecodeConfig(tile=128, num_warps=4, num_stages=3, programs_per_sm=2)
+    if row_bytes <= 256:
+        return DecodeConfig(tile=64, num_warps=4, num_stages=3, programs_per_sm=2)
+    if row_bytes <= 512:
+        return DecodeConfig(tile=32, num_warps=4, num_stages=3, programs_per_sm=2)
+    return DecodeConfig(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens_ptr", "plan_ptr"]
+)
+def _plan_kernel(
+    seq_lens_ptr,
+    plan_ptr,
+    num_rows,
+    NUM_PROGRAMS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_PROGRAMS: tl.constexpr,
+):
+    rows = tl.arange(0, BLOCK_ROWS)
+    num_keys = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
+    if WINDOW > 0:
+        num_keys = tl.minimum(num_keys, WINDOW)
+    tiles = (num_keys + TILE - 1) // TILE
+    ends = tl.cumsum(tiles * NUM_KV_HEADS, axis=0)
+    total = tl.sum(tiles, axis=0) * NUM_KV_HEADS
+    per_program = tl.maximum((total + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)
+
+    programs = tl.program_id(0) * BLOCK_PROGRAMS + tl.arange(0, BLOCK_PROGRAMS)
+    starts = programs * per_program
+    is_before = ends[None, :] <= starts[:, None]
+    row = tl.sum(is_before.to(tl.int32), axis=1)
+    row_start = tl.max(tl.where(is_before, ends[None, :], 0), axis=1)
+    row_tiles = tl.sum(tl.where(rows[None, :] == row[:, None], tiles[None, :], 0), axis=1)
+    row_tiles = tl.maximum(row_tiles, 1)  # past the last row: num_tiles is 0 there
+    num_tiles = tl.minimum(tl.maximum(total - starts, 0), per_program)
+    entry = plan_ptr + programs * 4
+    inside = programs < NUM_PROGRAMS
+    tl.store(entry, row, mask=inside)
+    tl.store(entry + 1, (starts - row_start) // row_tiles, mask=inside)
+    tl.store(entry + 2, (starts - row_start) % row_tiles, mask=inside)
+    tl.store(entry + 3, num_tiles, mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(plan_ptr + NUM_PROGRAMS * 4, per_program)
+
+
+@triton.jit
+def _combine(
+    partial_ptr,
+    softmax_ptr,
+    out_ptr,
+    first_program,
+    last_program,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Adds up the pieces of one (row, head): slot 1 of its first program, slot 0 of the others."""
+    heads = tl.arange(0, GROUP_ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    top = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_ROWS], tl.float32)
+    acc = tl.zeros([GROUP_ROWS, BLOCK_D], tl.float32)
+    for first in range(first_program, last_program + 1, PIECES):
+        programs = first + tl.arange(0, PIECES)
+        inside = (programs <= last_program)[:, None]
+        piece = programs * 2 + (programs == first_program).to(tl.int32)
+        at = softmax_ptr + piece[:, None] * (2 * GROUP_ROWS) + heads[None, :]
+        # L1 may hold what an earlier launch left in the workspace: read past it.
+        maxima = tl.load(at, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(at + GROUP_ROWS, mask=inside, other=0.0, cache_modifier=".cg")
+        rows = piece[:, None, None] * GROUP_ROWS + heads[None, :, None]
+        values = tl.load(
+            partial_ptr + rows * BLOCK_D + dims[None, None, :],
+            mask=inside[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(maxima, axis=0))
+        weights = tl.exp2(maxima - new_top[None, :])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(sums * weights, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], axis=0)
+        top = new_top
+    inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    to = out_ptr + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "table_stride"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "block_table_ptr"],
+)
+def _paged_decode_kernel(
+    q_ptr,
+    cache_ptr,
+    out_ptr,
+    block_table_ptr,
+    seq_lens_ptr,
+    plan_ptr,
+    partial_ptr,
+    softmax_ptr,
+    arrivals_ptr,
+    scale,
+    num_rows,
+    q_stride,
+    table_stride,
+    BLOCK_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PIECES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = tl.load(plan_ptr + program * 4)
+    kv_head = tl.load(plan_ptr + program * 4 + 1)
+    tile = tl.load(plan_ptr + program * 4 + 2)
+    num_tiles = tl.load(plan_ptr + program * 4 + 3)
+    per_program = tl.load(plan_ptr + NUM_PROGRAMS * 4)
+    heads = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    keys = tl.arange(0, TILE)
+    head_mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    out_dtype = out_ptr.dtype.element_ty
+    ROW_SIZE: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
+
+    for padded in range(program, num_rows, NUM_PROGRAMS):
+        if tl.load(seq_lens_ptr + padded) == 0:
+            for head in range(NUM_KV_HEADS):
+                to = out_ptr + padded * ROW_SIZE + head * (GROUP * HEAD_DIM)
+                zeros = tl.zeros([BLOCK_M, BLOCK_D], out_dtype)
+                tl.store(to + heads[:, None] * HEAD_DIM + dims[None, :], zeros, mask=head_mask)
+
+    done = 0
+    while done < num_tiles:
+        seq_len = tl.load(seq_lens_ptr + row)
+        first_key = 0
+        if WINDOW > 0:
+            first_key = tl.maximum(seq_len - WINDOW, 0)
+        all_tiles = (seq_len - first_key + TILE - 1) // TILE
+        run = tl.minimum(all_tiles - tile, num_tiles - done)
+        if run > 0:
+            q_at = q_ptr + row.to(tl.int64) * q_stride + kv_head * (GROUP * HEAD_DIM)
+            q = tl.load(
+                q_at + heads[:, None] * HEAD_DIM + dims[None, :], mask=head_mask, other=0.0
+            )
+            table = block_table_ptr + row.to(tl.int64) * table_stride
+            head_base = cache_ptr + kv_head * HEAD_STRIDE + dims[None, :]
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            first_key += tile * TILE
+            # Block ids are fetched one tile ahead of the keys that they lead to, or they would
+            # halve the depth of the pipeline. Keys past the end repeat the last one, so that
+            # nothing outside the sequence is ever read.
+            place = tl.minimum(first_key + keys, seq_len - 1)
+            block = tl.load(table + place // BLOCK_SIZE)
+            for step in tl.range(0, run, num_stages=NUM_STAGES):
+                at = block.to(tl.int64) * BLOCK_STRIDE + place % BLOCK_SIZE * TOKEN_STRIDE
+                key = first_key + step * TILE + keys
+                place = tl.minimum(key + TILE, seq_len - 1)
+                block = tl.load(table + place // BLOCK_SIZE)
+                if BLOCK_D == HEAD_DIM:
+                    k = tl.load(head_base + at[:, None])
+                else:
+                    k = tl.load(head_base + at[:, None], mask=dims[None, :] < HEAD_DIM, other=0.0)
+                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+                scores = tl.where((key < seq_len)[None, :], scores, float("-inf"))
+                new_top = tl.maximum(top, tl.max(scores, axis=1))
+                weights = tl.exp2(scores - new_top[:, None])
+                shrink = tl.exp2(top - new_top)
+                total = total * shrink + tl.sum(weights, axis=1)
+                if BLOCK_D == HEAD_DIM:
+                    v = tl.load(head_base + V_OFFSET + at[:, None])
+                else:
+                    v = tl.load(
+                        head_base + V_OFFSET + at[:, None],
+                        mask=dims[None, :] < HEAD_DIM,
+                        other=0.0,
+                    )
+                acc = acc * shrink[:, None]
+                acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+                top = new_top
+
+            out_at = out_ptr + row.to(tl.int64) * ROW_SIZE + kv_head * (GROUP * HEAD_DIM)
+            if run == all_tiles:
+                result = (acc / total[:, None]).to(out_dtype)
+                tl.store(out_at + heads[:, None] * HEAD_DIM + dims[None, :], result, mask=head_mask)
+            else:
+                # A run's first piece began in an earlier program (slot 0) or is its last (slot 1).
+                piece = program * 2 + (tile == 0).to(tl.int32)
+                in_group = heads < GROUP_ROWS
+                softmax_at = softmax_ptr + piece * (2 * GROUP_ROWS) + heads
+                tl.store(softmax_at, top, mask=in_group)
+                tl.store(softmax_at + GROUP_ROWS, total, mask=in_group)
+                partial_rows = (piece * GROUP_ROWS + heads[:, None]) * BLOCK_D
+                tl.store(partial_ptr + partial_rows + dims[None, :], acc, mask=in_group[:, None])
+                first_tile = program * per_program + done - tile
+                first_program = first_tile // per_program
+                last_program = (first_tile + all_tiles - 1) // per_program
+                arrivals = arrivals_ptr + row * NUM_KV_HEADS + kv_head
+                tl.debug_barrier()  # every thread's stores come before the one thread's arrival
+                arrived = tl.atomic_add(arrivals, 1, sem="acq_rel")
+                if arrived == last_program - first_program:
+                    tl.store(arrivals, 0)  # ready for the next launch
+                    _combine(
+                        partial_ptr,
+                        softmax_ptr,
+                        out_at,
+                        first_program,
+                        last_program,
+                        GROUP=GROUP,
+                        GROUP_ROWS=GROUP_ROWS,
+                        HEAD_DIM=HEAD_DIM,
+                        BLOCK_D=BLOCK_D,
+                        PIECES=PIECES,
+                    )
+            done += run
+        tile = 0
+        kv_head += 1
+        if (kv_head == NUM_KV_HEADS) | (all_tiles == 0):
+            kv_head = 0
+            row += 1
+
+
+class DecodeWorkspace:
+    """Buffers of one engine's decode attention; one launch at a time may use them."""
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_rows: int,
+        config: DecodeConfig,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.max_rows = max_rows
+        self.num_programs = num_sms(device) * config.programs_per_sm
+        group_rows = next_power_of_2(num_heads // num_kv_heads)
+        pieces = self.num_programs * 2
+        self.partial = torch.empty(
+            (pieces, group_rows, next_power_of_2(head_dim)), dtype=torch.float32, device=device
+        )
+        self.softmax = torch.empty((pieces, 2, group_rows), dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+
+    def new_plan(self) -> torch.Tensor:
+        """[num_programs + 1, 4] int32: row, key head, first tile, number of tiles of each program;
+        the last row holds the number of tiles that makes a run."""
+        shape = (self.num_programs + 1, 4)
+        return torch.zeros(shape, dtype=torch.int32, device=self.partial.device)
+
+
+def plan_decode(
+    seq_lens: torch.Tensor,  # [B] int32
+    workspace: DecodeWorkspace,
+    plan: torch.Tensor,
+    *,
+    num_rows: int,
+    num_kv_heads: int,
+    sliding_window: int | None = None,
+) -> None:
+    """Deals the step's tiles out to the programs. Once per step for all layers of one window."""
+    config = workspace.config
+    assert num_rows <= workspace.max_rows, (num_rows, workspace.max_rows)
+    _plan_kernel[(triton.cdiv(workspace.num_programs, _PLAN_PROGRAMS),)](
+        seq_lens,
+        plan,
+        num_rows,
+        NUM_PROGRAMS=workspace.num_programs,
+        NUM_KV_HEADS=num_kv_heads,
+        TILE=config.tile,
+        MIN_TILES=config.min_tiles,
+        WINDOW=sliding_window or 0,
+        BLOCK_ROWS=max(_PLAN_ROWS, next_power_of_2(num_rows)),
+        BLOCK_PROGRAMS=_PLAN_PROGRAMS,
+        num_warps=8,
+    )
+
+
+def paged_decode(
+    q: torch.Tensor,  # [B, num_heads, head_dim], heads dense
+    cache: torch.Tensor,  # view [num_blocks, block_size, 2, num_kv_heads, head_dim]
+    block_table: torch.Tensor,  # [B, max_blocks] int32
+    seq_lens: torch.Tensor,  # [B] int32; a row of length 0 gives zeros
+    plan: torch.Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    num_rows: int,
+    scale: float,
+    sliding_window: int | None = None,
+    out: torch.Tensor,  # [B, num_heads, head_dim], contiguous
+) -> torch.Tensor:
+    """The queries' keys and values are in the cache already. `plan` was made by `plan_decode` for
+    these lengths, heads and window."""
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = cache.shape[3]
+    assert q.stride()[1:] == (head_dim, 1) and out.is_contiguous(), (q.stride(), out.stride())
+    assert block_table.stride(1) == 1
+    config, group = workspace.config, num_heads // num_kv_heads
+    group_rows, block_d = next_power_of_2(group), next_power_of_2(head_dim)
+    if num_rows:
+        _paged_decode_kernel[(workspace.num_programs,)](
+            q,
+            cache,
+            out,
+            block_table,
+            seq_lens,
+            plan,
+            workspace.partial,
+            workspace.softmax,
+            workspace.arrivals,
+            scale * _LOG2_E,
+            num_rows,
+            q.stride(0),
+            block_table.stride(0),
+            **cache_constants(cache),
+            GROUP=group,
+            GROUP_ROWS=group_rows,
+            WINDOW=sliding_window or 0,
+            NUM_PROGRAMS=workspace.num_programs,
+            TILE=config.tile,
+            NUM_STAGES=config.num_stages,
+            BLOCK_M=max(_MMA_ROWS, group_rows),
+            BLOCK_D=block_d,
+            PIECES=max(1, min(32, _MAX_COMBINED // (group_rows * block_d))),
+            PRECISION=dot_precision(q.dtype),
+            num_warps=config.num_warps,
+        )
+    return out
+
+
+def paged_decode_reference(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Row by row in float64."""
+    block_size, num_kv_heads = cache.shape[1], cache.shape[3]
+    group = q.shape[1] // num_kv_heads
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    for row, length in enumerate(seq_lens.tolist()):
+        if not length:
+            continue
+        first = 0 if sliding_window is None else max(0, length - sliding_window)
+        place = torch.arange(first, length, device=q.device)
+        blocks = block_table[row, place // block_size].long()
+        k, v = cache[blocks, place % block_size].double().unbind(1)  # [n, num_kv_heads, head_dim]
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+        weights = torch.einsum("hd,nhd->hn", q[row].double() * scale, k).softmax(-1)
+        out[row] = torch.einsum("hn,nhd->hd", weights, v)
+    return out

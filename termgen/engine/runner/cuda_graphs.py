@@ -1,0 +1,121 @@
+"""Recordings of whole decode steps, and their replay.
+
+A full graph holds input preparation, the model, sampling, the state update and the hand-over of
+the tokens to a ring, all reading their lengths and rows from device memory. Replaying a step whose
+rows are those of the step before uploads nothing at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from termgen.engine.request import IntArray
+from termgen.engine.runner.dispatch import (
+    NEEDS,
+    BatchDescriptor,
+    CudaGraphDispatcher,
+    Dispatch,
+    SamplingNeeds,
+)
+from termgen.engine.step import StepPlan
+
+DecodeStep = Callable[[torch.Tensor, torch.Tensor, SamplingNeeds], torch.Tensor]
+"""(slots [B], num_tokens [B], needs) -> tokens [B]; see ModelRunner.decode."""
+
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+"""Turns operations into something that repeats them on the same memory."""
+
+RING_SIZE = 16
+"""Steps whose tokens are kept: more than ever are in flight."""
+
+
+class CudaRecorder:
+    """Records into CUDA graphs that share one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._device = device
+
+    def __call__(self, operations: Callable[[], None]) -> Callable[[], None]:
+        operations()  # compiles kernels and fills caches: neither is allowed while recording
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            operations()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+class FullGraphs:
+    """One recording per (padded rows, sampling variant)."""
+
+    def __init__(
+        self,
+        decode: DecodeStep,
+        dispatcher: CudaGraphDispatcher,
+        *,
+        pad_row: int,
+        device: torch.device,
+    ) -> None:
+        size = max(1, dispatcher.largest)
+        self.dispatcher = dispatcher
+        self._decode = decode
+        self._pad_row = pad_row
+        self._device = device
+        self._replays: dict[BatchDescriptor, Callable[[], None]] = {}
+        self._header = torch.zeros((2, size), dtype=torch.int64, device=device)
+        self._header[0] = pad_row
+        self._ring = torch.full((RING_SIZE, size), -1, dtype=torch.int32, device=device)
+        self._ring_index = torch.zeros(1, dtype=torch.int64, device=device)
+        self._next_ring_row = 0
+        self._rows_on_device: IntArray = np.zeros(0, np.int32)
+        self._size_on_device = 0
+        self.num_uploads = 0
+        """Times the rows of a step had to be sent to the device."""
+
+    def dispatch(self, plan: StepPlan, needs: SamplingNeeds) -> Dispatch:
+        return self.dispatcher.dispatch(
+            num_rows=plan.num_rows, num_tokens=plan.total_tokens, sampling=needs.variant
+        )
+
+    @torch.inference_mode()
+    def record_all(self, recorder: Recorder, on_progress: Callable[[float], None]) -> None:
+        """Make every recording, the largest first. All rows are padding meanwhile."""
+        descriptors = self.dispatcher.descriptors()
+        for i, descriptor in enumerate(descriptors):
+            on_progress(i / len(descriptors))
+            self._replays[descriptor] = recorder(lambda d=descriptor: self._step(d))
+        # Recording ran the operations, or only seemed to: start the ring anew in either case.
+        self._ring_index.zero_()
+        self._next_ring_row = 0
+
+    def _step(self, descriptor: BatchDescriptor) -> None:
+        size = descriptor.num_rows
+        slots, num_tokens = self._header[0, :size], self._header[1, :size]
+        tokens = self._decode(slots, num_tokens, NEEDS[descriptor.sampling])
+        self._ring[:, :size].index_copy_(0, self._ring_index, tokens[None])
+        self._ring_index.add_(1).remainder_(RING_SIZE)
+
+    def replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> torch.Tensor:
+        """Run a recorded step; returns its tokens [padded rows], valid for RING_SIZE steps."""
+        self._upload_rows(plan.slots, descriptor.num_rows)
+        self._replays[descriptor]()
+        row = self._next_ring_row
+        self._next_ring_row = (row + 1) % RING_SIZE
+        return self._ring[row, : descriptor.num_rows]
+
+    def _upload_rows(self, slots: IntArray, size: int) -> None:
+        if size == self._size_on_device and np.array_equal(slots, self._rows_on_device):
+            return
+        header = np.full((2, size), self._pad_row, np.int64)
+        header[0, : len(slots)] = slots
+        header[1] = np.arange(size) < len(slots)
+        host = torch.from_numpy(header)
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        self._header[:, :size].copy_(host, non_blocking=True)
+        self._rows_on_device, self._size_on_device = slots, size
+        self.num_uploads += 1
