@@ -1,0 +1,112 @@
+"""Whole decode steps from device memory: padding, rows kept on the device, the ring of tokens.
+
+A recorder that simply runs the operations again stands in for CUDA graphs, so the same path runs
+on a CPU. The real recordings are tested with the GPU's attention backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from termgen.config import EngineConfig
+from termgen.engine.engine import SyncEngine
+from termgen.engine.events import StepRecord
+from termgen.engine.request import GenerationRequest
+from termgen.engine.runner.cuda_graphs import RING_SIZE, FullGraphs
+from termgen.engine.runner.dispatch import CudaGraphDispatcher
+from termgen.engine.sampling_params import SamplingParams
+
+
+def make_engine(folder: Path, sizes: tuple[int, ...], *, asynchronous: bool) -> SyncEngine:
+    engine = SyncEngine(
+        EngineConfig(
+            model=str(folder),
+            device="cpu",
+            threads=1,
+            max_num_seqs=8,
+            num_gpu_blocks_override=40,
+            max_model_len=128,
+            skip_tokenizer_init=True,
+            async_scheduling=asynchronous,
+        )
+    )
+    runner = engine.core.executor._runner  # type: ignore[attr-defined]
+    if sizes:
+        runner.graphs = FullGraphs(
+            runner.decode,
+            CudaGraphDispatcher(sizes),
+            pad_row=runner.state.pad_row,
+            device=runner.device,
+        )
+        runner.graphs.record_all(lambda operations: operations, lambda done: None)
+    return engine
+
+
+def run(engine: SyncEngine, seed: int) -> tuple[dict[str, list[int]], list[StepRecord]]:
+    """A mixed load: prompts of many lengths arriving while others decode, all kinds of sampling."""
+    rng = np.random.default_rng(seed)
+    ring = engine.core.bus.subscribe()
+    outputs: dict[str, list[int]] = {}
+    kinds: list[dict[str, object]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9},
+        {"temperature": 1.2, "top_k": 20, "top_p": 0.8},
+        {"temperature": 0.7, "frequency_penalty": 0.5},
+        {"temperature": 0.0, "logprobs": 2},
+    ]
+    for i in range(14):
+        params = SamplingParams(
+            max_tokens=int(rng.integers(1, 30)),
+            seed=i,
+            ignore_eos=True,
+            **kinds[i % len(kinds)],  # type: ignore[arg-type]
+        )
+        prompt = tuple(rng.integers(3, 500, int(rng.integers(1, 40))).tolist())
+        engine.add(GenerationRequest(request_id=str(i), prompt_token_ids=prompt, params=params))
+        for _ in range(int(rng.integers(0, 6))):
+            collect(engine, outputs)
+    while engine.has_unfinished:
+        collect(engine, outputs)
+        engine.core.scheduler.check_integrity()
+    return outputs, [e for e in ring.drain() if isinstance(e, StepRecord)]
+
+
+def collect(engine: SyncEngine, outputs: dict[str, list[int]]) -> None:
+    for delta in engine.step():
+        assert delta.error is None, delta.error
+        outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_recorded_steps_give_the_tokens_of_eager_ones(
+    tiny_model_dir: Callable[[str], Path], asynchronous: bool
+) -> None:
+    seed = 99
+    print(f"seed {seed}")
+    folder = tiny_model_dir("llama")
+    eager, steps = run(make_engine(folder, (), asynchronous=asynchronous), seed)
+    assert {s.graph_mode for s in steps} == {"NONE"}
+    recorded, steps = run(make_engine(folder, (1, 2, 4, 8), asynchronous=asynchronous), seed)
+    assert recorded == eager
+    assert len(steps) > RING_SIZE * 2
+    full = [s for s in steps if s.graph_mode == "FULL"]
+    assert full and any(s.num_padded_tokens for s in full)
+    assert all(s.num_prefill_tokens == 0 for s in full)
+
+
+def test_rows_are_uploaded_only_when_the_batch_changes(
+    tiny_model_dir: Callable[[str], Path],
+) -> None:
+    engine = make_engine(tiny_model_dir("llama"), (1, 2, 4, 8), asynchronous=False)
+    graphs = engine.core.executor._runner.graphs  # type: ignore[attr-defined]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    for i in range(3):
+        request = GenerationRequest(request_id=str(i), prompt_token_ids=(5, 6, 7), params=params)
+        engine.add(request)
+    while engine.has_unfinished:
+        engine.step()
+    assert graphs.num_uploads == 1
