@@ -93,11 +93,10 @@ def _attend_tile(
     top,
     total,
     place,
-    table_ptr,
+    block,
+    key,
     head_base,
     positions,
-    end,
-    key,
     scale,
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
@@ -108,9 +107,8 @@ def _attend_tile(
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
-    block,
 ):
-    """One tile of keys. `place` is where its keys are read, `block` the blocks they are in."""
+    """One tile of keys: their positions `key`, read at `place` of the row, which is in `block`."""
     at = block.to(tl.int64) * BLOCK_STRIDE + place % BLOCK_SIZE * TOKEN_STRIDE
     if BLOCK_D == HEAD_DIM:
         k = tl.load(head_base + at[:, None])
@@ -228,11 +226,10 @@ def _paged_prefill_kernel(
             top,
             total,
             here,
-            table,
+            block_here,
+            here,
             head_base,
             positions,
-            end,
-            here,
             scale,
             BLOCK_STRIDE,
             TOKEN_STRIDE,
@@ -243,7 +240,6 @@ def _paged_prefill_kernel(
             WINDOW,
             False,
             PRECISION,
-            block_here,
         )
     for step in tl.range(num_full, key_tiles, num_stages=NUM_STAGES):
         here, block_here = place, block
@@ -256,11 +252,10 @@ def _paged_prefill_kernel(
             top,
             total,
             here,
-            table,
+            block_here,
+            key,
             head_base,
             positions,
-            end,
-            key,
             scale,
             BLOCK_STRIDE,
             TOKEN_STRIDE,
@@ -271,7 +266,6 @@ def _paged_prefill_kernel(
             WINDOW,
             True,
             PRECISION,
-            block_here,
         )
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # a padded row has seen nothing
     to = out_ptr + (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]

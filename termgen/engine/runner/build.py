@@ -20,6 +20,8 @@ from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.models.registry import build_model
 from termgen.engine.runner import resolve
+from termgen.engine.runner.cuda_graphs import CudaRecorder
+from termgen.engine.runner.dispatch import CudaGraphDispatcher, capture_sizes
 from termgen.engine.runner.model_runner import ModelRunner
 from termgen.engine.step import DeviceInfo
 from termgen.errors import ModelError
@@ -28,6 +30,9 @@ Progress = Callable[[str, float], None]
 """Called with a phase and the fraction of it that is done."""
 
 MAX_EOS_IDS = 8
+
+GRAPH_OVERHEAD_BYTES = 2 * 2**20
+"""What one more recording takes besides the memory that all share."""
 
 
 def build_runner(
@@ -116,10 +121,11 @@ def _size_and_warm_up(
     config: EngineConfig, runner: ModelRunner, limits: resolve.Limits, on_progress: Progress
 ) -> DeviceInfo:
     device = runner.device
+    dispatcher = _make_dispatcher(config, runner, limits)
     runner.init_kv_cache(2)
     runner.dummy_run(limits.max_num_batched_tokens if device.type == "cuda" else 32)
     on_progress("warming up", 0.5)
-    free = resolve.free_memory_bytes(config, device)
+    free = resolve.free_memory_bytes(config, device) - _graph_bytes(runner, dispatcher)
     num_blocks = resolve.resolve_num_blocks(
         config,
         bytes_per_block=runner.bytes_per_block(),
@@ -130,6 +136,52 @@ def _size_and_warm_up(
     max_model_len = resolve.fit_max_model_len(config, limits.max_model_len, num_blocks)
     runner.init_kv_cache(num_blocks)
     runner.dummy_run(1)
+    runner.graphs = runner.make_graphs(dispatcher)
+    if dispatcher.sizes:
+        recorder = CudaRecorder(device)
+        runner.graphs.record_all(recorder, lambda done: on_progress("recording graphs", done))
+    return _describe(config, runner, limits, num_blocks=num_blocks, max_model_len=max_model_len)
+
+
+def _make_dispatcher(
+    config: EngineConfig, runner: ModelRunner, limits: resolve.Limits
+) -> CudaGraphDispatcher:
+    attention = runner.attention
+    if config.enforce_eager:
+        reason = "--enforce-eager"
+    elif runner.device.type != "cuda":
+        reason = "no CUDA device"
+    elif "FULL" not in attention.capabilities.graph_modes:
+        reason = f"{attention.name} attention cannot be recorded"
+    else:
+        return CudaGraphDispatcher(capture_sizes(limits.max_num_seqs))
+    return CudaGraphDispatcher((), disabled_reason=reason)
+
+
+def _graph_bytes(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> int:
+    """Memory that recordings take, measured on the largest ones; the others share it."""
+    if not dispatcher.sizes:
+        return 0
+    device = runner.device
+    torch.cuda.synchronize(device)
+    before, _ = torch.cuda.mem_get_info(device)
+    trial = runner.make_graphs(CudaGraphDispatcher((dispatcher.largest,)))
+    trial.record_all(CudaRecorder(device), lambda done: None)
+    after, _ = torch.cuda.mem_get_info(device)
+    del trial
+    torch.cuda.empty_cache()
+    return max(0, before - after) + GRAPH_OVERHEAD_BYTES * len(dispatcher.descriptors())
+
+
+def _describe(
+    config: EngineConfig,
+    runner: ModelRunner,
+    limits: resolve.Limits,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+) -> DeviceInfo:
+    device = runner.device
     asynchronous = config.async_scheduling
     if asynchronous is None:
         asynchronous = device.type == "cuda"

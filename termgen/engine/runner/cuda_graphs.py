@@ -8,6 +8,7 @@ rows are those of the step before uploads nothing at all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ class FullGraphs:
         descriptors = self.dispatcher.descriptors()
         for i, descriptor in enumerate(descriptors):
             on_progress(i / len(descriptors))
-            self._replays[descriptor] = recorder(lambda d=descriptor: self._step(d))
+            self._replays[descriptor] = recorder(partial(self._step, descriptor))
         # Recording ran the operations, or only seemed to: start the ring anew in either case.
         self._ring_index.zero_()
         self._next_ring_row = 0

@@ -66,11 +66,8 @@ class ModelRunner:
             device=device,
         )
         self._copy_stream = make_copy_stream(device)
-        self.graphs = FullGraphs(
-            self.decode,
-            CudaGraphDispatcher((), disabled_reason="no graphs recorded"),
-            pad_row=self.state.pad_row,
-            device=device,
+        self.graphs = self.make_graphs(
+            CudaGraphDispatcher((), disabled_reason="no graphs recorded")
         )
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
@@ -98,6 +95,10 @@ class ModelRunner:
         # costs neither start-up time nor memory until it is used.
         size = math.prod(shape) * self.dtype.itemsize
         return torch.from_numpy(np.zeros(size, np.uint8)).view(self.dtype).view(shape)
+
+    def make_graphs(self, dispatcher: CudaGraphDispatcher) -> FullGraphs:
+        """An empty set of recordings of this runner's decode steps."""
+        return FullGraphs(self.decode, dispatcher, pad_row=self.state.pad_row, device=self.device)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> AsyncOutput:

@@ -1,0 +1,222 @@
+"""Attention of rows with many queries against float64, through both cache layouts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from triton_device import (
+    DEVICES,
+    DEVICES_AND_DTYPES,
+    assert_near,
+    normal,
+    poison,
+    require_triton,
+)
+
+require_triton()
+
+from termgen.engine.kernels.paged_prefill import (  # noqa: E402
+    PrefillConfig,
+    default_config,
+    max_tiles,
+    paged_prefill,
+    paged_prefill_reference,
+    plan_prefill,
+)
+
+SMALL = PrefillConfig(rows=16, tile=16, num_warps=4, num_stages=3)
+
+
+class Case:
+    """rows: (computed, new tokens) each; the cache is NaN outside the sequences."""
+
+    def __init__(
+        self,
+        rows: list[tuple[int, int]],
+        *,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        head_dim: int = 64,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        config: PrefillConfig | None = None,
+        heads_first: bool = False,
+    ) -> None:
+        rng = random.Random(len(rows) + head_dim)
+        lengths = [computed + new for computed, new in rows]
+        num_blocks = 1 + sum(-(-length // block_size) for length in lengths)
+        free = list(range(1, num_blocks))
+        rng.shuffle(free)
+        width = 1 + max(-(-length // block_size) for length in lengths)
+        table = torch.full((len(rows), width), 2**30, dtype=torch.int32)
+        shape = (num_blocks, block_size, 2, num_kv_heads, head_dim)
+        cache = poison(*shape, dtype=dtype, device="cpu")
+        for row, length in enumerate(lengths):
+            for start in range(0, length, block_size):
+                block = free.pop()
+                table[row, start // block_size] = block
+                used = min(block_size, length - start)
+                cache[block, :used] = torch.randn(used, 2, num_kv_heads, head_dim).to(dtype)
+        if heads_first:
+            cache = cache.permute(0, 3, 2, 1, 4).contiguous().permute(0, 3, 2, 1, 4)
+        self.cache = cache.to(device)
+        self.table = table.to(device)
+        self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        new = torch.tensor([0] + [n for _, n in rows])
+        self.starts = new.cumsum(0).to(device, torch.int32)
+        self.num_tokens, self.num_rows = int(new.sum()), len(rows)
+        self.q = normal(self.num_tokens, num_heads, head_dim, dtype=dtype, device=device, seed=1)
+        self.scale = head_dim**-0.5
+        self.dtype = dtype
+        self.group = num_heads // num_kv_heads
+        longest = max(n for _, n in rows)
+        self.config = config or default_config(
+            head_dim, dtype, group=self.group, max_query_len=longest
+        )
+
+    def run(self, *, sliding_window: int | None = None, first_row: int = 0) -> torch.Tensor:
+        first_token = int(self.starts[first_row])
+        num_tiles = max_tiles(
+            self.num_tokens - first_token,
+            self.num_rows - first_row,
+            config=self.config,
+            group=self.group,
+        )
+        plan = torch.full((num_tiles + 1, 2), 2**30, dtype=torch.int32, device=self.q.device)
+        plan_prefill(
+            self.starts,
+            plan,
+            config=self.config,
+            group=self.group,
+            first_row=first_row,
+            num_rows=self.num_rows,
+            num_tiles=num_tiles,
+        )
+        assert int(plan[-1, 0]) == 2**30, "wrote past the plan"
+        out = poison(*self.q.shape, dtype=self.dtype, device=str(self.q.device))
+        return paged_prefill(
+            self.q,
+            self.cache,
+            self.table,
+            self.seq_lens,
+            self.starts,
+            plan,
+            config=self.config,
+            num_tiles=num_tiles,
+            scale=self.scale,
+            sliding_window=sliding_window,
+            out=out,
+        )
+
+    def expected(self, *, sliding_window: int | None = None) -> torch.Tensor:
+        return paged_prefill_reference(
+            self.q,
+            self.cache,
+            self.table,
+            self.seq_lens,
+            self.starts,
+            scale=self.scale,
+            sliding_window=sliding_window,
+        )
+
+    def check(self, *, sliding_window: int | None = None) -> None:
+        actual = self.run(sliding_window=sliding_window)
+        assert_near(actual, self.expected(sliding_window=sliding_window), self.dtype)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_head_sizes(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    rows = [(0, 70), (33, 3), (20, 1), (0, 1)]
+    Case(rows, head_dim=head_dim, dtype=dtype, device=device).check()
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+@pytest.mark.parametrize("group", range(1, 9))
+def test_heads_that_share_a_key_head(device: str, dtype: torch.dtype, group: int) -> None:
+    case = Case(
+        [(0, 21), (9, 5)],
+        num_heads=group * 3,
+        num_kv_heads=3,
+        dtype=dtype,
+        device=device,
+        config=SMALL,
+    )
+    case.check()
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_block_edges(device: str, dtype: torch.dtype, block_size: int, heads_first: bool) -> None:
+    rows = [(block_size + d, max(1, 2 * block_size + e)) for d in (-1, 0, 1) for e in (-1, 0, 1)]
+    case = Case(
+        rows[:: 2 if block_size > 16 else 1],
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+        config=None if block_size > 16 else SMALL,
+        heads_first=heads_first,
+    )
+    case.check()
+    case.check(sliding_window=block_size)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+@pytest.mark.parametrize("window", [1, 5, 16, 33, 1000])
+def test_sliding_windows(device: str, dtype: torch.dtype, window: int) -> None:
+    case = Case([(0, 60), (50, 17), (100, 1)], dtype=dtype, device=device, config=SMALL)
+    case.check(sliding_window=window)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+@pytest.mark.parametrize("window", [None, 7])
+def test_padding_is_zeros(device: str, dtype: torch.dtype, window: int | None) -> None:
+    case = Case([(0, 20), (3, 9), (5, 1), (0, 18)], dtype=dtype, device=device, config=SMALL)
+    for row in (1, 3):
+        case.seq_lens[row] = 0
+        case.table[row] = 2**30
+    case.check(sliding_window=window)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_before_the_first_are_left_alone(device: str) -> None:
+    case = Case([(8, 1), (30, 1), (4, 19), (0, 3)], device=device, config=SMALL)
+    actual, expected = case.run(first_row=2), case.expected()
+    assert actual[:2].isnan().all()
+    assert_near(actual[2:], expected[2:], case.dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches(device: str, seed: int) -> None:
+    print("seed", seed)
+    rng = random.Random(seed)
+    num_kv_heads = rng.choice((1, 2))
+    rows = [
+        (rng.choice((0, rng.randint(0, 100))), rng.choice((1, 2, rng.randint(1, 90))))
+        for _ in range(rng.randint(1, 5))
+    ]
+    case = Case(
+        rows,
+        num_heads=num_kv_heads * rng.randint(1, 8),
+        num_kv_heads=num_kv_heads,
+        head_dim=rng.choice((64, 96)),
+        block_size=rng.choice((1, 4, 16, 32)),
+        device=device,
+        config=PrefillConfig(rng.choice((16, 32, 64)), rng.choice((16, 32)), 4, 3),
+        heads_first=rng.random() < 0.5,
+    )
+    case.check(sliding_window=rng.choice((None, rng.randint(1, 200))))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_full_size(dtype: torch.dtype) -> None:
+    rows = [(0, 2048), (4000, 512), (1000, 1), (31000, 100)]
+    case = Case(rows, num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype, device="cuda")
+    case.check()
+    case.check(sliding_window=700)
