@@ -38,7 +38,9 @@ async def load(engine: AsyncEngine, index: int) -> None:
     await asyncio.sleep(0.4 * index)
     text = f"Tell me something about the number {index}. " + "Be brief. " * (7 * (index % 5))
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
-    params = SamplingParams(temperature=0.8, seed=index, max_tokens=60 + 25 * index, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.8, seed=index, max_tokens=60 + 25 * index, ignore_eos=True
+    )
     async for _ in engine.generate(ChatPrompt(messages), params, request_id=f"client-{index}"):
         pass
 

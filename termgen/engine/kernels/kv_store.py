@@ -5,7 +5,8 @@ layout in memory: only the last dimension must be dense. Used where rotation and
 one kernel (`qk_rope_kv`).
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: no-check-untyped-defs
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ context. The heads that share a key head are the rows of one matrix product.
 A cache is taken as a view [num_blocks, block_size, 2 (k, v), num_kv_heads, head_dim] of any layout.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: no-check-untyped-defs
 
 from __future__ import annotations
 
@@ -214,9 +215,7 @@ def _paged_decode_kernel(
         run = tl.minimum(all_tiles - tile, num_tiles - done)
         if run > 0:
             q_at = q_ptr + row.to(tl.int64) * q_stride + kv_head * (GROUP * HEAD_DIM)
-            q = tl.load(
-                q_at + heads[:, None] * HEAD_DIM + dims[None, :], mask=head_mask, other=0.0
-            )
+            q = tl.load(q_at + heads[:, None] * HEAD_DIM + dims[None, :], mask=head_mask, other=0.0)
             table = block_table_ptr + row.to(tl.int64) * table_stride
             head_base = cache_ptr + kv_head * HEAD_STRIDE + dims[None, :]
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -9,7 +9,8 @@ Tiles with the most keys (the last ones of a prompt) start first.
 A cache is taken as a view [num_blocks, block_size, 2 (k, v), num_kv_heads, head_dim] of any layout.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: no-check-untyped-defs
 
 from __future__ import annotations
 
@@ -215,7 +216,7 @@ def _paged_prefill_kernel(
     # depth of the pipeline. Keys past the end repeat the last one: nothing outside the sequence
     # is ever read.
     place = tl.minimum(first_key + keys, last)
-    block = tl.load(table + place // BLOCK_SIZE, mask=keys < end, other=0)
+    block = tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0)
     for step in tl.range(0, num_full, num_stages=NUM_STAGES):
         here, block_here = place, block
         place = tl.minimum(first_key + (step + 1) * TILE + keys, last)

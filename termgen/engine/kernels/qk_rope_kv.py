@@ -6,7 +6,8 @@ decoder's layers before attention. Rounds where `models.qwen3` and `layers.rotar
 head, its product with the weight, and the rotated head, each once.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: no-check-untyped-defs
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ Called by the decoder's layers. Rounds where `layers.norm` does: the sum of the 
 the stream's type before it is normalised, the normalised and weighted row once.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: no-check-untyped-defs
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def add_rmsnorm(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """residual [T, size] += x [T, size], in place; the new residual's rows normalised, [T, size]."""
+    """residual [T, size] += x [T, size], in place; returns its rows normalised, [T, size]."""
     assert residual.is_contiguous() and residual.shape == x.shape, (residual.shape, x.shape)
     return _launch(x, residual, weight, eps, out)
 

@@ -190,9 +190,9 @@ def test_padding_is_zeros(device: str, dtype: torch.dtype) -> None:
 def test_random_batches(device: str, seed: int) -> None:
     print("seed", seed)
     rng = random.Random(seed)
-    num_kv_heads = rng.choice((1, 2, 5))
+    num_kv_heads, num_rows = rng.choice((1, 2, 5)), rng.randint(1, 9)
     case = Case(
-        [rng.choice((0, 1, rng.randint(1, 80), rng.randint(1, 500))) for _ in range(rng.randint(1, 9))],
+        [rng.choice((0, 1, rng.randint(1, 80), rng.randint(1, 500))) for _ in range(num_rows)],
         num_heads=num_kv_heads * rng.randint(1, 8),
         num_kv_heads=num_kv_heads,
         head_dim=rng.choice((64, 96)),
@@ -240,9 +240,7 @@ def test_every_tile_is_dealt_out_once(device: str, seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_full_size(dtype: torch.dtype) -> None:
     lengths = [32 * 1024] + [600] * 31
-    case = Case(
-        lengths, num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype, device="cuda"
-    )
+    case = Case(lengths, num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype, device="cuda")
     case.check()
     case.check(sliding_window=4096)
 
