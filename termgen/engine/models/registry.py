@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from termgen.engine.attention.base import AttentionBackend
+    from termgen.engine.layers.ops import LayerOps
     from termgen.engine.models.decoder import CausalDecoder
 
 MODELS = {
@@ -41,6 +42,7 @@ def build_model(
     device: torch.device,
     quantization: str | None,
     attention: AttentionBackend,
+    ops: LayerOps,
 ) -> CausalDecoder:
     """A model whose parameters are allocated but not filled.
 
@@ -58,7 +60,7 @@ def build_model(
     method = _resolve(LINEAR_METHODS[quantization])
     model_class = _resolve(MODELS[config.architecture])
     model: CausalDecoder = model_class(
-        config, dtype=dtype, device=device, method=method, attention=attention
+        config, dtype=dtype, device=device, method=method, attention=attention, ops=ops
     )
     return model
 

@@ -12,7 +12,12 @@ import time
 import numpy as np
 import torch
 
-from termgen.engine.attention.base import AttentionBackend, AttentionMetadata, ForwardContext
+from termgen.engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    ForwardContext,
+    empty_kv_cache,
+)
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
@@ -70,23 +75,27 @@ class ModelRunner:
             CudaGraphDispatcher((), disabled_reason="no graphs recorded")
         )
 
-    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's KV cache."""
-        c = self.config
-        return self.attention.kv_cache_shape(
-            num_blocks, self.block_size, c.num_kv_heads, c.head_dim
-        )
-
     def bytes_per_block(self) -> int:
         """KV bytes of one block over all layers."""
-        elements = math.prod(self.kv_cache_shape(1))
-        return elements * self.config.num_layers * self.dtype.itemsize
+        c = self.config
+        return (
+            2 * self.block_size * c.num_kv_heads * c.head_dim * c.num_layers * self.dtype.itemsize
+        )
 
     def init_kv_cache(self, num_blocks: int) -> None:
         """Allocate the paged KV cache, block 0 being the null block. Zeroed: no NaN to read."""
         self.kv_caches = []  # drop the old one first
-        shape = self.kv_cache_shape(num_blocks)
-        self.kv_caches = [self._zeros(shape) for _ in range(self.config.num_layers)]
+        self.kv_caches = [
+            empty_kv_cache(
+                self.attention,
+                self._zeros,
+                num_blocks=num_blocks,
+                block_size=self.block_size,
+                num_kv_heads=self.config.num_kv_heads,
+                head_dim=self.config.head_dim,
+            )
+            for _ in range(self.config.num_layers)
+        ]
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self.device.type != "cpu":
