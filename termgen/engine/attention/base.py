@@ -20,7 +20,8 @@ class AttentionMetadata:
 
     Rows are in batch order, tokens row by row. Rows [0, num_decodes) have exactly one token;
     later rows have one or more. A padded row has seq_len 0: it sees nothing, and its tokens'
-    slots are in the null block.
+    slots are in the null block. In a recorded step padded rows may have no token, and tokens past
+    the last row's are padding too: what comes out for them is nobody's.
     """
 
     query_start_loc: torch.Tensor
@@ -33,7 +34,9 @@ class AttentionMetadata:
     """[T] int64: block * block_size + offset, where each token's key and value are written."""
     num_rows: int
     num_tokens: int
-    num_decodes: int
+    num_decodes: int | None
+    """None in a recorded step of prompts and decodes: rows of one token come first, but only the
+    device knows how many there are."""
     max_query_len: int
     """Upper bound over all rows, as the next one: known to the host without asking the device."""
     max_seq_len: int

@@ -213,7 +213,7 @@ def _mask(is_seen: torch.Tensor, group_size: int, dtype: torch.dtype) -> torch.T
 def _batches_from_bounds(metadata: AttentionMetadata) -> list[_Batch]:
     """Batches that need no look at the device: every row padded to the longest."""
     device = metadata.seq_lens.device
-    num_decodes, num_rows = metadata.num_decodes, metadata.num_rows
+    num_decodes, num_rows = metadata.num_decodes or 0, metadata.num_rows
     batches = []
 
     def add(first_row: int, end_row: int, first_query: int, num_queries: int) -> None:
@@ -232,7 +232,7 @@ def _batches_from_bounds(metadata: AttentionMetadata) -> list[_Batch]:
 
 def _batches_from_lengths(metadata: AttentionMetadata) -> list[_Batch]:
     """Batches of like lengths, for a device whose numbers are at hand."""
-    num_rows, num_decodes = metadata.num_rows, metadata.num_decodes
+    num_rows, num_decodes = metadata.num_rows, metadata.num_decodes or 0
     starts = metadata.query_start_loc.numpy()[: num_rows + 1].astype(np.int64)
     seq_lens = metadata.seq_lens.numpy()[:num_rows].astype(np.int64)
     query_lens = np.diff(starts)

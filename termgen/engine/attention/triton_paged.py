@@ -50,35 +50,50 @@ class TritonPagedAttention:
         self._prefill_plan = torch.zeros((most, 2), dtype=torch.int32, device=shape.device)
         self._config = self._prefill_config(1)
         self._tiles = 0
+        self._decode_rows = 0
+        self._decode_lens = torch.zeros(0, dtype=torch.int32, device=shape.device)
         self._prepared: AttentionMetadata | None = None
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        if metadata.num_decodes:
+        num_decodes = metadata.num_decodes
+        self._decode_rows = metadata.num_rows if num_decodes is None else num_decodes
+        self._decode_lens = metadata.seq_lens
+        if num_decodes is None:
+            # Rows of several tokens are length 0 to the decode kernel, and rows of one are skipped
+            # by the prefill plan: what each does is settled on the device.
+            query_lens = metadata.query_start_loc.diff()
+            self._decode_lens = metadata.seq_lens * (query_lens == 1)
+        if self._decode_rows:
             for window, plan in self._decode_plans.items():
                 paged_decode.plan_decode(
-                    metadata.seq_lens,
+                    self._decode_lens,
                     self._workspace,
                     plan,
-                    num_rows=metadata.num_decodes,
+                    num_rows=self._decode_rows,
                     num_kv_heads=self._shape.num_kv_heads,
                     sliding_window=window,
                 )
-        num_rows = metadata.num_rows - metadata.num_decodes
-        self._tiles = 0
-        if num_rows:
-            self._config = self._prefill_config(metadata.max_query_len)
-            num_tokens = metadata.num_tokens - metadata.num_decodes
-            self._tiles = self._num_tiles(self._config, num_tokens, num_rows)
-            paged_prefill.plan_prefill(
-                metadata.query_start_loc,
-                self._prefill_plan,
-                config=self._config,
-                group=self._group,
-                first_row=metadata.num_decodes,
-                num_rows=metadata.num_rows,
-                num_tiles=self._tiles,
-            )
+        self._plan_prefill(metadata)
         self._prepared = metadata
+
+    def _plan_prefill(self, metadata: AttentionMetadata) -> None:
+        first_row = metadata.num_decodes or 0
+        self._tiles = 0
+        if first_row == metadata.num_rows:
+            return
+        self._config = self._prefill_config(metadata.max_query_len)
+        num_tokens = metadata.num_tokens - first_row
+        self._tiles = self._num_tiles(self._config, num_tokens, metadata.num_rows - first_row)
+        paged_prefill.plan_prefill(
+            metadata.query_start_loc,
+            self._prefill_plan,
+            config=self._config,
+            group=self._group,
+            first_row=first_row,
+            num_rows=metadata.num_rows,
+            num_tiles=self._tiles,
+            skip_single=metadata.num_decodes is None,
+        )
 
     def forward(
         self,
@@ -91,15 +106,16 @@ class TritonPagedAttention:
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
         assert self._prepared is metadata, "prepare was not called for this step"
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if metadata.num_decodes:
+        if self._decode_rows:
+            # First: it writes zeros for rows of length 0, which are other rows' tokens further on.
             paged_decode.paged_decode(
                 q,
                 kv_cache,
                 metadata.block_table,
-                metadata.seq_lens,
+                self._decode_lens,
                 self._decode_plans[sliding_window],
                 self._workspace,
-                num_rows=metadata.num_decodes,
+                num_rows=self._decode_rows,
                 scale=scale,
                 sliding_window=sliding_window,
                 out=out,

@@ -24,7 +24,7 @@ from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.models.registry import build_model
 from termgen.engine.runner import resolve
 from termgen.engine.runner.cuda_graphs import CudaRecorder
-from termgen.engine.runner.dispatch import CudaGraphDispatcher, capture_sizes
+from termgen.engine.runner.dispatch import CudaGraphDispatcher, decode_sizes, mixed_sizes
 from termgen.engine.runner.model_runner import ModelRunner
 from termgen.engine.step import DeviceInfo
 from termgen.errors import ModelError
@@ -193,7 +193,11 @@ def _make_dispatcher(
     elif "FULL" not in attention.capabilities.graph_modes:
         reason = f"{attention.name} attention cannot be recorded"
     else:
-        return CudaGraphDispatcher(capture_sizes(limits.max_num_seqs))
+        return CudaGraphDispatcher(
+            decode_sizes(limits.max_num_seqs),
+            mixed=mixed_sizes(limits.max_num_batched_tokens),
+            max_num_seqs=limits.max_num_seqs,
+        )
     return CudaGraphDispatcher((), disabled_reason=reason)
 
 
@@ -204,7 +208,7 @@ def _graph_bytes(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> int:
     device = runner.device
     torch.cuda.synchronize(device)
     before, _ = torch.cuda.mem_get_info(device)
-    trial = runner.make_graphs(CudaGraphDispatcher((dispatcher.largest,)))
+    trial = runner.make_graphs(dispatcher.largest())
     trial.record_all(CudaRecorder(device), lambda done: None)
     after, _ = torch.cuda.mem_get_info(device)
     del trial

@@ -54,17 +54,47 @@ class InputBuffers:
         max_seq_len = int((plan.num_computed + plan.num_tokens).max())
         if plan.total_tokens == plan.num_rows:
             return self.prepare_decode(slots, num_tokens, state, max_seq_len=max_seq_len)
-        num_rows, total = plan.num_rows, plan.total_tokens
+        return self.prepare_ragged(
+            slots,
+            num_tokens,
+            state,
+            total=plan.total_tokens,
+            num_decodes=int(np.count_nonzero(plan.num_tokens == 1)),
+            max_query_len=int(plan.num_tokens.max()),
+            max_seq_len=max_seq_len,
+        )
+
+    def prepare_ragged(
+        self,
+        slots: torch.Tensor,  # [B] int64
+        num_tokens: torch.Tensor,  # [B] int64, 0 for a padded row
+        state: RequestState,
+        *,
+        total: int,
+        num_decodes: int | None,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> InputBatch:
+        """Inputs of a step with any number of tokens per row, padded rows and tokens included.
+
+        total: at least the sum of num_tokens; what is above it is padding, computed for nobody.
+        num_decodes: None where only the device knows. All else is read from device memory.
+        """
+        num_rows = slots.shape[0]
+        ends = num_tokens.cumsum(0)
         query_start_loc = self.query_start_loc[: num_rows + 1]
-        torch.cumsum(num_tokens, 0, dtype=torch.int32, out=query_start_loc[1:])
-        ends = query_start_loc[1:].long()
+        query_start_loc[1:].copy_(ends)
         computed = state.num_computed[slots]
         seq_lens = self.seq_lens[:num_rows]
-        seq_lens.copy_(computed + num_tokens)
-        row = torch.repeat_interleave(self.arange[:num_rows], num_tokens, output_size=total)
+        seq_lens.copy_((computed + num_tokens) * (num_tokens > 0))
+        tokens = self.arange[:total]
+        row = torch.searchsorted(ends, tokens, right=True)
+        is_live = row < num_rows
+        row.clamp_(max=num_rows - 1)
         positions = self.positions[:total]
-        positions.copy_((computed - ends + num_tokens)[row] + self.arange[:total])
-        input_ids, slot_mapping = self._fill_tokens(slots[row], positions, state)
+        positions.copy_(((computed - ends + num_tokens)[row] + tokens) * is_live)
+        token_slots = slots[row].masked_fill_(~is_live, state.pad_row)
+        input_ids, slot_mapping = self._fill_tokens(token_slots, positions, state)
         metadata = AttentionMetadata(
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
@@ -72,12 +102,13 @@ class InputBuffers:
             slot_mapping=slot_mapping,
             num_rows=num_rows,
             num_tokens=total,
-            num_decodes=int(np.count_nonzero(plan.num_tokens == 1)),
-            max_query_len=int(plan.num_tokens.max()),
+            num_decodes=num_decodes,
+            max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             block_size=self.block_size,
         )
-        return InputBatch(slots, num_tokens, input_ids, positions, ends - 1, metadata)
+        last = (ends - 1).clamp_(min=0)
+        return InputBatch(slots, num_tokens, input_ids, positions, last, metadata)
 
     def prepare_decode(
         self,

@@ -22,7 +22,12 @@ from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
 from termgen.engine.runner.cuda_graphs import FullGraphs
-from termgen.engine.runner.dispatch import CudaGraphDispatcher, SamplingNeeds
+from termgen.engine.runner.dispatch import (
+    NEEDS,
+    BatchDescriptor,
+    CudaGraphDispatcher,
+    SamplingNeeds,
+)
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.runner.request_state import RequestState
 from termgen.engine.sampling.metadata import SamplingMetadata
@@ -106,8 +111,10 @@ class ModelRunner:
         return torch.from_numpy(np.zeros(size, np.uint8)).view(self.dtype).view(shape)
 
     def make_graphs(self, dispatcher: CudaGraphDispatcher) -> FullGraphs:
-        """An empty set of recordings of this runner's decode steps."""
-        return FullGraphs(self.decode, dispatcher, pad_row=self.state.pad_row, device=self.device)
+        """An empty set of recordings of this runner's steps."""
+        return FullGraphs(
+            self.step_on_device, dispatcher, pad_row=self.state.pad_row, device=self.device
+        )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> AsyncOutput:
@@ -122,17 +129,28 @@ class ModelRunner:
             tensors = self._compute(self.buffers.prepare(plan, self.state), needs)
         return AsyncOutput(plan, tensors, dispatch, started_ns, self._copy_stream)
 
-    def decode(
-        self, slots: torch.Tensor, num_tokens: torch.Tensor, needs: SamplingNeeds
+    def step_on_device(
+        self, slots: torch.Tensor, num_tokens: torch.Tensor, descriptor: BatchDescriptor
     ) -> torch.Tensor:
-        """A whole decode step from device memory alone: what a full graph records.
+        """A whole step from device memory alone: what a full graph records.
 
-        slots, num_tokens: [B] int64, num_tokens 1, or 0 for a padded row. Returns tokens [B] int32.
+        slots, num_tokens: [B] int64, num_tokens 0 for a padded row. Returns tokens [B] int32.
         """
-        batch = self.buffers.prepare_decode(
-            slots, num_tokens, self.state, max_seq_len=self.max_model_len
-        )
-        return self._compute(batch, needs).tokens
+        if descriptor.is_decode:
+            batch = self.buffers.prepare_decode(
+                slots, num_tokens, self.state, max_seq_len=self.max_model_len
+            )
+        else:
+            batch = self.buffers.prepare_ragged(
+                slots,
+                num_tokens,
+                self.state,
+                total=descriptor.num_tokens,
+                num_decodes=None,
+                max_query_len=descriptor.num_tokens,
+                max_seq_len=self.max_model_len,
+            )
+        return self._compute(batch, NEEDS[descriptor.sampling]).tokens
 
     def _compute(self, batch: InputBatch, needs: SamplingNeeds) -> StepTensors:
         """Model, sampling and state update."""

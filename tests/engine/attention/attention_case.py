@@ -30,6 +30,8 @@ class AttentionCase:
         seed: int = 0,
         backend: type[AttentionBackend] = TorchReferenceAttention,
         windows: tuple[int | None, ...] = (None,),
+        max_num_seqs: int | None = None,
+        max_num_tokens: int | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.rows = [Row(key, computed, [0] * new) for key, (computed, new) in enumerate(rows)]
@@ -50,8 +52,8 @@ class AttentionCase:
             head_dim=head_dim,
             windows=windows,
             block_size=block_size,
-            max_num_seqs=len(rows),
-            max_num_tokens=sum(new for _, new in rows),
+            max_num_seqs=max_num_seqs or len(rows),
+            max_num_tokens=max_num_tokens or sum(new for _, new in rows),
             dtype=dtype,
             device=device,
         )
@@ -90,7 +92,7 @@ class AttentionCase:
         """One request, one head and one query at a time, in float64."""
         results = []
         for row, queries, keys, values in zip(
-            self.rows, self.queries, self.keys, self.values, strict=True
+            self.rows, self.queries[: len(self.rows)], self.keys, self.values, strict=True
         ):
             group_size = queries.shape[1] // keys.shape[1]
             out = torch.empty(queries.shape, dtype=torch.float64, device=queries.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -95,6 +96,38 @@ def test_padded_rows_see_nothing_and_spoil_nothing(with_prefill: bool, where: Wh
             actual[others].double(), expected[others], atol=tolerance, rtol=tolerance
         )
         assert not actual[2].isnan().any()
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 3, 4])
+def test_a_step_whose_split_only_the_device_knows(num_decodes: int, where: Where) -> None:
+    """As recorded: rows without tokens, tokens without rows, and no number of decodes."""
+    rows = [(9, 1), (20, 1), (0, 1), (35, 1)][:num_decodes] + [(3, 6), (0, 18), (17, 2)]
+    case = make_case(where, rows, max_num_seqs=16, max_num_tokens=64)
+    real, total, num_rows = case.metadata, case.metadata.num_tokens, len(rows)
+    padded_rows, padded_tokens = 12, total + 7
+
+    def padded(tensor: torch.Tensor, size: int, value: int) -> torch.Tensor:
+        more = tensor.new_full((size - len(tensor), *tensor.shape[1:]), value)
+        return torch.cat((tensor, more))
+
+    case.metadata = dataclasses.replace(
+        real,
+        query_start_loc=padded(real.query_start_loc, padded_rows + 1, total),
+        seq_lens=padded(real.seq_lens, padded_rows, 0),
+        block_table=padded(real.block_table, padded_rows, 2**30),
+        slot_mapping=padded(real.slot_mapping, padded_tokens, 0),
+        num_rows=padded_rows,
+        num_tokens=padded_tokens,
+        num_decodes=None,
+        max_query_len=padded_tokens,
+        max_seq_len=64,
+    )
+    case.queries.append(torch.full_like(case.queries[0][:1], 3.0).repeat(7, 1, 1))
+    assert num_rows < padded_rows
+    for sliding_window in (None, 5):
+        actual = case.run(sliding_window=sliding_window)[:total]
+        expected = case.expected(sliding_window=sliding_window)
+        torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=2e-5)
 
 
 def test_a_step_of_padding_alone(where: Where) -> None:
