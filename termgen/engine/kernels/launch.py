@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 _INTERPRETED_SMS = 4
 """Multiprocessors a CPU stands in for when kernels are interpreted: enough to split work."""
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether the fused kernels of this package run there; else torch does their work."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def next_power_of_2(value: int) -> int:

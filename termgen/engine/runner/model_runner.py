@@ -20,6 +20,7 @@ from termgen.engine.runner.cuda_graphs import FullGraphs
 from termgen.engine.runner.dispatch import CudaGraphDispatcher, SamplingNeeds
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.runner.request_state import RequestState
+from termgen.engine.runner.token_ring import TokenRing
 from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.sampler import Sampler
 from termgen.engine.step import StepPlan
@@ -114,22 +115,29 @@ class ModelRunner:
         return AsyncOutput(plan, tensors, dispatch, started_ns, self._copy_stream)
 
     def decode(
-        self, slots: torch.Tensor, num_tokens: torch.Tensor, needs: SamplingNeeds
+        self,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor,
+        needs: SamplingNeeds,
+        ring: TokenRing | None = None,
     ) -> torch.Tensor:
         """A whole decode step from device memory alone: what a full graph records.
 
-        slots, num_tokens: [B] int64, num_tokens 1, or 0 for a padded row. Returns tokens [B] int32.
+        slots, num_tokens: [B] int64, num_tokens 1, or 0 for a padded row. Returns tokens [B] int32,
+        and pushes them to the ring.
         """
         batch = self.buffers.prepare_decode(
             slots, num_tokens, self.state, max_seq_len=self.max_model_len
         )
-        return self._compute(batch, needs).tokens
+        return self._compute(batch, needs, ring).tokens
 
-    def _compute(self, batch: InputBatch, needs: SamplingNeeds) -> StepTensors:
+    def _compute(
+        self, batch: InputBatch, needs: SamplingNeeds, ring: TokenRing | None = None
+    ) -> StepTensors:
         """Model, sampling and state update."""
         logits = self._forward(batch)
         output = self.sampler(logits, self._sampling_metadata(batch, needs))
-        tokens = self.state.append_sampled(batch.slots, batch.num_tokens, output.token_ids)
+        tokens = self.state.append_sampled(batch.slots, batch.num_tokens, output.token_ids, ring)
         return StepTensors(tokens, output.logprobs)
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
