@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from termgen.engine.attention.base import AttentionBackend, AttentionMetadata, ForwardContext
+from termgen.engine.kernels.launch import has_kernels
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
@@ -24,6 +26,9 @@ from termgen.engine.runner.token_ring import TokenRing
 from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.sampler import Sampler
 from termgen.engine.step import StepPlan
+
+if TYPE_CHECKING:
+    from termgen.engine.sampling.fused import FusedSampler
 
 
 class ModelRunner:
@@ -51,6 +56,9 @@ class ModelRunner:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.sampler = Sampler()
+        self.fused_sampler: FusedSampler | None = None
+        if has_kernels(device):
+            self.use_fused_sampler(max_num_seqs)
         self.kv_caches: list[torch.Tensor] = []
         self.state = RequestState(
             max_num_seqs=max_num_seqs,
@@ -69,6 +77,14 @@ class ModelRunner:
         self._copy_stream = make_copy_stream(device)
         self.graphs = self.make_graphs(
             CudaGraphDispatcher((), disabled_reason="no graphs recorded")
+        )
+
+    def use_fused_sampler(self, max_num_seqs: int) -> None:
+        """Sample by kernels whatever they can sample."""
+        from termgen.engine.sampling.fused import FusedSampler
+
+        self.fused_sampler = FusedSampler(
+            max_rows=max_num_seqs, vocab_size=self.config.vocab_size, device=self.device
         )
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
@@ -136,9 +152,16 @@ class ModelRunner:
     ) -> StepTensors:
         """Model, sampling and state update."""
         logits = self._forward(batch)
-        output = self.sampler(logits, self._sampling_metadata(batch, needs))
-        tokens = self.state.append_sampled(batch.slots, batch.num_tokens, output.token_ids, ring)
-        return StepTensors(tokens, output.logprobs)
+        slots, num_tokens = batch.slots, batch.num_tokens
+        logprobs = None
+        if self.fused_sampler is not None and needs.variant is not None:
+            token_ids = self.fused_sampler(
+                logits, slots, num_tokens, self.state, filters=needs.filters
+            )
+        else:
+            output = self.sampler(logits, self._sampling_metadata(batch, needs))
+            token_ids, logprobs = output.token_ids, output.logprobs
+        return StepTensors(self.state.append_sampled(slots, num_tokens, token_ids, ring), logprobs)
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
         """[B, V] float32 logits of each row's last token."""
