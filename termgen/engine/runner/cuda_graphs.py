@@ -20,10 +20,11 @@ from termgen.engine.runner.dispatch import (
     Dispatch,
     SamplingNeeds,
 )
+from termgen.engine.runner.token_ring import TokenRing
 from termgen.engine.step import StepPlan
 
-DeviceStep = Callable[[torch.Tensor, torch.Tensor, BatchDescriptor], torch.Tensor]
-"""(slots [B], num_tokens [B], descriptor) -> tokens [B]; see ModelRunner.step_on_device."""
+DeviceStep = Callable[[torch.Tensor, torch.Tensor, BatchDescriptor, TokenRing], object]
+"""(slots [B], num_tokens [B], descriptor, ring for the tokens); see ModelRunner.step_on_device."""
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 """Turns operations into something that repeats them on the same memory."""
@@ -68,8 +69,7 @@ class FullGraphs:
         self._replays: dict[BatchDescriptor, Callable[[], None]] = {}
         self._header = torch.zeros((2, size), dtype=torch.int64, device=device)
         self._header[0] = pad_row
-        self._ring = torch.full((RING_SIZE, size), -1, dtype=torch.int32, device=device)
-        self._ring_index = torch.zeros(1, dtype=torch.int64, device=device)
+        self._ring = TokenRing(RING_SIZE, size, device)
         self._next_ring_row = 0
         self._rows_on_device: tuple[IntArray, IntArray] = (np.zeros(0, np.int32),) * 2
         self._size_on_device = 0
@@ -89,15 +89,13 @@ class FullGraphs:
             on_progress(i / len(descriptors))
             self._replays[descriptor] = recorder(partial(self._step, descriptor))
         # Recording ran the operations, or only seemed to: start the ring anew in either case.
-        self._ring_index.zero_()
+        self._ring.restart()
         self._next_ring_row = 0
 
     def _step(self, descriptor: BatchDescriptor) -> None:
         size = descriptor.num_rows
         slots, num_tokens = self._header[0, :size], self._header[1, :size]
-        tokens = self._device_step(slots, num_tokens, descriptor)
-        self._ring[:, :size].index_copy_(0, self._ring_index, tokens[None])
-        self._ring_index.add_(1).remainder_(RING_SIZE)
+        self._device_step(slots, num_tokens, descriptor, self._ring)
 
     def replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> torch.Tensor:
         """Run a recorded step; returns its tokens [padded rows], valid for RING_SIZE steps."""
@@ -105,7 +103,7 @@ class FullGraphs:
         self._replays[descriptor]()
         row = self._next_ring_row
         self._next_ring_row = (row + 1) % RING_SIZE
-        return self._ring[row, : descriptor.num_rows]
+        return self._ring.tokens[row, : descriptor.num_rows]
 
     def _upload_rows(self, slots: IntArray, num_tokens: IntArray, size: int) -> None:
         old_slots, old_tokens = self._rows_on_device

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from termgen.engine.attention.base import AttentionMetadata
+from termgen.engine.kernels import why_unusable
 from termgen.engine.runner.request_state import RequestState
 from termgen.engine.step import StepPlan
 
@@ -36,6 +37,9 @@ class InputBuffers:
         self, *, max_num_tokens: int, max_num_seqs: int, block_size: int, device: torch.device
     ) -> None:
         self.block_size = block_size
+        self.fused = not why_unusable(device)
+        """Whether one kernel does the work of many torch operations."""
+        self._block_table: torch.Tensor | None = None  # [rows, max_blocks], where it is used
 
         def buffer(size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -124,18 +128,14 @@ class InputBuffers:
         these operations stays right.
         """
         num_rows = slots.shape[0]
-        positions = self.positions[:num_rows]
-        positions.copy_(state.num_computed[slots])
-        input_ids, slot_mapping = self._fill_tokens(slots, positions, state)
-        seq_lens = self.seq_lens[:num_rows]
-        seq_lens.copy_((positions + 1) * num_tokens)
-        query_start_loc = self.query_start_loc[: num_rows + 1]
-        query_start_loc.copy_(self.arange[: num_rows + 1])
+        num_blocks = self._num_blocks(max_seq_len)
+        fill = self._fill_fused if self.fused else self._fill_with_torch
+        block_table = fill(slots, num_tokens, state, num_blocks)
         metadata = AttentionMetadata(
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_table=state.block_table[slots, : self._num_blocks(max_seq_len)],
-            slot_mapping=slot_mapping,
+            query_start_loc=self.query_start_loc[: num_rows + 1],
+            seq_lens=self.seq_lens[:num_rows],
+            block_table=block_table,
+            slot_mapping=self.slot_mapping[:num_rows],
             num_rows=num_rows,
             num_tokens=num_rows,
             num_decodes=num_rows,
@@ -143,7 +143,62 @@ class InputBuffers:
             max_seq_len=max_seq_len,
             block_size=self.block_size,
         )
-        return InputBatch(slots, num_tokens, input_ids, positions, self.arange[:num_rows], metadata)
+        return InputBatch(
+            slots,
+            num_tokens,
+            self.input_ids[:num_rows],
+            self.positions[:num_rows],
+            self.arange[:num_rows],
+            metadata,
+        )
+
+    def _fill_with_torch(
+        self,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor,
+        state: RequestState,
+        num_blocks: int,
+    ) -> torch.Tensor:
+        """Fill the buffers for one token per row; returns the rows' block ids [B, num_blocks]."""
+        num_rows = len(slots)
+        positions = self.positions[:num_rows]
+        positions.copy_(state.num_computed[slots])
+        self._fill_tokens(slots, positions, state)
+        self.seq_lens[:num_rows].copy_((positions + 1) * num_tokens)
+        self.query_start_loc[: num_rows + 1].copy_(self.arange[: num_rows + 1])
+        return state.block_table[slots, :num_blocks]
+
+    def _fill_fused(
+        self,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor,
+        state: RequestState,
+        num_blocks: int,
+    ) -> torch.Tensor:
+        """The same in one kernel, which leaves out block ids beyond a row's length."""
+        from termgen.engine.kernels.prepare_inputs import prepare_decode
+
+        num_rows = len(slots)
+        if self._block_table is None:
+            shape = (len(self.seq_lens), state.block_table.shape[1])
+            self._block_table = torch.zeros(shape, dtype=torch.int32, device=slots.device)
+        block_table = self._block_table[:num_rows]
+        prepare_decode(
+            slots,
+            num_tokens,
+            num_computed=state.num_computed,
+            finished=state.finished,
+            token_ids=state.token_ids,
+            state_table=state.block_table,
+            block_size=self.block_size,
+            input_ids=self.input_ids[:num_rows],
+            positions=self.positions[:num_rows],
+            slot_mapping=self.slot_mapping[:num_rows],
+            seq_lens=self.seq_lens[:num_rows],
+            query_start_loc=self.query_start_loc[: num_rows + 1],
+            block_table=block_table,
+        )
+        return block_table[:, :num_blocks]
 
     def _fill_tokens(
         self,

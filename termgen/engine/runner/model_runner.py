@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from termgen.engine.attention.base import (
     ForwardContext,
     empty_kv_cache,
 )
+from termgen.engine.kernels import why_unusable
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
@@ -30,9 +32,13 @@ from termgen.engine.runner.dispatch import (
 )
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.runner.request_state import RequestState
+from termgen.engine.runner.token_ring import TokenRing
 from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.sampler import Sampler
 from termgen.engine.step import StepPlan
+
+if TYPE_CHECKING:
+    from termgen.engine.sampling.fused import FusedSampler
 
 
 class ModelRunner:
@@ -60,6 +66,9 @@ class ModelRunner:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.sampler = Sampler()
+        self.fused_sampler: FusedSampler | None = None
+        if not why_unusable(device):
+            self.use_fused_sampler(max_num_seqs)
         self.kv_caches: list[torch.Tensor] = []
         self.state = RequestState(
             max_num_seqs=max_num_seqs,
@@ -78,6 +87,14 @@ class ModelRunner:
         self._copy_stream = make_copy_stream(device)
         self.graphs = self.make_graphs(
             CudaGraphDispatcher((), disabled_reason="no graphs recorded")
+        )
+
+    def use_fused_sampler(self, max_num_seqs: int) -> None:
+        """Sample by kernels whatever they can sample."""
+        from termgen.engine.sampling.fused import FusedSampler
+
+        self.fused_sampler = FusedSampler(
+            max_rows=max_num_seqs, vocab_size=self.config.vocab_size, device=self.device
         )
 
     def bytes_per_block(self) -> int:
@@ -130,11 +147,16 @@ class ModelRunner:
         return AsyncOutput(plan, tensors, dispatch, started_ns, self._copy_stream)
 
     def step_on_device(
-        self, slots: torch.Tensor, num_tokens: torch.Tensor, descriptor: BatchDescriptor
+        self,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor,
+        descriptor: BatchDescriptor,
+        ring: TokenRing | None = None,
     ) -> torch.Tensor:
         """A whole step from device memory alone: what a full graph records.
 
-        slots, num_tokens: [B] int64, num_tokens 0 for a padded row. Returns tokens [B] int32.
+        slots, num_tokens: [B] int64, num_tokens 0 for a padded row. Returns tokens [B] int32, and
+        pushes them to the ring.
         """
         if descriptor.is_decode:
             batch = self.buffers.prepare_decode(
@@ -150,14 +172,23 @@ class ModelRunner:
                 max_query_len=descriptor.num_tokens,
                 max_seq_len=self.max_model_len,
             )
-        return self._compute(batch, NEEDS[descriptor.sampling]).tokens
+        return self._compute(batch, NEEDS[descriptor.sampling], ring).tokens
 
-    def _compute(self, batch: InputBatch, needs: SamplingNeeds) -> StepTensors:
+    def _compute(
+        self, batch: InputBatch, needs: SamplingNeeds, ring: TokenRing | None = None
+    ) -> StepTensors:
         """Model, sampling and state update."""
         logits = self._forward(batch)
-        output = self.sampler(logits, self._sampling_metadata(batch, needs))
-        tokens = self.state.append_sampled(batch.slots, batch.num_tokens, output.token_ids)
-        return StepTensors(tokens, output.logprobs)
+        slots, num_tokens = batch.slots, batch.num_tokens
+        logprobs = None
+        if self.fused_sampler is not None and needs.variant is not None:
+            token_ids = self.fused_sampler(
+                logits, slots, num_tokens, self.state, filters=needs.filters
+            )
+        else:
+            output = self.sampler(logits, self._sampling_metadata(batch, needs))
+            token_ids, logprobs = output.token_ids, output.logprobs
+        return StepTensors(self.state.append_sampled(slots, num_tokens, token_ids, ring), logprobs)
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
         """[B, V] float32 logits of each row's last token."""
