@@ -84,7 +84,7 @@ def test_whole_tiles(device: str, dtype: torch.dtype, config: SmallGemmConfig) -
 
 @devices_and_dtypes
 @configs
-@pytest.mark.parametrize(("n", "k"), [(1, 16), (70, 336), (130, 1040), (33, 100), (64, 576)])
+@pytest.mark.parametrize(("n", "k"), [(1, 16), (70, 336), (33, 100)])
 def test_edges(device: str, dtype: torch.dtype, config: SmallGemmConfig, n: int, k: int) -> None:
     """Rows, features and depth that fill no tile; a K shorter than a tile, or than its pieces."""
     rows = max(1, config.block_m - 3)
