@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from termgen.engine.kernels import paged_decode, paged_prefill
-from termgen.engine.kernels.paged_decode import DecodeConfig, DecodeWorkspace
+from termgen.engine.kernels import decode_plan, paged_decode, paged_prefill
+from termgen.engine.kernels.decode_plan import DecodeConfig, DecodeWorkspace
 from termgen.engine.kernels.paged_prefill import PrefillConfig
 
 HEADS = {"qwen3-0.6b": (16, 8, 128), "llama-3.2-1b": (32, 8, 64), "llama-3.1-8b": (32, 8, 128)}
@@ -28,7 +28,7 @@ CHAIN_BYTES = 200 * 2**20
 
 
 def decode_configs(head_dim: int, every: bool) -> Iterator[DecodeConfig]:
-    own = paged_decode.default_config(head_dim, DTYPE)
+    own = decode_plan.default_config(head_dim, DTYPE)
     yield own
     if not every:
         return
@@ -121,9 +121,10 @@ def time_decode(batch: Batch, config: DecodeConfig) -> float | None:
             num_rows=rows, scale=batch.scale, out=out,
         )  # fmt: skip
 
-    paged_decode.plan_decode(
+    decode_plan.plan_decode(
         batch.seq_lens, workspace, plan, num_rows=rows, num_kv_heads=batch.num_kv_heads
     )
+    out.fill_(float("nan"))  # also a launch that waits for the plan
     call(batch.caches[0])
     expected = paged_decode.paged_decode_reference(
         batch.q, batch.caches[0], batch.table, batch.seq_lens, scale=batch.scale

@@ -13,7 +13,7 @@ from termgen.engine.attention.base import (
     AttentionMetadata,
     AttentionShape,
 )
-from termgen.engine.kernels import paged_decode, paged_prefill
+from termgen.engine.kernels import decode_plan, paged_decode, paged_prefill
 
 MAX_HEAD_DIM = 256
 
@@ -34,12 +34,12 @@ class TritonPagedAttention:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
         self._group = shape.num_heads // shape.num_kv_heads
-        self._workspace = paged_decode.DecodeWorkspace(
+        self._workspace = decode_plan.DecodeWorkspace(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             max_rows=shape.max_num_seqs,
-            config=paged_decode.default_config(shape.head_dim, shape.dtype),
+            config=decode_plan.default_config(shape.head_dim, shape.dtype),
             device=shape.device,
         )
         self._decode_plans = {window: self._workspace.new_plan() for window in set(shape.windows)}
@@ -65,7 +65,7 @@ class TritonPagedAttention:
             self._decode_lens = metadata.seq_lens * (query_lens == 1)
         if self._decode_rows:
             for window, plan in self._decode_plans.items():
-                paged_decode.plan_decode(
+                decode_plan.plan_decode(
                     self._decode_lens,
                     self._workspace,
                     plan,

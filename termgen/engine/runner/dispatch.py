@@ -24,11 +24,10 @@ class GraphMode(enum.StrEnum):
 class SamplingVariant(enum.StrEnum):
     """Which sampling a full graph contains; steps that need more sample eagerly."""
 
-    GREEDY = "greedy"
-    RANDOM = "random"
-    """Temperature only; greedy rows may be among them."""
+    PLAIN = "plain"
+    """Greedy rows and rows with a temperature."""
     FILTERED = "filtered"
-    """Temperature with top-k, top-p or min-p."""
+    """Those, and rows with top-k, top-p or min-p."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +56,11 @@ class SamplingNeeds:
         """The recording that does this, if any does."""
         if self.penalties or self.min_tokens or self.max_logprobs is not None:
             return None
-        if self.filters:
-            return SamplingVariant.FILTERED
-        return SamplingVariant.GREEDY if self.all_greedy else SamplingVariant.RANDOM
+        return SamplingVariant.FILTERED if self.filters else SamplingVariant.PLAIN
 
 
 NEEDS = {
-    SamplingVariant.GREEDY: SamplingNeeds(all_greedy=True),
-    SamplingVariant.RANDOM: SamplingNeeds(),
+    SamplingVariant.PLAIN: SamplingNeeds(),
     SamplingVariant.FILTERED: SamplingNeeds(filters=True),
 }
 """What each recording does."""

@@ -42,7 +42,7 @@ def test_every_other_step_replays_nothing_and_says_why() -> None:
     for rows in range(1, 40):
         for tokens in range(rows, 80):
             found = dispatcher.dispatch(
-                num_rows=rows, num_tokens=tokens, sampling=SamplingVariant.GREEDY
+                num_rows=rows, num_tokens=tokens, sampling=SamplingVariant.PLAIN
             )
             if tokens == rows and rows <= 32:
                 continue
@@ -69,7 +69,7 @@ def test_mixed_steps_replay_the_smallest_recording_that_holds_them(
             if rows > max_num_seqs:
                 continue
             found = dispatcher.dispatch(
-                num_rows=rows, num_tokens=tokens, sampling=SamplingVariant.RANDOM
+                num_rows=rows, num_tokens=tokens, sampling=SamplingVariant.PLAIN
             )
             if tokens > sizes[-1]:
                 assert found.mode is GraphMode.NONE and str(sizes[-1]) in found.reason
@@ -92,7 +92,7 @@ def test_the_largest_recordings_are_among_all() -> None:
 
 def test_a_disabled_dispatcher_gives_its_reason() -> None:
     dispatcher = CudaGraphDispatcher((), disabled_reason="--enforce-eager")
-    found = dispatcher.dispatch(num_rows=1, num_tokens=1, sampling=SamplingVariant.GREEDY)
+    found = dispatcher.dispatch(num_rows=1, num_tokens=1, sampling=SamplingVariant.PLAIN)
     assert (found.mode, found.reason) == (GraphMode.NONE, "--enforce-eager")
     assert dispatcher.descriptors() == []
 
@@ -101,4 +101,4 @@ def test_recordings_are_made_from_the_largest_down() -> None:
     sizes = [d.num_rows for d in CudaGraphDispatcher((1, 4, 2)).descriptors()]
     assert sizes == sorted(sizes, reverse=True)
     decodes = CudaGraphDispatcher((4,)).descriptors()
-    assert BatchDescriptor(4, 4, True, SamplingVariant.GREEDY) in decodes
+    assert BatchDescriptor(4, 4, True, SamplingVariant.PLAIN) in decodes
