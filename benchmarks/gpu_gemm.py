@@ -194,13 +194,13 @@ class Shape:
             for _ in range(copies)
         ]
         self._whole = self.weights[0].float()
-        self._stream = torch.cuda.Stream()
+        self.stream = torch.cuda.Stream()
 
     def run(self, cell: Cell, broken: set[SmallGemmConfig]) -> None:
         x = torch.randn(cell.m, self.k, dtype=torch.bfloat16, device=DEVICE) * self.k**-0.5
         expected = F.linear(x.float(), self._whole)
         out = torch.empty(cell.m, self.n, dtype=torch.bfloat16, device=DEVICE)
-        cublas = time_chain(lambda w: torch.mm(x, w.t(), out=out), self.weights, self._stream)
+        cublas = time_chain(lambda w: torch.mm(x, w.t(), out=out), self.weights, self.stream)
         cell.cublas_us = cublas * 1e6
         tried = [c for c in candidates(cell.m, self.n, self.k, x.dtype) if c not in broken]
         workspace = make_workspace(tried, self.n)
@@ -214,7 +214,7 @@ class Shape:
                 workspace.arrivals.zero_()
                 continue
             product = self._product(x, out, config, workspace, pdl=True)
-            cell.overlapped_us[config] = time_chain(product, self.weights, self._stream) * 1e6
+            cell.overlapped_us[config] = time_chain(product, self.weights, self.stream) * 1e6
 
     def run_alone(self, cell: Cell) -> None:
         """The best candidate once more, without overlap."""
@@ -224,7 +224,7 @@ class Shape:
         out = torch.empty(cell.m, self.n, dtype=torch.bfloat16, device=DEVICE)
         workspace = make_workspace([cell.best], self.n)
         product = self._product(x, out, cell.best, workspace, pdl=False)
-        cell.alone_us = time_chain(product, self.weights, self._stream) * 1e6
+        cell.alone_us = time_chain(product, self.weights, self.stream) * 1e6
 
     @staticmethod
     def _product(

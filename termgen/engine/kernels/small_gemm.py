@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from termgen.engine.kernels.launch import dot_precision, pdl_options
 from termgen.engine.kernels.small_gemm_config import SmallGemmConfig
 
-_VECTOR: tl.constexpr = tl.constexpr(4)
+VECTOR: tl.constexpr = tl.constexpr(4)
 """Words whose products are added up within a thread before anything crosses threads."""
 _PREFETCH_ALIGNMENT = 16
 
@@ -104,7 +104,7 @@ def add_products(
     EVEN_K: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """sums, of each token [N, K / _VECTOR]: + its x times w [N, K], added up within threads only.
+    """sums, of each token [N, K / VECTOR]: + its x times w [N, K], added up within threads only.
 
     Nothing crosses threads where all warps lie along K: 128 words of 32 bits a warp.
     """
@@ -125,7 +125,7 @@ def add_products(
             products = w_low * x_low + w_high * x_high
         else:
             products = w.to(tl.float32) * x.to(tl.float32)
-        products = tl.reshape(products, [BLOCK_N, BLOCK_K // _VECTOR, _VECTOR])
+        products = tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR])
         new_sums += (sums[token] + tl.sum(products, axis=2),)  # type: ignore[assignment]
     return new_sums
 
@@ -169,7 +169,7 @@ def _gemv_kernel(
         gdc_wait()
     sums = ()
     for _ in tl.static_range(BLOCK_M):
-        sums += (tl.zeros([BLOCK_N, BLOCK_K // _VECTOR], tl.float32),)  # type: ignore[assignment]
+        sums += (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),)  # type: ignore[assignment]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if HOLDS_FIRST:
         last = (tl.cdiv(k, BLOCK_K) - 1) * BLOCK_K
@@ -292,7 +292,7 @@ def small_gemm(
     assert out.shape == (num_rows, n) and out.is_contiguous(), (out.shape, out.stride())
     if not num_rows:
         return out
-    row_bytes, threads = _prefetch_plan(config, k, weight)
+    row_bytes, threads = prefetch_plan(config, k, weight)
     tiles = config.tiles(n)
     # A lone row's stride means nothing and must not choose another variant.
     sizes = (num_rows, n, k, x.stride(0) if num_rows > 1 else k)
@@ -308,7 +308,7 @@ def small_gemm(
     }
     if config.kind == "gemv":
         block_k = config.block_k
-        if _are_words(x, weight):
+        if are_words(x, weight):
             # Held as pairs, a tile takes half the registers.
             x, weight = x.view(torch.int32), weight.view(torch.int32)
             block_k //= 2
@@ -337,14 +337,14 @@ def small_gemm(
     return out
 
 
-def _are_words(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def are_words(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the values are halves of 32-bit words, all rows starting at the first of a word."""
     if x.element_size() != 2 or x.shape[1] % 2 or (x.shape[0] > 1 and x.stride(0) % 2):
         return False
     return x.storage_offset() % 2 == 0 and weight.storage_offset() % 2 == 0
 
 
-def _prefetch_plan(config: SmallGemmConfig, k: int, weight: torch.Tensor) -> tuple[int, int]:
+def prefetch_plan(config: SmallGemmConfig, k: int, weight: torch.Tensor) -> tuple[int, int]:
     """(bytes of each row of a tile to prefetch, threads that do so); (0, 0) for none."""
     item = weight.element_size()
     if k * item % _PREFETCH_ALIGNMENT or weight.data_ptr() % _PREFETCH_ALIGNMENT:

@@ -6,7 +6,7 @@ Imports no triton. The table is made on the device by `benchmarks/gpu_gemm.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -20,6 +20,8 @@ _MIN_MMA_ROWS = 16
 _NUM_SMS = 132
 _SPLITS = (1, 2, 4, 8, 16)
 _MAX_CANDIDATES = 12
+_MAX_WAVES = 4
+"""Programs for each multiprocessor up to which most of them start before the kernel ahead ends."""
 _NEAR = 1.0
 """Doublings of N and K together within which a measured shape speaks for another one."""
 
@@ -92,7 +94,15 @@ def candidates(m: int, n: int, k: int, dtype: torch.dtype) -> list[SmallGemmConf
     if dtype.itemsize == 2:
         block_m = max(_MIN_MMA_ROWS, next_power_of_2(m))
         found += _mma_candidates(block_m, n, k, _MAX_CANDIDATES - len(found))
-    return found[:_MAX_CANDIDATES]
+    return [_without_late_prefetch(config, n) for config in found[:_MAX_CANDIDATES]]
+
+
+def _without_late_prefetch(config: SmallGemmConfig, n: int) -> SmallGemmConfig:
+    """A program that starts late loads at once: asking for the same bytes before only costs."""
+    programs = config.tiles(n) * config.splits
+    if programs > _MAX_WAVES * _NUM_SMS:
+        return replace(config, prefetch_bytes=0)
+    return config
 
 
 def _gemv_candidates(block_m: int, k: int) -> list[SmallGemmConfig]:
