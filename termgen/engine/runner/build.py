@@ -55,7 +55,7 @@ def build_runner(
         config.attention_backend,
         _attention_shape(model_config, limits, config.block_size, dtype, device),
     )
-    if passed_over:
+    if passed_over and device.type == "cuda":  # on a CPU nothing else is expected
         logger.warning("%s; using %s", passed_over, attention.name)
     on_progress("loading weights", 0.0)
     try:

@@ -15,7 +15,6 @@ require_triton()
 from termgen.config import EngineConfig  # noqa: E402
 from termgen.engine.engine import SyncEngine  # noqa: E402
 from termgen.engine.request import GenerationRequest  # noqa: E402
-from termgen.engine.runner.cuda_graphs import FullGraphs  # noqa: E402
 from termgen.engine.runner.dispatch import CudaGraphDispatcher  # noqa: E402
 from termgen.engine.sampling_params import SamplingParams  # noqa: E402
 
@@ -50,10 +49,8 @@ def make_engine(folder: Path, device: str, *, fused: bool) -> SyncEngine:
     if fused:
         runner.use_fused_sampler(MAX_NUM_SEQS)
         # Steps with a ring; what is recorded is simply run again.
-        dispatcher = CudaGraphDispatcher((1, 3))
-        runner.graphs = FullGraphs(
-            runner.decode, dispatcher, pad_row=runner.state.pad_row, device=runner.device
-        )
+        dispatcher = CudaGraphDispatcher((1, 3), mixed=(24,), max_num_seqs=MAX_NUM_SEQS)
+        runner.graphs = runner.make_graphs(dispatcher)
         runner.graphs.record_all(lambda operations: operations, lambda done: None)
     return engine
 
