@@ -1,4 +1,4 @@
-"""CUDA graphs on a GPU: recorded steps give the tokens of eager ones, and replay from the device."""
+"""CUDA graphs on a GPU: recorded steps give the tokens of eager ones and replay on the device."""
 
 from __future__ import annotations
 
