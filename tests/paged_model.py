@@ -158,7 +158,7 @@ class PagedModel:
         ids = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int32)
         self.model.attention.prepare(metadata)
         hidden = self.model(ids, positions, ForwardContext(metadata, self.kv_caches))
-        logits = self.model.compute_logits(hidden)
+        logits = self.model.compute_logits(hidden).float()
         return list(logits.split([len(row.tokens) for row in rows]))
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:

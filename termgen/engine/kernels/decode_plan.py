@@ -23,8 +23,8 @@ _PLAN_PROGRAMS = 16
 """Entries of the plan that one program of the planning kernel writes."""
 _PLAN_ROWS = 256
 """Least rows a plan is compiled for; above it, the next power of two."""
-_SEARCH_STEPS = 16
-"""Halvings that find a run of up to 2**16 tiles."""
+_CANDIDATES = 3
+"""Runs tried for keeping to one (row, head): the even share, 1/8 and 1/4 more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def _plan_kernel(
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_PROGRAMS: tl.constexpr,
 ):
@@ -76,18 +76,13 @@ def _plan_kernel(
     total = tl.sum(tiles, axis=0) * NUM_KV_HEADS
     even = tl.maximum((total + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)
 
-    # The least run for which no program needs tiles of two (row, head)s.
-    least, most = even, tl.maximum(tl.max(tiles, axis=0), even)
-    for _ in range(SEARCH_STEPS):
-        middle = (least + most) // 2
-        needed = tl.sum((tiles + middle - 1) // middle, axis=0) * NUM_KV_HEADS
-        least, most = (
-            tl.where(needed <= NUM_PROGRAMS, least, tl.minimum(middle + 1, most)),
-            tl.where(needed <= NUM_PROGRAMS, middle, most),
-        )
-    fits = tl.sum((tiles + most - 1) // most, axis=0) * NUM_KV_HEADS <= NUM_PROGRAMS
-    is_apart = fits & (most <= even + even // 4)
-    per_program = tl.where(is_apart, most, even)
+    # The least of a few runs for which no program needs tiles of two (row, head)s.
+    per_program, is_apart = even, total < 0
+    for step in tl.static_range(CANDIDATES):
+        run = even + even * step // 8
+        fits = tl.sum((tiles + run - 1) // run, axis=0) * NUM_KV_HEADS <= NUM_PROGRAMS
+        per_program = tl.where(fits & (not is_apart), run, per_program)
+        is_apart = is_apart | fits
 
     # Apart, a row takes one unit per program; else one per tile. A program takes `stride` units.
     parts = tl.where(is_apart, (tiles + per_program - 1) // per_program, tiles)
@@ -170,7 +165,7 @@ def plan_decode(
         TILE=config.tile,
         MIN_TILES=config.min_tiles,
         WINDOW=sliding_window or 0,
-        SEARCH_STEPS=_SEARCH_STEPS,
+        CANDIDATES=_CANDIDATES,
         BLOCK_ROWS=max(_PLAN_ROWS, next_power_of_2(num_rows)),
         BLOCK_PROGRAMS=_PLAN_PROGRAMS,
         num_warps=8,

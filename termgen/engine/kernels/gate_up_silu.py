@@ -69,7 +69,7 @@ def _gated_gemv_kernel(
     rows = first_row + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
     gate_at = w_ptr + tl.minimum(rows, size - 1).to(tl.int64)[:, None] * k + columns[None, :]
-    up_at = gate_at + size.to(tl.int64) * k
+    up_at = gate_at + tl.cast(size, tl.int64) * k
     HOLDS_FIRST: tl.constexpr = NUM_STAGES == 1
     if USE_PDL:
         head = BLOCK_K if HOLDS_FIRST else 0
@@ -140,7 +140,7 @@ def _gated_mma_kernel(
     tokens = tl.arange(0, BLOCK_M)
     is_token = tokens < num_rows
     gate_at = w_ptr + tl.minimum(rows, size - 1).to(tl.int64)[:, None] * k
-    up_at = gate_at + size.to(tl.int64) * k
+    up_at = gate_at + tl.cast(size, tl.int64) * k
     x_at = x_ptr + tokens[:, None] * x_stride
     if USE_PDL:
         _prefetch_both(w_ptr, first_row, 0, size, k, row_bytes, BLOCK_N, PREFETCH_THREADS)

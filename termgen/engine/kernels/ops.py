@@ -6,12 +6,18 @@ import torch
 
 from termgen.engine.kernels.qk_rope_kv import qk_rope_kv
 from termgen.engine.kernels.rmsnorm import add_rmsnorm, rmsnorm
+from termgen.engine.kernels.rotation import rotation
 from termgen.engine.kernels.silu_mul import gated_activation
 from termgen.engine.layers.rotary import Rotation
 
 
 class TritonOps:
     """LayerOps."""
+
+    def rotation(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float
+    ) -> Rotation:
+        return Rotation(*rotation(positions, frequencies, scale))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rmsnorm(x, weight, eps)

@@ -25,9 +25,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from termgen.engine.kernels.decode_plan import DecodeWorkspace
 from termgen.engine.kernels.kv_store import cache_constants
 from termgen.engine.kernels.launch import dot_precision, next_power_of_2, pdl_options
+from termgen.engine.kernels.prefetch import ask_l2
 
 _LOG2_E = 1.4426950408889634
 _MMA_ROWS = 16
+_PREFETCH_TILES = 3
 _MAX_COMBINED = 8192
 """Float32 values of partial sums a program holds at once while it adds them up."""
 
@@ -131,12 +133,15 @@ def _paged_decode_kernel(
     BLOCK_D: tl.constexpr,
     PIECES: tl.constexpr,
     PRECISION: tl.constexpr,
+    PREFETCH_TILES: tl.constexpr,
+    THREADS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     if USE_PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
-    # The plan and the lengths are older than the kernel ahead of this one: see `paged_decode`.
+    # Plan, lengths and block ids are older than the kernel ahead of this one (see `paged_decode`);
+    # most keys and values are too, but they are only asked for: the newest come from that kernel.
     row = tl.load(plan_ptr + program * 4)
     kv_head = tl.load(plan_ptr + program * 4 + 1)
     tile = tl.load(plan_ptr + program * 4 + 2)
@@ -150,6 +155,20 @@ def _paged_decode_kernel(
     ROW_SIZE: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
     seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
     if USE_PDL:
+        if PREFETCH_TILES > 0:
+            first = tile * TILE
+            if WINDOW > 0:
+                first += tl.maximum(seq_len - WINDOW, 0)
+            end = tl.minimum(first + tl.minimum(num_tiles, PREFETCH_TILES) * TILE, seq_len)
+            blocks = first // BLOCK_SIZE + tl.arange(0, THREADS)
+            asks = (blocks * BLOCK_SIZE < end) & (num_tiles > 0)
+            ids = tl.load(block_table_ptr + row * table_stride + blocks, mask=asks, other=0)
+            ITEM_BYTES: tl.constexpr = cache_ptr.dtype.element_ty.primitive_bitwidth // 8
+            address = ids.to(tl.int64) * BLOCK_STRIDE + kv_head * HEAD_STRIDE
+            ask_l2(
+                cache_ptr.to(tl.int64) + address * ITEM_BYTES,
+                tl.where(asks, 2 * BLOCK_SIZE * HEAD_DIM * ITEM_BYTES, 0),
+            )
         gdc_wait()
 
     done = 0
@@ -260,8 +279,9 @@ def paged_decode(
     """The queries' keys and values are in the cache already. `plan` was made by `plan_decode` for
     these lengths, heads and window.
 
-    With `pdl` the kernel reads plan and lengths before the kernel ahead of it has ended: between
-    `plan_decode` and this must lie a launch without early start, as a step's embedding is.
+    With `pdl` the kernel reads plan, lengths and block ids before the kernel ahead of it has ended:
+    between what writes them and this must lie a launch without early start, as a step's embedding
+    is.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = cache.shape[3]
@@ -295,10 +315,21 @@ def paged_decode(
             BLOCK_D=block_d,
             PIECES=max(1, min(32, _MAX_COMBINED // (group_rows * block_d))),
             PRECISION=dot_precision(q.dtype),
+            PREFETCH_TILES=_prefetch_tiles(cache, config.tile),
+            THREADS=32 * config.num_warps,
             num_warps=config.num_warps,
             **pdl_options(q.device, enabled=pdl),
         )
     return out
+
+
+def _prefetch_tiles(cache: torch.Tensor, tile: int) -> int:
+    """Tiles whose keys and values are asked for ahead: with a head's part of a block in one piece,
+    that is one request a block."""
+    block_size, head_dim = cache.shape[1], cache.shape[4]
+    in_one_piece = cache.stride()[1:3] == (head_dim, block_size * head_dim)
+    aligned = head_dim * cache.element_size() % 16 == 0
+    return _PREFETCH_TILES if in_one_piece and aligned and block_size <= tile else 0
 
 
 def paged_decode_reference(

@@ -26,6 +26,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from termgen.engine.kernels.launch import dot_precision, pdl_options
+from termgen.engine.kernels.prefetch import ask_l2
 from termgen.engine.kernels.small_gemm_config import SmallGemmConfig
 
 VECTOR: tl.constexpr = tl.constexpr(4)
@@ -52,24 +53,8 @@ def prefetch_weight(
     row = tl.minimum(first_row + thread // SHARE, n - 1).to(tl.int64)
     # What is asked for never leaves its row, wherever the run of the last program starts.
     first_byte = tl.minimum(first_column * ITEM_BYTES, k * ITEM_BYTES - row_bytes)
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred asks;
-        setp.ne.u32 asks, $2, 0;
-        @!asks bra asked;
-        cp.async.bulk.prefetch.L2.global [$1], $2;
-        asked:
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [
-            w_ptr.to(tl.int64) + row * (k * ITEM_BYTES) + first_byte,
-            tl.where(thread % SHARE == 0, row_bytes, 0),
-        ],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    address = w_ptr.to(tl.int64) + row * (k * ITEM_BYTES) + first_byte
+    ask_l2(address, tl.where(thread % SHARE == 0, row_bytes, 0))
 
 
 @triton.jit

@@ -18,6 +18,11 @@ from termgen.engine.layers.rotary import Rotation, rotate
 
 
 class LayerOps(Protocol):
+    def rotation(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float
+    ) -> Rotation:
+        """The cosines and sines, times scale, of positions [T]; frequencies [rotary_dim / 2]."""
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [T, size] -> its rows normalised in float32, [T, size]."""
 
@@ -73,6 +78,16 @@ def _root(value: float) -> torch.Tensor:
 
 class TorchOps:
     """LayerOps for any device, and the reference for faster ones."""
+
+    def rotation(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float
+    ) -> Rotation:
+        angles = positions[:, None].float() * frequencies  # [T, rotary_dim / 2]
+        cos, sin = angles.cos(), angles.sin()
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        if scale != 1.0:
+            cos, sin = cos * scale, sin * scale
+        return Rotation(cos[:, None], sin[:, None])
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return _rms_norm(x, weight, eps)

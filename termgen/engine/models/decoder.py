@@ -24,7 +24,7 @@ from termgen.engine.layers.linear import (
 )
 from termgen.engine.layers.norm import RMSNorm
 from termgen.engine.layers.ops import LayerOps
-from termgen.engine.layers.rotary import RotaryEmbedding, Rotation
+from termgen.engine.layers.rotary import Rotation, inverse_frequencies
 from termgen.engine.layers.weight_slot import WeightSlot
 from termgen.engine.models.config import ModelConfig
 
@@ -130,6 +130,7 @@ class CausalDecoder(nn.Module):
     """A decoder-only language model over a paged KV cache."""
 
     layer_class: type[DecoderLayer] = DecoderLayer
+    inverse_frequencies: torch.Tensor  # [rotary_dim / 2] float32
 
     def __init__(
         self,
@@ -152,7 +153,9 @@ class CausalDecoder(nn.Module):
             self.embedding = VocabEmbedding(
                 config.vocab_size, config.hidden_size, dtype=dtype, device=device
             )
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, device=device)
+        self._ops = ops
+        frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
         self.decoder_layers = [
             self.layer_class(
                 config, sliding_window=window, dtype=dtype, device=device, method=method, ops=ops
@@ -184,7 +187,9 @@ class CausalDecoder(nn.Module):
         """
         metadata = ctx.metadata
         residual = self.embed(input_ids)
-        rotation = self.rotary(positions)
+        rotation = self._ops.rotation(
+            positions, self.inverse_frequencies, self.config.rope.attention_factor
+        )
         normed: torch.Tensor = self.norms[0](residual)
         for index, layer in enumerate(self.decoder_layers):
             kv_cache = ctx.kv_caches[index]
@@ -202,9 +207,9 @@ class CausalDecoder(nn.Module):
         return rows
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [N, hidden] -> [N, vocab_size] float32."""
+        """hidden [N, hidden] -> [N, vocab_size], in the model's type."""
         logits: torch.Tensor = self.head(hidden)
-        return logits.float()
+        return logits
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         """Every tensor the model wants from a checkpoint, each exactly once."""

@@ -26,8 +26,13 @@ class InputBatch:
     num_tokens: torch.Tensor  # [B] int64
     input_ids: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int64
-    logits_indices: torch.Tensor  # [B] int64, each row's last token
+    logits_indices: torch.Tensor | None
+    """[B] int64, each row's last token; None where each row has one."""
     metadata: AttentionMetadata
+
+    def last_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """[T, ...] -> [B, ...]: what belongs to each row's last token."""
+        return values if self.logits_indices is None else values[self.logits_indices]
 
 
 class InputBuffers:
@@ -148,7 +153,7 @@ class InputBuffers:
             num_tokens,
             self.input_ids[:num_rows],
             self.positions[:num_rows],
-            self.arange[:num_rows],
+            None,
             metadata,
         )
 

@@ -186,16 +186,16 @@ class ModelRunner:
                 logits, slots, num_tokens, self.state, filters=needs.filters
             )
         else:
-            output = self.sampler(logits, self._sampling_metadata(batch, needs))
+            output = self.sampler(logits.float(), self._sampling_metadata(batch, needs))
             token_ids, logprobs = output.token_ids, output.logprobs
         return StepTensors(self.state.append_sampled(slots, num_tokens, token_ids, ring), logprobs)
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
-        """[B, V] float32 logits of each row's last token."""
+        """[B, V] logits of each row's last token, in the model's type."""
         self.attention.prepare(batch.metadata)
         context = ForwardContext(metadata=batch.metadata, kv_caches=self.kv_caches)
         hidden = self.model(batch.input_ids, batch.positions, context)
-        return self.model.compute_logits(hidden[batch.logits_indices])
+        return self.model.compute_logits(batch.last_tokens(hidden))
 
     def _sampling_metadata(self, batch: InputBatch, needs: SamplingNeeds) -> SamplingMetadata:
         state, slots = self.state, batch.slots
@@ -209,7 +209,7 @@ class ModelRunner:
             top_p=state.top_p[slots],
             min_p=state.min_p[slots],
             seeds=state.seeds[slots],
-            positions=batch.positions[batch.logits_indices] + 1,
+            positions=batch.last_tokens(batch.positions) + 1,
             repetition_penalty=state.repetition_penalty[slots],
             presence_penalty=state.presence_penalty[slots],
             frequency_penalty=state.frequency_penalty[slots],

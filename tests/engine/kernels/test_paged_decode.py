@@ -212,7 +212,7 @@ def plan_of(lengths: list[int], device: str) -> tuple[list[list[int]], int]:
         num_heads=4,
         num_kv_heads=2,
         head_dim=64,
-        max_rows=64,
+        max_rows=512,
         config=SMALL,
         device=torch.device(device),
     )
@@ -271,9 +271,10 @@ def test_full_size(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_new_lengths_compile_nothing() -> None:
+    from termgen.engine.kernels import decode_plan
     from termgen.engine.kernels import paged_decode as module
 
-    kernels = (module._paged_decode_kernel, module._plan_kernel)
+    kernels = (module._paged_decode_kernel, decode_plan._plan_kernel)
 
     def compiled() -> int:
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
