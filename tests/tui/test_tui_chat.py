@@ -413,6 +413,25 @@ async def test_resizing_wraps_everything_anew() -> None:
             assert "\n".join(f"  {line}".rstrip() for line in expected) in shown(app)
 
 
+async def test_resizing_keeps_the_tail_or_the_place_in_view() -> None:
+    text = "\n\n".join(f"line {i}" for i in range(60))
+    app = FrozenApp(chat_engine(Script(pieces=pieces(text, 8))))
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "why")
+        transcript = app.chat.transcript
+        for size in ((50, 12), (20, 6), (80, 24), (140, 40), (140, 20)):
+            await pilot.resize_terminal(*size)
+            await pilot.pause()
+            assert transcript.at_end, size
+        await pilot.press("ctrl+up", "ctrl+up")
+        await pilot.pause()
+        top = transcript.scroll_offset.y
+        await pilot.resize_terminal(140, 16)
+        await pilot.pause()
+        assert transcript.scroll_offset.y == top and not transcript.at_end
+
+
 async def test_a_length_limit_is_told() -> None:
     script = Script(pieces=("a", "b"), finish_reason=FinishReason.LENGTH)
     app = FrozenApp(chat_engine(script))
