@@ -169,6 +169,19 @@ async def test_a_request_error_returns_the_question() -> None:
         assert sent(engine) == [("user", "a long one")]
 
 
+async def test_a_refused_question_leaves_the_figures_of_the_answer_before() -> None:
+    engine = chat_engine()
+    app = FrozenApp(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "why")
+        before = app.chat.status.text
+        assert f"{app.chat.conversation.context_tokens}/2.0k" in before
+        engine._script = Script(raises=ContextLengthError("too long"))
+        await ask(app, pilot, "go on")
+        assert app.chat.status.text == before
+
+
 @pytest.mark.parametrize(
     "script",
     [
