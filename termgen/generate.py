@@ -12,7 +12,7 @@ import math
 import signal
 import sys
 import unicodedata
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from termgen.settings import SettingLayers, add_flags
 if TYPE_CHECKING:  # numpy, tokenizers and torch stay out of `--help`
     from termgen.client import Prompt, RequestTimings, TokenDelta, TokenLogprob
     from termgen.engine.engine import SyncEngine
+    from termgen.engine.request import GenerationRequest
 
 DEFAULT_MAX_TOKENS = 512
 
@@ -39,7 +40,8 @@ SAMPLING_HELP = {
     "stop": "stop before this text; may be repeated",
     "stop_token_ids": "stop at this token; may be repeated",
     "ignore_eos": "go on past the model's end-of-sequence token",
-    "max_tokens": f"longest answer in tokens (default: {DEFAULT_MAX_TOKENS})",
+    "max_tokens": f"longest answer in tokens (default: {DEFAULT_MAX_TOKENS}, or what the context "
+    "leaves if that is less)",
     "min_tokens": "no end before this many tokens",
     "logprobs": "with --json: log-probabilities, with this many alternatives for each token",
     "skip_special_tokens": "leave special tokens out of the text (default: yes)",
@@ -143,14 +145,20 @@ def _given(layers: SettingLayers) -> dict[str, Any]:
 
 
 def _completed(layers: SettingLayers, model_defaults: Any) -> SamplingParams:
-    """Flags over the model's own defaults over ours."""
+    """Flags over the model's own defaults."""
     known = {f.name for f in fields(SamplingParams)}
     defaults = {name: value for name, value in model_defaults.items() if name in known}
-    values = {"max_tokens": DEFAULT_MAX_TOKENS, **defaults, **_given(layers)}
-    min_tokens = values.get("min_tokens", 0)
-    if layers.given("max_tokens") is None:
-        values["max_tokens"] = max(values["max_tokens"], min_tokens)
-    return SamplingParams(**values)
+    return SamplingParams(**{**defaults, **_given(layers)})
+
+
+def _limited(request: GenerationRequest, params: SamplingParams) -> GenerationRequest:
+    """Nobody named a length: ours, within what the context leaves of it."""
+    if params.max_tokens is not None:
+        return request
+    room = request.params.max_tokens
+    assert room is not None, "the input processor fills it in"
+    length = min(room, max(DEFAULT_MAX_TOKENS, params.min_tokens))
+    return replace(request, params=replace(request.params, max_tokens=length))
 
 
 def _read_messages(path: str) -> tuple[dict[str, Any], ...]:
@@ -283,7 +291,7 @@ def stream(
     engine: SyncEngine, prompt: Prompt, params: SamplingParams, *, show: bool
 ) -> tuple[Answer, int]:
     """Run one request to its end, or to Ctrl-C, writing text to standard output as it comes."""
-    request = engine.input_processor.process(prompt, params)
+    request = _limited(engine.input_processor.process(prompt, params), params)
     answer = Answer(prompt_token_ids=request.prompt_token_ids)
     printable = _printable if sys.stdout.isatty() else str
     engine.add(request)

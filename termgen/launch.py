@@ -68,6 +68,7 @@ class EngineHolder:
 
 
 def run_chat(config: EngineConfig, ui: UIConfig) -> int:
+    _check_theme(ui)
     with _progress() as progress:
         find_model(config, progress)
     holder = EngineHolder(config)
@@ -75,6 +76,8 @@ def run_chat(config: EngineConfig, ui: UIConfig) -> int:
 
 
 def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -> int:
+    if server_config.dashboard:
+        _check_theme(ui)
     with _progress() as progress:
         find_model(config, progress)
     holder = EngineHolder(config)
@@ -139,6 +142,13 @@ def _run_app(
     finally:
         asyncio.run(stop())  # does something only if the app ended before it could
     return app.return_code or OK
+
+
+def _check_theme(ui: UIConfig) -> None:
+    """On a plain terminal: a notice on the loading screen is gone before anybody reads it."""
+    from termgen.tui import themes
+
+    themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
 
 
 def _progress() -> TerminalProgress:

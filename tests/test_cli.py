@@ -176,6 +176,20 @@ def test_interrupt_and_broken_pipe(
         assert child.stderr is not None and child.stderr.read() == ""
 
 
+def test_output_that_cannot_be_written() -> None:
+    with open("/dev/full", "w") as full:
+        shown = subprocess.run(
+            [sys.executable, "-m", "termgen", "models"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert shown.returncode == 2
+    assert shown.stderr == (
+        "termgen: error: the output cannot be written: No space left on device\n"
+    )
+
+
 def test_models_lists_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "models")
     assert code == 0 and f"{catalog.DEFAULT_MODEL} (default)" in out
@@ -314,6 +328,17 @@ def test_generate_refuses_what_the_context_cannot_hold(
     code, out, err = run(capsys, *argv)
     assert (code, out) == (2, "")
     assert "maximum context length is 256 tokens" in err.splitlines()[-1]
+
+
+def test_generate_without_a_length_takes_what_the_context_leaves(
+    capsys: pytest.CaptureFixture[str], tiny_llama_dir: Path
+) -> None:
+    found = answer(capsys, tiny_llama_dir, "--raw", "Hello", "--ignore-eos")
+    assert found["usage"]["total_tokens"] == 256, "the default of 512 is no demand"
+    assert found["finish_reason"] == "length"
+    argv = ("--model", str(tiny_llama_dir), *ENGINE, "--raw", "Hello", "--max-tokens", "512")
+    code, out, err = run(capsys, "generate", *argv)
+    assert (code, out) == (2, "") and "512 in the completion" in err
 
 
 def test_generate_stops_at_a_stop_string(

@@ -150,14 +150,34 @@ def test_python_without_pip(
     failing(source, target, "this Python has no pip; run `python -m ensurepip`")
 
 
-def test_pip_reports_a_full_disk(
-    source: WheelSource, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("stderr", "words"),
+    [
+        ("ERROR: [Errno 28] No space left on device", "^no space left in .*TERMGEN_CACHE"),
+        (
+            "ERROR: Exception:\nTraceback (most recent call last):\n  ...\n"
+            "OSError: [Errno 27] File too large",
+            "^cannot write to .*: File too large; TERMGEN_CACHE",
+        ),
+        (
+            "ERROR: Exception:\nTraceback (most recent call last):\n  ...\nValueError: odd page",
+            "^pip could not fetch .*: ValueError: odd page",
+        ),
+    ],
+)
+def test_what_pip_reports(
+    stderr: str,
+    words: str,
+    source: WheelSource,
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "ERROR: [Errno 28] No space left on device" >&2\nexit 1\n')
+    python.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{stderr}\nEND\nexit 1\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    failing(source, target, "no space left in .*TERMGEN_CACHE")
+    failing(source, target, words)
 
 
 @pytest.mark.usefixtures("no_pip")

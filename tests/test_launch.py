@@ -199,3 +199,11 @@ def test_a_model_that_cannot_load_is_one_line_after_the_screen(
     assert screen.wait() == 2
     last = screen.shown.split("\x1b[?1049l")[-1]
     assert "termgen: error:" in last and "Traceback" not in screen.shown
+
+
+def test_an_unknown_theme_is_one_line_and_no_screen(terminal: Callable[..., Terminal]) -> None:
+    for argv in (("chat",), ("serve", "--dashboard", "--port", "0")):
+        screen = terminal(*argv, "--theme", "nope")
+        assert screen.wait() == 2
+        assert screen.shown.startswith("termgen: error: theme must be one of termgen-")
+        assert screen.shown.count("\n") == 1

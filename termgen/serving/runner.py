@@ -252,7 +252,7 @@ async def _load(
 
 async def _stop(server: Server, signals: _Signals) -> None:
     if server.num_answers:
-        logger.info("%d answers may finish; a second signal ends them now", server.num_answers)
+        logger.info("answers to finish: %d; a second signal ends them now", server.num_answers)
     stopping = asyncio.create_task(server.stop())
     await _first(signals.wait(2), stopping)
     if not stopping.done():

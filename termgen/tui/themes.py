@@ -15,9 +15,9 @@ from typing import Any
 
 from platformdirs import user_config_path
 from textual.color import Color, ColorParseError
-from textual.theme import Theme
+from textual.theme import BUILTIN_THEMES, Theme
 
-from termgen.errors import TermgenError
+from termgen.errors import ConfigError, TermgenError
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX
 
 DEFAULT_THEME = "termgen-dark"
@@ -124,3 +124,15 @@ def load_all(*folders: Path) -> tuple[dict[str, Theme], list[ThemeError]]:
         else:
             themes[theme.name] = theme
     return themes, errors
+
+
+def check_name(name: str | None, *folders: Path) -> None:
+    """Raises ConfigError if a person asked for a theme that there is not, or that is broken."""
+    themes, errors = load_all(*folders)
+    if name is None or name in themes or name in BUILTIN_THEMES:
+        return
+    broken = "".join(f"; not loaded: {error}" for error in errors)
+    raise ConfigError(
+        f"theme must be one of {', '.join(themes)} or a theme of Textual, not {name!r}{broken}",
+        param="theme",
+    )

@@ -169,6 +169,19 @@ async def test_a_request_error_returns_the_question() -> None:
         assert sent(engine) == [("user", "a long one")]
 
 
+async def test_a_refused_question_leaves_the_figures_of_the_answer_before() -> None:
+    engine = chat_engine()
+    app = FrozenApp(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "why")
+        before = app.chat.status.text
+        assert f"{app.chat.conversation.context_tokens}/2.0k" in before
+        engine._script = Script(raises=ContextLengthError("too long"))
+        await ask(app, pilot, "go on")
+        assert app.chat.status.text == before
+
+
 @pytest.mark.parametrize(
     "script",
     [
@@ -411,6 +424,25 @@ async def test_resizing_wraps_everything_anew() -> None:
             width = app.chat.transcript.text_width - 2
             expected = [row_text(row).rstrip() for row in render(ANSWER, width)]
             assert "\n".join(f"  {line}".rstrip() for line in expected) in shown(app)
+
+
+async def test_resizing_keeps_the_tail_or_the_place_in_view() -> None:
+    text = "\n\n".join(f"line {i}" for i in range(60))
+    app = FrozenApp(chat_engine(Script(pieces=pieces(text, 8))))
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "why")
+        transcript = app.chat.transcript
+        for size in ((50, 12), (20, 6), (80, 24), (140, 40), (140, 20)):
+            await pilot.resize_terminal(*size)
+            await pilot.pause()
+            assert transcript.at_end, size
+        await pilot.press("ctrl+up", "ctrl+up")
+        await pilot.pause()
+        top = transcript.scroll_offset.y
+        await pilot.resize_terminal(140, 16)
+        await pilot.pause()
+        assert transcript.scroll_offset.y == top and not transcript.at_end
 
 
 async def test_a_length_limit_is_told() -> None:

@@ -9,6 +9,7 @@ from textual.color import Color
 from textual.theme import BUILTIN_THEMES
 from tui_harness import shipped_themes
 
+from termgen.errors import ConfigError
 from termgen.tui import themes
 from termgen.tui.palette import ROLES, Palette
 from termgen.tui.spans import Row
@@ -125,6 +126,17 @@ def test_a_users_theme_replaces_one_of_that_name(tmp_path: Path) -> None:
     )
     loaded, _ = load_all(shipped_themes(), tmp_path)
     assert loaded["termgen-dark"].primary == "#abcdef"
+
+
+def test_a_name_is_checked_before_the_screen(tmp_path: Path) -> None:
+    folders = (shipped_themes(), tmp_path)
+    for name in (None, "termgen-light", "nord"):
+        themes.check_name(name, *folders)
+    with pytest.raises(ConfigError, match="theme must be one of .*termgen-dark.*, not 'nope'$"):
+        themes.check_name("nope", *folders)
+    (tmp_path / "mine.toml").write_text('name = "mine"\ndark = 3\n')
+    with pytest.raises(ConfigError, match="not loaded: mine.toml: `dark` must be true or false"):
+        themes.check_name("mine", *folders)
 
 
 def test_palette_parses_roles_with_background_and_flags() -> None:

@@ -224,6 +224,7 @@ class ChatScreen(ThemedScreen):
         self.conversation.withdraw(turn)
         for entry in self._entries.pop(turn):
             self.transcript.remove_entry(entry)
+        self.status.repaint()
 
     def _flush(self) -> None:
         """Draw what has arrived, unless the last drawing cost more than its share."""

@@ -45,6 +45,8 @@ class Transcript(ScrollView, can_focus=True):
         self._rows: list[Row] = []
         self._strips: list[Strip | None] = []
         self._empty: Callable[[int, int], Sequence[Row]] | None = None
+        self._follows = True
+        """Kept, as a resize moves the end before anybody can ask whether it was on view."""
 
     @property
     def text_width(self) -> int:
@@ -108,8 +110,12 @@ class Transcript(ScrollView, can_focus=True):
     def _end(self, index: int) -> int:
         return self._starts[index + 1] if index + 1 < len(self._starts) else len(self._rows)
 
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self._follows = self.at_end
+
     def on_resize(self) -> None:
-        follow = self.at_end
+        follow = self._follows
         self._layout_all()
         if follow:
             self.scroll_end(animate=False, immediate=True)
