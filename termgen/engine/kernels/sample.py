@@ -145,7 +145,7 @@ def _sample_kernel(
 
     best = tl.max((best_key.to(tl.int64) << 32) | (_LARGEST_KEY - best_id), axis=0)
     if num_parts == 1:
-        tl.store(out_ptr + row, _LARGEST_KEY - (best & 0xFFFFFFFF))
+        tl.store(out_ptr + row, (best & 0xFFFFFFFF) ^ _LARGEST_KEY)
     else:
         parts = partial_ptr + row * num_parts
         tl.store(parts + part, best)
@@ -159,7 +159,7 @@ def _sample_kernel(
                 parts + others, mask=others < num_parts, other=-(2**63), cache_modifier=".cg"
             )
             best = tl.max(all_best, axis=0)
-            tl.store(out_ptr + row, _LARGEST_KEY - (best & 0xFFFFFFFF))
+            tl.store(out_ptr + row, (best & 0xFFFFFFFF) ^ _LARGEST_KEY)
 
 
 class SampleWorkspace:
