@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--output-json", type=Path, help="write machine and results here")
     parser.add_argument("--profile", type=int, metavar="BATCH", help="print this batch's kernels")
+    parser.add_argument("--profile-prefill", action="store_true", help="print prefill's kernels")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -164,21 +166,25 @@ def prefill(engine: SyncEngine) -> float:
 
 def profile_batch(engine: SyncEngine, batch: int, params: dict[str, Any]) -> None:
     """Time of each kernel in a steady decode step."""
-    from torch.profiler import ProfilerActivity, profile
-
     for index in range(batch):
         add(engine, index, PROMPT, 200, **params)
     for _ in range(batch // 16 + 60):
         engine.step()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-        for _ in range(10):
-            engine.step()
+    profile(engine, lambda: [engine.step() for _ in range(10)])
+    drain(engine)
+
+
+def profile(engine: SyncEngine, work: Callable[[], object]) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        work()
     table = trace.key_averages().table(
         sort_by="self_cuda_time_total", row_limit=24, max_name_column_width=60
     )
     keep = [line[:60] + line[-75:] for line in str(table).splitlines()]
     print("\n".join(keep), file=sys.stderr)
-    drain(engine)
 
 
 def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -204,6 +210,8 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
             result["vllm_prefill"] = VLLM_PREFILL[name]
         if args.profile:
             profile_batch(engine, args.profile, params)
+        if args.profile_prefill:
+            profile(engine, lambda: prefill(engine))
         engine.shutdown()
     return result
 
