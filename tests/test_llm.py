@@ -36,9 +36,9 @@ def test_one_prompt_in_every_form(llm: LLM) -> None:
         for form in (text, [text], ids, [ids], {"prompt": text}, [{"prompt_token_ids": ids}])
     ]
     assert all(len(output) == 1 for output in outputs)
-    tokens = {output[0].outputs[0].token_ids for output in outputs}
-    assert len(tokens) == 1 and len(tokens.pop()) == 8
-    assert {output[0].prompt_token_ids for output in outputs} == {tuple(ids)}
+    tokens = [output[0].outputs[0].token_ids for output in outputs]
+    assert len(tokens[0]) == 8 and all(found == tokens[0] for found in tokens)
+    assert all(output[0].prompt_token_ids == ids for output in outputs)
     assert outputs[0][0].prompt == text and outputs[2][0].prompt is None
 
 
