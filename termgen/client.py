@@ -7,7 +7,7 @@ of the engine. `termgen.engine.engine.AsyncEngine` is the in-process form.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from termgen.engine.events import EngineSnapshot, EventRing
@@ -97,6 +97,20 @@ class TokenDelta:
     timings: RequestTimings | None = None
     """On the last delta."""
     error: EngineError | None = None
+
+
+def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """One delta that says what these consecutive deltas of one completion say together."""
+    if len(deltas) == 1:
+        return deltas[0]
+    logprobs = [d.logprobs for d in deltas if d.logprobs is not None]
+    return replace(
+        deltas[-1],
+        text="".join(d.text for d in deltas),
+        token_ids=tuple(t for d in deltas for t in d.token_ids),
+        logprobs=tuple(lp for part in logprobs for lp in part) if logprobs else None,
+        prompt_token_ids=deltas[0].prompt_token_ids,
+    )
 
 
 @dataclass(frozen=True, slots=True)

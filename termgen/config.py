@@ -20,6 +20,7 @@ DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("int8",)
 SCHEDULING_POLICIES = ("fcfs", "priority")
+ATTENTION_BACKENDS = ("triton", "torch_reference")
 MAX_INT = 2**31 - 1
 
 
@@ -84,6 +85,11 @@ class EngineConfig:
     )
     async_scheduling: bool | None = setting(
         None, "plan the next step while one runs (default: on a GPU)"
+    )
+    attention_backend: str | None = setting(
+        None,
+        "attention implementation (default: the fastest that runs here)",
+        choices=ATTENTION_BACKENDS,
     )
     enforce_eager: bool = setting(False, "never use CUDA graphs")
     seed: int = setting(

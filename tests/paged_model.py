@@ -13,8 +13,14 @@ from pathlib import Path
 
 import torch
 
-from termgen.engine.attention.base import AttentionBackend, AttentionMetadata, ForwardContext
+from termgen.engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    ForwardContext,
+    empty_kv_cache,
+)
 from termgen.engine.attention.torch_reference import TorchReferenceAttention
+from termgen.engine.layers.ops import TorchOps
 from termgen.engine.loader import open_checkpoint
 from termgen.engine.loader.weights import load_weights
 from termgen.engine.models.config import ModelConfig
@@ -92,6 +98,31 @@ class BlockPool:
         return metadata, torch.tensor(positions, dtype=torch.int64, device=device)
 
 
+def nan_cache(
+    backend: AttentionBackend,
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """One layer's cache, full of NaN."""
+
+    def make(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+    return empty_kv_cache(
+        backend,
+        make,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )
+
+
 class PagedModel:
     """A model with a cache of NaN and its blocks in random order."""
 
@@ -107,11 +138,17 @@ class PagedModel:
         config = model.config
         self.model = model
         self.pool = BlockPool(num_blocks, block_size, seed)
-        shape = model.attention.kv_cache_shape(
-            num_blocks, block_size, config.num_kv_heads, config.head_dim
-        )
         self.kv_caches = [
-            torch.full(shape, float("nan"), dtype=dtype) for _ in range(config.num_layers)
+            nan_cache(
+                model.attention,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                dtype=dtype,
+                device=CPU,
+            )
+            for _ in range(config.num_layers)
         ]
 
     @torch.inference_mode()
@@ -121,7 +158,7 @@ class PagedModel:
         ids = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int32)
         self.model.attention.prepare(metadata)
         hidden = self.model(ids, positions, ForwardContext(metadata, self.kv_caches))
-        logits = self.model.compute_logits(hidden)
+        logits = self.model.compute_logits(hidden).float()
         return list(logits.split([len(row.tokens) for row in rows]))
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
@@ -146,6 +183,7 @@ def build(
         device=CPU,
         quantization=quantization,
         attention=attention or TorchReferenceAttention(),
+        ops=TorchOps(),
     )
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from termgen.api.fields import Fields
 from termgen.client import Prompt, RequestTimings, TokenDelta
+from termgen.engine.request import MAX_PRIORITY, check_cache_salt
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import RequestError
-
-_CACHE_SALT = re.compile(r"[A-Za-z0-9_\-]{1,128}")
-MAX_PRIORITY = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,25 +74,9 @@ def parse_priority(body: Fields) -> int:
 
 def parse_cache_salt(body: Fields) -> str | None:
     salt = body.string("cache_salt")
-    if salt is not None and not _CACHE_SALT.fullmatch(salt):
-        raise RequestError(
-            "cache_salt must be 1 to 128 characters out of A-Z a-z 0-9 _ -", param="cache_salt"
-        )
+    if salt is not None:
+        check_cache_salt(salt)
     return salt
-
-
-def merge_deltas(deltas: list[TokenDelta]) -> TokenDelta:
-    """One delta that says what these consecutive deltas of one completion say together."""
-    if len(deltas) == 1:
-        return deltas[0]
-    logprobs = [d.logprobs for d in deltas if d.logprobs is not None]
-    return replace(
-        deltas[-1],
-        text="".join(d.text for d in deltas),
-        token_ids=tuple(t for d in deltas for t in d.token_ids),
-        logprobs=tuple(lp for part in logprobs for lp in part) if logprobs else None,
-        prompt_token_ids=deltas[0].prompt_token_ids,
-    )
 
 
 class Tally:

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from termgen.engine.delivery import FinishedRow, StartedRow, StepDelivery
-from termgen.engine.events import EngineSnapshot, EventBus, RequestEvent, RequestEventKind
-from termgen.engine.events import StepRecord as Record
+from termgen.engine.event_publisher import EventPublisher, StepTimes
+from termgen.engine.events import EngineSnapshot, EventBus, StepRecord
 from termgen.engine.executor import Executor, StepHandle
 from termgen.engine.request import FinishReason, GenerationRequest, Request
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import AppliedStep
 from termgen.engine.snapshot import build_snapshot
-from termgen.engine.step import StepLogprobs, StepPlan, StepResult
+from termgen.engine.step import StepLogprobs, StepPlan
 from termgen.errors import EngineError, RequestError, StepError, TermgenError
 
 
@@ -73,6 +73,7 @@ class EngineCore:
         self.executor = executor
         self.scheduler = scheduler
         self.bus = bus or EventBus()
+        self._publisher = EventPublisher(self.bus, scheduler)
         self._depth = max_in_flight
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
@@ -80,10 +81,12 @@ class EngineCore:
         self._on_delivery = on_delivery
         self._inbox: deque[_Submit | _Abort | _Call] = deque()
         self._calls: deque[_Call] = deque()
+        self._closed: EngineError | None = None
         self._wake = threading.Event()
         self._in_flight: deque[_InFlight] = deque()
+        self._started: list[StartedRow] = []
         self._finished: list[FinishedRow] = []
-        self._last_record: Record | None = None
+        self._last_record: StepRecord | None = None
         self._last_plan: StepPlan | None = None
         self.last_progress_ns = time.perf_counter_ns()
 
@@ -96,10 +99,20 @@ class EngineCore:
         self._post(_Abort(request_id))
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run a function on the engine thread between two steps."""
+        """Run a function on the engine thread between two steps.
+
+        Cancelling the future is safe at any time. Raises what `close` was given once it is called.
+        """
         future: Future[Any] = Future()
         self._post(_Call(function, future))
+        if self._closed is not None:  # looked at after posting: one of the two sides sees the other
+            self._fail_calls(self._closed)
         return future
+
+    def close(self, error: EngineError) -> None:
+        """No step will follow: calls that wait, and those still to come, end with this error."""
+        self._closed = error
+        self._fail_calls(error)
 
     def wake(self) -> None:
         self._wake.set()
@@ -109,13 +122,21 @@ class EngineCore:
         self._wake.wait(timeout)
         self._wake.clear()
 
-    def mark_progress(self) -> None:
-        """Start the stall clock anew, after an idle time."""
-        self.last_progress_ns = time.perf_counter_ns()
-
     def _post(self, item: _Submit | _Abort | _Call) -> None:
+        if not self.has_work:
+            self.last_progress_ns = time.perf_counter_ns()  # an idle time is not a stall
         self._inbox.append(item)
         self._wake.set()
+
+    def _fail_calls(self, error: EngineError) -> None:
+        for mail in (self._calls, self._inbox):
+            while mail:
+                try:
+                    item = mail.popleft()
+                except IndexError:  # another thread was quicker
+                    break
+                if isinstance(item, _Call) and item.future.set_running_or_notify_cancel():
+                    item.future.set_exception(error)
 
     # -- on the engine thread --------------------------------------------------------------
 
@@ -140,9 +161,12 @@ class EngineCore:
     def _launch(self) -> bool:
         planned_ns = time.perf_counter_ns()
         plan = self.scheduler.schedule(planned_ns)
-        self._publish_preempted()
+        self._tell_preempted("out of KV blocks")
         if plan is None:
             return False
+        self._publisher.started(self.scheduler.started, planned_ns)
+        self._started += self.scheduler.started
+        self.scheduler.started.clear()
         submitted_ns = time.perf_counter_ns()
         handle = self.executor.submit(plan)
         self._in_flight.append(_InFlight(plan, handle, planned_ns, submitted_ns))
@@ -160,7 +184,8 @@ class EngineCore:
         self._read_inbox()  # an abort that is already here wins over the step's own ending
         applied = self.scheduler.apply(step.plan, result)
         self.last_progress_ns = time.perf_counter_ns()
-        self._publish_step(step, result, applied, landed_ns)
+        times = StepTimes(step.planned_ns, step.submitted_ns, landed_ns, self.last_progress_ns)
+        self._last_record = self._publisher.step(step.plan, result, applied, times)
         self._finished += applied.finished
         self._deliver(step.plan.step_id, landed_ns, applied, result.logprobs)
 
@@ -188,8 +213,12 @@ class EngineCore:
         )
         error.__cause__ = cause
         self._finished += self.scheduler.fail(step.plan, error)
-        self._publish_preempted()
+        self._tell_preempted("a step failed")
         self._deliver_finished()
+
+    def _tell_preempted(self, why: str) -> None:
+        self._publisher.preempted(self.scheduler.preempted, why)
+        self.scheduler.preempted.clear()
 
     # -- inbox -----------------------------------------------------------------------------
 
@@ -209,6 +238,8 @@ class EngineCore:
         """Only between two steps, when every landed step has been applied."""
         while self._calls:
             call = self._calls.popleft()
+            if not call.future.set_running_or_notify_cancel():
+                continue  # whoever asked has given up waiting
             try:
                 call.future.set_result(call.function())
             except Exception as error:  # goes to whoever waits on the future
@@ -249,18 +280,16 @@ class EngineCore:
                 )
             )
             return
-        self.bus.publish(
-            RequestEvent(arrival_ns, request.request_id, RequestEventKind.QUEUED, num_prompt, 0, 0)
-        )
+        self._publisher.queued(request)
 
     # -- outbox ----------------------------------------------------------------------------
 
     def _deliver(
         self, step_id: int, time_ns: int, applied: AppliedStep, logprobs: StepLogprobs | None
     ) -> None:
-        started = self._take_started()
+        started, self._started = tuple(self._started), []
         finished, self._finished = tuple(self._finished), []
-        self._publish_finished(finished, time_ns)
+        self._publisher.finished(finished, time_ns)
         if logprobs is not None:
             rows = applied.rows
             logprobs = StepLogprobs(
@@ -282,105 +311,10 @@ class EngineCore:
 
     def _deliver_finished(self) -> None:
         """Send what ended without a step."""
-        if self._finished or self.scheduler.started:
+        if self._finished or self._started:
             nothing = np.zeros(0, np.int32)
             empty = AppliedStep(nothing, nothing, nothing, nothing)
             self._deliver(-1, time.perf_counter_ns(), empty, None)
-
-    def _take_started(self) -> tuple[StartedRow, ...]:
-        started = tuple(self.scheduler.started)
-        self.scheduler.started.clear()
-        return started
-
-    # -- events ----------------------------------------------------------------------------
-
-    def _publish_step(
-        self, step: _InFlight, result: StepResult, applied: AppliedStep, landed_ns: int
-    ) -> None:
-        scheduler, plan = self.scheduler, step.plan
-        pool, stats = scheduler.kv.pool, scheduler.stats
-        is_decode = (plan.num_tokens == 1) & (plan.num_computed > 0)
-        num_decode = int(np.count_nonzero(is_decode))
-        record = Record(
-            step_id=plan.step_id,
-            planned_ns=step.planned_ns,
-            submitted_ns=step.submitted_ns,
-            started_ns=result.started_ns,
-            ended_ns=result.ended_ns,
-            applied_ns=self.last_progress_ns,
-            schedule_us=(step.submitted_ns - step.planned_ns) / 1e3,
-            apply_us=(self.last_progress_ns - landed_ns) / 1e3,
-            num_decode_rows=num_decode,
-            num_prefill_rows=plan.num_rows - num_decode,
-            num_prefill_tokens=plan.total_tokens - num_decode,
-            num_sampled_tokens=len(applied.rows),
-            num_padded_tokens=result.num_padded_tokens,
-            graph_mode=result.graph_mode,
-            num_running=scheduler.num_running,
-            num_waiting=len(scheduler.waiting),
-            num_used_blocks=pool.num_used,
-            num_cached_blocks=pool.num_cached,
-            num_free_blocks=pool.num_free - pool.num_cached,
-            prefix_query_tokens=stats.prefix_query_tokens,
-            prefix_hit_tokens=stats.prefix_hit_tokens,
-            num_preemptions=stats.num_preemptions,
-        )
-        self._last_record = record
-        self.bus.publish(record)
-        self._publish_started()
-        self._publish_first_tokens(applied, landed_ns)
-
-    def _publish_started(self) -> None:
-        for row in self.scheduler.started:
-            request = self.scheduler.requests.get(row.request_id)
-            if request is not None:
-                self._publish(request, RequestEventKind.SCHEDULED, row.first_scheduled_ns)
-
-    def _publish_first_tokens(self, applied: AppliedStep, time_ns: int) -> None:
-        table = self.scheduler.slots
-        first = table.num_tokens[applied.slots] == table.num_prompt[applied.slots] + 1
-        for slot in applied.slots[first]:
-            request = table.requests[slot]
-            if request is not None:
-                self._publish(request, RequestEventKind.FIRST_TOKEN, time_ns)
-
-    def _publish_preempted(self) -> None:
-        for request in self.scheduler.preempted:
-            self._publish(
-                request, RequestEventKind.PREEMPTED, time.perf_counter_ns(), "out of KV blocks"
-            )
-        self.scheduler.preempted.clear()
-
-    def _publish_finished(self, finished: tuple[FinishedRow, ...], time_ns: int) -> None:
-        for row in finished:
-            self.bus.publish(
-                RequestEvent(
-                    time_ns,
-                    row.request_id,
-                    RequestEventKind.FINISHED,
-                    row.num_prompt_tokens,
-                    row.num_output_tokens,
-                    0,
-                    row.reason.value,
-                )
-            )
-
-    def _publish(
-        self, request: Request, kind: RequestEventKind, time_ns: int, detail: str = ""
-    ) -> None:
-        slot = request.slot
-        total = int(self.scheduler.slots.num_tokens[slot]) if slot >= 0 else len(request.token_ids)
-        self.bus.publish(
-            RequestEvent(
-                time_ns,
-                request.request_id,
-                kind,
-                request.num_prompt_tokens,
-                total - request.num_prompt_tokens,
-                request.num_cached_tokens,
-                detail,
-            )
-        )
 
     def snapshot(self) -> EngineSnapshot:
         """Present state for screens. Engine thread only; others use `call(core.snapshot)`."""

@@ -38,6 +38,7 @@ class FinishedRow:
     error: EngineError | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

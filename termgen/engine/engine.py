@@ -7,6 +7,7 @@ delivery per step to the event loop, with one wake-up, and the loop turns tokens
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import threading
@@ -20,7 +21,6 @@ from termgen.config import EngineConfig
 from termgen.engine.delivery import StepDelivery
 from termgen.engine.events import EngineSnapshot, EventRing
 from termgen.engine.input_processor import InputProcessor
-from termgen.engine.output import fan_out
 from termgen.engine.request import GenerationRequest
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.startup import EngineParts, Progress, build_engine
@@ -31,15 +31,16 @@ from termgen.errors import EngineDeadError, RequestError
 STALL_SECONDS = 60.0
 """Work queued and no step landed for this long: the engine counts as unhealthy."""
 
-IDLE_COLLECT_SECONDS = 30.0
-"""While busy, young garbage is collected this often: the collector itself is off."""
+COLLECT_SECONDS = 30.0
+"""While busy the collector is off, and young garbage is collected this often."""
+
+FULL_COLLECTIONS = 20
+"""Every so many of those collections look at old garbage too, or it would pile up for ever."""
 
 
 def _submit(parts: EngineParts, request: GenerationRequest, arrival_ns: int) -> None:
     """Hand a request's completions to text processing and to the loop."""
-    parent = request.request_id if request.params.n > 1 else None
-    for index, completion in enumerate(fan_out(request)):
-        parts.output_processor.add(completion, arrival_ns, index=index, parent_id=parent)
+    for completion in parts.output_processor.expect(request, arrival_ns):
         parts.core.submit(completion, arrival_ns)
 
 
@@ -108,9 +109,11 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._on_progress = on_progress
         self._deliveries: deque[StepDelivery] = deque()
+        self._is_woken = False
+        """The loop has been asked to take deliveries and has not begun to."""
         self._streams: dict[str, DeltaStream] = {}
         self._ids = itertools.count()
-        self._ready: Future[EngineParts] = Future()
+        self._ready: Future[None] = Future()
         self._parts: EngineParts | None = None
         self._stopping = False
         self._death: EngineDeadError | None = None
@@ -127,20 +130,22 @@ class AsyncEngine:
         engine = cls(config, on_progress)
         engine._thread.start()
         try:
-            engine._parts = await asyncio.wrap_future(engine._ready)
+            await asyncio.wrap_future(engine._ready)
         except asyncio.CancelledError:
-            engine._stopping = True  # loading ends at its next report
+            engine._stop()  # loading ends at its next report
             raise
         return engine
 
     async def shutdown(self) -> None:
-        """Stop the engine thread; requests that still run end with ABORT."""
+        """Stop the engine thread; whatever still runs or waits ends with `EngineDeadError`."""
+        self._stop()
+        await asyncio.to_thread(self._thread.join)
+        self._end(EngineDeadError("the engine was shut down"))
+
+    def _stop(self) -> None:
         self._stopping = True
         if self._parts is not None:
             self._parts.core.wake()
-        await asyncio.to_thread(self._thread.join)
-        for stream in list(self._streams.values()):
-            stream.fail(EngineDeadError("the engine was shut down"))
 
     # -- EngineClient ----------------------------------------------------------------------
 
@@ -168,7 +173,7 @@ class AsyncEngine:
             self.parts.input_processor.process,
             prompt,
             params,
-            request_id=request_id or f"req-{next(self._ids)}",
+            request_id=request_id or self._new_id(),
             priority=priority,
             cache_salt=cache_salt,
         )
@@ -179,13 +184,14 @@ class AsyncEngine:
         finally:
             self._close(request.request_id)
 
+    def _new_id(self) -> str:
+        while (request_id := f"req-{next(self._ids)}") in self._streams:
+            continue  # a caller chose this very name
+        return request_id
+
     def _open(self, request: GenerationRequest, arrival_ns: int) -> DeltaStream:
         if self._death is not None:
             raise self._death
-        if request.request_id in self._streams:
-            raise RequestError(
-                f"request id {request.request_id!r} is already in use", param="request_id"
-            )
         _submit(self.parts, request, arrival_ns)
         stream = self._streams[request.request_id] = DeltaStream(request.params.n)
         return stream
@@ -252,39 +258,43 @@ class AsyncEngine:
                 self._config, on_delivery=self._hand_over, on_progress=self._report
             )
         except BaseException as error:  # told to whoever awaits start()
-            if not self._ready.cancelled():
+            if self._ready.set_running_or_notify_cancel():
                 self._ready.set_exception(error)
             return
-        if self._ready.cancelled():
+        if not self._ready.set_running_or_notify_cancel():
             parts.core.executor.shutdown()
             return
         gc.collect()
         gc.freeze()  # what start-up made lives on; later collections need not walk it
-        self._ready.set_result(parts)
+        self._parts = parts
+        self._ready.set_result(None)
+        death = EngineDeadError("the engine was shut down")
         try:
             self._serve(parts)
-        except BaseException as error:  # thread top: every stream is told, health turns red
-            cause = error
-            self._post(lambda: self._die(cause))
+        except BaseException as cause:  # thread top: every stream is told, health turns red
+            death = _death_of(cause)
         finally:
             gc.enable()
+            parts.core.close(death)
+            self._post(lambda: self._end(death))
             parts.core.executor.shutdown()
 
     def _serve(self, parts: EngineParts) -> None:
         """Step while there is work; sleep, using no CPU, while there is none."""
         core = parts.core
         collected = time.monotonic()
+        num_collections = 0
         while not self._stopping:
             if core.step():
                 # A collection in the middle of a step would stall it: they wait for idle time.
                 gc.disable()
-                if time.monotonic() - collected > IDLE_COLLECT_SECONDS:
-                    gc.collect(1)
+                if time.monotonic() - collected > COLLECT_SECONDS:
+                    num_collections += 1
+                    gc.collect(1 if num_collections % FULL_COLLECTIONS else 2)
                     collected = time.monotonic()
             elif not core.has_work:
                 gc.enable()
                 core.wait_for_work()
-                core.mark_progress()
 
     def _report(self, phase: str, fraction: float) -> None:
         if self._stopping:
@@ -294,19 +304,32 @@ class AsyncEngine:
             self._post(lambda: on_progress(phase, fraction))
 
     def _hand_over(self, delivery: StepDelivery) -> None:
-        """One wake-up of the loop per step at most, none while it is still behind."""
-        is_first = not self._deliveries
+        """One wake-up of the loop per step at most, none while it is still behind.
+
+        Appends before it looks, and the loop clears the flag before it takes: whatever the order
+        of the two threads, a delivery is either taken or followed by a wake-up.
+        """
         self._deliveries.append(delivery)
-        if is_first:
+        if not self._is_woken:
+            self._is_woken = True
             self._post(self._take_deliveries)
 
     def _post(self, function: Callable[[], None]) -> None:
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to be told
             self._loop.call_soon_threadsafe(function)
 
     # -- event loop ------------------------------------------------------------------------
 
     def _take_deliveries(self) -> None:
+        self._is_woken = False
+        try:
+            self._process_deliveries()
+        except Exception as cause:  # a bug in text processing: tell every stream, hang none
+            self._end(_death_of(cause))
+            self._stop()
+            raise
+
+    def _process_deliveries(self) -> None:
         processor, core = self.parts.output_processor, self.parts.core
         while self._deliveries:
             for delta in processor.process(self._deliveries.popleft()):
@@ -316,9 +339,15 @@ class AsyncEngine:
         for request_id in processor.take_aborts():
             core.abort(request_id)
 
-    def _die(self, cause: BaseException) -> None:
-        error = EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")
-        error.__cause__ = cause
-        self._death = error
-        for stream in list(self._streams.values()):
-            stream.fail(error)
+    def _end(self, death: EngineDeadError) -> None:
+        """No step will follow: fail what is open, refuse what comes. The first reason stays."""
+        if self._death is None:
+            self._death = death
+            for stream in list(self._streams.values()):
+                stream.fail(death)
+
+
+def _death_of(cause: BaseException) -> EngineDeadError:
+    death = EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")
+    death.__cause__ = cause
+    return death

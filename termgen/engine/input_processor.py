@@ -7,21 +7,18 @@ filled in. Every fault is a `RequestError` naming the field. Stateless, so any t
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from termgen.client import ChatPrompt, Prompt
-from termgen.engine.request import GenerationRequest
+from termgen.engine.request import MAX_PRIORITY, GenerationRequest, check_cache_salt
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.tokenizer import Tokenizer
 from termgen.errors import ContextLengthError, RequestError
 
 MAX_REQUEST_ID_CHARS = 256
-MAX_PRIORITY = 2**31 - 1
-_CACHE_SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 class InputProcessor:
@@ -170,13 +167,8 @@ def _check_envelope(request_id: str | None, priority: int, cache_salt: str | Non
         raise RequestError(
             f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}", param="priority"
         )
-    if cache_salt is not None and not (
-        isinstance(cache_salt, str) and _CACHE_SALT.fullmatch(cache_salt)
-    ):
-        raise RequestError(
-            "cache_salt must have 1 to 128 characters of A-Z, a-z, 0-9, _ and -",
-            param="cache_salt",
-        )
+    if cache_salt is not None:
+        check_cache_salt(cache_salt)
 
 
 def _param_of(prompt: Prompt) -> str:

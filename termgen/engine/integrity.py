@@ -27,6 +27,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
             users[block] = users.get(block, 0) + 1
     kv.pool.check_integrity(users)
     assert scheduler.fence.num_blocks == sum(len(b) for _, _, b in scheduler.fence)
+    for slot in set(range(scheduler.config.max_num_seqs)) - running:
+        assert kv.num_blocks[slot] == kv.num_registered[slot] == 0, "an empty slot holds blocks"
     for slot in running:
         request = table.request_at(slot)
         tokens, pending = int(table.num_tokens[slot]), int(table.num_pending[slot])
@@ -34,6 +36,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert request.status is RequestStatus.RUNNING and request.slot == slot
         assert 0 <= computed <= tokens + pending <= request.max_total_tokens
         assert computed <= int(kv.num_blocks[slot]) * kv.block_size
+        registered = int(kv.num_registered[slot]) * kv.block_size
+        assert registered <= min(computed, tokens), "a block is findable before it is computed"
         assert scheduler.requests[request.request_id] is request
     waiting = [r for r in scheduler.waiting]
     assert all(r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for r in waiting)

@@ -9,17 +9,19 @@ engine still delivers for it is dropped.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from termgen.client import RequestTimings, TokenDelta, TokenLogprob
+from termgen.engine.completion import Completion
 from termgen.engine.delivery import FinishedRow, StartedRow, StepDelivery
 from termgen.engine.detokenizer import Detokenizer, StopAutomaton
 from termgen.engine.request import FinishReason, GenerationRequest
 from termgen.engine.request_output import CompletionOutput, RequestOutput, RequestOutputBuilder
 from termgen.engine.step import StepLogprobs
-from termgen.errors import EngineError, RequestError
+from termgen.errors import RequestError
 
 if TYPE_CHECKING:
     from termgen.engine.tokenizer import Tokenizer
@@ -56,107 +58,18 @@ def _child_seed(seed: int | None, index: int) -> int | None:
     return None if seed is None else (seed + index + 2**63) % 2**64 - 2**63
 
 
-class _Completion:
-    """What is remembered of one running completion."""
-
-    __slots__ = (
-        "arrival_ns",
-        "detokenizer",
-        "first_scheduled_ns",
-        "first_token_ns",
-        "index",
-        "num_cached_tokens",
-        "num_logprobs",
-        "num_output_tokens",
-        "num_prompt_tokens",
-        "prompt_token_ids",
-        "request_id",
-        "row",
-        "shown_stop_ids",
-        "stop_ids",
-        "stream_id",
-        "undecided",
-    )
-
-    def __init__(
-        self,
-        request: GenerationRequest,
-        *,
-        stream_id: str,
-        index: int,
-        arrival_ns: int,
-        eos_token_ids: frozenset[int],
-        detokenizer: Detokenizer | None,
-    ) -> None:
-        params = request.params
-        own_stops = frozenset(params.stop_token_ids)
-        self.request_id = request.request_id
-        self.stream_id = stream_id
-        self.index = index
-        self.detokenizer = detokenizer
-        self.num_logprobs = params.logprobs
-        self.stop_ids = own_stops if params.ignore_eos else own_stops | eos_token_ids
-        self.shown_stop_ids = own_stops if params.include_stop_str_in_output else frozenset()
-        self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.prompt_token_ids = request.prompt_token_ids if index == 0 else None
-        self.num_output_tokens = 0
-        self.num_cached_tokens = 0
-        self.arrival_ns = arrival_ns
-        self.first_scheduled_ns = 0
-        self.first_token_ns = 0
-        self.row: tuple[int, int] | None = None
-        self.undecided: int | None = None
-        """A stop token whose `FinishedRow` has not come yet: its text waits for that."""
-
-    def push(self, token_ids: Sequence[int], finished: FinishedRow | None) -> tuple[str, int]:
-        """Text that can be shown now, and how many of the tokens belong to the answer."""
-        detokenizer = self.detokenizer
-        if detokenizer is None:
-            self.num_output_tokens += len(token_ids)
-            return "", len(token_ids)
-        text = self._settle(detokenizer)
-        last = len(token_ids) - 1
-        for position, token_id in enumerate(token_ids):
-            self.num_output_tokens += 1
-            if position == last and token_id not in self.shown_stop_ids:
-                if finished is None and token_id in self.stop_ids:
-                    self.undecided = token_id
-                    break
-                if finished is not None and finished.stopped_by_token:
-                    break
-            text += detokenizer.push(token_id)
-            if detokenizer.stop is not None:
-                return text, position + 1
-        return text, len(token_ids)
-
-    def finish(self, *, stopped_by_token: bool) -> str:
-        """Text held back until now, at an end that no stop string made."""
-        detokenizer = self.detokenizer
-        if detokenizer is None or detokenizer.stop is not None:
-            return ""
-        if stopped_by_token:
-            self.undecided = None
-        text = self._settle(detokenizer)
-        return text + detokenizer.finish()
-
-    def _settle(self, detokenizer: Detokenizer) -> str:
-        """The engine went on past a stop token (min_tokens): it was an ordinary token after all."""
-        if self.undecided is None:
-            return ""
-        token_id, self.undecided = self.undecided, None
-        return detokenizer.push(token_id)
-
-
 class OutputProcessor:
     """Turns what the engine delivers into what callers read. One thread uses it."""
 
     def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._completions: dict[str, _Completion] = {}
-        self._rows: dict[tuple[int, int], _Completion] = {}
+        self._completions: dict[str, Completion] = {}
+        self._rows: dict[tuple[int, int], Completion] = {}
         self._children: dict[str, list[str]] = {}
         self._aborts: list[str] = []
+        self._lingering: set[str] = set()
+        """Ended here, but the engine has not said so yet: what it delivers for them is dropped."""
 
     def __len__(self) -> int:
         """Completions that have not ended."""
@@ -164,6 +77,23 @@ class OutputProcessor:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._completions or request_id in self._children
+
+    def expect(self, request: GenerationRequest, arrival_ns: int) -> list[GenerationRequest]:
+        """Take in a submitted request; returns the engine requests to run for it.
+
+        An engine request is named like the submitted one unless the engine still knows that name:
+        deliveries for an earlier bearer of it must not reach this one. All or nothing.
+        """
+        self._refuse_known(request.request_id)
+        completions = [
+            replace(completion, request_id=self._unused(completion.request_id))
+            for completion in fan_out(request)
+        ]
+        for index, completion in enumerate(completions):
+            is_same = completion.request_id == request.request_id
+            parent_id = None if is_same else request.request_id
+            self.add(completion, arrival_ns, index=index, parent_id=parent_id)
+        return completions
 
     def add(
         self,
@@ -173,11 +103,8 @@ class OutputProcessor:
         parent_id: str | None = None,
     ) -> None:
         """Expect deliveries for this engine request. Its deltas carry `parent_id` and `index`."""
-        if request.request_id in self:
-            raise RequestError(
-                f"request_id {request.request_id!r} is already running", param="request_id"
-            )
-        completion = _Completion(
+        self._refuse_known(request.request_id)
+        completion = Completion(
             request,
             stream_id=parent_id or request.request_id,
             index=index,
@@ -194,6 +121,7 @@ class OutputProcessor:
         for started in delivery.started:
             self._start(started)
         finished = {row.request_id: row for row in delivery.finished}
+        self._lingering.difference_update(finished)
         deltas: list[TokenDelta] = []
         token_ids: list[int] = delivery.token_ids.tolist()
         logprobs = _LogprobRows(delivery.logprobs) if delivery.logprobs is not None else None
@@ -237,21 +165,16 @@ class OutputProcessor:
         ids = self.engine_ids(request_id)
         for engine_id in ids:
             self._forget(self._completions[engine_id])
+        self._lingering.update(ids)
         return ids
 
-    def fail_all(self, error: EngineError, time_ns: int) -> list[TokenDelta]:
-        """Last deltas for everything that runs, when the engine is gone."""
-        return [
-            self._end(
-                completion,
-                (),
-                None,
-                "",
-                FinishedRow(completion.request_id, FinishReason.ERROR, None, False, error),
-                time_ns,
-            )
-            for completion in list(self._completions.values())
-        ]
+    def _refuse_known(self, request_id: str) -> None:
+        if request_id in self:
+            raise RequestError(f"request id {request_id!r} is already in use", param="request_id")
+
+    def _unused(self, wanted: str) -> str:
+        names = itertools.chain((wanted,), (f"{wanted}~{i}" for i in itertools.count(2)))
+        return next(n for n in names if n not in self and n not in self._lingering)
 
     def _detokenizer(self, request: GenerationRequest) -> Detokenizer | None:
         if self._tokenizer is None:
@@ -278,7 +201,7 @@ class OutputProcessor:
 
     def _advance(
         self,
-        completion: _Completion,
+        completion: Completion,
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprob, ...] | None,
         ended: FinishedRow | None,
@@ -291,6 +214,7 @@ class OutputProcessor:
         if detokenizer is not None and detokenizer.stop is not None:
             if ended is None:
                 self._aborts.append(completion.request_id)
+                self._lingering.add(completion.request_id)
             ended = FinishedRow(completion.request_id, FinishReason.STOP, None, False)
             logprobs = logprobs and logprobs[:used]
             return self._end(completion, token_ids[:used], logprobs, text, ended, time_ns)
@@ -300,7 +224,7 @@ class OutputProcessor:
 
     def _end(
         self,
-        completion: _Completion,
+        completion: Completion,
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprob, ...] | None,
         text: str,
@@ -328,7 +252,7 @@ class OutputProcessor:
             error=ended.error,
         )
 
-    def _forget(self, completion: _Completion) -> None:
+    def _forget(self, completion: Completion) -> None:
         del self._completions[completion.request_id]
         if completion.row is not None:
             self._rows.pop(completion.row, None)
@@ -372,7 +296,7 @@ class _LogprobRows:
 
 
 def _delta(
-    completion: _Completion,
+    completion: Completion,
     text: str,
     token_ids: tuple[int, ...],
     logprobs: tuple[TokenLogprob, ...] | None,

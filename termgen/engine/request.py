@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.sampling_params import SamplingParams
+from termgen.errors import RequestError
 
 IntArray = npt.NDArray[np.int32]
+
+MAX_PRIORITY = 2**31 - 1
+_CACHE_SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 class RequestStatus(enum.Enum):
@@ -40,6 +45,15 @@ class GenerationRequest:
     """Lower runs first; only the priority policy looks at it."""
     cache_salt: str | None = None
     """Prefix-cache entries are shared only between requests with the same salt."""
+
+
+def check_cache_salt(salt: object) -> None:
+    """Refuse what cannot be a salt. None, for no salt, is not for here."""
+    if not isinstance(salt, str) or not _CACHE_SALT.fullmatch(salt):
+        raise RequestError(
+            "cache_salt must have 1 to 128 characters of A-Z, a-z, 0-9, _ and -",
+            param="cache_salt",
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

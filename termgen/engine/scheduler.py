@@ -343,6 +343,7 @@ class Scheduler:
             error=error,
             num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=len(request.token_ids) - request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
         )
 
     def _release_slot(self, slot: int) -> Request:

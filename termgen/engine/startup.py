@@ -62,14 +62,29 @@ def build_engine(
         tokenizer = load_tokenizer(source.path)
     executor = LocalExecutor(config, local.path)
     info = executor.start(progress)
-    generation_config = _generation_config(local)
-    eos = _eos_token_ids(info, tokenizer, generation_config)
-    if tokenizer is not None and tokenizer.vocab_size > info.vocab_size:
+    try:
+        return _assemble(config, local, tokenizer, executor, info, on_delivery)
+    except BaseException:
         executor.shutdown()
+        raise
+
+
+def _assemble(
+    config: EngineConfig,
+    local: LocalModel,
+    tokenizer: Tokenizer | None,
+    executor: Executor,
+    info: DeviceInfo,
+    on_delivery: Callable[[StepDelivery], None],
+) -> EngineParts:
+    """Everything that a started executor still lacks."""
+    if tokenizer is not None and tokenizer.vocab_size > info.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {info.vocab_size}",
             param="tokenizer",
         )
+    generation_config = _generation_config(local)
+    eos = _eos_token_ids(info, tokenizer, generation_config)
     core = _build_core(config, executor, info, eos, on_delivery)
     return EngineParts(
         core=core,

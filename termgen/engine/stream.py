@@ -3,24 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
-from termgen.client import TokenDelta
+from termgen.client import TokenDelta, merge_deltas
 from termgen.errors import EngineDeadError
-
-
-def merge_deltas(first: TokenDelta, second: TokenDelta) -> TokenDelta:
-    """Two consecutive deltas of one completion as one."""
-    logprobs = first.logprobs
-    if second.logprobs is not None:
-        logprobs = (first.logprobs or ()) + second.logprobs
-    return replace(
-        second,
-        text=first.text + second.text,
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=logprobs,
-        prompt_token_ids=first.prompt_token_ids or second.prompt_token_ids,
-    )
 
 
 class DeltaStream:
@@ -38,7 +23,7 @@ class DeltaStream:
 
     def push(self, delta: TokenDelta) -> None:
         earlier = self._waiting.get(delta.index)
-        self._waiting[delta.index] = delta if earlier is None else merge_deltas(earlier, delta)
+        self._waiting[delta.index] = delta if earlier is None else merge_deltas((earlier, delta))
         self._news.set()
 
     def fail(self, error: EngineDeadError) -> None:

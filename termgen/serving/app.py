@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -41,6 +41,8 @@ from termgen.serving.responses import (
     error_response,
 )
 from termgen.serving.state import ServerState
+
+T = TypeVar("T")
 
 EVENT_INTERVAL_S = 1.0
 """How often engine events are counted; their ring holds many seconds of them."""
@@ -116,15 +118,8 @@ def _state(request: Request) -> ServerState:
 
 
 async def chat_completions(request: Request) -> ASGIApp:
-    state = _state(request)
-    engine = state.require_engine()
-    data = await read_json(request)
-    chat = parse_chat(
-        data,
-        model=resolve_model(data.get("model"), state.names_for(engine)),
-        defaults=engine.model.default_params,
-        force_include_usage=state.config.force_include_usage,
-    )
+    state, engine = _state(request), _state(request).require_engine()
+    chat = await _parse_body(request, engine, parse_chat)
     headers = _answer_headers(state, chat.ignored)
     generation = Generation(state, engine, [chat.job])
     if chat.options.stream:
@@ -135,15 +130,8 @@ async def chat_completions(request: Request) -> ASGIApp:
 
 
 async def completions(request: Request) -> ASGIApp:
-    state = _state(request)
-    engine = state.require_engine()
-    data = await read_json(request)
-    completion = parse_completion(
-        data,
-        model=resolve_model(data.get("model"), state.names_for(engine)),
-        defaults=engine.model.default_params,
-        force_include_usage=state.config.force_include_usage,
-    )
+    state, engine = _state(request), _state(request).require_engine()
+    completion = await _parse_body(request, engine, parse_completion)
     headers = _answer_headers(state, completion.ignored)
     echoes = await _echoes(engine, completion)
     generation = Generation(state, engine, completion.jobs)
@@ -155,6 +143,18 @@ async def completions(request: Request) -> ASGIApp:
         generation,
         headers,
         build=lambda answers: completion_response(completion, answers, echoes),
+    )
+
+
+async def _parse_body(request: Request, engine: EngineClient, parse: Callable[..., T]) -> T:
+    """What `parse`, one of the two endpoints', makes of the body."""
+    state = _state(request)
+    data = await read_json(request)
+    return parse(
+        data,
+        model=resolve_model(data.get("model"), state.names_for(engine)),
+        defaults=engine.model.default_params,
+        force_include_usage=state.config.force_include_usage,
     )
 
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 from types import TracebackType
 
 from termgen.api.errors import request_aborted
-from termgen.api.job import Job, merge_deltas
-from termgen.client import EngineClient, TokenDelta
+from termgen.api.job import Job
+from termgen.client import EngineClient, TokenDelta, merge_deltas
 from termgen.engine.request import FinishReason
 from termgen.errors import EngineError
 from termgen.serving.metrics import RequestMeter

@@ -17,8 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from termgen.api import sse
 from termgen.api.errors import ErrorReply
-from termgen.api.job import merge_deltas
-from termgen.client import TokenDelta
+from termgen.client import TokenDelta, merge_deltas
 from termgen.errors import TermgenError
 from termgen.serving.generation import Generation
 from termgen.serving.state import ServerState

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from termgen.api.chat import ChatRequest, ChatStream, chat_response, parse_chat
-from termgen.api.job import merge_deltas
-from termgen.client import ChatPrompt, RequestTimings, TokenDelta, TokenLogprob
+from termgen.client import ChatPrompt, RequestTimings, TokenDelta, TokenLogprob, merge_deltas
 from termgen.engine.request import FinishReason
 from termgen.errors import RequestError
 

@@ -12,7 +12,7 @@ from termgen.engine.delivery import FinishedRow, StepDelivery
 from termgen.engine.events import RequestEvent, RequestEventKind, StepRecord
 from termgen.engine.request import FinishReason, GenerationRequest
 from termgen.engine.sampling_params import SamplingParams
-from termgen.errors import StepError
+from termgen.errors import EngineDeadError, StepError
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -201,3 +201,84 @@ def test_calls_run_between_steps_and_bring_their_errors_back() -> None:
     assert answer.result(0) == 42
     with pytest.raises(ZeroDivisionError):
         failure.result(0)
+
+
+def test_a_call_nobody_waits_for_any_more_is_left_out() -> None:
+    core = make_core(FakeExecutor(next_token), [])
+    ran: list[str] = []
+    given_up = core.call(lambda: ran.append("given up"))
+    assert given_up.cancel()
+    kept = core.call(lambda: ran.append("kept"))
+    core.step()
+    assert kept.result(0) is None and ran == ["kept"]
+
+
+def test_a_closed_core_answers_calls_with_the_reason() -> None:
+    core = make_core(FakeExecutor(next_token), [])
+    read, unread = core.call(lambda: 1), core.call(lambda: 2)
+    core._calls.append(core._inbox.popleft())  # type: ignore[arg-type]  # as when a step is landing
+    given_up = core.call(lambda: 3)
+    assert given_up.cancel()
+    core.close(EngineDeadError("over"))
+    for future in (read, unread, core.call(lambda: 4)):
+        with pytest.raises(EngineDeadError, match="over"):
+            future.result(0)
+
+
+def test_a_request_of_one_token_has_a_whole_life_too() -> None:
+    deliveries: list[StepDelivery] = []
+    core = make_core(FakeExecutor(next_token), deliveries, depth=2)
+    ring = core.bus.subscribe()
+    submit(core, "before", [5] * 10, max_tokens=4)
+    run(core)
+    submit(core, "a", [5] * 10, max_tokens=1)
+    run(core)
+    events = [e for e in ring.drain() if isinstance(e, RequestEvent) and e.request_id == "a"]
+    assert [e.kind for e in events] == list(RequestEventKind)[:3] + [RequestEventKind.FINISHED]
+    assert [e.num_output_tokens for e in events] == [0, 0, 1, 1]
+    assert [e.num_cached_tokens for e in events] == [0, 8, 8, 8]
+    assert [e.time_ns for e in events] == sorted(e.time_ns for e in events)
+
+
+def test_the_last_token_of_a_cached_prompt_is_prefill() -> None:
+    core = make_core(FakeExecutor(next_token), [])
+    ring = core.bus.subscribe()
+    for name in ("a", "b"):
+        submit(core, name, [5] * 9, max_tokens=2)
+        run(core)
+    steps = [e for e in ring.drain() if isinstance(e, StepRecord)]
+    assert [(s.num_prefill_tokens, s.num_decode_rows) for s in steps] == [
+        (9, 0),
+        (0, 1),
+        (1, 0),
+        (0, 1),
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preemption_says_why(depth: int) -> None:
+    executor = FakeExecutor(next_token)
+    core = make_core(executor, [], depth=depth, max_num_seqs=2, max_num_batched_tokens=8)
+    ring = core.bus.subscribe()
+    submit(core, "fails", [5] * 16, max_tokens=2)
+    executor.fail_steps[1] = ValueError("device on fire")
+    core.step()
+    submit(core, "bystander", [6] * 3, max_tokens=2)
+    run(core)
+    # With one step in flight it is queued behind the failing step and never loses anything.
+    reasons = [
+        (e.request_id, e.detail)
+        for e in ring.drain()
+        if isinstance(e, RequestEvent) and e.kind is RequestEventKind.PREEMPTED
+    ]
+    assert reasons == ([("bystander", "a step failed")] if depth == 2 else [])
+
+
+def test_an_idle_time_is_not_a_stall() -> None:
+    core = make_core(FakeExecutor(next_token), [])
+    core.last_progress_ns = 0
+    submit(core, "a", [5], max_tokens=2)
+    begun = core.last_progress_ns
+    assert begun > 0
+    submit(core, "b", [5], max_tokens=2)
+    assert core.last_progress_ns == begun, "work is queued: only a landed step is progress"

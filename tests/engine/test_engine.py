@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from termgen.client import ChatPrompt, TokenDelta
 from termgen.config import EngineConfig
 from termgen.engine.engine import AsyncEngine, SyncEngine
 from termgen.engine.events import StepRecord
+from termgen.engine.executor import LocalExecutor
 from termgen.engine.request import FinishReason, GenerationRequest
 from termgen.engine.sampling_params import SamplingParams
-from termgen.errors import ConfigError, EngineDeadError, RequestError, StepError
+from termgen.errors import ConfigError, CorruptFileError, EngineDeadError, RequestError, StepError
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -274,3 +276,15 @@ def test_dummy_weights_and_no_tokenizer_need_a_config_only(
     assert sum(len(d.token_ids) for d in deltas) == 5
     assert all(d.text == "" for d in deltas)
     engine.shutdown()
+
+
+def test_a_start_that_fails_late_lets_go_of_the_device(
+    tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_llama_dir, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": "warm"}')
+    ended: list[LocalExecutor] = []
+    monkeypatch.setattr(LocalExecutor, "shutdown", lambda self: ended.append(self))
+    with pytest.raises(CorruptFileError, match="temperature"):
+        SyncEngine(config(tmp_path / "model"))
+    assert len(ended) == 1

@@ -31,6 +31,7 @@ def take(kv: KVCacheManager, slot: int, tokens: Sequence[int], salt: str | None 
     cached = kv.find_cached(request)
     assert kv.can_admit(len(tokens), cached)
     kv.admit(slot, len(tokens), cached)
+    assert kv.num_registered[slot] == len(cached), "what was found need not be published again"
     if kv.enable_prefix_caching:
         kv.register(slot, len(tokens), request, request.token_ids)
     return request

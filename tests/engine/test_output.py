@@ -1,101 +1,18 @@
-"""OutputProcessor: deliveries in, deltas out, through preemption, stops, errors and fan-out."""
+"""OutputProcessor: deliveries in, text out, through preemption, stops and errors."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from output_harness import EOS, delivery, feed, finish, request, start, text_of
 
-from termgen.client import TokenDelta
-from termgen.engine.delivery import FinishedRow, StartedRow, StepDelivery
-from termgen.engine.output import OutputProcessor, RequestOutputBuilder, fan_out
-from termgen.engine.request import FinishReason, GenerationRequest
-from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.output import OutputProcessor
+from termgen.engine.request import FinishReason
 from termgen.engine.step import StepLogprobs
-from termgen.engine.tokenizer import Tokenizer, load_tokenizer
-from termgen.errors import EngineDeadError, RequestError, StepError
-
-EOS = 2
-
-
-@pytest.fixture(scope="session")
-def smollm2(smollm2_gguf: Path) -> Tokenizer:
-    return load_tokenizer(smollm2_gguf)
-
-
-@pytest.fixture
-def processor(smollm2: Tokenizer) -> OutputProcessor:
-    return OutputProcessor(smollm2, (EOS,))
-
-
-def request(
-    request_id: str = "r", *, prompt: Sequence[int] = (7, 8, 9), **params: Any
-) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=request_id,
-        prompt_token_ids=tuple(prompt),
-        params=SamplingParams(**{"max_tokens": 100, **params}),
-    )
-
-
-def delivery(
-    rows: Sequence[tuple[int, int, Sequence[int]]] = (),
-    *,
-    started: Sequence[StartedRow] = (),
-    finished: Sequence[FinishedRow] = (),
-    logprobs: StepLogprobs | None = None,
-    time_ns: int = 1000,
-) -> StepDelivery:
-    """rows: (slot, epoch, token ids)."""
-    as_array = lambda values: np.array(values, dtype=np.int32)  # noqa: E731
-    return StepDelivery(
-        step_id=1,
-        time_ns=time_ns,
-        started=tuple(started),
-        slots=as_array([r[0] for r in rows]),
-        epochs=as_array([r[1] for r in rows]),
-        num_tokens=as_array([len(r[2]) for r in rows]),
-        token_ids=as_array([t for r in rows for t in r[2]]),
-        logprobs=logprobs,
-        finished=tuple(finished),
-    )
-
-
-def start(request_id: str = "r", slot: int = 0, epoch: int = 0, cached: int = 0) -> StartedRow:
-    return StartedRow(request_id, slot, epoch, cached, first_scheduled_ns=500)
-
-
-def finish(
-    request_id: str = "r",
-    reason: FinishReason = FinishReason.LENGTH,
-    *,
-    token: int | None = None,
-    by_token: bool = False,
-    error: StepError | None = None,
-) -> FinishedRow:
-    return FinishedRow(request_id, reason, token, by_token, error)
-
-
-def feed(
-    processor: OutputProcessor, ids: Sequence[int], *, end: FinishedRow | None
-) -> list[TokenDelta]:
-    """One token a step for request "r" in slot 0, epoch 0; the last with `end`."""
-    deltas = processor.process(delivery(started=[start()]))
-    for position, token_id in enumerate(ids):
-        last = position == len(ids) - 1
-        deltas += processor.process(
-            delivery([(0, 0, [token_id])], finished=[end] if last and end else [])
-        )
-    return deltas
-
-
-def text_of(deltas: Sequence[TokenDelta]) -> str:
-    return "".join(d.text for d in deltas)
+from termgen.engine.tokenizer import Tokenizer
+from termgen.errors import RequestError, StepError
 
 
 class TestText:
@@ -146,6 +63,16 @@ class TestText:
         processor.add(request(skip_special_tokens=False, min_tokens=2), 0)
         deltas = feed(processor, ids, end=finish())
         assert text_of(deltas) == "<|im_end|>on"
+
+    def test_a_stop_string_in_a_token_the_engine_passes_over_ends_the_text(
+        self, processor: OutputProcessor, smollm2: Tokenizer
+    ) -> None:
+        first, second = smollm2.encode("stop on")
+        processor.add(request(stop=("stop",), stop_token_ids=(first,)), 0)
+        processor.process(delivery(started=[start()]))
+        deltas = [d for i in (first, second) for d in processor.process(delivery([(0, 0, [i])]))]
+        assert [(d.text, d.finish_reason) for d in deltas] == [("", None), ("", FinishReason.STOP)]
+        assert deltas[-1].stop_reason == "stop" and deltas[-1].token_ids == ()
 
     def test_finish_in_a_later_delivery_still_hides_the_stop_token(
         self, processor: OutputProcessor, smollm2: Tokenizer
@@ -317,78 +244,10 @@ class TestRows:
         self, processor: OutputProcessor
     ) -> None:
         processor.add(request(), 0)
-        with pytest.raises(RequestError, match="already running"):
+        with pytest.raises(RequestError, match="already in use"):
             processor.add(request(), 0)
         processor.process(delivery(finished=[finish()]))
         processor.add(request(), 0)
-
-
-class TestFanOut:
-    def test_children_draw_with_their_own_seed(self) -> None:
-        parent = request("p", n=3, seed=10)
-        children = fan_out(parent)
-        assert [c.request_id for c in children] == ["p-0", "p-1", "p-2"]
-        assert [c.params.seed for c in children] == [10, 11, 12]
-        assert {c.params.n for c in children} == {1}
-        assert [c.params.seed for c in fan_out(request("p", n=2))] == [None, None]
-        assert [c.params.seed for c in fan_out(request("p", n=2, seed=2**63 - 1))] == [
-            2**63 - 1,
-            -(2**63),
-        ]
-        single = request("s", seed=1)
-        assert fan_out(single) == [single]
-
-    def test_deltas_carry_the_parent_and_the_index(
-        self, processor: OutputProcessor, smollm2: Tokenizer
-    ) -> None:
-        parent = request("p", n=2)
-        for index, child in enumerate(fan_out(parent)):
-            processor.add(child, 0, index=index, parent_id="p")
-        assert "p" in processor
-        rows = [(0, 0, smollm2.encode("left")), (1, 0, smollm2.encode("right"))]
-        started = [start("p-0", 0), start("p-1", 1)]
-        deltas = processor.process(delivery(rows, started=started, finished=[finish("p-0")]))
-        assert [(d.request_id, d.index, d.text) for d in deltas] == [
-            ("p", 0, "left"),
-            ("p", 1, "right"),
-        ]
-        assert [d.prompt_token_ids for d in deltas] == [(7, 8, 9), None]
-        assert processor.engine_ids("p") == ["p-1"]
-        assert processor.cancel("p") == ["p-1"]
-        assert "p" not in processor and len(processor) == 0
-
-    def test_stop_string_of_one_child_leaves_the_others(
-        self, processor: OutputProcessor, smollm2: Tokenizer
-    ) -> None:
-        for index, child in enumerate(fan_out(request("p", n=2, stop=("left",)))):
-            processor.add(child, 0, index=index, parent_id="p")
-        rows = [(0, 0, smollm2.encode("left")), (1, 0, smollm2.encode("right"))]
-        processor.process(delivery(rows, started=[start("p-0", 0), start("p-1", 1)]))
-        assert processor.take_aborts() == ["p-0"]
-        assert processor.engine_ids("p") == ["p-1"]
-
-
-class TestEndings:
-    def test_cancelled_requests_are_forgotten(
-        self, processor: OutputProcessor, smollm2: Tokenizer
-    ) -> None:
-        processor.add(request(), 0)
-        processor.process(delivery(started=[start()]))
-        assert processor.cancel("r") == ["r"]
-        assert processor.cancel("r") == []
-        assert processor.cancel("never") == []
-        assert processor.process(delivery([(0, 0, smollm2.encode("x"))])) == []
-        assert processor.process(delivery(finished=[finish()])) == []
-
-    def test_everything_fails_when_the_engine_is_gone(self, processor: OutputProcessor) -> None:
-        for name in "abc":
-            processor.add(request(name), 0)
-        error = EngineDeadError("gone")
-        deltas = processor.fail_all(error, time_ns=5)
-        assert [d.request_id for d in deltas] == ["a", "b", "c"]
-        assert {d.finish_reason for d in deltas} == {FinishReason.ERROR}
-        assert all(d.error is error for d in deltas)
-        assert len(processor) == 0
 
 
 class TestLogprobs:
@@ -459,92 +318,3 @@ class TestLogprobs:
         )
         assert delta.logprobs is not None
         assert delta.logprobs[0].token_id == 5 and delta.logprobs[0].token == ""
-
-
-class TestRequestOutputBuilder:
-    def test_builds_what_the_deltas_say(
-        self, processor: OutputProcessor, smollm2: Tokenizer
-    ) -> None:
-        builder = RequestOutputBuilder("p", prompt="Say", n=2)
-        for index, child in enumerate(fan_out(request("p", n=2))):
-            processor.add(child, 0, index=index, parent_id="p")
-        left, right = smollm2.encode("left one"), smollm2.encode("right")
-        started = [start("p-0", 0, cached=16), start("p-1", 1)]
-        for delta in processor.process(
-            delivery([(0, 0, left[:1]), (1, 0, right)], started=started, finished=[finish("p-1")])
-        ):
-            builder.add(delta)
-        assert not builder.finished
-        assert builder.build().outputs[0].finish_reason is None
-        for delta in processor.process(
-            delivery([(0, 0, left[1:])], finished=[finish("p-0")], time_ns=2000)
-        ):
-            builder.add(delta)
-        output = builder.build()
-        assert output.finished and builder.finished
-        assert (output.request_id, output.prompt) == ("p", "Say")
-        assert output.prompt_token_ids == [7, 8, 9]
-        assert output.num_cached_tokens == 16
-        assert [o.text for o in output.outputs] == ["left one", "right"]
-        assert output.outputs[0].token_ids == left
-        assert output.outputs[0].cumulative_logprob is None
-        assert [o.finish_reason for o in output.outputs] == [FinishReason.LENGTH] * 2
-        assert output.timings is not None and output.timings.finished_ns == 2000
-
-    def test_sums_logprobs(self, processor: OutputProcessor, smollm2: Tokenizer) -> None:
-        ids = smollm2.encode("a b")
-        processor.add(request(logprobs=0), 0)
-        builder = RequestOutputBuilder("r")
-        logprobs = StepLogprobs(
-            np.array([[i] for i in ids], dtype=np.int32),
-            np.array([[-0.25], [-0.5]], dtype=np.float32),
-            np.array([1, 3], dtype=np.int32),
-        )
-        for delta in processor.process(
-            delivery([(0, 0, ids)], started=[start()], finished=[finish()], logprobs=logprobs)
-        ):
-            builder.add(delta)
-        [output] = builder.build().outputs
-        assert output.cumulative_logprob == -0.75
-        assert output.logprobs is not None
-        [first, second] = output.logprobs
-        assert (list(first), list(second)) == ([ids[0]], [ids[1]])
-        assert (first[ids[0]].rank, second[ids[1]].rank) == (1, 3)
-        assert second[ids[1]].decoded_token == smollm2.token_text(ids[1])
-
-
-def test_calls_per_step_are_linear_in_rows_and_flat_in_length(smollm2: Tokenizer) -> None:
-    [word] = smollm2.encode(" word")
-
-    def calls(num_rows: int, num_steps: int) -> int:
-        processor = OutputProcessor(smollm2, (EOS,))
-        started = [start(f"r{i}", slot=i) for i in range(num_rows)]
-        for i in range(num_rows):
-            processor.add(request(f"r{i}"), 0)
-        rows = [(i, 0, [word]) for i in range(num_rows)]
-        processor.process(delivery(started=started))
-        for _ in range(num_steps):
-            processor.process(delivery(rows))
-        step, count = delivery(rows), 0
-
-        def profile(frame: object, event: str, arg: object) -> None:
-            nonlocal count
-            count += event == "call"
-
-        sys.setprofile(profile)
-        try:
-            processor.process(step)
-        finally:
-            sys.setprofile(None)
-        return count
-
-    assert calls(64, 200) == calls(64, 2)
-    assert calls(256, 2) <= 4 * calls(64, 2)
-    assert calls(256, 2) <= 256 * 10
-
-
-def test_delta_of_another_request_is_our_bug(processor: OutputProcessor) -> None:
-    processor.add(request(), 0)
-    [delta] = processor.process(delivery(finished=[finish()]))
-    with pytest.raises(AssertionError):
-        RequestOutputBuilder("other").add(replace(delta))

@@ -171,6 +171,7 @@ def test_a_plan_says_what_its_rows_need() -> None:
     assert needs(min_tokens=2) == {"needs_min_tokens"}
     assert needs(logprobs=0) == {"needs_logprobs"}
     assert plan_of(make_request("x", [1], logprobs=5)).max_logprobs == 5
+    assert plan_of(make_request("x", [1] * 3, logprobs=5)).max_logprobs == 5, "not the first row"
     assert plan_of(make_request("x", [1])).max_logprobs == 0
 
 

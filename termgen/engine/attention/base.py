@@ -7,6 +7,7 @@ run in one process.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +20,8 @@ class AttentionMetadata:
 
     Rows are in batch order, tokens row by row. Rows [0, num_decodes) have exactly one token;
     later rows have one or more. A padded row has seq_len 0: it sees nothing, and its tokens'
-    slots are in the null block.
+    slots are in the null block. In a recorded step padded rows may have no token, and tokens past
+    the last row's are padding too: what comes out for them is nobody's.
     """
 
     query_start_loc: torch.Tensor
@@ -32,7 +34,9 @@ class AttentionMetadata:
     """[T] int64: block * block_size + offset, where each token's key and value are written."""
     num_rows: int
     num_tokens: int
-    num_decodes: int
+    num_decodes: int | None
+    """None in a recorded step of prompts and decodes: rows of one token come first, but only the
+    device knows how many there are."""
     max_query_len: int
     """Upper bound over all rows, as the next one: known to the host without asking the device."""
     max_seq_len: int
@@ -45,7 +49,7 @@ class ForwardContext:
 
     metadata: AttentionMetadata
     kv_caches: list[torch.Tensor]
-    """One tensor per layer, in the shape that the backend's `kv_cache_shape` gives."""
+    """One tensor per layer, as `empty_kv_cache` makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +64,31 @@ class AttentionCapabilities:
     block_sizes: frozenset[int] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What one engine's attention looks like: a backend is made for it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    """Every sliding window among the layers, None for full attention."""
+    block_size: int
+    max_num_seqs: int
+    max_num_tokens: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class AttentionBackend(Protocol):
     """Paged attention over one layer's cache."""
 
-    @property
-    def name(self) -> str: ...
+    def __init__(self, shape: AttentionShape) -> None: ...
 
-    @property
-    def capabilities(self) -> AttentionCapabilities: ...
-
-    def kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
-        """Shape of one layer's cache. Block 0 is the null block, a target for padding."""
+    name: str
+    capabilities: AttentionCapabilities
+    kv_cache_order: tuple[int, ...]
+    """How a cache lies in memory: its dimensions, the slowest first. See `empty_kv_cache`."""
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Once per step, before the model's forward: what all layers share is worked out here."""
@@ -80,12 +96,28 @@ class AttentionBackend(Protocol):
     def forward(
         self,
         q: torch.Tensor,  # [T, num_heads, head_dim]
-        k: torch.Tensor,  # [T, num_kv_heads, head_dim]
-        v: torch.Tensor,  # [T, num_kv_heads, head_dim]
-        kv_cache: torch.Tensor,
+        kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
         metadata: AttentionMetadata,
         *,
         scale: float,
         sliding_window: int | None,
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
-        """Writes k and v of all rows, then reads: rows of one step may share blocks."""
+        """The step's keys and values are in the cache already: rows of one step may share blocks,
+        so every write comes before any read."""
+
+
+def empty_kv_cache(
+    backend: AttentionBackend,
+    make: Callable[[tuple[int, ...]], torch.Tensor],
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> torch.Tensor:
+    """One layer's cache [num_blocks, block_size, 2 (k, v), num_kv_heads, head_dim] in the memory
+    order that its backend reads best. Block 0 is the null block, a target for padding."""
+    shape = (num_blocks, block_size, 2, num_kv_heads, head_dim)
+    order = backend.kv_cache_order
+    memory = make(tuple(shape[dim] for dim in order))
+    return memory.permute([order.index(dim) for dim in range(len(order))])

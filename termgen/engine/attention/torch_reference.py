@@ -19,7 +19,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from termgen.engine.attention.base import AttentionCapabilities, AttentionMetadata
+from termgen.engine.attention.base import (
+    AttentionCapabilities,
+    AttentionMetadata,
+    AttentionShape,
+)
 
 _QUERY_TILE = 256
 """Queries of one row computed together: past this, causal tiles skip what cannot be seen."""
@@ -35,20 +39,18 @@ class TorchReferenceAttention:
     """AttentionBackend. Keeps the plan of the step it last prepared and nothing else."""
 
     name = "torch_reference"
+    kv_cache_order = (0, 1, 2, 3, 4)
     capabilities = AttentionCapabilities(
         device_types=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         graph_modes=frozenset({"NONE", "PIECEWISE"}),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, shape: AttentionShape | None = None) -> None:
+        """Runs any shape, so that it need not be told."""
+        del shape
         self._prepared: AttentionMetadata | None = None
         self._groups: list[_Group] = []
-
-    def kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
-        return (num_blocks, block_size, 2, num_kv_heads, head_dim)
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         if metadata.seq_lens.device.type == "cpu":
@@ -61,8 +63,6 @@ class TorchReferenceAttention:
     def forward(
         self,
         q: torch.Tensor,  # [T, num_heads, head_dim]
-        k: torch.Tensor,  # [T, num_kv_heads, head_dim]
-        v: torch.Tensor,  # [T, num_kv_heads, head_dim]
         kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
         metadata: AttentionMetadata,
         *,
@@ -71,9 +71,6 @@ class TorchReferenceAttention:
     ) -> torch.Tensor:
         assert self._prepared is metadata, "prepare was not called for this step"
         slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
-        # Every write comes before any read: equal prompts of one step share blocks.
-        slots[:, 0].index_copy_(0, metadata.slot_mapping, k)
-        slots[:, 1].index_copy_(0, metadata.slot_mapping, v)
         num_tokens = q.shape[0]
         if len(self._groups) == 1 and self._groups[0].is_whole(num_tokens):
             return self._groups[0].attend(q, slots, scale, sliding_window)
@@ -216,7 +213,7 @@ def _mask(is_seen: torch.Tensor, group_size: int, dtype: torch.dtype) -> torch.T
 def _batches_from_bounds(metadata: AttentionMetadata) -> list[_Batch]:
     """Batches that need no look at the device: every row padded to the longest."""
     device = metadata.seq_lens.device
-    num_decodes, num_rows = metadata.num_decodes, metadata.num_rows
+    num_decodes, num_rows = metadata.num_decodes or 0, metadata.num_rows
     batches = []
 
     def add(first_row: int, end_row: int, first_query: int, num_queries: int) -> None:
@@ -235,7 +232,7 @@ def _batches_from_bounds(metadata: AttentionMetadata) -> list[_Batch]:
 
 def _batches_from_lengths(metadata: AttentionMetadata) -> list[_Batch]:
     """Batches of like lengths, for a device whose numbers are at hand."""
-    num_rows, num_decodes = metadata.num_rows, metadata.num_decodes
+    num_rows, num_decodes = metadata.num_rows, metadata.num_decodes or 0
     starts = metadata.query_start_loc.numpy()[: num_rows + 1].astype(np.int64)
     seq_lens = metadata.seq_lens.numpy()[:num_rows].astype(np.int64)
     query_lens = np.diff(starts)

@@ -1,9 +1,33 @@
 """Triton kernels of the CUDA path: one op a file, its launcher and its torch reference together.
 
 Nothing outside this package imports triton, and whoever uses a kernel imports its module where the
-path is chosen, so that a machine without triton loads everything else.
+path is chosen, after `why_unusable`, so that a machine without triton loads everything else.
 
 A launcher waits for nothing and takes its lengths from device memory. Counts that change from step
 to step never choose a compiled variant (`do_not_specialize`): what a launcher can compile is
 settled by the model, so running each launcher once per model compiles everything.
 """
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+MIN_COMPUTE_CAPABILITY = (8, 0)
+"""Ampere: the first with bfloat16 and asynchronous copies."""
+
+
+def why_unusable(device: torch.device) -> str:
+    """Why the kernels cannot run on this device; empty when they can."""
+    if device.type != "cuda":
+        return f"Triton kernels need a CUDA device, not {device.type}"
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_COMPUTE_CAPABILITY:
+        return (
+            f"Triton kernels need compute capability 8.0, and {torch.cuda.get_device_name(device)}"
+            f" has {capability[0]}.{capability[1]}"
+        )
+    return ""

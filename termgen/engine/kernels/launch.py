@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 _INTERPRETED_SMS = 4
@@ -24,3 +26,24 @@ def num_sms(device: torch.device) -> int:
 def dot_precision(dtype: torch.dtype) -> str:
     """float32 is multiplied as float32; the option means nothing to the half types."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+@functools.cache
+def has_pdl(device: torch.device) -> bool:
+    """Whether a kernel may start while the one before it still runs (programmatic dependent
+    launch), which takes an NVIDIA device of the Hopper generation or later."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def pdl_options(device: torch.device, *, enabled: bool = True) -> dict[str, bool]:
+    """Launch arguments of a kernel that takes part in programmatic dependent launch.
+
+    Its contract: before `gdc_wait` it reads only what no kernel of the step writes (weights) and
+    writes nothing, every program waits, and it tells its dependents to start as early as it can,
+    for they wait for the end of it in any case. A chain gains only where all its kernels do so.
+    """
+    if enabled and has_pdl(device):
+        return {"USE_PDL": True, "launch_pdl": True}
+    return {"USE_PDL": False}

@@ -1,10 +1,9 @@
 """Attention of rows with one query each over the paged KV cache, split over the keys.
 
-The work is tiles of keys: (row, key head, TILE keys). All tiles of a step lie in one order, rows
-first, then heads, and a fixed number of programs takes equal runs of them, so one 32k context among
-short ones costs what its bytes cost. Who gets which run is worked out on the device from the
-lengths (`plan_decode`, once per step and window size), so a recorded launch is right for every
-context. The heads that share a key head are the rows of one matrix product.
+A plan of `decode_plan` deals the step's tiles of keys out to a fixed number of programs, from the
+lengths on the device, so one 32k context among short ones costs what its bytes cost and a recorded
+launch is right for every context. The heads that share a key head are the rows of one matrix
+product.
 
     whole (row, head) in one run        written straight to the output
     (row, head) cut between programs    partial sums in a workspace; who arrives last adds them up,
@@ -18,90 +17,21 @@ A cache is taken as a view [num_blocks, block_size, 2 (k, v), num_kv_heads, head
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from termgen.engine.kernels.decode_plan import DecodeWorkspace
 from termgen.engine.kernels.kv_store import cache_constants
-from termgen.engine.kernels.launch import dot_precision, next_power_of_2, num_sms
+from termgen.engine.kernels.launch import dot_precision, next_power_of_2, pdl_options
+from termgen.engine.kernels.prefetch import ask_l2
 
 _LOG2_E = 1.4426950408889634
 _MMA_ROWS = 16
-_PLAN_PROGRAMS = 16
-"""Entries of the plan that one program of the planning kernel writes."""
-_PLAN_ROWS = 256
-"""Least rows a plan is compiled for; above it, the next power of two."""
+_PREFETCH_TILES = 3
 _MAX_COMBINED = 8192
 """Float32 values of partial sums a program holds at once while it adds them up."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeConfig:
-    """How the kernel is cut for one kind of cache."""
-
-    tile: int
-    """Keys of a tile."""
-    num_warps: int
-    num_stages: int
-    """Tiles in flight, plus one."""
-    programs_per_sm: int
-    min_tiles: int = 1
-    """Tiles a program takes at least: fewer partial sums when contexts are short."""
-
-
-def default_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    row_bytes = next_power_of_2(head_dim) * dtype.itemsize
-    if row_bytes <= 128:
-        return DecodeConfig(tile=128, num_warps=4, num_stages=3, programs_per_sm=2)
-    if row_bytes <= 256:
-        return DecodeConfig(tile=64, num_warps=4, num_stages=3, programs_per_sm=2)
-    if row_bytes <= 512:
-        return DecodeConfig(tile=32, num_warps=4, num_stages=3, programs_per_sm=2)
-    return DecodeConfig(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
-
-
-@triton.jit(
-    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens_ptr", "plan_ptr"]
-)
-def _plan_kernel(
-    seq_lens_ptr,
-    plan_ptr,
-    num_rows,
-    NUM_PROGRAMS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_PROGRAMS: tl.constexpr,
-):
-    rows = tl.arange(0, BLOCK_ROWS)
-    num_keys = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
-    if WINDOW > 0:
-        num_keys = tl.minimum(num_keys, WINDOW)
-    tiles = (num_keys + TILE - 1) // TILE
-    ends = tl.cumsum(tiles * NUM_KV_HEADS, axis=0)
-    total = tl.sum(tiles, axis=0) * NUM_KV_HEADS
-    per_program = tl.maximum((total + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)
-
-    programs = tl.program_id(0) * BLOCK_PROGRAMS + tl.arange(0, BLOCK_PROGRAMS)
-    starts = programs * per_program
-    is_before = ends[None, :] <= starts[:, None]
-    row = tl.sum(is_before.to(tl.int32), axis=1)
-    row_start = tl.max(tl.where(is_before, ends[None, :], 0), axis=1)
-    row_tiles = tl.sum(tl.where(rows[None, :] == row[:, None], tiles[None, :], 0), axis=1)
-    row_tiles = tl.maximum(row_tiles, 1)  # past the last row: num_tiles is 0 there
-    num_tiles = tl.minimum(tl.maximum(total - starts, 0), per_program)
-    entry = plan_ptr + programs * 4
-    inside = programs < NUM_PROGRAMS
-    tl.store(entry, row, mask=inside)
-    tl.store(entry + 1, (starts - row_start) // row_tiles, mask=inside)
-    tl.store(entry + 2, (starts - row_start) % row_tiles, mask=inside)
-    tl.store(entry + 3, num_tiles, mask=inside)
-    if tl.program_id(0) == 0:
-        tl.store(plan_ptr + NUM_PROGRAMS * 4, per_program)
 
 
 @triton.jit
@@ -149,6 +79,25 @@ def _combine(
     tl.store(to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _zero_empty_rows(
+    seq_lens_ptr,
+    out_ptr,
+    program,
+    num_rows,
+    ROW_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+):
+    values = tl.arange(0, BLOCK)
+    for row in range(program, num_rows, NUM_PROGRAMS):
+        if tl.load(seq_lens_ptr + row) == 0:
+            to = out_ptr + row * ROW_SIZE  # at most a step of decodes: 32 bits hold it
+            for first in range(0, ROW_SIZE, BLOCK):
+                zeros = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
+                tl.store(to + first + values, zeros, mask=first + values < ROW_SIZE)
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "table_stride"],
     do_not_specialize_on_alignment=["seq_lens_ptr", "block_table_ptr"],
@@ -184,8 +133,15 @@ def _paged_decode_kernel(
     BLOCK_D: tl.constexpr,
     PIECES: tl.constexpr,
     PRECISION: tl.constexpr,
+    PREFETCH_TILES: tl.constexpr,
+    THREADS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
+    if USE_PDL:
+        gdc_launch_dependents()
     program = tl.program_id(0)
+    # Plan, lengths and block ids are older than the kernel ahead of this one (see `paged_decode`);
+    # most keys and values are too, but they are only asked for: the newest come from that kernel.
     row = tl.load(plan_ptr + program * 4)
     kv_head = tl.load(plan_ptr + program * 4 + 1)
     tile = tl.load(plan_ptr + program * 4 + 2)
@@ -197,17 +153,26 @@ def _paged_decode_kernel(
     head_mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     out_dtype = out_ptr.dtype.element_ty
     ROW_SIZE: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
-
-    for padded in range(program, num_rows, NUM_PROGRAMS):
-        if tl.load(seq_lens_ptr + padded) == 0:
-            for head in range(NUM_KV_HEADS):
-                to = out_ptr + padded * ROW_SIZE + head * (GROUP * HEAD_DIM)
-                zeros = tl.zeros([BLOCK_M, BLOCK_D], out_dtype)
-                tl.store(to + heads[:, None] * HEAD_DIM + dims[None, :], zeros, mask=head_mask)
+    seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
+    if USE_PDL:
+        if PREFETCH_TILES > 0:
+            first = tile * TILE
+            if WINDOW > 0:
+                first += tl.maximum(seq_len - WINDOW, 0)
+            end = tl.minimum(first + tl.minimum(num_tiles, PREFETCH_TILES) * TILE, seq_len)
+            blocks = first // BLOCK_SIZE + tl.arange(0, THREADS)
+            asks = (blocks * BLOCK_SIZE < end) & (num_tiles > 0)
+            ids = tl.load(block_table_ptr + row * table_stride + blocks, mask=asks, other=0)
+            ITEM_BYTES: tl.constexpr = cache_ptr.dtype.element_ty.primitive_bitwidth // 8
+            address = ids.to(tl.int64) * BLOCK_STRIDE + kv_head * HEAD_STRIDE
+            ask_l2(
+                cache_ptr.to(tl.int64) + address * ITEM_BYTES,
+                tl.where(asks, 2 * BLOCK_SIZE * HEAD_DIM * ITEM_BYTES, 0),
+            )
+        gdc_wait()
 
     done = 0
     while done < num_tiles:
-        seq_len = tl.load(seq_lens_ptr + row)
         first_key = 0
         if WINDOW > 0:
             first_key = tl.maximum(seq_len - WINDOW, 0)
@@ -293,64 +258,8 @@ def _paged_decode_kernel(
         if (kv_head == NUM_KV_HEADS) | (all_tiles == 0):
             kv_head = 0
             row += 1
-
-
-class DecodeWorkspace:
-    """Buffers of one engine's decode attention; one launch at a time may use them."""
-
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_rows: int,
-        config: DecodeConfig,
-        device: torch.device,
-    ) -> None:
-        self.config = config
-        self.max_rows = max_rows
-        self.num_programs = num_sms(device) * config.programs_per_sm
-        group_rows = next_power_of_2(num_heads // num_kv_heads)
-        pieces = self.num_programs * 2
-        self.partial = torch.empty(
-            (pieces, group_rows, next_power_of_2(head_dim)), dtype=torch.float32, device=device
-        )
-        self.softmax = torch.empty((pieces, 2, group_rows), dtype=torch.float32, device=device)
-        self.arrivals = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
-
-    def new_plan(self) -> torch.Tensor:
-        """[num_programs + 1, 4] int32: row, key head, first tile, number of tiles of each program;
-        the last row holds the number of tiles that makes a run."""
-        shape = (self.num_programs + 1, 4)
-        return torch.zeros(shape, dtype=torch.int32, device=self.partial.device)
-
-
-def plan_decode(
-    seq_lens: torch.Tensor,  # [B] int32
-    workspace: DecodeWorkspace,
-    plan: torch.Tensor,
-    *,
-    num_rows: int,
-    num_kv_heads: int,
-    sliding_window: int | None = None,
-) -> None:
-    """Deals the step's tiles out to the programs. Once per step for all layers of one window."""
-    config = workspace.config
-    assert num_rows <= workspace.max_rows, (num_rows, workspace.max_rows)
-    _plan_kernel[(triton.cdiv(workspace.num_programs, _PLAN_PROGRAMS),)](
-        seq_lens,
-        plan,
-        num_rows,
-        NUM_PROGRAMS=workspace.num_programs,
-        NUM_KV_HEADS=num_kv_heads,
-        TILE=config.tile,
-        MIN_TILES=config.min_tiles,
-        WINDOW=sliding_window or 0,
-        BLOCK_ROWS=max(_PLAN_ROWS, next_power_of_2(num_rows)),
-        BLOCK_PROGRAMS=_PLAN_PROGRAMS,
-        num_warps=8,
-    )
+            seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
+    _zero_empty_rows(seq_lens_ptr, out_ptr, program, num_rows, ROW_SIZE, 1024, NUM_PROGRAMS)
 
 
 def paged_decode(
@@ -365,9 +274,15 @@ def paged_decode(
     scale: float,
     sliding_window: int | None = None,
     out: torch.Tensor,  # [B, num_heads, head_dim], contiguous
+    pdl: bool = True,
 ) -> torch.Tensor:
     """The queries' keys and values are in the cache already. `plan` was made by `plan_decode` for
-    these lengths, heads and window."""
+    these lengths, heads and window.
+
+    With `pdl` the kernel reads plan, lengths and block ids before the kernel ahead of it has ended:
+    between what writes them and this must lie a launch without early start, as a step's embedding
+    is.
+    """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = cache.shape[3]
     assert q.stride()[1:] == (head_dim, 1) and out.is_contiguous(), (q.stride(), out.stride())
@@ -400,9 +315,21 @@ def paged_decode(
             BLOCK_D=block_d,
             PIECES=max(1, min(32, _MAX_COMBINED // (group_rows * block_d))),
             PRECISION=dot_precision(q.dtype),
+            PREFETCH_TILES=_prefetch_tiles(cache, config.tile),
+            THREADS=32 * config.num_warps,
             num_warps=config.num_warps,
+            **pdl_options(q.device, enabled=pdl),
         )
     return out
+
+
+def _prefetch_tiles(cache: torch.Tensor, tile: int) -> int:
+    """Tiles whose keys and values are asked for ahead: with a head's part of a block in one piece,
+    that is one request a block."""
+    block_size, head_dim = cache.shape[1], cache.shape[4]
+    in_one_piece = cache.stride()[1:3] == (head_dim, block_size * head_dim)
+    aligned = head_dim * cache.element_size() % 16 == 0
+    return _PREFETCH_TILES if in_one_piece and aligned and block_size <= tile else 0
 
 
 def paged_decode_reference(

@@ -70,6 +70,7 @@ def _plan_kernel(
     num_rows,
     num_tiles,
     QUERIES: tl.constexpr,
+    SKIP_SINGLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
@@ -77,6 +78,8 @@ def _plan_kernel(
     inside = rows < num_rows
     starts = tl.load(query_start_loc_ptr + rows, mask=inside, other=0)
     lengths = tl.load(query_start_loc_ptr + rows + 1, mask=inside, other=0) - starts
+    if SKIP_SINGLE:
+        lengths = tl.where(lengths == 1, 0, lengths)
     ends = tl.cumsum((lengths + QUERIES - 1) // QUERIES, axis=0)
     tiles = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
     is_before = ends[None, :] <= tiles[:, None]
@@ -288,9 +291,11 @@ def plan_prefill(
     first_row: int,
     num_rows: int,
     num_tiles: int,
+    skip_single: bool = False,
 ) -> None:
     """Lists the tiles of rows [first_row, num_rows): (row, first query), or row -1 past the last.
 
+    skip_single: leave out rows of one query, which decode attention computes.
     Once per step for all layers; no window changes it.
     """
     assert plan.shape[0] >= num_tiles, (plan.shape, num_tiles)
@@ -301,6 +306,7 @@ def plan_prefill(
         num_rows,
         num_tiles,
         QUERIES=config.rows // group,
+        SKIP_SINGLE=skip_single,
         BLOCK_ROWS=max(_PLAN_ROWS, next_power_of_2(num_rows - first_row)),
         BLOCK_TILES=_PLAN_TILES,
         num_warps=8,

@@ -15,24 +15,24 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from termgen.engine.kernels.kv_store import cache_constants, kv_store_reference
-from termgen.engine.kernels.launch import next_power_of_2
+from termgen.engine.kernels.launch import next_power_of_2, pdl_options
 
 _HEADS = 4
 """Heads of one program: enough programs for one token, enough bytes a program for many."""
 
 
 @triton.jit
-def _normed(x, scale, weight_ptr, mask):
-    """x * scale, and that times its weight, each rounded to x's type."""
+def _normed(x, scale, weight):
+    """x * scale, and that times its weight (float32), each rounded to x's type."""
     dtype = x.dtype
-    weight = tl.load(weight_ptr, mask=mask, other=0.0).to(tl.float32)
     x = (x.to(tl.float32) * scale).to(dtype).to(tl.float32)
     return (x * weight).to(dtype)
 
 
-@triton.jit(do_not_specialize=["qkv_stride", "q_stride", "rotation_stride"])
+@triton.jit
 def _qk_rope_kv_kernel(
     qkv_ptr,
     q_ptr,
@@ -58,7 +58,10 @@ def _qk_rope_kv_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
+    if USE_PDL:
+        gdc_launch_dependents()
     HALF: tl.constexpr = ROTARY_DIM // 2
     HAS_REST: tl.constexpr = ROTARY_DIM < HEAD_DIM
     token = tl.program_id(0).to(tl.int64)
@@ -70,13 +73,26 @@ def _qk_rope_kv_kernel(
     halves = tl.arange(0, BLOCK_HALF)[None, :]
     in_half = halves < HALF
     half_mask = is_head & in_half
+    if HAS_REST:
+        rests = ROTARY_DIM + tl.arange(0, BLOCK_REST)[None, :]
+        rest_mask = is_head & (rests < HEAD_DIM)
+    if HAS_NORM:
+        # The weights depend on no earlier kernel: they are in flight while qkv is waited for.
+        weights = norm_weight_ptr + heads * HEAD_DIM
+        has_weight = heads < NUM_HEADS + NUM_KV_HEADS
+        mask = half_mask & has_weight
+        first_weight = tl.load(weights + halves, mask=mask, other=0.0).to(tl.float32)
+        second_weight = tl.load(weights + HALF + halves, mask=mask, other=0.0).to(tl.float32)
+        if HAS_REST:
+            mask = rest_mask & has_weight
+            rest_weight = tl.load(weights + rests, mask=mask, other=0.0).to(tl.float32)
+    if USE_PDL:
+        gdc_wait()
     at = qkv_ptr + token * qkv_stride + heads * HEAD_DIM
     first = tl.load(at + halves, mask=half_mask, other=0.0)
     second = tl.load(at + HALF + halves, mask=half_mask, other=0.0)
     raw_first, raw_second = first, second
     if HAS_REST:
-        rests = ROTARY_DIM + tl.arange(0, BLOCK_REST)[None, :]
-        rest_mask = is_head & (rests < HEAD_DIM)
         rest = tl.load(at + rests, mask=rest_mask, other=0.0)
         raw_rest = rest
 
@@ -87,13 +103,10 @@ def _qk_rope_kv_kernel(
             z = rest.to(tl.float32)
             squares += tl.sum(z * z, axis=1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        weights = norm_weight_ptr + heads * HEAD_DIM
-        weight_mask = half_mask & (heads < NUM_HEADS + NUM_KV_HEADS)
-        first = _normed(first, scale, weights + halves, weight_mask)
-        second = _normed(second, scale, weights + HALF + halves, weight_mask)
+        first = _normed(first, scale, first_weight)
+        second = _normed(second, scale, second_weight)
         if HAS_REST:
-            weight_mask = rest_mask & (heads < NUM_HEADS + NUM_KV_HEADS)
-            rest = _normed(rest, scale, weights + rests, weight_mask)
+            rest = _normed(rest, scale, rest_weight)
             rest = tl.where(is_value, raw_rest, rest)
 
     # The sines of the second half are those without a sign (`layers.rotary.Rotation`).
@@ -130,6 +143,7 @@ def qk_rope_kv(
     norm_weight: torch.Tensor | None = None,  # [num_heads + num_kv_heads, head_dim]
     eps: float = 0.0,
     q: torch.Tensor | None = None,
+    pdl: bool = True,
 ) -> torch.Tensor:  # [T, num_heads, head_dim]
     """Writes k and v at their slots and returns q; a part of `qkv` may be given for q."""
     num_tokens = qkv.shape[0]
@@ -164,6 +178,7 @@ def qk_rope_kv(
         BLOCK_HALF=next_power_of_2(rotary_dim // 2),
         BLOCK_REST=next_power_of_2(rest),
         num_warps=2,
+        **pdl_options(qkv.device, enabled=pdl),
     )
     return q
 

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from termgen.engine.kernels.launch import next_power_of_2
+from termgen.engine.kernels.launch import next_power_of_2, pdl_options
 
 
-@triton.jit(do_not_specialize=["x_stride"])
+@triton.jit
 def _rmsnorm_kernel(
     x_ptr,
     residual_ptr,
@@ -28,12 +29,17 @@ def _rmsnorm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
+    if USE_PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     # The weight depends on no earlier kernel: its load is in flight while x is waited for.
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if USE_PDL:
+        gdc_wait()
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         at = residual_ptr + row * SIZE + columns
@@ -47,10 +53,15 @@ def _rmsnorm_kernel(
 
 
 def rmsnorm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    out: torch.Tensor | None = None,
+    pdl: bool = True,
 ) -> torch.Tensor:
     """x [T, size] -> its rows normalised, [T, size]."""
-    return _launch(x, None, weight, eps, out)
+    return _launch(x, None, weight, eps, out, pdl)
 
 
 def add_rmsnorm(
@@ -60,10 +71,11 @@ def add_rmsnorm(
     eps: float,
     *,
     out: torch.Tensor | None = None,
+    pdl: bool = True,
 ) -> torch.Tensor:
     """residual [T, size] += x [T, size], in place; returns its rows normalised, [T, size]."""
     assert residual.is_contiguous() and residual.shape == x.shape, (residual.shape, x.shape)
-    return _launch(x, residual, weight, eps, out)
+    return _launch(x, residual, weight, eps, out, pdl)
 
 
 def _launch(
@@ -72,6 +84,7 @@ def _launch(
     weight: torch.Tensor,
     eps: float,
     out: torch.Tensor | None,
+    pdl: bool,
 ) -> torch.Tensor:
     num_rows, size = x.shape
     assert x.stride(1) == 1 and weight.shape == (size,), (x.stride(), weight.shape)
@@ -85,13 +98,15 @@ def _launch(
             residual,
             weight,
             out,
-            x.stride(0),
+            # A lone row's stride means nothing and must not choose another variant.
+            x.stride(0) if num_rows > 1 else size,
             eps,
             SIZE=size,
             BLOCK=block,
             HAS_RESIDUAL=residual is not None,
             # Eight elements of a half type make one 16-byte access of a thread.
             num_warps=min(16, max(1, block // 256)),
+            **pdl_options(x.device, enabled=pdl),
         )
     return out
 

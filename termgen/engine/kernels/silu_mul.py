@@ -13,12 +13,15 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from termgen.engine.kernels.launch import pdl_options
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["gate_up_stride"])
+@triton.jit
 def _gated_activation_kernel(
     gate_up_ptr,
     out_ptr,
@@ -26,7 +29,11 @@ def _gated_activation_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -48,7 +55,11 @@ def _gated_activation_kernel(
 
 
 def gated_activation(
-    gate_up: torch.Tensor, *, activation: str = "silu", out: torch.Tensor | None = None
+    gate_up: torch.Tensor,
+    *,
+    activation: str = "silu",
+    out: torch.Tensor | None = None,
+    pdl: bool = True,
 ) -> torch.Tensor:
     """gate_up [T, 2 * size] -> act(gate) * up, [T, size]."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -60,18 +71,22 @@ def gated_activation(
         _gated_activation_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
             gate_up,
             out,
-            gate_up.stride(0),
+            # A lone row's stride means nothing and must not choose another variant.
+            gate_up.stride(0) if num_rows > 1 else 2 * size,
             SIZE=size,
             BLOCK=_BLOCK,
             ACTIVATION=activation,
             num_warps=4,
+            **pdl_options(gate_up.device, enabled=pdl),
         )
     return out
 
 
-def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul(
+    gate_up: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = True
+) -> torch.Tensor:
     """gate_up [T, 2 * size] -> silu(gate) * up, [T, size]."""
-    return gated_activation(gate_up, activation="silu", out=out)
+    return gated_activation(gate_up, activation="silu", out=out, pdl=pdl)
 
 
 def gated_activation_reference(gate_up: torch.Tensor, *, activation: str = "silu") -> torch.Tensor:

@@ -10,7 +10,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from termgen.engine.models.config import RopeConfig
 
@@ -24,24 +23,6 @@ class Rotation(NamedTuple):
 
     cos: torch.Tensor
     sin: torch.Tensor
-
-
-class RotaryEmbedding(nn.Module):
-    inverse_frequencies: torch.Tensor  # [rotary_dim / 2] float32
-
-    def __init__(self, config: RopeConfig, head_dim: int, *, device: torch.device) -> None:
-        super().__init__()
-        self._scale = config.attention_factor
-        frequencies = inverse_frequencies(config, head_dim).to(device)
-        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
-
-    def forward(self, positions: torch.Tensor) -> Rotation:
-        angles = positions[:, None].float() * self.inverse_frequencies  # [T, rotary_dim / 2]
-        cos, sin = angles.cos(), angles.sin()
-        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        if self._scale != 1.0:
-            cos, sin = cos * self._scale, sin * self._scale
-        return Rotation(cos[:, None], sin[:, None])
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from termgen.engine.attention.base import AttentionBackend, ForwardContext
-from termgen.engine.layers.activation import GatedActivation
 from termgen.engine.layers.embedding import VocabEmbedding
 from termgen.engine.layers.linear import (
     GateUpLinear,
@@ -24,7 +23,8 @@ from termgen.engine.layers.linear import (
     RowLinear,
 )
 from termgen.engine.layers.norm import RMSNorm
-from termgen.engine.layers.rotary import RotaryEmbedding, Rotation, rotate
+from termgen.engine.layers.ops import LayerOps
+from termgen.engine.layers.rotary import Rotation, inverse_frequencies
 from termgen.engine.layers.weight_slot import WeightSlot
 from termgen.engine.models.config import ModelConfig
 
@@ -40,14 +40,17 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         method: LinearMethodFactory,
+        ops: LayerOps,
     ) -> None:
         super().__init__()
         self.sliding_window = sliding_window
         self.scale = config.head_dim**-0.5
-        self._num_qk_heads = config.num_heads + config.num_kv_heads
         self._num_heads = config.num_heads
+        self._activation = config.hidden_act
+        self._ops = ops
+        self._eps = config.rms_norm_eps
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
+        self.input_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device, ops=ops)
         self.qkv_proj = QKVLinear(
             hidden,
             num_heads=config.num_heads,
@@ -67,11 +70,10 @@ class DecoderLayer(nn.Module):
             device=device,
             method=method,
         )
-        self.post_attention_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
+        self.post_attention_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device, ops=ops)
         self.gate_up_proj = GateUpLinear(
             hidden, inner, bias=config.mlp_bias, dtype=dtype, device=device, method=method
         )
-        self.activation = GatedActivation(config.hidden_act)
         self.down_proj = RowLinear(
             inner,
             hidden,
@@ -81,26 +83,39 @@ class DecoderLayer(nn.Module):
             device=device,
             method=method,
         )
-        self._qkv_shape = (-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
 
     def before_attention(
-        self, hidden: torch.Tensor, rotation: Rotation
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """hidden [T, hidden] -> q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
-        heads = self.qkv_proj(self.input_norm(hidden)).view(self._qkv_shape)
-        qk = rotate(self.shape_heads(heads[:, : self._num_qk_heads]), rotation)
-        return qk[:, : self._num_heads], qk[:, self._num_heads :], heads[:, self._num_qk_heads :]
+        self,
+        normed: torch.Tensor,
+        rotation: Rotation,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """normed [T, hidden] -> q [T, num_heads, head_dim]; k and v go to their slots [T]."""
+        return self._ops.rotate_and_store(
+            self.qkv_proj(normed),
+            kv_cache,
+            rotation,
+            slot_mapping,
+            num_heads=self._num_heads,
+            norm_weight=self.qk_norm_weight(),
+            eps=self._eps,
+        )
 
-    def shape_heads(self, qk: torch.Tensor) -> torch.Tensor:
-        """What a family does to q and k before their rotation: [T, num_qk_heads, head_dim]."""
-        return qk
+    def qk_norm_weight(self) -> torch.Tensor | None:
+        """[num_heads + num_kv_heads, head_dim] of a family that normalises q and k."""
+        return None
 
-    def after_attention(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """attended [T, num_heads, head_dim], residual [T, hidden] -> [T, hidden]."""
-        hidden: torch.Tensor = self.o_proj(attended.flatten(1)).add_(residual)
-        gate_up = self.gate_up_proj(self.post_attention_norm(hidden))
-        output: torch.Tensor = self.down_proj(self.activation(gate_up)).add_(hidden)
-        return output
+    def after_attention(
+        self, attended: torch.Tensor, residual: torch.Tensor, next_norm: RMSNorm
+    ) -> torch.Tensor:
+        """attended [T, num_heads, head_dim] -> the next layer's normed input [T, hidden].
+
+        Adds to `residual` [T, hidden] in place. `next_norm` is the norm that follows the layer.
+        """
+        normed = self.post_attention_norm.add(self.o_proj(attended.flatten(1)), residual)
+        activated = self._ops.gated_activation(self.gate_up_proj(normed), self._activation)
+        return next_norm.add(self.down_proj(activated), residual)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield self.input_norm.weight_slot(f"{prefix}.input_layernorm.weight")
@@ -115,6 +130,7 @@ class CausalDecoder(nn.Module):
     """A decoder-only language model over a paged KV cache."""
 
     layer_class: type[DecoderLayer] = DecoderLayer
+    inverse_frequencies: torch.Tensor  # [rotary_dim / 2] float32
 
     def __init__(
         self,
@@ -124,6 +140,7 @@ class CausalDecoder(nn.Module):
         device: torch.device,
         method: LinearMethodFactory,
         attention: AttentionBackend,
+        ops: LayerOps,
     ) -> None:
         super().__init__()
         self.config = config
@@ -136,15 +153,21 @@ class CausalDecoder(nn.Module):
             self.embedding = VocabEmbedding(
                 config.vocab_size, config.hidden_size, dtype=dtype, device=device
             )
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, device=device)
+        self._ops = ops
+        frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
         self.decoder_layers = [
             self.layer_class(
-                config, sliding_window=window, dtype=dtype, device=device, method=method
+                config, sliding_window=window, dtype=dtype, device=device, method=method, ops=ops
             )
             for window in config.layer_windows
         ]
         self.layers = nn.ModuleList(self.decoder_layers)
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        self.norm = RMSNorm(
+            config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device, ops=ops
+        )
+        self.norms = [*(layer.input_norm for layer in self.decoder_layers), self.norm]
+        """The norm before each layer, and the last one."""
         self.head = Linear(
             config.hidden_size,
             {"model.embed_tokens" if tied else "lm_head": config.vocab_size},
@@ -162,21 +185,19 @@ class CausalDecoder(nn.Module):
 
         The attention backend must have prepared `ctx.metadata`.
         """
-        hidden = self.embed(input_ids)
-        rotation = self.rotary(positions)
-        for layer, kv_cache in zip(self.decoder_layers, ctx.kv_caches, strict=True):
-            q, k, v = layer.before_attention(hidden, rotation)
+        metadata = ctx.metadata
+        residual = self.embed(input_ids)
+        rotation = self._ops.rotation(
+            positions, self.inverse_frequencies, self.config.rope.attention_factor
+        )
+        normed: torch.Tensor = self.norms[0](residual)
+        for index, layer in enumerate(self.decoder_layers):
+            kv_cache = ctx.kv_caches[index]
+            q = layer.before_attention(normed, rotation, kv_cache, metadata.slot_mapping)
             attended = self.attention.forward(
-                q,
-                k,
-                v,
-                kv_cache,
-                ctx.metadata,
-                scale=layer.scale,
-                sliding_window=layer.sliding_window,
+                q, kv_cache, metadata, scale=layer.scale, sliding_window=layer.sliding_window
             )
-            hidden = layer.after_attention(attended, hidden)
-        normed: torch.Tensor = self.norm(hidden)
+            normed = layer.after_attention(attended, residual, self.norms[index + 1])
         return normed
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -186,9 +207,9 @@ class CausalDecoder(nn.Module):
         return rows
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [N, hidden] -> [N, vocab_size] float32."""
+        """hidden [N, hidden] -> [N, vocab_size], in the model's type."""
         logits: torch.Tensor = self.head(hidden)
-        return logits.float()
+        return logits
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         """Every tensor the model wants from a checkpoint, each exactly once."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from termgen.engine.layers.linear import LinearMethodFactory
+from termgen.engine.layers.ops import LayerOps
 from termgen.engine.layers.weight_slot import WeightSlot, empty_parameter
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder, DecoderLayer
@@ -23,15 +23,20 @@ class Qwen3Layer(DecoderLayer):
         dtype: torch.dtype,
         device: torch.device,
         method: LinearMethodFactory,
+        ops: LayerOps,
     ) -> None:
         super().__init__(
-            config, sliding_window=sliding_window, dtype=dtype, device=device, method=method
+            config,
+            sliding_window=sliding_window,
+            dtype=dtype,
+            device=device,
+            method=method,
+            ops=ops,
         )
         self.qk_norm = HeadNorm(config, dtype=dtype, device=device)
 
-    def shape_heads(self, qk: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.qk_norm(qk)
-        return normed
+    def qk_norm_weight(self) -> torch.Tensor:
+        return self.qk_norm.weight
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from super().weight_slots(prefix)
@@ -39,9 +44,9 @@ class Qwen3Layer(DecoderLayer):
 
 
 class HeadNorm(nn.Module):
-    """RMS norm over each head, one weight for the heads of q and one for those of k.
+    """The weights of an RMS norm over each head: one for the heads of q and one for those of k.
 
-    The weights are kept spread over all heads, so that q and k are normalised together.
+    Kept spread over all heads [num_qk_heads, head_dim], so that q and k are normalised together.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -50,10 +55,6 @@ class HeadNorm(nn.Module):
         num_qk_heads = config.num_heads + config.num_kv_heads
         self.weight = empty_parameter(num_qk_heads, config.head_dim, dtype=dtype, device=device)
         self._shape = (config.head_dim,)
-        self._eps = config.rms_norm_eps
-
-    def forward(self, qk: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(qk, self._shape, None, self._eps) * self.weight  # [T, heads, head_dim]
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield self._slot(f"{prefix}.q_norm.weight", self.weight[: self._num_heads])

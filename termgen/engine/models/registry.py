@@ -11,6 +11,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from termgen.engine.kernels import why_unusable
 from termgen.engine.models.config import ModelConfig, unsupported_architecture
 from termgen.errors import ConfigError, ModelError
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from termgen.engine.attention.base import AttentionBackend
+    from termgen.engine.layers.ops import LayerOps
     from termgen.engine.models.decoder import CausalDecoder
 
 MODELS = {
@@ -41,6 +43,7 @@ def build_model(
     device: torch.device,
     quantization: str | None,
     attention: AttentionBackend,
+    ops: LayerOps,
 ) -> CausalDecoder:
     """A model whose parameters are allocated but not filled.
 
@@ -55,12 +58,20 @@ def build_model(
         )
     if device.type == "cpu":
         _check_memory(config.num_parameters * (1 if quantization == "int8" else dtype.itemsize))
-    method = _resolve(LINEAR_METHODS[quantization])
+    method = _linear_method(quantization, device)
     model_class = _resolve(MODELS[config.architecture])
     model: CausalDecoder = model_class(
-        config, dtype=dtype, device=device, method=method, attention=attention
+        config, dtype=dtype, device=device, method=method, attention=attention, ops=ops
     )
     return model
+
+
+def _linear_method(quantization: str | None, device: torch.device) -> Any:
+    if quantization is None and not why_unusable(device):
+        from termgen.engine.kernels.linear import SmallBatchLinears  # triton may be missing
+
+        return SmallBatchLinears()
+    return _resolve(LINEAR_METHODS[quantization])
 
 
 def _check_memory(needed_bytes: int) -> None:

@@ -50,6 +50,7 @@ class AsyncOutput:
     ) -> None:
         self._step_id = plan.step_id
         self._num_rows = plan.num_rows
+        self._num_tokens = plan.total_tokens
         self._dispatch = dispatch
         self._tensors = tensors
         self._started_ns = started_ns
@@ -79,5 +80,5 @@ class AsyncOutput:
             started_ns=self._started_ns,
             ended_ns=ended_ns,
             graph_mode=self._dispatch.mode.value,
-            num_padded_tokens=self._dispatch.num_padded(self._num_rows),
+            num_padded_tokens=self._dispatch.num_padded(self._num_tokens),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -11,8 +12,10 @@ from pathlib import Path
 import torch
 
 from termgen.config import EngineConfig
-from termgen.engine.attention.base import AttentionBackend
+from termgen.engine.attention.base import AttentionBackend, AttentionShape
 from termgen.engine.attention.registry import make_backend
+from termgen.engine.kernels import why_unusable
+from termgen.engine.layers.ops import LayerOps, TorchOps
 from termgen.engine.loader import load_model_config, open_checkpoint
 from termgen.engine.loader.dummy import load_dummy
 from termgen.engine.loader.weights import load_weights
@@ -21,10 +24,12 @@ from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.models.registry import build_model
 from termgen.engine.runner import resolve
 from termgen.engine.runner.cuda_graphs import CudaRecorder
-from termgen.engine.runner.dispatch import CudaGraphDispatcher, capture_sizes
+from termgen.engine.runner.dispatch import CudaGraphDispatcher, decode_sizes, mixed_sizes
 from termgen.engine.runner.model_runner import ModelRunner
 from termgen.engine.step import DeviceInfo
 from termgen.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """Called with a phase and the fraction of it that is done."""
@@ -46,7 +51,12 @@ def build_runner(
     model_config = load_model_config(path)
     limits = resolve.resolve_limits(config, model_config, device)
     dtype = resolve.resolve_dtype(config.dtype, model_config, device)
-    attention = make_backend(device)
+    attention, passed_over = make_backend(
+        config.attention_backend,
+        _attention_shape(model_config, limits, config.block_size, dtype, device),
+    )
+    if passed_over and device.type == "cuda":  # on a CPU nothing else is expected
+        logger.warning("%s; using %s", passed_over, attention.name)
     on_progress("loading weights", 0.0)
     try:
         model, model_bytes = _load_model(
@@ -100,6 +110,7 @@ def _load_model(
             device=device,
             quantization=config.quantization,
             attention=attention,
+            ops=_make_ops(device),
         )
         if checkpoint is None:
             load_dummy(model, config.seed)
@@ -110,6 +121,34 @@ def _load_model(
     model_bytes = sum(p.nbytes for p in model.parameters())
     model.finalize()
     return model, model_bytes
+
+
+def _attention_shape(
+    model: ModelConfig,
+    limits: resolve.Limits,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionShape:
+    return AttentionShape(
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        windows=tuple(dict.fromkeys(model.layer_windows)),
+        block_size=block_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_tokens=limits.max_num_batched_tokens,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _make_ops(device: torch.device) -> LayerOps:
+    if why_unusable(device):
+        return TorchOps()
+    from termgen.engine.kernels.ops import TritonOps  # triton may be missing elsewhere
+
+    return TritonOps()
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
@@ -154,7 +193,11 @@ def _make_dispatcher(
     elif "FULL" not in attention.capabilities.graph_modes:
         reason = f"{attention.name} attention cannot be recorded"
     else:
-        return CudaGraphDispatcher(capture_sizes(limits.max_num_seqs))
+        return CudaGraphDispatcher(
+            decode_sizes(limits.max_num_seqs),
+            mixed=mixed_sizes(limits.max_num_batched_tokens),
+            max_num_seqs=limits.max_num_seqs,
+        )
     return CudaGraphDispatcher((), disabled_reason=reason)
 
 
@@ -165,7 +208,7 @@ def _graph_bytes(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> int:
     device = runner.device
     torch.cuda.synchronize(device)
     before, _ = torch.cuda.mem_get_info(device)
-    trial = runner.make_graphs(CudaGraphDispatcher((dispatcher.largest,)))
+    trial = runner.make_graphs(dispatcher.largest())
     trial.record_all(CudaRecorder(device), lambda done: None)
     after, _ = torch.cuda.mem_get_info(device)
     del trial

@@ -1,4 +1,4 @@
-"""Recordings of whole decode steps, and their replay.
+"""Recordings of whole steps, and their replay.
 
 A full graph holds input preparation, the model, sampling, the state update and the hand-over of
 the tokens to a ring, all reading their lengths and rows from device memory. Replaying a step whose
@@ -15,16 +15,16 @@ import torch
 
 from termgen.engine.request import IntArray
 from termgen.engine.runner.dispatch import (
-    NEEDS,
     BatchDescriptor,
     CudaGraphDispatcher,
     Dispatch,
     SamplingNeeds,
 )
+from termgen.engine.runner.token_ring import TokenRing
 from termgen.engine.step import StepPlan
 
-DecodeStep = Callable[[torch.Tensor, torch.Tensor, SamplingNeeds], torch.Tensor]
-"""(slots [B], num_tokens [B], needs) -> tokens [B]; see ModelRunner.decode."""
+DeviceStep = Callable[[torch.Tensor, torch.Tensor, BatchDescriptor, TokenRing], object]
+"""(slots [B], num_tokens [B], descriptor, ring for the tokens); see ModelRunner.step_on_device."""
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 """Turns operations into something that repeats them on the same memory."""
@@ -51,28 +51,27 @@ class CudaRecorder:
 
 
 class FullGraphs:
-    """One recording per (padded rows, sampling variant)."""
+    """One recording per batch descriptor."""
 
     def __init__(
         self,
-        decode: DecodeStep,
+        step: DeviceStep,
         dispatcher: CudaGraphDispatcher,
         *,
         pad_row: int,
         device: torch.device,
     ) -> None:
-        size = max(1, dispatcher.largest)
+        size = max(1, dispatcher.max_rows)
         self.dispatcher = dispatcher
-        self._decode = decode
+        self._device_step = step
         self._pad_row = pad_row
         self._device = device
         self._replays: dict[BatchDescriptor, Callable[[], None]] = {}
         self._header = torch.zeros((2, size), dtype=torch.int64, device=device)
         self._header[0] = pad_row
-        self._ring = torch.full((RING_SIZE, size), -1, dtype=torch.int32, device=device)
-        self._ring_index = torch.zeros(1, dtype=torch.int64, device=device)
+        self._ring = TokenRing(RING_SIZE, size, device)
         self._next_ring_row = 0
-        self._rows_on_device: IntArray = np.zeros(0, np.int32)
+        self._rows_on_device: tuple[IntArray, IntArray] = (np.zeros(0, np.int32),) * 2
         self._size_on_device = 0
         self.num_uploads = 0
         """Times the rows of a step had to be sent to the device."""
@@ -90,33 +89,37 @@ class FullGraphs:
             on_progress(i / len(descriptors))
             self._replays[descriptor] = recorder(partial(self._step, descriptor))
         # Recording ran the operations, or only seemed to: start the ring anew in either case.
-        self._ring_index.zero_()
+        self._ring.restart()
         self._next_ring_row = 0
 
     def _step(self, descriptor: BatchDescriptor) -> None:
         size = descriptor.num_rows
         slots, num_tokens = self._header[0, :size], self._header[1, :size]
-        tokens = self._decode(slots, num_tokens, NEEDS[descriptor.sampling])
-        self._ring[:, :size].index_copy_(0, self._ring_index, tokens[None])
-        self._ring_index.add_(1).remainder_(RING_SIZE)
+        self._device_step(slots, num_tokens, descriptor, self._ring)
 
     def replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> torch.Tensor:
         """Run a recorded step; returns its tokens [padded rows], valid for RING_SIZE steps."""
-        self._upload_rows(plan.slots, descriptor.num_rows)
+        self._upload_rows(plan.slots, plan.num_tokens, descriptor.num_rows)
         self._replays[descriptor]()
         row = self._next_ring_row
         self._next_ring_row = (row + 1) % RING_SIZE
-        return self._ring[row, : descriptor.num_rows]
+        return self._ring.tokens[row, : descriptor.num_rows]
 
-    def _upload_rows(self, slots: IntArray, size: int) -> None:
-        if size == self._size_on_device and np.array_equal(slots, self._rows_on_device):
+    def _upload_rows(self, slots: IntArray, num_tokens: IntArray, size: int) -> None:
+        old_slots, old_tokens = self._rows_on_device
+        if (
+            size == self._size_on_device
+            and np.array_equal(slots, old_slots)
+            and np.array_equal(num_tokens, old_tokens)
+        ):
             return
-        header = np.full((2, size), self._pad_row, np.int64)
+        header = np.zeros((2, size), np.int64)
+        header[0] = self._pad_row
         header[0, : len(slots)] = slots
-        header[1] = np.arange(size) < len(slots)
+        header[1, : len(slots)] = num_tokens
         host = torch.from_numpy(header)
         if self._device.type == "cuda":
             host = host.pin_memory()
         self._header[:, :size].copy_(host, non_blocking=True)
-        self._rows_on_device, self._size_on_device = slots, size
+        self._rows_on_device, self._size_on_device = (slots, num_tokens), size
         self.num_uploads += 1

@@ -24,11 +24,10 @@ class GraphMode(enum.StrEnum):
 class SamplingVariant(enum.StrEnum):
     """Which sampling a full graph contains; steps that need more sample eagerly."""
 
-    GREEDY = "greedy"
-    RANDOM = "random"
-    """Temperature only; greedy rows may be among them."""
+    PLAIN = "plain"
+    """Greedy rows and rows with a temperature."""
     FILTERED = "filtered"
-    """Temperature with top-k, top-p or min-p."""
+    """Those, and rows with top-k, top-p or min-p."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +56,11 @@ class SamplingNeeds:
         """The recording that does this, if any does."""
         if self.penalties or self.min_tokens or self.max_logprobs is not None:
             return None
-        if self.filters:
-            return SamplingVariant.FILTERED
-        return SamplingVariant.GREEDY if self.all_greedy else SamplingVariant.RANDOM
+        return SamplingVariant.FILTERED if self.filters else SamplingVariant.PLAIN
 
 
 NEEDS = {
-    SamplingVariant.GREEDY: SamplingNeeds(all_greedy=True),
-    SamplingVariant.RANDOM: SamplingNeeds(),
+    SamplingVariant.PLAIN: SamplingNeeds(),
     SamplingVariant.FILTERED: SamplingNeeds(filters=True),
 }
 """What each recording does."""
@@ -72,10 +68,12 @@ NEEDS = {
 
 @dataclass(frozen=True, slots=True)
 class BatchDescriptor:
-    """What distinguishes one recording from another: one token for each of `num_rows` rows."""
+    """What distinguishes one recording from another. Sizes are padded ones."""
 
+    num_tokens: int
     num_rows: int
-    """Padded."""
+    is_decode: bool
+    """One token for each row; otherwise any rows and tokens up to these numbers."""
     sampling: SamplingVariant
 
 
@@ -88,37 +86,67 @@ class Dispatch:
     reason: str = ""
     """Why nothing is replayed; empty when something is."""
 
-    def num_padded(self, num_rows: int) -> int:
-        return self.descriptor.num_rows - num_rows if self.descriptor is not None else 0
+    def num_padded(self, num_tokens: int) -> int:
+        return self.descriptor.num_tokens - num_tokens if self.descriptor is not None else 0
 
 
-def capture_sizes(max_num_seqs: int, largest: int = 512) -> tuple[int, ...]:
+def decode_sizes(max_num_seqs: int, largest: int = 512) -> tuple[int, ...]:
     """Row counts to record, ascending: dense where padding costs most, always `max_num_seqs`."""
     sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, largest + 1, 32)}
     top = min(max_num_seqs, largest)
     return tuple(sorted({s for s in sizes if s < top} | {top}))
 
 
-class CudaGraphDispatcher:
-    """Maps a step to a recording through a precomputed table of padded sizes."""
+def mixed_sizes(max_num_batched_tokens: int, largest: int = 2048) -> tuple[int, ...]:
+    """Token counts to record for steps that hold prompts, ascending. Above the largest, launching
+    operations one by one takes less time than the device does."""
+    sizes = {16, 32, 64, *range(128, 513, 128), 768, 1024, 1536, 2048}
+    return tuple(sorted(s for s in sizes if s <= min(largest, max_num_batched_tokens)))
 
-    def __init__(self, sizes: Sequence[int], *, disabled_reason: str = "") -> None:
-        """disabled_reason: why no graph is ever used, when that is so."""
+
+class CudaGraphDispatcher:
+    """Maps a step to a recording through precomputed tables of padded sizes."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        mixed: Sequence[int] = (),
+        max_num_seqs: int = 0,
+        disabled_reason: str = "",
+    ) -> None:
+        """sizes: rows of the decode recordings; mixed: tokens of the others, whose rows are as many
+        as their tokens allow, `max_num_seqs` at most. disabled_reason: why no graph is ever used,
+        when that is so."""
         self.sizes = tuple(sorted(sizes))
+        self.mixed = tuple(sorted(mixed))
+        self._max_num_seqs = max_num_seqs
         self._disabled_reason = disabled_reason
-        self._padded = [self.sizes[bisect_left(self.sizes, n)] for n in range(self.largest + 1)]
+        self._padded_rows = _padded(self.sizes)
+        self._padded_tokens = _padded(self.mixed)
 
     @property
-    def largest(self) -> int:
-        return self.sizes[-1] if self.sizes else -1
+    def max_rows(self) -> int:
+        """The most rows of any recording; 0 when there is none."""
+        return max((d.num_rows for d in self.descriptors()), default=0)
 
     def descriptors(self) -> list[BatchDescriptor]:
         """Every recording to make, the largest first: later ones fit into its memory."""
-        return [
-            BatchDescriptor(size, variant)
-            for size in reversed(self.sizes)
-            for variant in SamplingVariant
-        ]
+        found = [self._decode(size, v) for size in self.sizes for v in SamplingVariant]
+        found += [self._mixed(size, v) for size in self.mixed for v in SamplingVariant]
+        return sorted(found, key=lambda d: (-d.num_tokens, -d.num_rows))
+
+    def largest(self) -> CudaGraphDispatcher:
+        """A dispatcher of only the largest recordings, whose memory all others fit into."""
+        return CudaGraphDispatcher(
+            self.sizes[-1:], mixed=self.mixed[-1:], max_num_seqs=self._max_num_seqs
+        )
+
+    def _decode(self, size: int, sampling: SamplingVariant) -> BatchDescriptor:
+        return BatchDescriptor(size, size, True, sampling)
+
+    def _mixed(self, size: int, sampling: SamplingVariant) -> BatchDescriptor:
+        return BatchDescriptor(size, min(size, self._max_num_seqs), False, sampling)
 
     def dispatch(
         self,
@@ -130,10 +158,19 @@ class CudaGraphDispatcher:
         """sampling: None when the step asks for more than any recording holds."""
         if self._disabled_reason:
             return Dispatch(GraphMode.NONE, None, self._disabled_reason)
-        if num_tokens != num_rows:
-            return Dispatch(GraphMode.NONE, None, "a prompt is being computed")
-        if num_rows > self.largest:
-            return Dispatch(GraphMode.NONE, None, f"more than {self.largest} rows")
         if sampling is None:
             return Dispatch(GraphMode.NONE, None, "log-probabilities, penalties or min_tokens")
-        return Dispatch(GraphMode.FULL, BatchDescriptor(self._padded[num_rows], sampling))
+        if num_tokens == num_rows and num_rows < len(self._padded_rows):
+            return Dispatch(GraphMode.FULL, self._decode(self._padded_rows[num_rows], sampling))
+        if num_tokens < len(self._padded_tokens) and num_rows <= self._max_num_seqs:
+            return Dispatch(GraphMode.FULL, self._mixed(self._padded_tokens[num_tokens], sampling))
+        if num_tokens == num_rows:
+            return Dispatch(GraphMode.NONE, None, f"more than {self.sizes[-1]} rows")
+        if not self.mixed:
+            return Dispatch(GraphMode.NONE, None, "a prompt is being computed")
+        return Dispatch(GraphMode.NONE, None, f"a prompt, and more than {self.mixed[-1]} tokens")
+
+
+def _padded(sizes: tuple[int, ...]) -> list[int]:
+    """The smallest size that holds each count from 0 on."""
+    return [sizes[bisect_left(sizes, n)] for n in range(sizes[-1] + 1)] if sizes else []

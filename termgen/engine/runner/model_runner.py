@@ -8,21 +8,37 @@ from __future__ import annotations
 
 import math
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from termgen.engine.attention.base import AttentionBackend, AttentionMetadata, ForwardContext
+from termgen.engine.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    ForwardContext,
+    empty_kv_cache,
+)
+from termgen.engine.kernels import why_unusable
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
 from termgen.engine.runner.cuda_graphs import FullGraphs
-from termgen.engine.runner.dispatch import CudaGraphDispatcher, SamplingNeeds
+from termgen.engine.runner.dispatch import (
+    NEEDS,
+    BatchDescriptor,
+    CudaGraphDispatcher,
+    SamplingNeeds,
+)
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.runner.request_state import RequestState
+from termgen.engine.runner.token_ring import TokenRing
 from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.sampler import Sampler
 from termgen.engine.step import StepPlan
+
+if TYPE_CHECKING:
+    from termgen.engine.sampling.fused import FusedSampler
 
 
 class ModelRunner:
@@ -50,6 +66,9 @@ class ModelRunner:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.sampler = Sampler()
+        self.fused_sampler: FusedSampler | None = None
+        if not why_unusable(device):
+            self.use_fused_sampler(max_num_seqs)
         self.kv_caches: list[torch.Tensor] = []
         self.state = RequestState(
             max_num_seqs=max_num_seqs,
@@ -70,23 +89,35 @@ class ModelRunner:
             CudaGraphDispatcher((), disabled_reason="no graphs recorded")
         )
 
-    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's KV cache."""
-        c = self.config
-        return self.attention.kv_cache_shape(
-            num_blocks, self.block_size, c.num_kv_heads, c.head_dim
+    def use_fused_sampler(self, max_num_seqs: int) -> None:
+        """Sample by kernels whatever they can sample."""
+        from termgen.engine.sampling.fused import FusedSampler
+
+        self.fused_sampler = FusedSampler(
+            max_rows=max_num_seqs, vocab_size=self.config.vocab_size, device=self.device
         )
 
     def bytes_per_block(self) -> int:
         """KV bytes of one block over all layers."""
-        elements = math.prod(self.kv_cache_shape(1))
-        return elements * self.config.num_layers * self.dtype.itemsize
+        c = self.config
+        return (
+            2 * self.block_size * c.num_kv_heads * c.head_dim * c.num_layers * self.dtype.itemsize
+        )
 
     def init_kv_cache(self, num_blocks: int) -> None:
         """Allocate the paged KV cache, block 0 being the null block. Zeroed: no NaN to read."""
         self.kv_caches = []  # drop the old one first
-        shape = self.kv_cache_shape(num_blocks)
-        self.kv_caches = [self._zeros(shape) for _ in range(self.config.num_layers)]
+        self.kv_caches = [
+            empty_kv_cache(
+                self.attention,
+                self._zeros,
+                num_blocks=num_blocks,
+                block_size=self.block_size,
+                num_kv_heads=self.config.num_kv_heads,
+                head_dim=self.config.head_dim,
+            )
+            for _ in range(self.config.num_layers)
+        ]
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self.device.type != "cpu":
@@ -97,8 +128,10 @@ class ModelRunner:
         return torch.from_numpy(np.zeros(size, np.uint8)).view(self.dtype).view(shape)
 
     def make_graphs(self, dispatcher: CudaGraphDispatcher) -> FullGraphs:
-        """An empty set of recordings of this runner's decode steps."""
-        return FullGraphs(self.decode, dispatcher, pad_row=self.state.pad_row, device=self.device)
+        """An empty set of recordings of this runner's steps."""
+        return FullGraphs(
+            self.step_on_device, dispatcher, pad_row=self.state.pad_row, device=self.device
+        )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> AsyncOutput:
@@ -113,31 +146,56 @@ class ModelRunner:
             tensors = self._compute(self.buffers.prepare(plan, self.state), needs)
         return AsyncOutput(plan, tensors, dispatch, started_ns, self._copy_stream)
 
-    def decode(
-        self, slots: torch.Tensor, num_tokens: torch.Tensor, needs: SamplingNeeds
+    def step_on_device(
+        self,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor,
+        descriptor: BatchDescriptor,
+        ring: TokenRing | None = None,
     ) -> torch.Tensor:
-        """A whole decode step from device memory alone: what a full graph records.
+        """A whole step from device memory alone: what a full graph records.
 
-        slots, num_tokens: [B] int64, num_tokens 1, or 0 for a padded row. Returns tokens [B] int32.
+        slots, num_tokens: [B] int64, num_tokens 0 for a padded row. Returns tokens [B] int32, and
+        pushes them to the ring.
         """
-        batch = self.buffers.prepare_decode(
-            slots, num_tokens, self.state, max_seq_len=self.max_model_len
-        )
-        return self._compute(batch, needs).tokens
+        if descriptor.is_decode:
+            batch = self.buffers.prepare_decode(
+                slots, num_tokens, self.state, max_seq_len=self.max_model_len
+            )
+        else:
+            batch = self.buffers.prepare_ragged(
+                slots,
+                num_tokens,
+                self.state,
+                total=descriptor.num_tokens,
+                num_decodes=None,
+                max_query_len=descriptor.num_tokens,
+                max_seq_len=self.max_model_len,
+            )
+        return self._compute(batch, NEEDS[descriptor.sampling], ring).tokens
 
-    def _compute(self, batch: InputBatch, needs: SamplingNeeds) -> StepTensors:
+    def _compute(
+        self, batch: InputBatch, needs: SamplingNeeds, ring: TokenRing | None = None
+    ) -> StepTensors:
         """Model, sampling and state update."""
         logits = self._forward(batch)
-        output = self.sampler(logits, self._sampling_metadata(batch, needs))
-        tokens = self.state.append_sampled(batch.slots, batch.num_tokens, output.token_ids)
-        return StepTensors(tokens, output.logprobs)
+        slots, num_tokens = batch.slots, batch.num_tokens
+        logprobs = None
+        if self.fused_sampler is not None and needs.variant is not None:
+            token_ids = self.fused_sampler(
+                logits, slots, num_tokens, self.state, filters=needs.filters
+            )
+        else:
+            output = self.sampler(logits.float(), self._sampling_metadata(batch, needs))
+            token_ids, logprobs = output.token_ids, output.logprobs
+        return StepTensors(self.state.append_sampled(slots, num_tokens, token_ids, ring), logprobs)
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
-        """[B, V] float32 logits of each row's last token."""
+        """[B, V] logits of each row's last token, in the model's type."""
         self.attention.prepare(batch.metadata)
         context = ForwardContext(metadata=batch.metadata, kv_caches=self.kv_caches)
         hidden = self.model(batch.input_ids, batch.positions, context)
-        return self.model.compute_logits(hidden[batch.logits_indices])
+        return self.model.compute_logits(batch.last_tokens(hidden))
 
     def _sampling_metadata(self, batch: InputBatch, needs: SamplingNeeds) -> SamplingMetadata:
         state, slots = self.state, batch.slots
@@ -151,7 +209,7 @@ class ModelRunner:
             top_p=state.top_p[slots],
             min_p=state.min_p[slots],
             seeds=state.seeds[slots],
-            positions=batch.positions[batch.logits_indices] + 1,
+            positions=batch.last_tokens(batch.positions) + 1,
             repetition_penalty=state.repetition_penalty[slots],
             presence_penalty=state.presence_penalty[slots],
             frequency_penalty=state.frequency_penalty[slots],

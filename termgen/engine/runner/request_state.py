@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from termgen.engine.kernels import why_unusable
+from termgen.engine.runner.token_ring import TokenRing
 from termgen.engine.sampling_params import MAX_STOP_TOKEN_IDS
 from termgen.engine.step import AddedRow, StepPlan
 
@@ -33,6 +35,8 @@ class RequestState:
         self.device = device
         self.vocab_size = vocab_size
         self.pad_row = max_num_seqs
+        self.fused = not why_unusable(device)
+        """Whether one kernel does the work of many torch operations."""
 
         def column(dtype: torch.dtype, fill: float = 0) -> torch.Tensor:
             return torch.full((rows,), fill, dtype=dtype, device=device)
@@ -131,13 +135,19 @@ class RequestState:
         counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def append_sampled(
-        self, slots: torch.Tensor, num_tokens: torch.Tensor, sampled: torch.Tensor
-    ) -> torch.Tensor:
+        self,
+        slots: torch.Tensor,  # [B] int64
+        num_tokens: torch.Tensor,  # [B] int64
+        sampled: torch.Tensor,  # [B] int64
+        ring: TokenRing | None = None,
+    ) -> torch.Tensor:  # [B] int32
         """Take in a step's samples and count its tokens as computed.
 
-        slots, num_tokens, sampled: [B]. Returns [B] int32: the token, or -1 for a row whose sample
-        does not count, because it has not computed its newest token yet or was finished before.
+        Returns the tokens, and pushes them to the ring: -1 for a row whose sample does not count,
+        because it has not computed its newest token yet or was finished before.
         """
+        if self.fused:
+            return self._append_fused(slots, num_tokens, sampled, ring)
         total = self.total_len[slots]
         computed = self.num_computed[slots] + num_tokens
         takes = (computed >= total) & ~self.finished[slots]
@@ -152,4 +162,31 @@ class RequestState:
         self.num_computed[slots] = computed
         if self.output_counts is not None:
             self.output_counts.index_put_((slots, sampled), takes.to(torch.int32), accumulate=True)
-        return torch.where(takes, sampled, -1).to(torch.int32)
+        tokens = torch.where(takes, sampled, -1).to(torch.int32)
+        if ring is not None:
+            ring.push(tokens)
+        return tokens
+
+    def _append_fused(
+        self,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor,
+        sampled: torch.Tensor,
+        ring: TokenRing | None,
+    ) -> torch.Tensor:
+        from termgen.engine.kernels.update_state import append_sampled
+
+        return append_sampled(
+            slots,
+            num_tokens,
+            sampled,
+            token_ids=self.token_ids,
+            total_len=self.total_len,
+            num_computed=self.num_computed,
+            min_total=self.min_total,
+            limit=self.limit,
+            finished=self.finished,
+            stop_ids=self.stop_ids,
+            output_counts=self.output_counts,
+            ring=ring,
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_device import DEVICES_AND_DTYPES, assert_near, normal, poison, require_triton
+from triton_device import DEVICES, DEVICES_AND_DTYPES, assert_near, normal, poison, require_triton
 
 require_triton()
 
@@ -16,6 +16,7 @@ from termgen.engine.kernels.rmsnorm import (  # noqa: E402
     rmsnorm,
     rmsnorm_reference,
 )
+from termgen.engine.kernels.rotation import rotation, rotation_reference  # noqa: E402
 from termgen.engine.kernels.silu_mul import (  # noqa: E402
     ACTIVATIONS,
     gated_activation,
@@ -153,3 +154,16 @@ def test_qk_rope_kv(
     written = ~caches[1].isnan()
     assert torch.equal(written, ~caches[0].isnan())
     assert_near(caches[0][written], caches[1][written], dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("half", "scale"), [(32, 1.0), (40, 1.25), (64, 1.0)])
+def test_rotation(device: str, half: int, scale: float) -> None:
+    positions = torch.tensor([0, 1, 5, 4095, 131071], device=device)
+    frequencies = (1e4 ** (-torch.arange(half) / half)).to(device)
+    for actual, expected in zip(
+        rotation(positions, frequencies, scale),
+        rotation_reference(positions, frequencies, scale),
+        strict=True,
+    ):
+        assert_near(actual, expected, torch.float32)

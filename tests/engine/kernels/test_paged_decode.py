@@ -17,13 +17,15 @@ from triton_device import (
 
 require_triton()
 
-from termgen.engine.kernels.paged_decode import (  # noqa: E402
+from termgen.engine.kernels.decode_plan import (  # noqa: E402
     DecodeConfig,
     DecodeWorkspace,
     default_config,
+    plan_decode,
+)
+from termgen.engine.kernels.paged_decode import (  # noqa: E402
     paged_decode,
     paged_decode_reference,
-    plan_decode,
 )
 
 SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
@@ -204,23 +206,30 @@ def test_random_batches(device: str, seed: int) -> None:
     case.check(sliding_window=rng.choice((None, rng.randint(1, 200))))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(5))
-def test_every_tile_is_dealt_out_once(device: str, seed: int) -> None:
-    print("seed", seed)
-    rng = random.Random(seed)
-    lengths = [rng.choice((0, rng.randint(1, 3000))) for _ in range(rng.randint(1, 60))]
+def plan_of(lengths: list[int], device: str) -> tuple[list[list[int]], int]:
+    """What each program takes (row, head, first tile, tiles), two key heads; tiles of a run."""
     workspace = DecodeWorkspace(
         num_heads=4,
         num_kv_heads=2,
         head_dim=64,
-        max_rows=64,
+        max_rows=512,
         config=SMALL,
         device=torch.device(device),
     )
     plan = workspace.new_plan()
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     plan_decode(seq_lens, workspace, plan, num_rows=len(lengths), num_kv_heads=2)
+    return plan[:-1].tolist(), int(plan[-1, 0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(8))
+def test_every_tile_is_dealt_out_once(device: str, seed: int) -> None:
+    print("seed", seed)
+    rng = random.Random(seed)
+    num_rows = rng.randint(1, 60) if seed < 5 else rng.randint(1, 3)
+    lengths = [rng.choice((0, rng.randint(1, 3000))) for _ in range(num_rows)]
+    programs, run = plan_of(lengths, device)
     order = [
         (row, head, tile)
         for row, length in enumerate(lengths)
@@ -228,12 +237,27 @@ def test_every_tile_is_dealt_out_once(device: str, seed: int) -> None:
         for tile in range(-(-length // SMALL.tile))
     ]
     dealt = 0
-    for row, head, tile, num_tiles in plan[:-1].tolist():
+    for row, head, tile, num_tiles in programs:
         if num_tiles:
             assert order[dealt] == (row, head, tile)
-            assert num_tiles == min(int(plan[-1, 0]), len(order) - dealt)
+            assert num_tiles <= run
         dealt += num_tiles
     assert dealt == len(order)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_runs_keep_to_one_head_unless_that_makes_them_much_longer(device: str) -> None:
+    num_programs = len(plan_of([1], device)[0])
+
+    def crossing(lengths: list[int]) -> int:
+        tiles = [-(-length // SMALL.tile) for length in lengths]
+        return sum(tile + n > tiles[row] for row, _, tile, n in plan_of(lengths, device)[0] if n)
+
+    longest = 16 * num_programs  # a multiple of every even split below
+    assert crossing([longest]) == 0
+    assert crossing([longest] * (num_programs // 4)) == 0
+    assert crossing([longest, 16, 16, 16]) > 0
+    assert crossing([16 * 7] * num_programs) > 0
 
 
 @pytest.mark.gpu
@@ -247,9 +271,10 @@ def test_full_size(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_new_lengths_compile_nothing() -> None:
+    from termgen.engine.kernels import decode_plan
     from termgen.engine.kernels import paged_decode as module
 
-    kernels = (module._paged_decode_kernel, module._plan_kernel)
+    kernels = (module._paged_decode_kernel, decode_plan._plan_kernel)
 
     def compiled() -> int:
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())

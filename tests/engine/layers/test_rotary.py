@@ -7,10 +7,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from termgen.engine.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate
+from termgen.engine.layers.ops import TorchOps
+from termgen.engine.layers.rotary import inverse_frequencies, rotate
 from termgen.engine.models.config import ModelConfig, RopeConfig
 
-CPU = torch.device("cpu")
 REAL_SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     "llama-3.1": {
@@ -64,8 +64,8 @@ def test_a_rotation_turns_each_pair(partial: float, dtype: torch.dtype) -> None:
     heads = torch.randn(4, 5, 16, generator=generator).to(dtype)
     before = heads.clone()
     positions = torch.tensor([0, 1, 77, 500])
-    rope = RotaryEmbedding(RopeConfig(partial_rotary_factor=partial), 16, device=CPU)
-    rotated = rotate(heads, rope(positions))
+    frequencies = inverse_frequencies(RopeConfig(partial_rotary_factor=partial), 16)
+    rotated = rotate(heads, TorchOps().rotation(positions, frequencies, 1.0))
     assert rotated.dtype is dtype and torch.equal(heads, before)
     expected = rotate_pair_by_pair(heads, positions, int(16 * partial))
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
@@ -73,9 +73,9 @@ def test_a_rotation_turns_each_pair(partial: float, dtype: torch.dtype) -> None:
 
 
 def test_far_positions_keep_their_precision() -> None:
-    rope = RotaryEmbedding(RopeConfig(theta=5e5), 128, device=CPU)
+    frequencies = inverse_frequencies(RopeConfig(theta=5e5), 128)
     position = 131071
-    cos = rope(torch.tensor([position])).cos[0, 0, :64]
+    cos = TorchOps().rotation(torch.tensor([position]), frequencies, 1.0).cos[0, 0, :64]
     exact = torch.arange(0, 128, 2, dtype=torch.float64) / 128
     expected = (position * 5e5 ** (-exact)).cos()
     assert (cos - expected).abs().max() < 0.02

@@ -148,11 +148,23 @@ def test_greedy_tokens_equal_transformers(family: str, tiny_model_dir: TinyModel
     check_greedy(load(folder), reference, [5, 77, 401, 9, 33], 40)
 
 
+def test_rows_of_one_step_may_share_blocks(tiny_llama_dir: Path) -> None:
+    """The second row's first block is written by the first row, in the same step."""
+    model = load(tiny_llama_dir)
+    prompt = [5, 77, 401, 9, 33, 12, 250]
+    expected = PagedModel(model).step([Row(0, 0, prompt)])[0]
+    paged = PagedModel(model, block_size=4)
+    paged.pool.tables = {0: [3, 7], 1: [3, 9]}
+    first, second = paged.step([Row(0, 0, prompt[:6]), Row(1, 4, prompt[4:])])
+    torch.testing.assert_close(first, expected[:6], **TOLERANCE)
+    torch.testing.assert_close(second, expected[4:], **TOLERANCE)
+
+
 def test_no_token_asks_for_no_logits(tiny_llama_dir: Path) -> None:
     model = load(tiny_llama_dir)
     with torch.inference_mode():
         logits = model.compute_logits(torch.empty(0, model.config.hidden_size))
-    assert logits.shape == (0, model.config.vocab_size) and logits.dtype is torch.float32
+    assert logits.shape == (0, model.config.vocab_size) and logits.dtype is model.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

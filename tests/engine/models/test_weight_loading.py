@@ -9,6 +9,7 @@ import torch
 from paged_model import PagedModel, Row, StateDictCheckpoint, build, load
 
 from termgen.engine.attention.torch_reference import TorchReferenceAttention
+from termgen.engine.layers.ops import TorchOps
 from termgen.engine.loader import load_model_config, open_checkpoint
 from termgen.engine.loader.dummy import load_dummy
 from termgen.engine.loader.weights import load_weights
@@ -173,6 +174,7 @@ def test_int8_is_for_the_cpu(tiny_llama_dir: Path) -> None:
             device=torch.device("meta"),
             quantization="int8",
             attention=TorchReferenceAttention(),
+            ops=TorchOps(),
         )
     assert error.value.param == "quantization"
 

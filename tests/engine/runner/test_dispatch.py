@@ -9,13 +9,14 @@ from termgen.engine.runner.dispatch import (
     CudaGraphDispatcher,
     GraphMode,
     SamplingVariant,
-    capture_sizes,
+    decode_sizes,
+    mixed_sizes,
 )
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 30, 64, 100, 256, 300, 512, 2000])
 def test_sizes_always_hold_the_most_rows_there_can_be(max_num_seqs: int) -> None:
-    sizes = capture_sizes(max_num_seqs)
+    sizes = decode_sizes(max_num_seqs)
     assert sizes[-1] == min(max_num_seqs, 512)
     assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1
 
@@ -24,7 +25,7 @@ def test_sizes_always_hold_the_most_rows_there_can_be(max_num_seqs: int) -> None
 def test_every_decode_batch_replays_the_smallest_recording_that_holds_it(
     max_num_seqs: int,
 ) -> None:
-    sizes = capture_sizes(max_num_seqs)
+    sizes = decode_sizes(max_num_seqs)
     dispatcher = CudaGraphDispatcher(sizes)
     recorded = set(dispatcher.descriptors())
     for rows in range(1, max_num_seqs + 1):
@@ -37,11 +38,11 @@ def test_every_decode_batch_replays_the_smallest_recording_that_holds_it(
 
 
 def test_every_other_step_replays_nothing_and_says_why() -> None:
-    dispatcher = CudaGraphDispatcher(capture_sizes(32))
+    dispatcher = CudaGraphDispatcher(decode_sizes(32))
     for rows in range(1, 40):
         for tokens in range(rows, 80):
             found = dispatcher.dispatch(
-                num_rows=rows, num_tokens=tokens, sampling=SamplingVariant.GREEDY
+                num_rows=rows, num_tokens=tokens, sampling=SamplingVariant.PLAIN
             )
             if tokens == rows and rows <= 32:
                 continue
@@ -51,9 +52,47 @@ def test_every_other_step_replays_nothing_and_says_why() -> None:
     assert "penalties" in unusual.reason
 
 
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(4, 16), (32, 300), (256, 8192)])
+def test_mixed_steps_replay_the_smallest_recording_that_holds_them(
+    max_num_seqs: int, budget: int
+) -> None:
+    sizes = mixed_sizes(budget)
+    dispatcher = CudaGraphDispatcher(
+        decode_sizes(max_num_seqs), mixed=sizes, max_num_seqs=max_num_seqs
+    )
+    recorded = set(dispatcher.descriptors())
+    largest = dispatcher.descriptors()[0]
+    assert largest.num_tokens == max(sizes[-1], max_num_seqs)
+    assert dispatcher.max_rows == max_num_seqs
+    for tokens in range(2, sizes[-1] + 20):
+        for rows in {1, tokens // 2, min(tokens - 1, max_num_seqs)} - {0}:
+            if rows > max_num_seqs:
+                continue
+            found = dispatcher.dispatch(
+                num_rows=rows, num_tokens=tokens, sampling=SamplingVariant.PLAIN
+            )
+            if tokens > sizes[-1]:
+                assert found.mode is GraphMode.NONE and str(sizes[-1]) in found.reason
+                continue
+            assert found.descriptor in recorded and not found.descriptor.is_decode
+            assert found.descriptor.num_tokens == min(s for s in sizes if s >= tokens)
+            assert found.descriptor.num_rows >= rows
+            assert found.num_padded(tokens) == found.descriptor.num_tokens - tokens
+
+
+def test_the_largest_recordings_are_among_all() -> None:
+    dispatcher = CudaGraphDispatcher((1, 2, 8), mixed=(16, 32), max_num_seqs=8)
+    largest = dispatcher.largest().descriptors()
+    assert {(d.num_tokens, d.num_rows, d.is_decode) for d in largest} == {
+        (32, 8, False),
+        (8, 8, True),
+    }
+    assert set(largest) <= set(dispatcher.descriptors())
+
+
 def test_a_disabled_dispatcher_gives_its_reason() -> None:
     dispatcher = CudaGraphDispatcher((), disabled_reason="--enforce-eager")
-    found = dispatcher.dispatch(num_rows=1, num_tokens=1, sampling=SamplingVariant.GREEDY)
+    found = dispatcher.dispatch(num_rows=1, num_tokens=1, sampling=SamplingVariant.PLAIN)
     assert (found.mode, found.reason) == (GraphMode.NONE, "--enforce-eager")
     assert dispatcher.descriptors() == []
 
@@ -61,4 +100,5 @@ def test_a_disabled_dispatcher_gives_its_reason() -> None:
 def test_recordings_are_made_from_the_largest_down() -> None:
     sizes = [d.num_rows for d in CudaGraphDispatcher((1, 4, 2)).descriptors()]
     assert sizes == sorted(sizes, reverse=True)
-    assert BatchDescriptor(4, SamplingVariant.GREEDY) in CudaGraphDispatcher((4,)).descriptors()
+    decodes = CudaGraphDispatcher((4,)).descriptors()
+    assert BatchDescriptor(4, 4, True, SamplingVariant.PLAIN) in decodes

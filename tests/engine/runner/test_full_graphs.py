@@ -1,7 +1,7 @@
-"""Whole decode steps from device memory: padding, rows kept on the device, the ring of tokens.
+"""Whole steps from device memory: padding, rows kept on the device, the ring of tokens.
 
 A recorder that simply runs the operations again stands in for CUDA graphs, so the same path runs
-on a CPU. The real recordings are tested with the GPU's attention backend.
+on a CPU. `test_cuda_graphs` does the same with real recordings.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from termgen.config import EngineConfig
 from termgen.engine.engine import SyncEngine
 from termgen.engine.events import StepRecord
 from termgen.engine.request import GenerationRequest
-from termgen.engine.runner.cuda_graphs import RING_SIZE, FullGraphs
+from termgen.engine.runner.cuda_graphs import RING_SIZE
 from termgen.engine.runner.dispatch import CudaGraphDispatcher
 from termgen.engine.sampling_params import SamplingParams
 
 
-def make_engine(folder: Path, sizes: tuple[int, ...], *, asynchronous: bool) -> SyncEngine:
+def make_engine(
+    folder: Path, sizes: tuple[int, ...], mixed: tuple[int, ...] = (), *, asynchronous: bool
+) -> SyncEngine:
     engine = SyncEngine(
         EngineConfig(
             model=str(folder),
@@ -36,12 +38,8 @@ def make_engine(folder: Path, sizes: tuple[int, ...], *, asynchronous: bool) -> 
     )
     runner = engine.core.executor._runner  # type: ignore[attr-defined]
     if sizes:
-        runner.graphs = FullGraphs(
-            runner.decode,
-            CudaGraphDispatcher(sizes),
-            pad_row=runner.state.pad_row,
-            device=runner.device,
-        )
+        dispatcher = CudaGraphDispatcher(sizes, mixed=mixed, max_num_seqs=8)
+        runner.graphs = runner.make_graphs(dispatcher)
         runner.graphs.record_all(lambda operations: operations, lambda done: None)
     return engine
 
@@ -96,6 +94,11 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
     full = [s for s in steps if s.graph_mode == "FULL"]
     assert full and any(s.num_padded_tokens for s in full)
     assert all(s.num_prefill_tokens == 0 for s in full)
+    engine = make_engine(folder, (1, 2, 4, 8), (16, 40), asynchronous=asynchronous)
+    recorded, steps = run(engine, seed)
+    assert recorded == eager
+    mixed = [s for s in steps if s.graph_mode == "FULL" and s.num_prefill_tokens]
+    assert any(s.num_decode_rows for s in mixed) and any(s.num_padded_tokens for s in mixed)
 
 
 def test_rows_are_uploaded_only_when_the_batch_changes(

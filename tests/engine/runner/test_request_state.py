@@ -112,6 +112,7 @@ def test_a_mixed_batch_is_laid_out_from_the_rows(device: str) -> None:
     assert batch.metadata.slot_mapping.tolist() == [3 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 6 * 4]
     assert batch.metadata.query_start_loc.tolist() == [0, 1, 4]
     assert batch.metadata.seq_lens.tolist() == [6, 5]
+    assert batch.logits_indices is not None
     assert batch.logits_indices.tolist() == [0, 3]
     assert batch.metadata.num_decodes == 1
     assert batch.metadata.block_table.tolist() == [[9, 3], [5, 6]]

@@ -1,0 +1,207 @@
+"""Bandwidth of decode attention and rate of prefill attention, by kernel configuration.
+
+    python benchmarks/gpu_attention.py [--part decode|prefill] [--all]
+
+Each call of a timed chain reads a cache of its own, more than the L2 holds in all, inside one CUDA
+graph. Without --all only the engine's own configuration is timed. Wrong results are reported
+instead of times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from termgen.engine.kernels import decode_plan, paged_decode, paged_prefill
+from termgen.engine.kernels.decode_plan import DecodeConfig, DecodeWorkspace
+from termgen.engine.kernels.paged_prefill import PrefillConfig
+
+HEADS = {"qwen3-0.6b": (16, 8, 128), "llama-3.2-1b": (32, 8, 64), "llama-3.1-8b": (32, 8, 128)}
+DECODE = [[600], [600] * 8, [600] * 32, [600] * 256, [8192] * 8, [32768] + [512] * 31]
+PREFILL = [[2048] * 8, [512] * 8, [8192]]
+BLOCK = 16
+DTYPE = torch.bfloat16
+CHAIN_BYTES = 200 * 2**20
+
+
+def decode_configs(head_dim: int, every: bool) -> Iterator[DecodeConfig]:
+    own = decode_plan.default_config(head_dim, DTYPE)
+    yield own
+    if not every:
+        return
+    for tile, warps, stages, programs in itertools.product(
+        (32, 64, 128), (4, 8), (3, 4, 5), (1, 2, 3, 4)
+    ):
+        config = DecodeConfig(tile, warps, stages, programs)
+        shared = tile * head_dim * 2 * 2 * (stages - 1) * programs
+        if config != own and 48_000 <= shared <= 200_000 and not (tile == 32 and warps == 8):
+            yield config
+
+
+def prefill_configs(head_dim: int, group: int, every: bool) -> Iterator[PrefillConfig]:
+    own = paged_prefill.default_config(head_dim, DTYPE, group=group, max_query_len=4096)
+    yield own
+    if not every:
+        return
+    for rows, tile, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3, 4)):
+        config = PrefillConfig(rows, tile, warps, stages)
+        if config != own and tile * head_dim * 4 * stages <= 200_000:
+            yield config
+
+
+class Batch:
+    """Rows of random contexts; queries are the last `new` tokens of each."""
+
+    def __init__(self, lengths: list[int], new: list[int], heads: tuple[int, int, int]) -> None:
+        self.num_heads, self.num_kv_heads, self.head_dim = heads
+        self.lengths, self.new = lengths, new
+        blocks = [-(-n // BLOCK) for n in lengths]
+        order = (torch.randperm(sum(blocks)) + 1).to(torch.int32)
+        table = torch.zeros((len(lengths), max(blocks)), dtype=torch.int32)
+        for row, part in enumerate(order.split(blocks)):
+            table[row, : len(part)] = part
+        self.table = table.cuda()
+        self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        starts = torch.tensor([0, *new]).cumsum(0).to(torch.int32)
+        self.starts = starts.cuda()
+        self.q = torch.randn(sum(new), *heads[::2], device="cuda").to(DTYPE)
+        memory = (1 + sum(blocks), heads[1], 2, BLOCK, heads[2])
+        self.kv_bytes = 2 * sum(lengths) * heads[1] * heads[2] * 2
+        copies = max(2, min(64, CHAIN_BYTES // self.kv_bytes + 1))
+        self.caches = [
+            torch.randn(memory, device="cuda").to(DTYPE).permute(0, 3, 2, 1, 4)
+            for _ in range(copies)
+        ]
+        self.scale = heads[2] ** -0.5
+
+
+def time_chain(calls: list[Callable[[], None]]) -> float:
+    """Microseconds per call, the median of 20 replays of the whole chain."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(23):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return sorted(times[3:])[10]
+
+
+def is_near(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    error = (actual.double() - expected).norm() / expected.norm()
+    return bool(error < 1e-2)
+
+
+def time_decode(batch: Batch, config: DecodeConfig) -> float | None:
+    workspace = DecodeWorkspace(
+        num_heads=batch.num_heads,
+        num_kv_heads=batch.num_kv_heads,
+        head_dim=batch.head_dim,
+        max_rows=256,
+        config=config,
+        device=torch.device("cuda:0"),
+    )
+    plan, out = workspace.new_plan(), torch.empty_like(batch.q)
+    rows = len(batch.lengths)
+
+    def call(cache: torch.Tensor) -> None:
+        paged_decode.paged_decode(
+            batch.q, cache, batch.table, batch.seq_lens, plan, workspace,
+            num_rows=rows, scale=batch.scale, out=out,
+        )  # fmt: skip
+
+    decode_plan.plan_decode(
+        batch.seq_lens, workspace, plan, num_rows=rows, num_kv_heads=batch.num_kv_heads
+    )
+    out.fill_(float("nan"))  # also a launch that waits for the plan
+    call(batch.caches[0])
+    expected = paged_decode.paged_decode_reference(
+        batch.q, batch.caches[0], batch.table, batch.seq_lens, scale=batch.scale
+    )
+    if not is_near(out, expected):
+        return None
+    return time_chain([lambda cache=cache: call(cache) for cache in batch.caches])
+
+
+def time_prefill(batch: Batch, config: PrefillConfig) -> float | None:
+    group, rows, tokens = batch.num_heads // batch.num_kv_heads, len(batch.lengths), len(batch.q)
+    num_tiles = paged_prefill.max_tiles(tokens, rows, config=config, group=group)
+    plan = torch.zeros((num_tiles, 2), dtype=torch.int32, device="cuda")
+    out = torch.empty_like(batch.q)
+    paged_prefill.plan_prefill(
+        batch.starts, plan, config=config, group=group, first_row=0, num_rows=rows,
+        num_tiles=num_tiles,
+    )  # fmt: skip
+
+    def call(cache: torch.Tensor) -> None:
+        paged_prefill.paged_prefill(
+            batch.q, cache, batch.table, batch.seq_lens, batch.starts, plan,
+            config=config, num_tiles=num_tiles, scale=batch.scale, out=out,
+        )  # fmt: skip
+
+    call(batch.caches[0])
+    first = batch.lengths[0]
+    expected = paged_prefill.paged_prefill_reference(
+        batch.q[:512], batch.caches[0], batch.table[:1], torch.full_like(batch.seq_lens[:1], 512),
+        torch.tensor([0, 512]), scale=batch.scale,
+    )  # fmt: skip
+    assert first >= 512
+    if not is_near(out[:512], expected):
+        return None
+    return time_chain([lambda cache=cache: call(cache) for cache in batch.caches[:2]])
+
+
+def report(name: str, config: object, us: float | None, amount: float, unit: str) -> None:
+    words = str(config).partition("(")[2].rstrip(")")
+    result = "WRONG" if us is None else f"{us:9.1f} us {amount / us:8.2f} {unit}"
+    print(f"{name:<34} {result}  {words}", flush=True)
+
+
+def shape_name(model: str, lengths: list[int]) -> str:
+    kinds = [f"{len(list(g))}x{n}" for n, g in itertools.groupby(lengths)]
+    return f"{model} {'+'.join(kinds)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--part", choices=("decode", "prefill"))
+    parser.add_argument("--models", nargs="+", choices=HEADS, default=list(HEADS))
+    parser.add_argument("--all", action="store_true", help="every configuration")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    for model in args.models:
+        heads = HEADS[model]
+        for lengths in DECODE if args.part != "prefill" else []:
+            batch = Batch(lengths, [1] * len(lengths), heads)
+            results = []
+            for config in decode_configs(heads[2], args.all):
+                us = time_decode(batch, config)
+                results.append((us if us is not None else -1.0, str(config), config, us))
+            for _, _, config, us in [results[0], *sorted(results[1:])[:5]]:
+                report(shape_name(model, lengths), config, us, batch.kv_bytes / 1e6, "TB/s")
+            del batch
+        for lengths in PREFILL if args.part != "decode" else []:
+            batch = Batch(lengths, lengths, heads)
+            flops = sum(4 * n * n / 2 for n in lengths) * heads[0] * heads[2]
+            results = []
+            for pconfig in prefill_configs(heads[2], heads[0] // heads[1], args.all):
+                us = time_prefill(batch, pconfig)
+                results.append((us if us is not None else -1.0, str(pconfig), pconfig, us))
+            for _, _, pconfig, us in [results[0], *sorted(results[1:])[:5]]:
+                report(shape_name(model, lengths), pconfig, us, flops / 1e6, "TFLOP/s")
+            del batch
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Speed of the engine on one GPU: random weights, real shapes, vLLM's measured figures beside.
+
+    python benchmarks/gpu_decode.py [--models NAME ...] [--parts decode job prefill]
+
+decode    time per step: prompts of 512 tokens, mean over 192 steps in which every row decodes
+job       256 requests of 100 to 1024 prompt and output tokens, drawn with seed 0: output tokens/s
+prefill   32 prompts of 2048 tokens, one output token each: prompt tokens/s
+
+Needs a CUDA device and no tokenizer. Each model runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_shapes import MODELS, floor_ms, write_config
+from machine import machine_facts
+
+from termgen.config import EngineConfig
+from termgen.engine.engine import SyncEngine
+from termgen.engine.events import EventRing, StepRecord
+from termgen.engine.request import GenerationRequest
+from termgen.engine.sampling_params import SamplingParams
+
+PARTS = ("decode", "job", "prefill")
+PROMPT, STEPS, WARM_STEPS = 512, 192, 16
+VLLM = {  # vLLM 0.25.1 on one H100, same protocol: milliseconds per decode step by batch size
+    "qwen3-0.6b": {1: 1.66, 8: 1.77, 32: 2.63, 128: 5.22, 256: 8.48},
+    "llama-3.2-1b": {1: 1.48, 8: 1.66, 32: 1.97, 128: 3.09, 256: 4.38},
+    "llama-3.1-8b": {1: 6.53, 8: 6.83, 32: 7.66, 128: 11.04, 256: 16.23},
+}
+VLLM_JOB = {"qwen3-0.6b": 19193}
+VLLM_PREFILL = {"qwen3-0.6b": 388e3, "llama-3.2-1b": 263e3, "llama-3.1-8b": 43.1e3}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="further engine setting, such as enforce_eager=true",
+    )
+    parser.add_argument("--output-json", type=Path, help="write machine and results here")
+    parser.add_argument("--profile", type=int, metavar="BATCH", help="print this batch's kernels")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def engine_options(items: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for item in items:
+        name, _, value = item.partition("=")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    return options
+
+
+def make_engine(name: str, folder: Path, options: dict[str, Any]) -> tuple[SyncEngine, float]:
+    started = time.perf_counter()
+    engine = SyncEngine(
+        EngineConfig(
+            **{
+                "model": str(write_config(folder, name)),
+                "load_format": "dummy",
+                "skip_tokenizer_init": True,
+                "device": "cuda",
+                "max_num_seqs": 256,
+                "max_num_batched_tokens": 16384,
+                "max_model_len": 4096,
+                "enable_prefix_caching": False,
+                **options,
+            }
+        )
+    )
+    return engine, time.perf_counter() - started
+
+
+def add(
+    engine: SyncEngine, index: int, prompt_tokens: int, output_tokens: int, **params: Any
+) -> None:
+    rng = random.Random(f"{index} {prompt_tokens}")
+    prompt = tuple(rng.randrange(10, 100_000) for _ in range(prompt_tokens))
+    engine.add(
+        GenerationRequest(
+            request_id=f"{index}",
+            prompt_token_ids=prompt,
+            params=SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=index, **params),
+        )
+    )
+
+
+def drain(engine: SyncEngine) -> None:
+    while engine.has_unfinished:
+        engine.step()
+
+
+def decode_cell(engine: SyncEngine, batch: int, params: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds per step, by the clock of whoever takes the tokens."""
+    for index in range(batch):
+        add(engine, index, PROMPT, STEPS + 3 * WARM_STEPS + 64, **params)
+    ring: EventRing = engine.core.bus.subscribe()
+    decoding = 0
+    while decoding < WARM_STEPS:
+        engine.step()
+        for record in ring.drain():
+            if isinstance(record, StepRecord):
+                is_full = record.num_decode_rows == batch and not record.num_prefill_rows
+                decoding = decoding + 1 if is_full else 0
+    started = time.perf_counter()
+    for _ in range(STEPS):
+        engine.step()
+    seconds = time.perf_counter() - started
+    records = [r for r in ring.drain() if isinstance(r, StepRecord)]
+    engine.core.bus.unsubscribe(ring)
+    assert all(r.num_sampled_tokens == batch for r in records), "a row ended while it was timed"
+    for index in range(batch):
+        engine.abort(f"{index}")
+    drain(engine)
+    return {
+        "batch": batch,
+        "ms": seconds / STEPS * 1e3,
+        "graph_share": sum(r.graph_mode == "FULL" for r in records) / len(records),
+        "schedule_us": sum(r.schedule_us for r in records) / len(records),
+        "apply_us": sum(r.apply_us for r in records) / len(records),
+    }
+
+
+def job(engine: SyncEngine, params: dict[str, Any]) -> float:
+    """The 256-request job: output tokens per second."""
+    rng = random.Random(0)
+    lengths = [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
+    for index, (prompt, output) in enumerate(lengths):
+        add(engine, index, prompt, output, **params)
+    started = time.perf_counter()
+    drain(engine)
+    return sum(output for _, output in lengths) / (time.perf_counter() - started)
+
+
+def prefill(engine: SyncEngine) -> float:
+    """Prompt tokens per second."""
+    for index in range(32):
+        add(engine, index, 2048, 1, temperature=0.0)
+    started = time.perf_counter()
+    drain(engine)
+    return 32 * 2048 / (time.perf_counter() - started)
+
+
+def profile_batch(engine: SyncEngine, batch: int, params: dict[str, Any]) -> None:
+    """Time of each kernel in a steady decode step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for index in range(batch):
+        add(engine, index, PROMPT, 200, **params)
+    for _ in range(batch // 16 + 60):
+        engine.step()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        for _ in range(10):
+            engine.step()
+    table = trace.key_averages().table(
+        sort_by="self_cuda_time_total", row_limit=24, max_name_column_width=60
+    )
+    keep = [line[:60] + line[-75:] for line in str(table).splitlines()]
+    print("\n".join(keep), file=sys.stderr)
+    drain(engine)
+
+
+def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    params = {"temperature": args.temperature}
+    with tempfile.TemporaryDirectory() as folder:
+        engine, start_s = make_engine(name, Path(folder), engine_options(args.option))
+        result: dict[str, Any] = {"model": name, "start_s": start_s, "decode": []}
+        for _ in range(2):  # clocks, allocator
+            decode_cell(engine, 8, params)
+        if "decode" in args.parts:
+            for batch in args.batch_sizes:
+                gc.collect()
+                cell = decode_cell(engine, batch, params)
+                context = PROMPT + WARM_STEPS + STEPS // 2
+                cell["floor_ms"] = floor_ms(name, batch, context)
+                cell["vllm_ms"] = VLLM[name].get(batch)
+                result["decode"].append(cell)
+        if "job" in args.parts:
+            result["job"] = [job(engine, params) for _ in range(2)][-1]
+            result["vllm_job"] = VLLM_JOB.get(name)
+        if "prefill" in args.parts:
+            result["prefill"] = max(prefill(engine) for _ in range(3))
+            result["vllm_prefill"] = VLLM_PREFILL[name]
+        if args.profile:
+            profile_batch(engine, args.profile, params)
+        engine.shutdown()
+    return result
+
+
+def print_result(result: dict[str, Any]) -> None:
+    print(f"{result['model']}: started in {result['start_s']:.1f} s")
+    if result["decode"]:
+        print("  batch  ms/step   vLLM  floor  % of floor  graphs  schedule us  apply us")
+    for c in result["decode"]:
+        vllm = f"{c['vllm_ms']:6.2f}" if c["vllm_ms"] else "     -"
+        print(
+            f"  {c['batch']:5d} {c['ms']:8.3f} {vllm} {c['floor_ms']:6.2f} "
+            f"{100 * c['floor_ms'] / c['ms']:10.0f}% {100 * c['graph_share']:6.0f}% "
+            f"{c['schedule_us']:12.0f} {c['apply_us']:9.0f}"
+        )
+    for part, unit in (("job", "output tokens/s"), ("prefill", "prompt tokens/s")):
+        if part in result:
+            vllm = result[f"vllm_{part}"]
+            beside = f" (vLLM {vllm:,.0f})" if vllm else ""
+            print(f"  {part}: {result[part]:,.0f} {unit}{beside}")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    args = parse_args()
+    if args.child:
+        print(json.dumps(run_model(args, args.models[0])))
+        return
+    results = []
+    for name in args.models:
+        command = [sys.executable, *sys.argv, "--child", "--models", name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            print(f"{name}: failed with code {done.returncode}")
+            continue
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+        print_result(results[-1])
+    if args.output_json:
+        import torch
+
+        facts = {**machine_facts(), "gpu": torch.cuda.get_device_name()}
+        report = {"machine": facts, "results": results}
+        args.output_json.write_text(json.dumps(report, indent=2) + "\n")
+    if len(results) < len(args.models):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

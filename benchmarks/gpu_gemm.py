@@ -1,0 +1,337 @@
+"""Products of a few rows on a CUDA device: cuBLAS beside every candidate of `small_gemm`.
+
+    python benchmarks/gpu_gemm.py [--models NAME ...] [--rows M ...] [--output FILE.json|FILE.py]
+
+A time is that of one product inside a CUDA graph that holds a chain of them over different copies
+of the weight, more than the L2 cache keeps. Candidates run as a chain that overlaps (programmatic
+dependent launch); the best one is timed again without. What a candidate computes is compared with
+float32 first: a wrong one is reported, not timed. FILE.json holds all the times; FILE.py is the
+table from which the engine chooses, termgen/engine/kernels/small_gemm_table.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from machine import machine_facts
+from triton.runtime.errors import TritonError
+
+from termgen.engine.kernels.small_gemm import SmallGemmWorkspace, small_gemm
+from termgen.engine.kernels.small_gemm_config import SmallGemmConfig, candidates
+
+SHAPES = {  # [N, K] of each weight
+    "qwen3-0.6b": {
+        "qkv": (4096, 1024),
+        "o": (1024, 2048),
+        "gate_up": (6144, 1024),
+        "down": (1024, 3072),
+        "head": (151936, 1024),
+    },
+    "llama-3.2-1b": {
+        "qkv": (3072, 2048),
+        "o": (2048, 2048),
+        "gate_up": (16384, 2048),
+        "down": (2048, 8192),
+        "head": (128256, 2048),
+    },
+    "llama-3.1-8b": {
+        "qkv": (6144, 4096),
+        "o": (4096, 4096),
+        "gate_up": (28672, 4096),
+        "down": (4096, 14336),
+        "head": (128256, 4096),
+    },
+}
+ROTATED_BYTES = 120 << 20
+CHAIN = 24
+LEAST_SECONDS = 2e-3  # of one measurement
+MAX_ERROR = 1e-2
+TIE = 1.02  # cuBLAS keeps what a candidate does not beat by this much
+COMPILE_THREADS = 16
+DEVICE = torch.device("cuda")
+Product = Callable[[torch.Tensor], object]
+
+
+@dataclass
+class Cell:
+    """One product and its times, in microseconds."""
+
+    model: str
+    name: str
+    m: int
+    n: int
+    k: int
+    cublas_us: float = math.nan
+    overlapped_us: dict[SmallGemmConfig, float] = field(default_factory=dict)
+    alone_us: float = math.nan
+    """The best candidate's, without overlap."""
+
+    @property
+    def best(self) -> SmallGemmConfig | None:
+        return min(self.overlapped_us, key=self.overlapped_us.__getitem__, default=None)
+
+    @property
+    def best_us(self) -> float:
+        return min(self.overlapped_us.values(), default=math.nan)
+
+    @property
+    def winner(self) -> SmallGemmConfig | None:
+        return self.best if self.best_us * TIE < self.cublas_us else None
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * (self.n * self.k + self.m * (self.n + self.k))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--output", type=Path, help="where to write the results: .json or .py")
+    args = parser.parse_args()
+    if args.output is not None and args.output.suffix not in (".json", ".py"):
+        parser.error("--output must end in .json or .py")
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA device")
+    return args
+
+
+def make_cells(models: Iterable[str], rows: Iterable[int]) -> list[Cell]:
+    return [
+        Cell(model, name, m, n, k)
+        for model in models
+        for name, (n, k) in SHAPES[model].items()
+        for m in rows
+    ]
+
+
+def make_workspace(configs: Iterable[SmallGemmConfig], n: int) -> SmallGemmWorkspace:
+    configs = list(configs)
+    return SmallGemmWorkspace(
+        DEVICE,
+        num_values=max((c.partial_values(n) for c in configs), default=0),
+        num_tiles=max((c.tiles(n) for c in configs), default=0),
+    )
+
+
+def compile_all(work: Iterable[tuple[SmallGemmConfig, int]], *, pdl: bool) -> set[SmallGemmConfig]:
+    """Compiles every (configuration, K) in threads; returns the configurations that cannot run."""
+    todo = {}
+    for config, k in work:
+        prefetches = k > config.block_k or config.num_stages > 1
+        todo[config, k % config.block_k == 0, prefetches] = (config, k)
+    broken = set()
+
+    def compile_one(item: tuple[SmallGemmConfig, int]) -> None:
+        config, k = item
+        n = 16 * config.block_n
+        x = torch.zeros(config.block_m, k, dtype=torch.bfloat16, device=DEVICE)
+        weight = torch.zeros(n, k, dtype=torch.bfloat16, device=DEVICE)
+        try:
+            small_gemm(x, weight, config=config, workspace=make_workspace([config], n), pdl=pdl)
+        except (TritonError, RuntimeError) as error:
+            print(f"cannot run {describe(config)}: {error}")
+            broken.add(config)
+
+    with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+        list(pool.map(compile_one, todo.values()))
+    torch.cuda.synchronize()
+    return broken
+
+
+def time_chain(product: Product, weights: list[torch.Tensor], stream: torch.cuda.Stream) -> float:
+    """Seconds of one product in a recorded chain over the copies of a weight."""
+    calls = max(CHAIN, len(weights))
+    graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        product(weights[0])
+        stream.synchronize()
+        graph.capture_begin()
+        for call in range(calls):
+            product(weights[call % len(weights)])
+        graph.capture_end()
+
+        def replay(times: int) -> float:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(times):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3 / times
+
+        replay(1)
+        times = max(1, math.ceil(LEAST_SECONDS / replay(1)))
+        seconds = min(replay(times) for _ in range(3))
+    return seconds / calls
+
+
+def error_of(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to the largest value; infinite if anything was not written."""
+    error = float((out.float() - expected).abs().max() / expected.abs().max())
+    return error if math.isfinite(error) else math.inf
+
+
+class Shape:
+    """Copies of one weight, and what times products with it."""
+
+    def __init__(self, n: int, k: int) -> None:
+        self.n, self.k = n, k
+        copies = math.ceil(ROTATED_BYTES / (2 * n * k))
+        generator = torch.Generator(DEVICE).manual_seed(n + k)
+        self.weights = [
+            torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE, generator=generator)
+            for _ in range(copies)
+        ]
+        self._whole = self.weights[0].float()
+        self.stream = torch.cuda.Stream()
+
+    def run(self, cell: Cell, broken: set[SmallGemmConfig]) -> None:
+        x = torch.randn(cell.m, self.k, dtype=torch.bfloat16, device=DEVICE) * self.k**-0.5
+        expected = F.linear(x.float(), self._whole)
+        out = torch.empty(cell.m, self.n, dtype=torch.bfloat16, device=DEVICE)
+        cublas = time_chain(lambda w: torch.mm(x, w.t(), out=out), self.weights, self.stream)
+        cell.cublas_us = cublas * 1e6
+        tried = [c for c in candidates(cell.m, self.n, self.k, x.dtype) if c not in broken]
+        workspace = make_workspace(tried, self.n)
+        for config in tried:
+            workspace.partial.fill_(math.nan)
+            out.fill_(math.nan)
+            small_gemm(x, self.weights[0], config=config, workspace=workspace, out=out)
+            error = error_of(out, expected)
+            if error > MAX_ERROR:
+                print(f"WRONG: {cell.model} {cell.name} M={cell.m} {describe(config)}: {error:.3g}")
+                workspace.arrivals.zero_()
+                continue
+            product = self._product(x, out, config, workspace, pdl=True)
+            cell.overlapped_us[config] = time_chain(product, self.weights, self.stream) * 1e6
+
+    def run_alone(self, cell: Cell) -> None:
+        """The best candidate once more, without overlap."""
+        if cell.best is None:
+            return
+        x = torch.randn(cell.m, self.k, dtype=torch.bfloat16, device=DEVICE)
+        out = torch.empty(cell.m, self.n, dtype=torch.bfloat16, device=DEVICE)
+        workspace = make_workspace([cell.best], self.n)
+        product = self._product(x, out, cell.best, workspace, pdl=False)
+        cell.alone_us = time_chain(product, self.weights, self.stream) * 1e6
+
+    @staticmethod
+    def _product(
+        x: torch.Tensor,
+        out: torch.Tensor,
+        config: SmallGemmConfig,
+        workspace: SmallGemmWorkspace,
+        *,
+        pdl: bool,
+    ) -> Product:
+        return lambda w: small_gemm(x, w, config=config, workspace=workspace, out=out, pdl=pdl)
+
+
+def describe(config: SmallGemmConfig) -> str:
+    return (
+        f"{config.kind} {config.block_m}x{config.block_n}x{config.block_k}"
+        f" w{config.num_warps} s{config.num_stages} k/{config.splits}"
+    )
+
+
+def print_table(cells: list[Cell]) -> None:
+    print(f"{'':24}{'M':>3}{'cuBLAS':>9}{'best':>9}{'alone':>9}{'GB/s':>7}{'gain':>6}  best")
+    for cell in cells:
+        best = "-" if cell.best is None else describe(cell.best)
+        print(
+            f"{cell.model + ' ' + cell.name:24}{cell.m:3}{cell.cublas_us:9.2f}{cell.best_us:9.2f}"
+            f"{cell.alone_us:9.2f}{cell.nbytes / cell.best_us / 1e3:7.0f}"
+            f"{cell.cublas_us / cell.best_us:6.2f}  {best}{'' if cell.winner else ' (cuBLAS)'}"
+        )
+
+
+def write_json(path: Path, cells: list[Cell]) -> None:
+    rows = []
+    for cell in cells:
+        row: dict[str, object] = {
+            name: getattr(cell, name) for name in ("model", "name", "m", "n", "k")
+        }
+        row["cublas_us"], row["alone_us"] = cell.cublas_us, cell.alone_us
+        row["overlapped"] = [{**asdict(c), "us": us} for c, us in cell.overlapped_us.items()]
+        rows.append(row)
+    device = torch.cuda.get_device_name(DEVICE)
+    report = {"machine": machine_facts(), "device": device, "cells": rows}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def write_table(path: Path, cells: list[Cell]) -> None:
+    table: dict[tuple[int, int], dict[int, SmallGemmConfig | None]] = {}
+    for cell in cells:
+        table.setdefault((cell.n, cell.k), {})[cell.m] = cell.winner
+    lines = [
+        '"""What was measured to be best on a Hopper GPU; written by `benchmarks/gpu_gemm.py`."""',
+        "",
+        "from __future__ import annotations",
+        "",
+        "from termgen.engine.kernels.small_gemm_config import SmallGemmConfig, Table",
+        "",
+        "_C = SmallGemmConfig",
+        "",
+        "MEASURED: Table = {",
+    ]
+    for shape, by_rows in table.items():
+        lines.append(f"    {shape}: {{")
+        for m, config in sorted(by_rows.items()):
+            lines.append(f"        {m}: {literal(config)},")
+        lines.append("    },")
+    path.write_text("\n".join([*lines, "}", ""]))
+
+
+def literal(config: SmallGemmConfig | None) -> str:
+    if config is None:
+        return "None"
+    kind, *numbers = asdict(config).values()
+    return f'_C("{kind}", {", ".join(map(str, numbers))})'
+
+
+def main() -> None:
+    args = parse_args()
+    started = perf_counter()
+    cells = make_cells(args.models, args.rows)
+    work = [
+        (config, cell.k)
+        for cell in cells
+        for config in candidates(cell.m, cell.n, cell.k, torch.bfloat16)
+    ]
+    torch.ones(1, device=DEVICE)
+    broken = compile_all(work, pdl=True)
+    print(f"compiled {len(set(work))} in {perf_counter() - started:.0f} s")
+    for alone in (False, True):
+        if alone:
+            compile_all([(c.best, c.k) for c in cells if c.best is not None], pdl=False)
+        for n, k in dict.fromkeys((cell.n, cell.k) for cell in cells):
+            shape = Shape(n, k)
+            for cell in cells:
+                if (cell.n, cell.k) != (n, k):
+                    continue
+                if alone:
+                    shape.run_alone(cell)
+                else:
+                    shape.run(cell, broken)
+            del shape
+            torch.cuda.empty_cache()
+    print_table(cells)
+    print(f"{perf_counter() - started:.0f} s on {torch.cuda.get_device_name(DEVICE)}")
+    if args.output is not None:
+        write = write_json if args.output.suffix == ".json" else write_table
+        write(args.output, cells)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Tells the event bus what the scheduler did: one record a step, one event per change of a request.
+
+Used by the core, on the engine thread; reads the scheduler and changes nothing in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from termgen.engine.delivery import FinishedRow, StartedRow
+from termgen.engine.events import EventBus, RequestEvent, RequestEventKind, StepRecord
+from termgen.engine.request import Request
+from termgen.engine.scheduler import Scheduler
+from termgen.engine.scheduler_types import AppliedStep
+from termgen.engine.step import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """perf_counter_ns stamps of one step on the host."""
+
+    planned_ns: int
+    submitted_ns: int
+    landed_ns: int
+    applied_ns: int
+
+
+class EventPublisher:
+    """Where every event of one engine comes from."""
+
+    def __init__(self, bus: EventBus, scheduler: Scheduler) -> None:
+        self._bus = bus
+        self._scheduler = scheduler
+
+    def queued(self, request: Request) -> None:
+        self._tell(request, RequestEventKind.QUEUED, request.arrival_ns)
+
+    def started(self, rows: Iterable[StartedRow], time_ns: int) -> None:
+        """Told when planned: a request may be over when its first step lands."""
+        for row in rows:
+            request = self._scheduler.requests[row.request_id]
+            self._tell(request, RequestEventKind.SCHEDULED, time_ns)
+
+    def preempted(self, requests: Iterable[Request], why: str) -> None:
+        for request in requests:
+            self._tell(request, RequestEventKind.PREEMPTED, time.perf_counter_ns(), why)
+
+    def finished(self, rows: Iterable[FinishedRow], time_ns: int) -> None:
+        for row in rows:
+            self._tell_ended(row, RequestEventKind.FINISHED, time_ns, row.reason.value)
+
+    def step(
+        self, plan: StepPlan, result: StepResult, applied: AppliedStep, times: StepTimes
+    ) -> StepRecord:
+        """A landed step, and the first tokens in it."""
+        scheduler = self._scheduler
+        pool, stats = scheduler.kv.pool, scheduler.stats
+        past_prompt = plan.num_computed >= scheduler.slots.num_prompt[plan.slots]
+        num_decode = int(np.count_nonzero((plan.num_tokens == 1) & past_prompt))
+        record = StepRecord(
+            step_id=plan.step_id,
+            planned_ns=times.planned_ns,
+            submitted_ns=times.submitted_ns,
+            started_ns=result.started_ns,
+            ended_ns=result.ended_ns,
+            applied_ns=times.applied_ns,
+            schedule_us=(times.submitted_ns - times.planned_ns) / 1e3,
+            apply_us=(times.applied_ns - times.landed_ns) / 1e3,
+            num_decode_rows=num_decode,
+            num_prefill_rows=plan.num_rows - num_decode,
+            num_prefill_tokens=plan.total_tokens - num_decode,
+            num_sampled_tokens=len(applied.rows),
+            num_padded_tokens=result.num_padded_tokens,
+            graph_mode=result.graph_mode,
+            num_running=scheduler.num_running,
+            num_waiting=len(scheduler.waiting),
+            num_used_blocks=pool.num_used,
+            num_cached_blocks=pool.num_cached,
+            num_free_blocks=pool.num_free - pool.num_cached,
+            prefix_query_tokens=stats.prefix_query_tokens,
+            prefix_hit_tokens=stats.prefix_hit_tokens,
+            num_preemptions=stats.num_preemptions,
+        )
+        self._bus.publish(record)
+        self._first_tokens(applied, times.landed_ns)
+        return record
+
+    def _first_tokens(self, applied: AppliedStep, time_ns: int) -> None:
+        table = self._scheduler.slots
+        first = table.num_tokens[applied.slots] == table.num_prompt[applied.slots] + 1
+        for slot in applied.slots[first]:
+            request = table.requests[slot]
+            if request is not None:
+                self._tell(request, RequestEventKind.FIRST_TOKEN, time_ns)
+        for row in applied.finished:  # these have left their slots already
+            if row.num_output_tokens == 1:
+                self._tell_ended(row, RequestEventKind.FIRST_TOKEN, time_ns)
+
+    def _tell(
+        self, request: Request, kind: RequestEventKind, time_ns: int, detail: str = ""
+    ) -> None:
+        slot, num_prompt = request.slot, request.num_prompt_tokens
+        total = int(self._scheduler.slots.num_tokens[slot]) if slot >= 0 else len(request.token_ids)
+        self._bus.publish(
+            RequestEvent(
+                time_ns,
+                request.request_id,
+                kind,
+                num_prompt,
+                total - num_prompt,
+                request.num_cached_tokens,
+                detail,
+            )
+        )
+
+    def _tell_ended(
+        self, row: FinishedRow, kind: RequestEventKind, time_ns: int, detail: str = ""
+    ) -> None:
+        self._bus.publish(
+            RequestEvent(
+                time_ns,
+                row.request_id,
+                kind,
+                row.num_prompt_tokens,
+                row.num_output_tokens,
+                row.num_cached_tokens,
+                detail,
+            )
+        )

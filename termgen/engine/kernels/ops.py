@@ -1,0 +1,53 @@
+"""The operations between matrix products as fused kernels: `layers.ops.LayerOps` for CUDA."""
+
+from __future__ import annotations
+
+import torch
+
+from termgen.engine.kernels.qk_rope_kv import qk_rope_kv
+from termgen.engine.kernels.rmsnorm import add_rmsnorm, rmsnorm
+from termgen.engine.kernels.rotation import rotation
+from termgen.engine.kernels.silu_mul import gated_activation
+from termgen.engine.layers.rotary import Rotation
+
+
+class TritonOps:
+    """LayerOps."""
+
+    def rotation(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float
+    ) -> Rotation:
+        return Rotation(*rotation(positions, frequencies, scale))
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rmsnorm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return add_rmsnorm(x, residual, weight, eps)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        kv_cache: torch.Tensor,
+        rotation: Rotation,
+        slot_mapping: torch.Tensor,
+        *,
+        num_heads: int,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        return qk_rope_kv(
+            qkv,
+            kv_cache,
+            rotation.cos,
+            rotation.sin,
+            slot_mapping,
+            num_heads=num_heads,
+            norm_weight=norm_weight,
+            eps=eps,
+        )
+
+    def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        return gated_activation(gate_up, activation=activation)

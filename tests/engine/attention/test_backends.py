@@ -1,0 +1,168 @@
+"""Every attention backend against a float64 oracle, with one test set."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+import triton_device
+from attention_case import TOLERANCE, AttentionCase, random_rows
+
+from termgen.config import ATTENTION_BACKENDS
+from termgen.engine.attention.base import AttentionBackend
+from termgen.engine.attention.registry import BACKENDS, make_backend, why_not
+from termgen.engine.attention.torch_reference import TorchReferenceAttention
+from termgen.errors import ConfigError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+WINDOWS = (None, 1, 3, 5, 16, 17)
+
+
+def on(device: torch.device, *names: str) -> list[object]:
+    marks = [pytest.mark.gpu] if device.type == "cuda" else []
+    return [pytest.param((name, device), id=f"{name}-{device}", marks=marks) for name in names]
+
+
+@pytest.fixture(params=[*on(CPU, *BACKENDS), *on(CUDA, *BACKENDS)])
+def where(request: pytest.FixtureRequest) -> tuple[type[AttentionBackend], torch.device]:
+    """A backend and where to run it: Triton's kernels are interpreted on a CPU."""
+    name, device = request.param
+    if name == "torch_reference":
+        return TorchReferenceAttention, device
+    triton_device.require_triton()
+    if device.type == "cpu" and not triton_device.IS_INTERPRETED:
+        pytest.skip("kernels are compiled here")
+    from termgen.engine.attention.triton_paged import TritonPagedAttention
+
+    return TritonPagedAttention, device
+
+
+Where = tuple[type[AttentionBackend], torch.device]
+
+
+def make_case(where: Where, rows: list[tuple[int, int]], **sizes: object) -> AttentionCase:
+    backend, device = where
+    return AttentionCase(rows, backend=backend, device=device, windows=WINDOWS, **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_ragged_batches_match_the_oracle(seed: int, where: Where) -> None:
+    print("seed", seed)
+    rng = random.Random(seed)
+    block_size = rng.choice((1, 4, 16))
+    num_kv_heads = rng.choice((1, 2, 3))
+    case = make_case(
+        where,
+        random_rows(rng, block_size),
+        num_heads=num_kv_heads * rng.randint(1, 8),
+        num_kv_heads=num_kv_heads,
+        head_dim=rng.choice((64, 80, 96, 128)),
+        block_size=block_size,
+        seed=seed,
+    )
+    case.check(sliding_window=rng.choice(WINDOWS))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types(dtype: torch.dtype, where: Where) -> None:
+    if dtype is torch.bfloat16 and where[1].type == "cpu" and where[0].name == "triton":
+        pytest.skip("the interpreter multiplies no bfloat16")
+    rows = [(15, 1), (16, 1), (17, 1), (0, 9), (16, 5)]
+    case = make_case(where, rows, num_heads=6, dtype=dtype)
+    case.check()
+    case.check(sliding_window=5)
+
+
+def test_one_row_of_each_kind(where: Where) -> None:
+    for rows in ([(0, 1)], [(31, 1)], [(0, 2)], [(0, 33)], [(7, 26)]):
+        make_case(where, rows).check()
+
+
+@pytest.mark.parametrize("with_prefill", [False, True])
+def test_padded_rows_see_nothing_and_spoil_nothing(with_prefill: bool, where: Where) -> None:
+    rows = [(9, 1), (20, 1), (0, 1)] + ([(3, 6), (0, 2)] if with_prefill else [])
+    case = make_case(where, rows)
+    case.metadata.seq_lens[2] = 0
+    case.metadata.slot_mapping[2] = 0
+    case.metadata.block_table[2] = 2**30
+    for sliding_window in (None, 3):
+        actual = case.run(sliding_window=sliding_window)
+        expected = case.expected(sliding_window=sliding_window)
+        others = [token for token in range(actual.shape[0]) if token != 2]
+        tolerance = TOLERANCE[torch.float32]
+        torch.testing.assert_close(
+            actual[others].double(), expected[others], atol=tolerance, rtol=tolerance
+        )
+        assert not actual[2].isnan().any()
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 3, 4])
+def test_a_step_whose_split_only_the_device_knows(num_decodes: int, where: Where) -> None:
+    """As recorded: rows without tokens, tokens without rows, and no number of decodes."""
+    rows = [(9, 1), (20, 1), (0, 1), (35, 1)][:num_decodes] + [(3, 6), (0, 18), (17, 2)]
+    case = make_case(where, rows, max_num_seqs=16, max_num_tokens=64)
+    real, total, num_rows = case.metadata, case.metadata.num_tokens, len(rows)
+    padded_rows, padded_tokens = 12, total + 7
+
+    def padded(tensor: torch.Tensor, size: int, value: int) -> torch.Tensor:
+        more = tensor.new_full((size - len(tensor), *tensor.shape[1:]), value)
+        return torch.cat((tensor, more))
+
+    case.metadata = dataclasses.replace(
+        real,
+        query_start_loc=padded(real.query_start_loc, padded_rows + 1, total),
+        seq_lens=padded(real.seq_lens, padded_rows, 0),
+        block_table=padded(real.block_table, padded_rows, 2**30),
+        slot_mapping=padded(real.slot_mapping, padded_tokens, 0),
+        num_rows=padded_rows,
+        num_tokens=padded_tokens,
+        num_decodes=None,
+        max_query_len=padded_tokens,
+        max_seq_len=64,
+    )
+    case.queries.append(torch.full_like(case.queries[0][:1], 3.0).repeat(7, 1, 1))
+    assert num_rows < padded_rows
+    for sliding_window in (None, 5):
+        actual = case.run(sliding_window=sliding_window)[:total]
+        expected = case.expected(sliding_window=sliding_window)
+        torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_step_of_padding_alone(where: Where) -> None:
+    case = make_case(where, [(0, 1), (0, 1)])
+    case.metadata.seq_lens.zero_()
+    case.metadata.slot_mapping.zero_()
+    assert torch.equal(case.run().cpu(), torch.zeros(2, 4, 64))
+
+
+def test_one_backend_serves_step_after_step(where: Where) -> None:
+    case = make_case(where, [(33, 1), (2, 1), (0, 40), (7, 3)])
+    first = case.run(sliding_window=None)
+    case.run(sliding_window=3)
+    assert torch.equal(case.run(sliding_window=None), first)
+
+
+def test_registry_names_are_the_settings_choices() -> None:
+    assert tuple(BACKENDS) == ATTENTION_BACKENDS
+
+
+def test_a_cpu_gets_the_reference_and_is_told_why() -> None:
+    shape = AttentionCase([(0, 1)]).shape
+    backend, passed_over = make_backend(None, shape)
+    assert backend.name == "torch_reference" and "need a CUDA device" in passed_over
+    assert why_not("torch_reference", shape) == ""
+    with pytest.raises(ConfigError, match="attention_backend triton: .*; torch_reference runs"):
+        make_backend("triton", shape)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_triton_unless_the_heads_are_too_large() -> None:
+    shape = AttentionCase([(0, 1)], device=CUDA).shape
+    assert make_backend(None, shape)[0].name == "triton"
+    large = AttentionCase([(0, 1)], device=CUDA, head_dim=512).shape
+    backend, passed_over = make_backend(None, large)
+    assert backend.name == "torch_reference" and "heads of size 512" in passed_over
+    with pytest.raises(ConfigError, match="heads of size 512"):
+        make_backend("triton", large)
