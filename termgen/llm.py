@@ -162,6 +162,8 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * count
+        if not isinstance(given, Sequence):
+            raise _wrong_params(given)
         if len(given) != count:
             raise RequestError(
                 f"sampling_params has {len(given)} entries for {count} prompts; "
@@ -170,10 +172,7 @@ class LLM:
             )
         for params in given:
             if not isinstance(params, SamplingParams):
-                raise RequestError(
-                    f"sampling_params must be SamplingParams, not {type(params).__name__}",
-                    param="sampling_params",
-                )
+                raise _wrong_params(params)
         return given
 
     def _request(self, index: int, given: _Input, params: SamplingParams) -> GenerationRequest:
@@ -232,10 +231,22 @@ def _is_token_ids(value: object) -> TypeGuard[Sequence[int]]:
     )
 
 
+def _wrong_params(given: object) -> RequestError:
+    return RequestError(
+        f"sampling_params must be SamplingParams, not {type(given).__name__}",
+        param="sampling_params",
+    )
+
+
 def _as_list(prompts: PromptInput | Sequence[PromptInput]) -> Sequence[PromptInput]:
     """One prompt or several: text, a dict and a flat list of ids are one."""
     if isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts must be text, token ids or a list of them, not {type(prompts).__name__}",
+            param="prompts",
+        )
     return cast(Sequence[PromptInput], prompts)
 
 

@@ -38,10 +38,10 @@ class CompletionOutput:
 
     index: int
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
     cumulative_logprob: float | None
     """Sum over `logprobs`; None unless they were asked for."""
-    logprobs: tuple[dict[int, Logprob], ...] | None
+    logprobs: list[dict[int, Logprob]] | None
     """For each token: candidates by token id, the chosen one first."""
     finish_reason: FinishReason | None
     """None while it is still being generated."""
@@ -61,8 +61,8 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     """The prompt as text, where the caller gave text."""
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache, of the answer that found most."""
@@ -94,9 +94,9 @@ class _CompletionParts:
         return CompletionOutput(
             index=index,
             text="".join(self.texts),
-            token_ids=tuple(self.token_ids),
+            token_ids=list(self.token_ids),
             cumulative_logprob=None if logprobs is None else sum(e.logprob for e in logprobs),
-            logprobs=None if logprobs is None else tuple(map(candidates, logprobs)),
+            logprobs=None if logprobs is None else list(map(candidates, logprobs)),
             finish_reason=last.finish_reason if last else None,
             stop_reason=last.stop_reason if last else None,
             timings=last.timings if last else None,
@@ -137,12 +137,12 @@ class RequestOutputBuilder:
             self._num_unfinished -= 1
 
     def build(self) -> RequestOutput:
-        outputs = tuple(parts.build(index) for index, parts in enumerate(self._parts))
+        outputs = [parts.build(index) for index, parts in enumerate(self._parts)]
         timings = [o.timings for o in outputs if o.timings is not None]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
+            prompt_token_ids=list(self._prompt_token_ids),
             outputs=outputs,
             finished=self.finished,
             num_cached_tokens=self._num_cached_tokens,

@@ -148,10 +148,10 @@ class TestRequestOutputBuilder:
         output = builder.build()
         assert output.finished and builder.finished
         assert (output.request_id, output.prompt) == ("p", "Say")
-        assert output.prompt_token_ids == (7, 8, 9)
+        assert output.prompt_token_ids == [7, 8, 9]
         assert output.num_cached_tokens == 16
         assert [o.text for o in output.outputs] == ["left one", "right"]
-        assert output.outputs[0].token_ids == tuple(left)
+        assert output.outputs[0].token_ids == left
         assert output.outputs[0].cumulative_logprob is None
         assert [o.finish_reason for o in output.outputs] == [FinishReason.LENGTH] * 2
         assert output.timings is not None and output.timings.finished_ns == 2000

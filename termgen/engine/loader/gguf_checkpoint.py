@@ -7,6 +7,7 @@ which a head's rotary pairs are half a head apart.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +71,12 @@ class GGUFCheckpoint:
     def tensor(self, name: str) -> torch.Tensor:
         stored = self._file.tensors[self._names[name]]
         values = dequantize(stored.data, stored.type, stored.shape, name=stored.name)
+        # A damaged block scale is the one corruption that the values show. NaN and infinity survive
+        # a sum, which costs little beside dequantising.
+        if not math.isfinite(values.sum().item()):
+            raise CorruptFileError(
+                f"{self._file.path}: tensor {stored.name!r} has values that are not finite"
+            )
         if self._permuted and ".attn_q." in stored.name:
             return self._unpermute(values, self.config.num_heads, stored.name)
         if self._permuted and ".attn_k." in stored.name:

@@ -236,6 +236,22 @@ def test_unsupported_tensor_type_is_found_at_open(llama_folder: Path, tmp_path: 
         open_checkpoint(path)
 
 
+def test_a_damaged_block_scale_is_found(tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:
+    folder = tiny_model_dir("llama", intermediate_size=128)
+    path = write_model(folder, tmp_path / "m.gguf", arch="llama", quant=Q.Q8_0)
+    reader = gguf.GGUFReader(path, "r+")
+    [damaged] = [t for t in reader.tensors if t.name == "blk.1.ffn_down.weight"]
+    damaged.data[3, :2] = 0xFF  # the first block's 16-bit scale: NaN
+    reader.data.flush()
+    checkpoint = open_checkpoint(path)
+    for name in checkpoint.names():
+        if name == "model.layers.1.mlp.down_proj.weight":
+            with pytest.raises(CorruptFileError, match=r"'blk\.1\.ffn_down\.weight' has values"):
+                checkpoint.tensor(name)
+        else:
+            checkpoint.tensor(name)
+
+
 def test_missing_and_wrong_metadata_name_the_key(llama_folder: Path, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_embedding_length(64)
