@@ -21,6 +21,7 @@ from termgen.engine.kernels.kv_store import cache_constants, kv_store_reference
 from termgen.engine.kernels.launch import next_power_of_2, pdl_options
 
 _HEADS = 4
+_MANY_TOKENS, _HEADS_OF_MANY = 1024, 16
 """Heads of one program: enough programs for one token, enough bytes a program for many."""
 
 
@@ -158,7 +159,9 @@ def qk_rope_kv(
     if not num_tokens:
         return q
     rest = head_dim - rotary_dim
-    _qk_rope_kv_kernel[(num_tokens, triton.cdiv(total_heads, _HEADS))](
+    is_many = num_tokens >= _MANY_TOKENS
+    heads = _HEADS_OF_MANY if is_many else _HEADS
+    _qk_rope_kv_kernel[(num_tokens, triton.cdiv(total_heads, heads))](
         qkv,
         q,
         cache,
@@ -174,10 +177,10 @@ def qk_rope_kv(
         NUM_HEADS=num_heads,
         ROTARY_DIM=rotary_dim,
         HAS_NORM=norm_weight is not None,
-        BLOCK_H=_HEADS,
+        BLOCK_H=heads,
         BLOCK_HALF=next_power_of_2(rotary_dim // 2),
         BLOCK_REST=next_power_of_2(rest),
-        num_warps=2,
+        num_warps=4 if is_many else 2,
         **pdl_options(qkv.device, enabled=pdl),
     )
     return q

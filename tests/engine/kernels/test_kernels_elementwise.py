@@ -167,3 +167,27 @@ def test_rotation(device: str, half: int, scale: float) -> None:
         strict=True,
     ):
         assert_near(actual, expected, torch.float32)
+
+
+@devices_and_dtypes
+def test_qk_rope_kv_of_many_tokens(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of more heads, the last one of fewer, write what small programs write."""
+    monkeypatch.setattr("termgen.engine.kernels.qk_rope_kv._MANY_TOKENS", 5)
+    num_heads, num_kv_heads, head_dim = 20, 4, 64
+    heads = num_heads + 2 * num_kv_heads
+    qkv = normal(6, heads * head_dim, dtype=dtype, device=device, seed=3)
+    weight = normal(heads - num_kv_heads, head_dim, dtype=dtype, device=device, seed=8)
+    cos, sin = make_rotation(torch.tensor([0, 1, 2, 3, 500, 31000], device=device), head_dim)
+    slots = torch.tensor([11, 0, 5, 14, 2, 3], device=device)
+    few, many = (
+        make_cache(4, 4, num_kv_heads, head_dim, dtype=dtype, device=device, heads_first=True)
+        for _ in range(2)
+    )
+    arguments = {"num_heads": num_heads, "norm_weight": weight, "eps": 1e-6}
+    q = qk_rope_kv(qkv, many, cos, sin, slots, **arguments)
+    for part in (slice(0, 3), slice(3, 6)):
+        small = qk_rope_kv(qkv[part], few, cos[part], sin[part], slots[part], **arguments)
+        assert torch.equal(q[part], small)
+    assert torch.equal(many.nan_to_num(-7.0), few.nan_to_num(-7.0))

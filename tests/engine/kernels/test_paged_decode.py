@@ -256,7 +256,7 @@ def test_runs_keep_to_one_head_unless_that_makes_them_much_longer(device: str) -
     longest = 16 * num_programs  # a multiple of every even split below
     assert crossing([longest]) == 0
     assert crossing([longest] * (num_programs // 4)) == 0
-    assert crossing([longest, 16, 16, 16]) > 0
+    assert crossing([longest] + [16] * (num_programs // 2 - 1)) > 0
     assert crossing([16 * 7] * num_programs) > 0
 
 
