@@ -37,7 +37,6 @@ HARMLESS = frozenset(
         "prompt_cache_retention",
         "verbosity",
         "spaces_between_special_tokens",
-        "request_id",
     }
 )
 """Accepted on every endpoint although they do nothing: none of them can change the answer."""
