@@ -21,6 +21,7 @@ LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("int8",)
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_BACKENDS = ("triton", "torch_reference")
+CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
 MAX_INT = 2**31 - 1
 
 
@@ -91,7 +92,12 @@ class EngineConfig:
         "attention implementation (default: the fastest that runs here)",
         choices=ATTENTION_BACKENDS,
     )
-    enforce_eager: bool = setting(False, "never use CUDA graphs")
+    cudagraph_mode: str = setting(
+        "full",
+        "steps recorded as CUDA graphs: none, those of decodes, or all",
+        choices=CUDAGRAPH_MODES,
+    )
+    enforce_eager: bool = setting(False, "never use CUDA graphs: --cudagraph-mode none")
     seed: int = setting(
         0,
         "seed of random weights and of requests without one",

@@ -91,6 +91,24 @@ async def test_steps_are_timed_by_phase() -> None:
     assert value(text, "engine_step_seconds_sum", phase="total") == pytest.approx(0.0135)
 
 
+async def test_steps_are_counted_by_graph_and_reason() -> None:
+    engine = FakeEngine()
+    async with app_client(engine) as client:
+        for padding in (0, 3):
+            record = make_step_record(
+                graph_mode="FULL", num_decode_rows=5, num_padded_tokens=padding
+            )
+            engine.bus.publish(record)
+        record = make_step_record(num_prefill_rows=1, num_prefill_tokens=40, num_decode_rows=2)
+        engine.bus.publish(record._replace(graph_reason="a prompt is being computed"))
+        text = (await client.get("/metrics")).text
+    assert value(text, "engine_steps_total", graph_mode="FULL", reason="") == 2
+    why = "a prompt is being computed"
+    assert value(text, "engine_steps_total", graph_mode="NONE", reason=why) == 1
+    assert value(text, "engine_step_tokens_total") == 5 + 5 + 42
+    assert value(text, "engine_padded_tokens_total") == 3
+
+
 async def test_lost_events_are_counted() -> None:
     engine = FakeEngine()
     async with app_client(engine) as client:

@@ -84,6 +84,7 @@ class EventPublisher:
             prefix_query_tokens=stats.prefix_query_tokens,
             prefix_hit_tokens=stats.prefix_hit_tokens,
             num_preemptions=stats.num_preemptions,
+            graph_reason=result.graph_reason,
         )
         self._bus.publish(record)
         self._first_tokens(applied, times.landed_ns)

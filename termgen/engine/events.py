@@ -43,6 +43,8 @@ class StepRecord(NamedTuple):
     prefix_hit_tokens: int
     num_preemptions: int
     """Since start."""
+    graph_reason: str = ""
+    """Why no CUDA graph was replayed; empty when one was."""
 
 
 class RequestEventKind(enum.StrEnum):

@@ -113,6 +113,8 @@ class StepResult:
     graph_mode: str = "NONE"
     """FULL, PIECEWISE or NONE."""
     num_padded_tokens: int = 0
+    graph_reason: str = ""
+    """Why nothing was replayed, when the mode is NONE."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,16 @@ class ServerMetrics:
             ["model", "stage"],
             registry=self._registry,
         )
+        self._graph_steps = Counter(
+            "termgen_engine_steps",
+            "Engine steps by CUDA graph mode; for those without a graph, why",
+            ["model", "graph_mode", "reason"],
+            registry=self._registry,
+        )
+        self.step_tokens = self._counter("engine_step_tokens", "Tokens that steps computed")
+        self.padded_tokens = self._counter(
+            "engine_padded_tokens", "Tokens that steps computed for nobody, to fit a recording"
+        )
         self.ignored_fields = self._counter("ignored_fields", "Unknown request fields ignored")
         self._add_histograms()
 
@@ -181,6 +191,9 @@ class ServerMetrics:
             phases["device"].observe(max(0, event.ended_ns - event.started_ns) / 1e9)
             phases["apply"].observe(event.apply_us / 1e6)
             phases["total"].observe(max(0, event.applied_ns - event.planned_ns) / 1e9)
+            self._graph_steps.labels(self._model, event.graph_mode, event.graph_reason).inc()
+            self.step_tokens.inc(event.num_decode_rows + event.num_prefill_tokens)
+            self.padded_tokens.inc(event.num_padded_tokens)
         if newest is not None:
             self._on_state(newest)
 

@@ -131,6 +131,17 @@ def test_batch_cursor_marks_a_step_and_tells_of_it() -> None:
         assert sum(len(t) for t, role in rows[-2] if role.endswith("/r")) == 1
 
 
+def test_batch_says_why_a_step_replayed_no_graph() -> None:
+    records = steps(30)
+    why = "a prompt is being computed"
+    records[-1] = records[-1]._replace(graph_mode="NONE", graph_reason=why)
+    for width, is_told in ((140, True), (50, False)):
+        line = row_text(batch_panel(records, Frame(width, 7, False), COLOUR_GLYPHS)[-1])
+        assert (why in line) is is_told
+    told = row_text(batch_panel(records[:-1], Frame(140, 7, False), COLOUR_GLYPHS)[-1])
+    assert "no graph" not in told
+
+
 def test_column_cells_share_the_height() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")

@@ -80,5 +80,6 @@ class AsyncOutput:
             started_ns=self._started_ns,
             ended_ns=ended_ns,
             graph_mode=self._dispatch.mode.value,
+            graph_reason=self._dispatch.reason,
             num_padded_tokens=self._dispatch.num_padded(self._num_tokens),
         )

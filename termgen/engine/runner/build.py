@@ -185,17 +185,28 @@ def _size_and_warm_up(
 def _make_dispatcher(
     config: EngineConfig, runner: ModelRunner, limits: resolve.Limits
 ) -> CudaGraphDispatcher:
-    attention = runner.attention
-    if config.enforce_eager:
-        reason = "--enforce-eager"
-    elif runner.device.type != "cuda":
+    return choose_graphs(config, limits, device_type=runner.device.type, attention=runner.attention)
+
+
+def choose_graphs(
+    config: EngineConfig,
+    limits: resolve.Limits,
+    *,
+    device_type: str,
+    attention: AttentionBackend,
+) -> CudaGraphDispatcher:
+    """Which steps to record, or why none."""
+    if config.enforce_eager or config.cudagraph_mode == "none":
+        reason = "--enforce-eager" if config.enforce_eager else "--cudagraph-mode none"
+    elif device_type != "cuda":
         reason = "no CUDA device"
     elif "FULL" not in attention.capabilities.graph_modes:
         reason = f"{attention.name} attention cannot be recorded"
     else:
+        is_all = config.cudagraph_mode == "full"
         return CudaGraphDispatcher(
             decode_sizes(limits.max_num_seqs),
-            mixed=mixed_sizes(limits.max_num_batched_tokens),
+            mixed=mixed_sizes(limits.max_num_batched_tokens) if is_all else (),
             max_num_seqs=limits.max_num_seqs,
         )
     return CudaGraphDispatcher((), disabled_reason=reason)

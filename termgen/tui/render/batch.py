@@ -145,6 +145,8 @@ def step_line(step: StepRecord | None, steps: Sequence[StepRecord], width: int) 
         [(f"  {_mode_text(steps)}", "muted")],
         [(f"  pad {percent(padding_share(steps))}", "muted")],
     ]
+    if step.graph_reason:
+        tail.append([(f"  no graph: {step.graph_reason}", "muted")])
     used = sum(len(text) for text, _ in parts)
     for piece in tail:
         cells = sum(len(text) for text, _ in piece)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from termgen.config import EngineConfig
+from termgen.engine.attention.torch_reference import TorchReferenceAttention
+from termgen.engine.runner.build import choose_graphs
 from termgen.engine.runner.dispatch import (
     BatchDescriptor,
     CudaGraphDispatcher,
@@ -12,6 +17,7 @@ from termgen.engine.runner.dispatch import (
     decode_sizes,
     mixed_sizes,
 )
+from termgen.engine.runner.resolve import Limits
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 30, 64, 100, 256, 300, 512, 2000])
@@ -95,6 +101,44 @@ def test_a_disabled_dispatcher_gives_its_reason() -> None:
     found = dispatcher.dispatch(num_rows=1, num_tokens=1, sampling=SamplingVariant.PLAIN)
     assert (found.mode, found.reason) == (GraphMode.NONE, "--enforce-eager")
     assert dispatcher.descriptors() == []
+
+
+def choose(device_type: str, graph_modes: set[str], **options: object) -> CudaGraphDispatcher:
+    class Attention(TorchReferenceAttention):
+        capabilities = replace(
+            TorchReferenceAttention.capabilities, graph_modes=frozenset(graph_modes)
+        )
+
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
+    config = EngineConfig(**options)  # type: ignore[arg-type]
+    return choose_graphs(config, limits, device_type=device_type, attention=Attention())
+
+
+@pytest.mark.parametrize(
+    ("device_type", "graph_modes", "options", "reason"),
+    [
+        ("cpu", {"FULL"}, {}, "no CUDA device"),
+        ("cuda", {"NONE", "PIECEWISE"}, {}, "torch_reference attention cannot be recorded"),
+        ("cuda", {"FULL"}, {"enforce_eager": True}, "--enforce-eager"),
+        ("cuda", {"FULL"}, {"cudagraph_mode": "none"}, "--cudagraph-mode none"),
+    ],
+)
+def test_no_recordings_and_why(
+    device_type: str, graph_modes: set[str], options: dict[str, object], reason: str
+) -> None:
+    dispatcher = choose(device_type, graph_modes, **options)
+    assert dispatcher.descriptors() == []
+    found = dispatcher.dispatch(num_rows=1, num_tokens=1, sampling=SamplingVariant.PLAIN)
+    assert (found.mode, found.reason) == (GraphMode.NONE, reason)
+
+
+def test_the_mode_says_which_steps_are_recorded() -> None:
+    full = choose("cuda", {"FULL"})
+    decodes = choose("cuda", {"FULL"}, cudagraph_mode="full_decode_only")
+    assert full.mixed == (16, 32, 64) and decodes.mixed == ()
+    assert full.sizes == decodes.sizes == (1, 2, 4, 8)
+    found = decodes.dispatch(num_rows=1, num_tokens=9, sampling=SamplingVariant.PLAIN)
+    assert (found.mode, found.reason) == (GraphMode.NONE, "a prompt is being computed")
 
 
 def test_recordings_are_made_from_the_largest_down() -> None:

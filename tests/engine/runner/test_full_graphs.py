@@ -87,7 +87,7 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
     print(f"seed {seed}")
     folder = tiny_model_dir("llama")
     eager, steps = run(make_engine(folder, (), asynchronous=asynchronous), seed)
-    assert {s.graph_mode for s in steps} == {"NONE"}
+    assert {(s.graph_mode, s.graph_reason) for s in steps} == {("NONE", "no CUDA device")}
     recorded, steps = run(make_engine(folder, (1, 2, 4, 8), asynchronous=asynchronous), seed)
     assert recorded == eager
     assert len(steps) > RING_SIZE * 2
@@ -99,6 +99,9 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
     assert recorded == eager
     mixed = [s for s in steps if s.graph_mode == "FULL" and s.num_prefill_tokens]
     assert any(s.num_decode_rows for s in mixed) and any(s.num_padded_tokens for s in mixed)
+    missed = {s.graph_reason for s in steps if s.graph_mode == "NONE"}
+    assert missed == {"log-probabilities, penalties or min_tokens"}
+    assert not any(s.graph_reason for s in steps if s.graph_mode == "FULL")
 
 
 def test_rows_are_uploaded_only_when_the_batch_changes(
