@@ -1,7 +1,19 @@
-"""`python -m termgen` is the `termgen` command."""
+"""The `termgen` command, and `python -m termgen`."""
 
 from __future__ import annotations
 
-from termgen.cli import entry
+import sys
+from typing import NoReturn
 
-entry()
+
+def entry() -> NoReturn:
+    """What the console script calls."""
+    try:
+        from termgen import cli
+    except KeyboardInterrupt:  # Ctrl-C before there is anybody to take it
+        sys.exit(130)
+    cli.entry()
+
+
+if __name__ == "__main__":
+    entry()

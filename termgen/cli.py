@@ -46,7 +46,7 @@ SWITCH_INTERVAL_S = 1e-4
 
 
 def entry() -> NoReturn:
-    """What the console script and `python -m termgen` call."""
+    """Run the command line this process was started with."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a model writes what the locale may not have
             stream.reconfigure(errors="replace")

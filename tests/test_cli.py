@@ -176,6 +176,21 @@ def test_interrupt_and_broken_pipe(
         assert child.stderr is not None and child.stderr.read() == ""
 
 
+def test_an_interrupt_while_modules_are_read_leaves_no_traceback() -> None:
+    script = """
+import sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "termgen.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from termgen.__main__ import entry
+entry()
+"""
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (130, "", "")
+
+
 def test_output_that_cannot_be_written() -> None:
     with open("/dev/full", "w") as full:
         shown = subprocess.run(
