@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from termgen.engine.kernels.gated_activation import gated_activation
 from termgen.engine.kernels.qk_rope_kv import qk_rope_kv
 from termgen.engine.kernels.rmsnorm import add_rmsnorm, rmsnorm
 from termgen.engine.kernels.rotation import rotation
-from termgen.engine.kernels.silu_mul import gated_activation
 from termgen.engine.layers.rotary import Rotation
 
 

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from termgen.engine.kernels.cache_layout import cache_constants
 from termgen.engine.kernels.decode_plan import DecodeWorkspace
-from termgen.engine.kernels.kv_store import cache_constants
 from termgen.engine.kernels.launch import dot_precision, next_power_of_2, pdl_options
 from termgen.engine.kernels.prefetch import ask_l2
 

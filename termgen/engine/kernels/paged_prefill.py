@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from termgen.engine.kernels.kv_store import cache_constants
+from termgen.engine.kernels.cache_layout import cache_constants
 from termgen.engine.kernels.launch import dot_precision, next_power_of_2
 
 _LOG2_E = 1.4426950408889634

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from termgen.engine.kernels.kv_store import cache_constants, kv_store_reference
+from termgen.engine.kernels.cache_layout import cache_constants, kv_store_reference
 from termgen.engine.kernels.launch import next_power_of_2, pdl_options
 
 _HEADS = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from mixed_load import run_mixed_load
 
 from termgen.config import EngineConfig
 from termgen.engine.engine import SyncEngine
@@ -42,34 +42,8 @@ def add(engine: SyncEngine, name: str, prompt: tuple[int, ...], **params: object
     engine.add(request)
 
 
-def take(engine: SyncEngine, outputs: dict[str, list[int]]) -> None:
-    for delta in engine.step():
-        assert delta.error is None, delta.error
-        outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
-
-
 def mixed_load(engine: SyncEngine, seed: int) -> tuple[dict[str, list[int]], list[StepRecord]]:
-    """Prompts of many lengths arriving while others decode, with all kinds of sampling."""
-    rng = np.random.default_rng(seed)
-    ring = engine.core.bus.subscribe()
-    outputs: dict[str, list[int]] = {}
-    kinds: list[dict[str, object]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.9},
-        {"temperature": 1.2, "top_k": 20, "top_p": 0.8},
-        {"temperature": 0.7, "frequency_penalty": 0.5},
-        {"temperature": 0.0, "logprobs": 2},
-    ]
-    for i in range(40):
-        prompt = tuple(rng.integers(3, 500, int(rng.integers(1, 90))).tolist())
-        tokens = int(rng.integers(1, 38))
-        add(engine, str(i), prompt, max_tokens=tokens, seed=i, **kinds[i % len(kinds)])
-        for _ in range(int(rng.integers(0, 4))):
-            take(engine, outputs)
-    while engine.has_unfinished:
-        take(engine, outputs)
-    engine.core.scheduler.check_integrity()
-    return outputs, [e for e in ring.drain() if isinstance(e, StepRecord)]
+    return run_mixed_load(engine, seed, num_requests=40, longest_prompt=89, most_tokens=37)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from mixed_load import run_mixed_load
 
 from termgen.config import EngineConfig
 from termgen.engine.engine import SyncEngine
@@ -45,38 +45,7 @@ def make_engine(
 
 
 def run(engine: SyncEngine, seed: int) -> tuple[dict[str, list[int]], list[StepRecord]]:
-    """A mixed load: prompts of many lengths arriving while others decode, all kinds of sampling."""
-    rng = np.random.default_rng(seed)
-    ring = engine.core.bus.subscribe()
-    outputs: dict[str, list[int]] = {}
-    kinds: list[dict[str, object]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.9},
-        {"temperature": 1.2, "top_k": 20, "top_p": 0.8},
-        {"temperature": 0.7, "frequency_penalty": 0.5},
-        {"temperature": 0.0, "logprobs": 2},
-    ]
-    for i in range(14):
-        params = SamplingParams(
-            max_tokens=int(rng.integers(1, 30)),
-            seed=i,
-            ignore_eos=True,
-            **kinds[i % len(kinds)],  # type: ignore[arg-type]
-        )
-        prompt = tuple(rng.integers(3, 500, int(rng.integers(1, 40))).tolist())
-        engine.add(GenerationRequest(request_id=str(i), prompt_token_ids=prompt, params=params))
-        for _ in range(int(rng.integers(0, 6))):
-            collect(engine, outputs)
-    while engine.has_unfinished:
-        collect(engine, outputs)
-        engine.core.scheduler.check_integrity()
-    return outputs, [e for e in ring.drain() if isinstance(e, StepRecord)]
-
-
-def collect(engine: SyncEngine, outputs: dict[str, list[int]]) -> None:
-    for delta in engine.step():
-        assert delta.error is None, delta.error
-        outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+    return run_mixed_load(engine, seed, num_requests=14, longest_prompt=39, most_tokens=29)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -82,13 +82,6 @@ def gated_activation(
     return out
 
 
-def silu_mul(
-    gate_up: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = True
-) -> torch.Tensor:
-    """gate_up [T, 2 * size] -> silu(gate) * up, [T, size]."""
-    return gated_activation(gate_up, activation="silu", out=out, pdl=pdl)
-
-
 def gated_activation_reference(gate_up: torch.Tensor, *, activation: str = "silu") -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
