@@ -15,20 +15,20 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from termgen.engine.kernels import decode_plan, paged_decode, paged_prefill
+from termgen.engine.kernels import decode_plan, paged_decode, paged_prefill, prefill_plan
 from termgen.engine.kernels.decode_plan import DecodeConfig, DecodeWorkspace
-from termgen.engine.kernels.paged_prefill import PrefillConfig
+from termgen.engine.kernels.prefill_plan import PrefillConfig
 
 HEADS = {"qwen3-0.6b": (16, 8, 128), "llama-3.2-1b": (32, 8, 64), "llama-3.1-8b": (32, 8, 128)}
 DECODE = [[600], [600] * 8, [600] * 32, [600] * 256, [8192] * 8, [32768] + [512] * 31]
 PREFILL = [[2048] * 8, [512] * 8, [8192]]
-BLOCK = 16
+BLOCK = 64
 DTYPE = torch.bfloat16
 CHAIN_BYTES = 200 * 2**20
 
 
 def decode_configs(head_dim: int, every: bool) -> Iterator[DecodeConfig]:
-    own = decode_plan.default_config(head_dim, DTYPE)
+    own = decode_plan.default_config(head_dim, DTYPE, BLOCK)
     yield own
     if not every:
         return
@@ -42,7 +42,9 @@ def decode_configs(head_dim: int, every: bool) -> Iterator[DecodeConfig]:
 
 
 def prefill_configs(head_dim: int, group: int, every: bool) -> Iterator[PrefillConfig]:
-    own = paged_prefill.default_config(head_dim, DTYPE, group=group, max_query_len=4096)
+    own = prefill_plan.default_config(
+        head_dim, DTYPE, group=group, max_query_len=4096, block_size=BLOCK
+    )
     yield own
     if not every:
         return
@@ -136,10 +138,10 @@ def time_decode(batch: Batch, config: DecodeConfig) -> float | None:
 
 def time_prefill(batch: Batch, config: PrefillConfig) -> float | None:
     group, rows, tokens = batch.num_heads // batch.num_kv_heads, len(batch.lengths), len(batch.q)
-    num_tiles = paged_prefill.max_tiles(tokens, rows, config=config, group=group)
+    num_tiles = prefill_plan.max_tiles(tokens, rows, config=config, group=group)
     plan = torch.zeros((num_tiles, 2), dtype=torch.int32, device="cuda")
     out = torch.empty_like(batch.q)
-    paged_prefill.plan_prefill(
+    prefill_plan.plan_prefill(
         batch.starts, plan, config=config, group=group, first_row=0, num_rows=rows,
         num_tiles=num_tiles,
     )  # fmt: skip

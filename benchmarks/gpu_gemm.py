@@ -128,7 +128,8 @@ def compile_all(work: Iterable[tuple[SmallGemmConfig, int]], *, pdl: bool) -> se
     todo = {}
     for config, k in work:
         prefetches = k > config.block_k or config.num_stages > 1
-        todo[config, k % config.block_k == 0, prefetches] = (config, k)
+        steps = config.held_steps(k) if config.kind == "held" else 0
+        todo[config, k % config.block_k == 0, prefetches, steps] = (config, k)
     broken = set()
 
     def compile_one(item: tuple[SmallGemmConfig, int]) -> None:

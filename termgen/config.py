@@ -70,7 +70,12 @@ class EngineConfig:
         minimum=0,
         maximum=MAX_INT,
     )
-    block_size: int = setting(16, "tokens in one KV block, a power of two", minimum=1, maximum=256)
+    block_size: int | None = setting(
+        None,
+        "tokens in one KV block, a power of two (default: what the attention reads fastest)",
+        minimum=1,
+        maximum=256,
+    )
     gpu_memory_utilization: float = setting(
         0.9, "share of GPU memory the engine may use", above=0.0, maximum=1.0
     )
@@ -107,7 +112,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.block_size & (self.block_size - 1):
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError(
                 f"block_size must be a power of two, not {self.block_size}", param="block_size"
             )

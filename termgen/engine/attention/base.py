@@ -62,6 +62,7 @@ class AttentionCapabilities:
     """Of NONE, PIECEWISE and FULL: how its steps may be recorded."""
     head_dims: frozenset[int] | None = None
     block_sizes: frozenset[int] | None = None
+    preferred_block_size: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,8 @@ class AttentionShape:
     head_dim: int
     windows: tuple[int | None, ...]
     """Every sliding window among the layers, None for full attention."""
-    block_size: int
+    block_size: int | None
+    """None: the size that the backend prefers."""
     max_num_seqs: int
     max_num_tokens: int
     dtype: torch.dtype

@@ -6,6 +6,7 @@ backend's kernels are imported only where they can run.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,13 @@ BACKENDS = {
 assert tuple(BACKENDS) == ATTENTION_BACKENDS
 
 
-def make_backend(name: str | None, shape: AttentionShape) -> tuple[AttentionBackend, str]:
+def make_backend(
+    name: str | None, shape: AttentionShape
+) -> tuple[AttentionBackend, AttentionShape, str]:
     """A backend for one engine, which keeps the plan of that engine's current step.
 
-    Also why a faster one was passed over, or "". Raises ConfigError when `name` cannot run `shape`.
+    Also the shape with its block size settled, and why a faster one was passed over, or "". Raises
+    ConfigError when `name` cannot run `shape`.
     """
     passed_over = ""
     for known in BACKENDS:
@@ -37,7 +41,11 @@ def make_backend(name: str | None, shape: AttentionShape) -> tuple[AttentionBack
             continue
         reason = why_not(known, shape)
         if not reason:
-            return _backend_class(known)(shape), passed_over
+            backend = _backend_class(known)
+            settled = shape
+            if shape.block_size is None:
+                settled = replace(shape, block_size=backend.capabilities.preferred_block_size)
+            return backend(settled), settled, passed_over
         if name is not None:
             raise ConfigError(
                 f"attention_backend {name}: {reason}; torch_reference runs everywhere",
@@ -60,7 +68,8 @@ def why_not(name: str, shape: AttentionShape) -> str:
         return f"it computes in {_words(dtypes)}, not {_dtype_name(shape.dtype)}"
     if capabilities.head_dims is not None and shape.head_dim not in capabilities.head_dims:
         return f"heads of size {shape.head_dim} are not supported"
-    if capabilities.block_sizes is not None and shape.block_size not in capabilities.block_sizes:
+    size = shape.block_size or capabilities.preferred_block_size
+    if capabilities.block_sizes is not None and size not in capabilities.block_sizes:
         return f"block_size must be {_words({str(s) for s in capabilities.block_sizes})}"
     return ""
 

@@ -13,7 +13,7 @@ from termgen.engine.attention.base import (
     AttentionMetadata,
     AttentionShape,
 )
-from termgen.engine.kernels import decode_plan, paged_decode, paged_prefill
+from termgen.engine.kernels import decode_plan, paged_decode, paged_prefill, prefill_plan
 
 MAX_HEAD_DIM = 256
 
@@ -29,17 +29,22 @@ class TritonPagedAttention:
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         graph_modes=frozenset({"NONE", "PIECEWISE", "FULL"}),
         head_dims=frozenset(range(16, MAX_HEAD_DIM + 1, 8)),
+        preferred_block_size=64,  # a tile of keys lies within a block
     )
 
     def __init__(self, shape: AttentionShape) -> None:
+        assert shape.block_size is not None, "chosen before a backend is made"
         self._shape = shape
+        self._block_size = shape.block_size
         self._group = shape.num_heads // shape.num_kv_heads
         self._workspace = decode_plan.DecodeWorkspace(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             max_rows=shape.max_num_seqs,
-            config=decode_plan.default_config(shape.head_dim, shape.dtype),
+            config=decode_plan.default_config(
+                shape.head_dim, shape.dtype, shape.block_size
+            ),
             device=shape.device,
         )
         self._decode_plans = {window: self._workspace.new_plan() for window in set(shape.windows)}
@@ -84,7 +89,7 @@ class TritonPagedAttention:
         self._config = self._prefill_config(metadata.max_query_len)
         num_tokens = metadata.num_tokens - first_row
         self._tiles = self._num_tiles(self._config, num_tokens, metadata.num_rows - first_row)
-        paged_prefill.plan_prefill(
+        prefill_plan.plan_prefill(
             metadata.query_start_loc,
             self._prefill_plan,
             config=self._config,
@@ -136,13 +141,15 @@ class TritonPagedAttention:
             )
         return out
 
-    def _prefill_config(self, max_query_len: int) -> paged_prefill.PrefillConfig:
+    def _prefill_config(self, max_query_len: int) -> prefill_plan.PrefillConfig:
         shape = self._shape
-        return paged_prefill.default_config(
-            shape.head_dim, shape.dtype, group=self._group, max_query_len=max_query_len
+        return prefill_plan.default_config(
+            shape.head_dim,
+            shape.dtype,
+            group=self._group,
+            max_query_len=max_query_len,
+            block_size=self._block_size,
         )
 
-    def _num_tiles(
-        self, config: paged_prefill.PrefillConfig, num_tokens: int, num_rows: int
-    ) -> int:
-        return paged_prefill.max_tiles(num_tokens, num_rows, config=config, group=self._group)
+    def _num_tiles(self, config: prefill_plan.PrefillConfig, num_tokens: int, num_rows: int) -> int:
+        return prefill_plan.max_tiles(num_tokens, num_rows, config=config, group=self._group)

@@ -41,15 +41,18 @@ class DecodeConfig:
     """Tiles a program takes at least: fewer partial sums when contexts are short."""
 
 
-def default_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+def default_config(head_dim: int, dtype: torch.dtype, block_size: int) -> DecodeConfig:
+    """A tile within one block is read by simpler addresses than one that spans several."""
     row_bytes = next_power_of_2(head_dim) * dtype.itemsize
     if row_bytes <= 128:
-        return DecodeConfig(tile=128, num_warps=4, num_stages=3, programs_per_sm=2)
-    if row_bytes <= 256:
-        return DecodeConfig(tile=64, num_warps=4, num_stages=3, programs_per_sm=2)
-    if row_bytes <= 512:
-        return DecodeConfig(tile=32, num_warps=4, num_stages=3, programs_per_sm=2)
-    return DecodeConfig(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
+        tile = 64 if block_size == 64 else 128
+    elif row_bytes <= 256:
+        tile = 64
+    elif row_bytes <= 512:
+        tile = 32
+    else:
+        tile = 16
+    return DecodeConfig(tile=tile, num_warps=4, num_stages=3, programs_per_sm=2)
 
 
 @triton.jit(
@@ -70,9 +73,9 @@ def _plan_kernel(
 ):
     rows = tl.arange(0, BLOCK_ROWS)
     num_keys = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
-    if WINDOW > 0:
-        num_keys = tl.minimum(num_keys, WINDOW)
     tiles = (num_keys + TILE - 1) // TILE
+    if WINDOW > 0:
+        tiles -= tl.maximum(num_keys - WINDOW, 0) // TILE
     total = tl.sum(tiles, axis=0) * NUM_KV_HEADS
     even = tl.maximum((total + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)
 

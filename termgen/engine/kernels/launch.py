@@ -37,6 +37,11 @@ def has_pdl(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def has_tma(device: torch.device) -> bool:
+    """Whether tiles can be copied by the tensor memory accelerator; the interpreter can, too."""
+    return device.type != "cuda" or has_pdl(device)
+
+
 def pdl_options(device: torch.device, *, enabled: bool = True) -> dict[str, bool]:
     """Launch arguments of a kernel that takes part in programmatic dependent launch.
 

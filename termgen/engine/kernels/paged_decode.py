@@ -128,6 +128,7 @@ def _paged_decode_kernel(
     WINDOW: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
+    IS_WITHIN_BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -158,7 +159,7 @@ def _paged_decode_kernel(
         if PREFETCH_TILES > 0:
             first = tile * TILE
             if WINDOW > 0:
-                first += tl.maximum(seq_len - WINDOW, 0)
+                first += tl.maximum(seq_len - WINDOW, 0) // TILE * TILE
             end = tl.minimum(first + tl.minimum(num_tiles, PREFETCH_TILES) * TILE, seq_len)
             blocks = first // BLOCK_SIZE + tl.arange(0, THREADS)
             asks = (blocks * BLOCK_SIZE < end) & (num_tiles > 0)
@@ -173,10 +174,10 @@ def _paged_decode_kernel(
 
     done = 0
     while done < num_tiles:
-        first_key = 0
+        first_tile = 0
         if WINDOW > 0:
-            first_key = tl.maximum(seq_len - WINDOW, 0)
-        all_tiles = (seq_len - first_key + TILE - 1) // TILE
+            first_tile = tl.maximum(seq_len - WINDOW, 0) // TILE
+        all_tiles = (seq_len + TILE - 1) // TILE - first_tile
         run = tl.minimum(all_tiles - tile, num_tiles - done)
         if run > 0:
             q_at = q_ptr + row.to(tl.int64) * q_stride + kv_head * (GROUP * HEAD_DIM)
@@ -186,35 +187,40 @@ def _paged_decode_kernel(
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            first_key += tile * TILE
+            first_key = (first_tile + tile) * TILE
             # Block ids are fetched one tile ahead of the keys that they lead to, or they would
-            # halve the depth of the pipeline. Keys past the end repeat the last one, so that
-            # nothing outside the sequence is ever read.
-            place = tl.minimum(first_key + keys, seq_len - 1)
-            block = tl.load(table + place // BLOCK_SIZE)
-            for step in tl.range(0, run, num_stages=NUM_STAGES):
-                at = block.to(tl.int64) * BLOCK_STRIDE + place % BLOCK_SIZE * TOKEN_STRIDE
-                key = first_key + step * TILE + keys
-                place = tl.minimum(key + TILE, seq_len - 1)
+            # halve the depth of the pipeline. Nothing outside the sequence is ever read.
+            if IS_WITHIN_BLOCK:
+                block = tl.load(table + first_key // BLOCK_SIZE)
+            else:
+                place = tl.minimum(first_key + keys, seq_len - 1)
                 block = tl.load(table + place // BLOCK_SIZE)
-                if BLOCK_D == HEAD_DIM:
-                    k = tl.load(head_base + at[:, None])
+            for step in tl.range(0, run, num_stages=NUM_STAGES):
+                here = first_key + step * TILE
+                key = here + keys
+                if IS_WITHIN_BLOCK:
+                    base = block.to(tl.int64) * BLOCK_STRIDE + here % BLOCK_SIZE * TOKEN_STRIDE
+                    at = head_base + base + (keys * TOKEN_STRIDE)[:, None]
+                    block = tl.load(table + tl.minimum(here + TILE, seq_len - 1) // BLOCK_SIZE)
                 else:
-                    k = tl.load(head_base + at[:, None], mask=dims[None, :] < HEAD_DIM, other=0.0)
+                    base = block.to(tl.int64) * BLOCK_STRIDE + place % BLOCK_SIZE * TOKEN_STRIDE
+                    at = head_base + base[:, None]
+                    place = tl.minimum(key + TILE, seq_len - 1)
+                    block = tl.load(table + place // BLOCK_SIZE)
+                inside = (key < seq_len)[:, None]
+                if BLOCK_D > HEAD_DIM:
+                    inside = inside & (dims < HEAD_DIM)[None, :]
+                k = tl.load(at, mask=inside, other=0.0)
                 scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-                scores = tl.where((key < seq_len)[None, :], scores, float("-inf"))
+                is_seen = key < seq_len
+                if WINDOW > 0:
+                    is_seen = is_seen & (key >= seq_len - WINDOW)
+                scores = tl.where(is_seen[None, :], scores, float("-inf"))
                 new_top = tl.maximum(top, tl.max(scores, axis=1))
                 weights = tl.exp2(scores - new_top[:, None])
                 shrink = tl.exp2(top - new_top)
                 total = total * shrink + tl.sum(weights, axis=1)
-                if BLOCK_D == HEAD_DIM:
-                    v = tl.load(head_base + V_OFFSET + at[:, None])
-                else:
-                    v = tl.load(
-                        head_base + V_OFFSET + at[:, None],
-                        mask=dims[None, :] < HEAD_DIM,
-                        other=0.0,
-                    )
+                v = tl.load(at + V_OFFSET, mask=inside, other=0.0)
                 acc = acc * shrink[:, None]
                 acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
                 top = new_top
@@ -310,6 +316,7 @@ def paged_decode(
             WINDOW=sliding_window or 0,
             NUM_PROGRAMS=workspace.num_programs,
             TILE=config.tile,
+            IS_WITHIN_BLOCK=cache.shape[1] % config.tile == 0,
             NUM_STAGES=config.num_stages,
             BLOCK_M=max(_MMA_ROWS, group_rows),
             BLOCK_D=block_d,
@@ -329,7 +336,7 @@ def _prefetch_tiles(cache: torch.Tensor, tile: int) -> int:
     block_size, head_dim = cache.shape[1], cache.shape[4]
     in_one_piece = cache.stride()[1:3] == (head_dim, block_size * head_dim)
     aligned = head_dim * cache.element_size() % 16 == 0
-    return _PREFETCH_TILES if in_one_piece and aligned and block_size <= tile else 0
+    return _PREFETCH_TILES if in_one_piece and aligned else 0
 
 
 def paged_decode_reference(

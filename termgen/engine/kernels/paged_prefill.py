@@ -1,10 +1,12 @@
 """Attention of rows with any number of queries over the paged KV cache: prompts and mixed steps.
 
-A tile is some consecutive queries of one row times the query heads that share one key head: the
-rows of one matrix product, against tiles of keys. `plan_prefill` lists the tiles on the device from
-`query_start_loc`; the launch covers the most tiles that the token count allows, and programs past
-the last tile leave at once, so a recorded launch is right for every split of tokens into rows.
-Tiles with the most keys (the last ones of a prompt) start first.
+A tile of queries is the rows of one matrix product, against tiles of keys. `prefill_plan` lists the
+tiles on the device from `query_start_loc`; the launch covers the most tiles that the token count
+allows, and programs past the last tile leave at once, so a recorded launch is right for every split
+of tokens into rows. Tiles with the most keys (the last ones of a prompt) start first.
+
+Where a tile of keys lies within one block of the cache, whose part of a head is one piece of
+memory, the tensor memory accelerator copies it: threads work out no addresses.
 
 A cache is taken as a view [num_blocks, block_size, 2 (k, v), num_kv_heads, head_dim] of any layout.
 """
@@ -14,80 +16,34 @@ A cache is taken as a view [num_blocks, block_size, 2 (k, v), num_kv_heads, head
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from termgen.engine.kernels.cache_layout import cache_constants
-from termgen.engine.kernels.launch import dot_precision, next_power_of_2
+from termgen.engine.kernels.launch import dot_precision, has_tma, next_power_of_2
+from termgen.engine.kernels.prefill_plan import PrefillConfig
 
 _LOG2_E = 1.4426950408889634
-_PLAN_TILES = 16
-_PLAN_ROWS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillConfig:
-    """How the kernel is cut for one kind of cache."""
-
-    rows: int
-    """Query-head rows of a tile, at least the heads that share a key head."""
-    tile: int
-    """Keys of a tile."""
-    num_warps: int
-    num_stages: int
-
-
-def default_config(
-    head_dim: int, dtype: torch.dtype, *, group: int, max_query_len: int
-) -> PrefillConfig:
-    """`max_query_len` may be any upper bound: it chooses among two configurations."""
-    row_bytes = next_power_of_2(head_dim) * dtype.itemsize
-    is_short = max_query_len * group <= 64
-    least = max(16, next_power_of_2(group))
-    if row_bytes <= 128:
-        large = PrefillConfig(rows=128, tile=128, num_warps=8, num_stages=3)
-    elif row_bytes <= 256:
-        large = PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3)
-    elif row_bytes <= 512:
-        large = PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=3)
-    else:
-        large = PrefillConfig(rows=32, tile=16, num_warps=4, num_stages=2)
-    rows = max(least, min(64, large.rows) if is_short else large.rows)
-    return PrefillConfig(rows, large.tile, 4 if is_short else large.num_warps, large.num_stages)
-
-
-@triton.jit(
-    do_not_specialize=["first_row", "num_rows", "num_tiles"],
-    do_not_specialize_on_alignment=["query_start_loc_ptr", "plan_ptr"],
-)
-def _plan_kernel(
-    query_start_loc_ptr,
-    plan_ptr,
-    first_row,
-    num_rows,
-    num_tiles,
-    QUERIES: tl.constexpr,
-    SKIP_SINGLE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_TILES: tl.constexpr,
+@triton.jit
+def _load_blocks(
+    table,
+    first_key,
+    last_key,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_WITHIN_BLOCK: tl.constexpr,
 ):
-    rows = first_row + tl.arange(0, BLOCK_ROWS)
-    inside = rows < num_rows
-    starts = tl.load(query_start_loc_ptr + rows, mask=inside, other=0)
-    lengths = tl.load(query_start_loc_ptr + rows + 1, mask=inside, other=0) - starts
-    if SKIP_SINGLE:
-        lengths = tl.where(lengths == 1, 0, lengths)
-    ends = tl.cumsum((lengths + QUERIES - 1) // QUERIES, axis=0)
-    tiles = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
-    is_before = ends[None, :] <= tiles[:, None]
-    row = first_row + tl.sum(is_before.to(tl.int32), axis=1)
-    row_start = tl.max(tl.where(is_before, ends[None, :], 0), axis=1)
-    row = tl.where(row < num_rows, row, -1)
-    tl.store(plan_ptr + tiles * 2, row, mask=tiles < num_tiles)
-    tl.store(plan_ptr + tiles * 2 + 1, (tiles - row_start) * QUERIES, mask=tiles < num_tiles)
+    """The block of each key of a tile; one for all where a tile lies within a block. Keys past the
+    last one are taken for it: nothing outside the sequence is ever read."""
+    if IS_WITHIN_BLOCK:
+        keys = first_key
+    else:
+        keys = first_key + tl.arange(0, TILE)
+    return tl.load(table + tl.minimum(keys, last_key) // BLOCK_SIZE)
 
 
 @triton.jit
@@ -96,30 +52,49 @@ def _attend_tile(
     acc,
     top,
     total,
-    place,
+    cache,
     block,
-    key,
-    head_base,
+    first_key,
+    last_key,
     positions,
+    kv_head,
     scale,
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     V_OFFSET: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_WITHIN_BLOCK: tl.constexpr,
+    USE_TMA: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of keys: their positions `key`, read at `place` of the row, which is in `block`."""
-    at = block.to(tl.int64) * BLOCK_STRIDE + place % BLOCK_SIZE * TOKEN_STRIDE
-    if BLOCK_D == HEAD_DIM:
-        k = tl.load(head_base + at[:, None])
+    """The tile of keys from position `first_key`; `block` is what `_load_blocks` found."""
+    key = first_key + tl.arange(0, TILE)
+    if USE_TMA:
+        line = (block * NUM_KV_HEADS + kv_head) * (2 * BLOCK_SIZE) + first_key % BLOCK_SIZE
+        k = cache.load([line, 0])
     else:
-        in_head = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
-        k = tl.load(head_base + at[:, None], mask=in_head, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if IS_WITHIN_BLOCK:
+            place = first_key % BLOCK_SIZE + tl.arange(0, TILE)
+        else:
+            place = tl.minimum(key, last_key) % BLOCK_SIZE
+        dims = tl.arange(0, BLOCK_D)
+        at = block.to(tl.int64) * BLOCK_STRIDE + kv_head * HEAD_STRIDE
+        at = cache + (at + place * TOKEN_STRIDE)[:, None] + dims[None, :]
+        inside = (dims < HEAD_DIM)[None, :]
+        if MASKED:
+            inside = inside & (key <= last_key)[:, None]
+        if MASKED or BLOCK_D > HEAD_DIM:
+            k = tl.load(at, mask=inside, other=0.0)
+        else:
+            k = tl.load(at)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         is_seen = key[None, :] <= positions[:, None]
         if WINDOW > 0:
@@ -130,13 +105,19 @@ def _attend_tile(
     if WINDOW > 0:
         # A query may see nothing of a tile at its window's far end, and nothing before it either.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores - shift[:, None])
-    shrink = tl.exp2(top - shift)
+    # Scaled here, scores cost one fused operation each.
+    weights = tl.exp2(scores * scale - (shift * scale)[:, None])
+    shrink = tl.exp2((top - shift) * scale)
     total = total * shrink + tl.sum(weights, axis=1)
-    if BLOCK_D == HEAD_DIM:
-        v = tl.load(head_base + V_OFFSET + at[:, None])
+    if USE_TMA:
+        v = cache.load([line + BLOCK_SIZE, 0])
+        if MASKED:
+            # A block's unused places may hold anything, and 0 * NaN is not 0.
+            v = tl.where((key <= last_key)[:, None], v, 0.0)
+    elif MASKED or BLOCK_D > HEAD_DIM:
+        v = tl.load(at + V_OFFSET, mask=inside, other=0.0)
     else:
-        v = tl.load(head_base + V_OFFSET + at[:, None], mask=in_head, other=0.0)
+        v = tl.load(at + V_OFFSET)
     acc = acc * shrink[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_top, total
@@ -148,7 +129,7 @@ def _attend_tile(
 )
 def _paged_prefill_kernel(
     q_ptr,
-    cache_ptr,
+    cache,
     out_ptr,
     block_table_ptr,
     seq_lens_ptr,
@@ -169,6 +150,8 @@ def _paged_prefill_kernel(
     WINDOW: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
+    IS_WITHIN_BLOCK: tl.constexpr,
+    USE_TMA: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -187,7 +170,6 @@ def _paged_prefill_kernel(
 
     lanes = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    keys = tl.arange(0, TILE)
     queries = lanes // GROUP
     is_live = (queries < QUERIES) & (first_query + queries < query_len)
     live = is_live[:, None] & (dims < HEAD_DIM)[None, :]
@@ -199,118 +181,87 @@ def _paged_prefill_kernel(
     positions = first_position + tl.minimum(queries, QUERIES - 1)
 
     table = block_table_ptr + row.to(tl.int64) * table_stride
-    head_base = cache_ptr + kv_head * HEAD_STRIDE + dims[None, :]
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     end = tl.minimum(first_position + QUERIES, seq_len)
-    first_key = 0
+    first_tile = 0
     num_full = tl.maximum(first_position + 1, 0) // TILE
     if WINDOW > 0:
-        first_key = tl.maximum(first_position - WINDOW + 1, 0)
-        num_full = 0
+        first_tile = tl.maximum(first_position - WINDOW + 1, 0) // TILE
+        num_full = first_tile
     if seq_len == 0:
         num_full = 0
         end = 0
-    key_tiles = (end - first_key + TILE - 1) // TILE
-    last = tl.maximum(end - 1, 0)
+    last_tile = (end + TILE - 1) // TILE
+    last_key = tl.maximum(end - 1, 0)
 
     # Block ids are fetched one tile ahead of the keys that they lead to, or they would halve the
-    # depth of the pipeline. Keys past the end repeat the last one: nothing outside the sequence
-    # is ever read.
-    place = tl.minimum(first_key + keys, last)
-    block = tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0)
-    for step in tl.range(0, num_full, num_stages=NUM_STAGES):
-        here, block_here = place, block
-        place = tl.minimum(first_key + (step + 1) * TILE + keys, last)
-        block = tl.load(table + place // BLOCK_SIZE)
+    # depth of the pipeline.
+    block = _load_blocks(table, first_tile * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
+    for step in tl.range(first_tile, num_full, num_stages=NUM_STAGES):
+        block_here = block
+        block = _load_blocks(table, (step + 1) * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
         acc, top, total = _attend_tile(
             q,
             acc,
             top,
             total,
-            here,
+            cache,
             block_here,
-            here,
-            head_base,
+            step * TILE,
+            last_key,
             positions,
+            kv_head,
             scale,
             BLOCK_STRIDE,
             TOKEN_STRIDE,
             V_OFFSET,
+            HEAD_STRIDE,
             BLOCK_SIZE,
+            NUM_KV_HEADS,
             HEAD_DIM,
             BLOCK_D,
             WINDOW,
+            TILE,
+            IS_WITHIN_BLOCK,
+            USE_TMA,
             False,
             PRECISION,
         )
-    for step in tl.range(num_full, key_tiles, num_stages=NUM_STAGES):
-        here, block_here = place, block
-        key = first_key + step * TILE + keys
-        place = tl.minimum(key + TILE, last)
-        block = tl.load(table + place // BLOCK_SIZE)
+    for step in tl.range(num_full, last_tile, num_stages=NUM_STAGES):
+        block_here = block
+        block = _load_blocks(table, (step + 1) * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
         acc, top, total = _attend_tile(
             q,
             acc,
             top,
             total,
-            here,
+            cache,
             block_here,
-            key,
-            head_base,
+            step * TILE,
+            last_key,
             positions,
+            kv_head,
             scale,
             BLOCK_STRIDE,
             TOKEN_STRIDE,
             V_OFFSET,
+            HEAD_STRIDE,
             BLOCK_SIZE,
+            NUM_KV_HEADS,
             HEAD_DIM,
             BLOCK_D,
             WINDOW,
+            TILE,
+            IS_WITHIN_BLOCK,
+            USE_TMA,
             True,
             PRECISION,
         )
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # a padded row has seen nothing
     to = out_ptr + (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(to, result.to(out_ptr.dtype.element_ty), mask=live)
-
-
-def max_tiles(num_tokens: int, num_rows: int, *, config: PrefillConfig, group: int) -> int:
-    """The most tiles that `num_tokens` queries in `num_rows` rows can make."""
-    queries = config.rows // group
-    return num_tokens // queries + min(num_rows, num_tokens)
-
-
-def plan_prefill(
-    query_start_loc: torch.Tensor,  # [B+1] int32
-    plan: torch.Tensor,  # [>= num_tiles, 2] int32
-    *,
-    config: PrefillConfig,
-    group: int,
-    first_row: int,
-    num_rows: int,
-    num_tiles: int,
-    skip_single: bool = False,
-) -> None:
-    """Lists the tiles of rows [first_row, num_rows): (row, first query), or row -1 past the last.
-
-    skip_single: leave out rows of one query, which decode attention computes.
-    Once per step for all layers; no window changes it.
-    """
-    assert plan.shape[0] >= num_tiles, (plan.shape, num_tiles)
-    _plan_kernel[(triton.cdiv(num_tiles, _PLAN_TILES),)](
-        query_start_loc,
-        plan,
-        first_row,
-        num_rows,
-        num_tiles,
-        QUERIES=config.rows // group,
-        SKIP_SINGLE=skip_single,
-        BLOCK_ROWS=max(_PLAN_ROWS, next_power_of_2(num_rows - first_row)),
-        BLOCK_TILES=_PLAN_TILES,
-        num_warps=8,
-    )
 
 
 def paged_prefill(
@@ -334,10 +285,11 @@ def paged_prefill(
     group = num_heads // num_kv_heads
     assert q.stride()[1:] == (head_dim, 1) and out.is_contiguous(), (q.stride(), out.stride())
     assert block_table.stride(1) == 1 and config.rows >= group
+    use_tma = can_use_tma(cache, config.tile)
     if num_tiles:
         _paged_prefill_kernel[(num_tiles, num_kv_heads)](
             q,
-            cache,
+            _cache_lines(cache, config.tile) if use_tma else cache,
             out,
             block_table,
             seq_lens,
@@ -352,6 +304,8 @@ def paged_prefill(
             WINDOW=sliding_window or 0,
             QUERIES=config.rows // group,
             TILE=config.tile,
+            IS_WITHIN_BLOCK=cache.shape[1] % config.tile == 0,
+            USE_TMA=use_tma,
             NUM_STAGES=config.num_stages,
             BLOCK_M=config.rows,
             BLOCK_D=next_power_of_2(head_dim),
@@ -359,6 +313,27 @@ def paged_prefill(
             num_warps=config.num_warps,
         )
     return out
+
+
+def can_use_tma(cache: torch.Tensor, tile: int) -> bool:
+    """Whether tiles of keys can be copied whole by the tensor memory accelerator: each lies within
+    a block, and a head's part of a block is one piece of memory."""
+    block_size, _, num_kv_heads, head_dim = cache.shape[1:]
+    row = head_dim * cache.element_size()
+    order = (num_kv_heads * 2 * block_size, 1, block_size, 2 * block_size)
+    return (
+        has_tma(cache.device)
+        and cache.element_size() <= 2
+        and block_size % tile == 0
+        and row % 16 == 0
+        and cache.stride() == (*(head_dim * lines for lines in order), 1)
+    )
+
+
+def _cache_lines(cache: torch.Tensor, tile: int) -> TensorDescriptor:
+    """The cache as lines of one key or value of one head, to be copied `tile` at a time."""
+    lines = cache.permute(0, 3, 2, 1, 4).reshape(-1, cache.shape[4])
+    return TensorDescriptor.from_tensor(lines, [tile, next_power_of_2(cache.shape[4])])
 
 
 def paged_prefill_reference(

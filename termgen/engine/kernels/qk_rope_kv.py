@@ -78,7 +78,7 @@ def _qk_rope_kv_kernel(
         rests = ROTARY_DIM + tl.arange(0, BLOCK_REST)[None, :]
         rest_mask = is_head & (rests < HEAD_DIM)
     if HAS_NORM:
-        # The weights depend on no earlier kernel: they are in flight while qkv is waited for.
+        # The weights are in flight while qkv is waited for.
         weights = norm_weight_ptr + heads * HEAD_DIM
         has_weight = heads < NUM_HEADS + NUM_KV_HEADS
         mask = half_mask & has_weight
@@ -87,6 +87,10 @@ def _qk_rope_kv_kernel(
         if HAS_REST:
             mask = rest_mask & has_weight
             rest_weight = tl.load(weights + rests, mask=mask, other=0.0).to(tl.float32)
+    # The sines of the second half are those without a sign (`layers.rotary.Rotation`).
+    cos = tl.load(cos_ptr + token * rotation_stride + halves, mask=in_half, other=0.0)
+    sin = tl.load(sin_ptr + token * rotation_stride + HALF + halves, mask=in_half, other=0.0)
+    slot = tl.load(slot_mapping_ptr + token)
     if USE_PDL:
         gdc_wait()
     at = qkv_ptr + token * qkv_stride + heads * HEAD_DIM
@@ -110,9 +114,6 @@ def _qk_rope_kv_kernel(
             rest = _normed(rest, scale, rest_weight)
             rest = tl.where(is_value, raw_rest, rest)
 
-    # The sines of the second half are those without a sign (`layers.rotary.Rotation`).
-    cos = tl.load(cos_ptr + token * rotation_stride + halves, mask=in_half, other=0.0)
-    sin = tl.load(sin_ptr + token * rotation_stride + HALF + halves, mask=in_half, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
     first = tl.where(is_value, raw_first, (x * cos - y * sin).to(first.dtype))
     second = tl.where(is_value, raw_second, (y * cos + x * sin).to(second.dtype))
@@ -120,7 +121,6 @@ def _qk_rope_kv_kernel(
     to = q_ptr + token * q_stride + heads * HEAD_DIM
     tl.store(to + halves, first, mask=half_mask & is_query)
     tl.store(to + HALF + halves, second, mask=half_mask & is_query)
-    slot = tl.load(slot_mapping_ptr + token)
     kv_head = heads - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
     to = cache_ptr + slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE
     to = to + kv_head * HEAD_STRIDE + tl.where(is_value, V_OFFSET, 0)
@@ -146,7 +146,11 @@ def qk_rope_kv(
     q: torch.Tensor | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:  # [T, num_heads, head_dim]
-    """Writes k and v at their slots and returns q; a part of `qkv` may be given for q."""
+    """Writes k and v at their slots and returns q; a part of `qkv` may be given for q.
+
+    With `pdl` the kernel reads cos, sin and slots before the kernel ahead of it has ended: between
+    what writes them and this must lie a launch without early start, as a step's embedding is.
+    """
     num_tokens = qkv.shape[0]
     num_kv_heads, head_dim = cache.shape[3:]
     rotary_dim = cos.shape[-1]

@@ -1,9 +1,11 @@
 """x @ weight.T for a few rows of x, at the speed at which the weight can be read.
 
 A decode step multiplies some 1 to 64 rows: its time is that of the weight's bytes and of starting
-and ending a kernel. Two kernels, one contract:
+and ending a kernel. Three kernels, one contract:
 
     gemv    1 to 4 rows    multiplies in registers: a program takes a few rows of the weight, whole
+    held    up to 32 rows  a program's part of the weight, whole rows of it, is in shared memory
+                           before the kernel ahead of it has ended; then come x and the matrix units
     mma     up to 64 rows  the weight's rows are the tall operand of the matrix units and the tokens
                            the narrow one, padded to 16; tiles are copied asynchronously
 
@@ -19,18 +21,20 @@ has ended. `small_gemm_config` says which configuration, if any, beats cuBLAS.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from termgen.engine.kernels.held_gemm import held_kernel
 from termgen.engine.kernels.launch import dot_precision, pdl_options
-from termgen.engine.kernels.prefetch import ask_l2
+from termgen.engine.kernels.prefetch import prefetch_weight, weight_tile
 from termgen.engine.kernels.small_gemm_config import SmallGemmConfig
+from termgen.engine.kernels.small_gemv import gemv_kernel
 
-VECTOR: tl.constexpr = tl.constexpr(4)
-"""Words whose products are added up within a thread before anything crosses threads."""
 _PREFETCH_ALIGNMENT = 16
 
 
@@ -40,142 +44,6 @@ class SmallGemmWorkspace:
     def __init__(self, device: torch.device, *, num_values: int, num_tiles: int) -> None:
         self.partial = torch.empty(max(1, num_values), dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(max(1, num_tiles), dtype=torch.int32, device=device)
-
-
-@triton.jit
-def prefetch_weight(
-    w_ptr, first_row, first_column, n, k, row_bytes, ROWS: tl.constexpr, THREADS: tl.constexpr
-):
-    """Asks the L2 cache for `row_bytes` of each of ROWS rows, spread over the warps."""
-    ITEM_BYTES: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-    SHARE: tl.constexpr = THREADS // ROWS
-    thread = tl.arange(0, THREADS)
-    row = tl.minimum(first_row + thread // SHARE, n - 1).to(tl.int64)
-    # What is asked for never leaves its row, wherever the run of the last program starts.
-    first_byte = tl.minimum(first_column * ITEM_BYTES, k * ITEM_BYTES - row_bytes)
-    address = w_ptr.to(tl.int64) + row * (k * ITEM_BYTES) + first_byte
-    ask_l2(address, tl.where(thread % SHARE == 0, row_bytes, 0))
-
-
-@triton.jit
-def weight_tile(at, columns, k, EVEN_K: tl.constexpr):
-    if EVEN_K:
-        return tl.load(at, eviction_policy="evict_first")
-    return tl.load(at, mask=(columns < k)[None, :], other=0, eviction_policy="evict_first")
-
-
-@triton.jit
-def halves(words, DTYPE: tl.constexpr):
-    """The two values of a half type in each 32-bit word, as float32."""
-    if DTYPE == tl.bfloat16:
-        low = (words << 16).to(tl.float32, bitcast=True)
-        high = (words & -65536).to(tl.float32, bitcast=True)
-    else:
-        low = words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-        high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-    return low, high
-
-
-@triton.jit
-def add_products(
-    sums,
-    w,
-    x_ptr,
-    start,
-    num_rows,
-    k,
-    x_stride,
-    BLOCK_M: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """sums, of each token [N, K / VECTOR]: + its x times w [N, K], added up within threads only.
-
-    Nothing crosses threads where all warps lie along K: 128 words of 32 bits a warp.
-    """
-    BLOCK_N: tl.constexpr = w.shape[0]
-    BLOCK_K: tl.constexpr = w.shape[1]
-    columns = start + tl.arange(0, BLOCK_K)
-    new_sums = ()
-    for token in tl.static_range(BLOCK_M):
-        # A token past the last repeats it; its sums go nowhere.
-        x_at = x_ptr + tl.minimum(token, num_rows - 1) * x_stride + columns[None, :]
-        if EVEN_K:
-            x = tl.load(x_at)
-        else:
-            x = tl.load(x_at, mask=(columns < k)[None, :], other=0)
-        if w.dtype == tl.int32:
-            w_low, w_high = halves(w, DTYPE)
-            x_low, x_high = halves(x, DTYPE)
-            products = w_low * x_low + w_high * x_high
-        else:
-            products = w.to(tl.float32) * x.to(tl.float32)
-        products = tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR])
-        new_sums += (sums[token] + tl.sum(products, axis=2),)  # type: ignore[assignment]
-    return new_sums
-
-
-@triton.jit(do_not_specialize=["num_rows", "row_bytes"])
-def _gemv_kernel(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    out_ptr,
-    num_rows,
-    n,
-    k,
-    x_stride,
-    row_bytes,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PREFETCH_THREADS: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    if USE_PDL:
-        gdc_launch_dependents()
-    first_row = tl.program_id(0) * BLOCK_N
-    rows = first_row + tl.arange(0, BLOCK_N)
-    columns = tl.arange(0, BLOCK_K)
-    w_at = w_ptr + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * k + columns[None, :]
-    HOLDS_FIRST: tl.constexpr = NUM_STAGES == 1
-    if USE_PDL:
-        if PREFETCH_THREADS > 0:
-            head = BLOCK_K if HOLDS_FIRST else 0
-            prefetch_weight(w_ptr, first_row, head, n, k, row_bytes, BLOCK_N, PREFETCH_THREADS)
-    if HOLDS_FIRST:
-        w = weight_tile(w_at, columns, k, EVEN_K)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)
-    if USE_PDL:
-        gdc_wait()
-    sums = ()
-    for _ in tl.static_range(BLOCK_M):
-        sums += (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),)  # type: ignore[assignment]
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if HOLDS_FIRST:
-        last = (tl.cdiv(k, BLOCK_K) - 1) * BLOCK_K
-        for start in range(0, last, BLOCK_K):
-            columns += BLOCK_K
-            next_w = weight_tile(w_at + (start + BLOCK_K), columns, k, EVEN_K)
-            sums = add_products(sums, w, x_ptr, start, num_rows, k, x_stride, BLOCK_M, True, dtype)
-            w = next_w
-        sums = add_products(sums, w, x_ptr, last, num_rows, k, x_stride, BLOCK_M, EVEN_K, dtype)
-    else:
-        for start in tl.range(0, k, BLOCK_K, num_stages=NUM_STAGES):
-            w = weight_tile(w_at + start, columns + start, k, EVEN_K)
-            sums = add_products(
-                sums, w, x_ptr, start, num_rows, k, x_stride, BLOCK_M, EVEN_K, dtype
-            )
-    for token in tl.static_range(BLOCK_M):
-        y = tl.sum(sums[token], axis=1)
-        if HAS_BIAS:
-            y += bias
-        mask = (rows < n) & (token < num_rows)
-        tl.store(out_ptr + token * n + rows, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "row_bytes"])
@@ -277,29 +145,72 @@ def small_gemm(
     assert out.shape == (num_rows, n) and out.is_contiguous(), (out.shape, out.stride())
     if not num_rows:
         return out
-    row_bytes, threads = prefetch_plan(config, k, weight)
-    tiles = config.tiles(n)
-    # A lone row's stride means nothing and must not choose another variant.
-    sizes = (num_rows, n, k, x.stride(0) if num_rows > 1 else k)
-    common = {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "NUM_STAGES": config.num_stages,
-        "EVEN_K": k % config.block_k == 0,
-        "HAS_BIAS": bias is not None,
-        "PREFETCH_THREADS": threads,
-        "num_warps": config.num_warps,
+    if config.kind == "held":
+        _launch_held(x, weight, bias, out, config, pdl)
+    elif config.kind == "gemv":
+        _launch_gemv(x, weight, bias, out, config, pdl)
+    else:
+        _launch_mma(x, weight, bias, out, config, workspace, pdl)
+    return out
+
+
+def _launch_held(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: SmallGemmConfig,
+    pdl: bool,
+) -> None:
+    n, k = weight.shape
+    held_kernel[(config.tiles(n),)](
+        x,
+        weight,
+        bias,
+        out,
+        *_sizes(x, weight),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        WARPS=config.num_warps,
+        STEPS=config.held_steps(k),
+        EVEN_K=k % (config.num_warps * config.block_k) == 0,
+        HAS_BIAS=bias is not None,
+        PRECISION=dot_precision(x.dtype),
+        num_warps=config.num_warps,
         **pdl_options(x.device, enabled=pdl),
-    }
-    if config.kind == "gemv":
-        block_k = config.block_k
-        if are_words(x, weight):
-            # Held as pairs, a tile takes half the registers.
-            x, weight = x.view(torch.int32), weight.view(torch.int32)
-            block_k //= 2
-            sizes = (num_rows, n, k // 2, sizes[3] // 2)
-        _gemv_kernel[(tiles,)](x, weight, bias, out, *sizes, row_bytes, BLOCK_K=block_k, **common)
-        return out
+    )
+
+
+def _launch_gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: SmallGemmConfig,
+    pdl: bool,
+) -> None:
+    block_k, common = config.block_k, _common(x, weight, bias, config, pdl)
+    if are_words(x, weight):
+        # Held as pairs, a tile takes half the registers.
+        x, weight = x.view(torch.int32), weight.view(torch.int32)
+        block_k //= 2
+    gemv_kernel[(config.tiles(weight.shape[0]),)](
+        x, weight, bias, out, *_sizes(x, weight), BLOCK_K=block_k, **common
+    )
+
+
+def _launch_mma(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: SmallGemmConfig,
+    workspace: SmallGemmWorkspace | None,
+    pdl: bool,
+) -> None:
+    n = weight.shape[0]
+    tiles = config.tiles(n)
     partial = arrivals = None
     if config.splits > 1:
         assert workspace is not None, "K is cut, so there must be a workspace"
@@ -312,14 +223,40 @@ def small_gemm(
         out,
         partial,
         arrivals,
-        *sizes,
-        row_bytes,
+        *_sizes(x, weight),
         BLOCK_K=config.block_k,
         SPLITS=config.splits,
         PRECISION=dot_precision(x.dtype),
-        **common,
+        **_common(x, weight, bias, config, pdl),
     )
-    return out
+
+
+def _sizes(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int, int]:
+    """num_rows, n, k and the stride of x, whose lone row's stride must not choose a variant."""
+    num_rows, k = x.shape
+    return num_rows, weight.shape[0], k, x.stride(0) if num_rows > 1 else k
+
+
+def _common(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: SmallGemmConfig,
+    pdl: bool,
+) -> dict[str, Any]:
+    k = weight.shape[1]
+    row_bytes, threads = prefetch_plan(config, k, weight)
+    return {
+        "row_bytes": row_bytes,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "NUM_STAGES": config.num_stages,
+        "EVEN_K": k % config.block_k == 0,
+        "HAS_BIAS": bias is not None,
+        "PREFETCH_THREADS": threads,
+        "num_warps": config.num_warps,
+        **pdl_options(x.device, enabled=pdl),
+    }
 
 
 def are_words(x: torch.Tensor, weight: torch.Tensor) -> bool:

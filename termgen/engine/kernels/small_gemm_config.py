@@ -19,7 +19,11 @@ _MAX_GEMV_ROWS = 4
 _MIN_MMA_ROWS = 16
 _NUM_SMS = 132
 _SPLITS = (1, 2, 4, 8, 16)
-_MAX_CANDIDATES = 12
+_MAX_CANDIDATES = 16
+_MIN_HELD_ROWS, _MAX_HELD_ROWS = 8, 32
+_MAX_HELD_BYTES = 200 * 1024
+_MAX_HELD_VALUES = 256
+"""Values of the weight that a thread moves, at most: what is in flight must be in registers."""
 _MAX_WAVES = 4
 """Programs for each multiprocessor up to which most of them start before the kernel ahead ends."""
 _NEAR = 1.0
@@ -30,13 +34,13 @@ _NEAR = 1.0
 class SmallGemmConfig:
     """How one shape of product is cut."""
 
-    kind: Literal["gemv", "mma"]
+    kind: Literal["gemv", "held", "mma"]
     block_m: int
-    """Rows of x it is made for, at most: a power of two, and 16 at least for mma."""
+    """Rows of x it is made for, at most: a power of two, at least 8 for held and 16 for mma."""
     block_n: int
     """Rows of the weight in a tile."""
     block_k: int
-    """gemv: 256 a warp, or a multiple of it, keeps the loop free of barriers."""
+    """gemv: 256 a warp, or a multiple of it, keeps the loop free of barriers. held: of one warp."""
     num_warps: int
     num_stages: int = 1
     """Tiles in flight, plus one. 1, for gemv only: the next tile is held in registers, and the
@@ -48,6 +52,18 @@ class SmallGemmConfig:
 
     def tiles(self, out_features: int) -> int:
         return -(-out_features // self.block_n)
+
+    def held_steps(self, in_features: int) -> int:
+        """held: tiles of K that each warp takes."""
+        return -(-in_features // (self.num_warps * self.block_k))
+
+    def held_bytes(self, in_features: int) -> int:
+        """held: shared memory of a program, in a half type."""
+        width = self.held_steps(in_features) * self.num_warps * self.block_k
+        return 2 * width * (self.block_n + self.block_m)
+
+    def can_run(self, in_features: int) -> bool:
+        return self.kind != "held" or self.held_bytes(in_features) <= _MAX_HELD_BYTES
 
     def partial_values(self, out_features: int) -> int:
         """float32 values of workspace that a product of so many output features takes."""
@@ -79,7 +95,8 @@ def choose(
         return None
     by_rows = table[nearest]
     rows = min((rows for rows in by_rows if rows >= m), default=None)
-    return None if rows is None else by_rows[rows]
+    config = None if rows is None else by_rows[rows]
+    return config if config is None or config.can_run(k) else None
 
 
 def _distance(shape: tuple[int, int], other: tuple[int, int]) -> float:
@@ -92,6 +109,8 @@ def candidates(m: int, n: int, k: int, dtype: torch.dtype) -> list[SmallGemmConf
     if m <= _MAX_GEMV_ROWS:
         found += _gemv_candidates(next_power_of_2(m), k)
     if dtype.itemsize == 2:
+        if m <= _MAX_HELD_ROWS:
+            found += _held_candidates(max(_MIN_HELD_ROWS, next_power_of_2(m)), k)
         block_m = max(_MIN_MMA_ROWS, next_power_of_2(m))
         found += _mma_candidates(block_m, n, k, _MAX_CANDIDATES - len(found))
     return [_without_late_prefetch(config, n) for config in found[:_MAX_CANDIDATES]]
@@ -114,6 +133,20 @@ def _gemv_candidates(block_m: int, k: int) -> list[SmallGemmConfig]:
     if k > 2048:
         shapes += [(4, 1024, 4, 4), (8, 1024, 4, 3), (8, 1024, 4, 4)]
     return [SmallGemmConfig("gemv", block_m, *shape) for shape in shapes]
+
+
+def _held_candidates(block_m: int, k: int) -> list[SmallGemmConfig]:
+    found = []
+    for block_n in (16, 32):
+        for num_warps in (4, 8):
+            values = block_n * k // (32 * num_warps)
+            block_k = math.gcd(k // num_warps, 256) if k % num_warps == 0 else 0
+            if block_k < 64 or values > _MAX_HELD_VALUES:
+                continue
+            config = SmallGemmConfig("held", block_m, block_n, block_k, num_warps, prefetch_bytes=0)
+            if config.can_run(k):
+                found.append(config)
+    return found
 
 
 def _mma_candidates(block_m: int, n: int, k: int, limit: int) -> list[SmallGemmConfig]:

@@ -186,10 +186,12 @@ class CausalDecoder(nn.Module):
         The attention backend must have prepared `ctx.metadata`.
         """
         metadata = ctx.metadata
-        residual = self.embed(input_ids)
+        # First: the kernels of a layer may read it before the one ahead of them has ended, which
+        # is safe behind the embedding, a launch that waits for all before it.
         rotation = self._ops.rotation(
             positions, self.inverse_frequencies, self.config.rope.attention_factor
         )
+        residual = self.embed(input_ids)
         normed: torch.Tensor = self.norms[0](residual)
         for index, layer in enumerate(self.decoder_layers):
             kv_cache = ctx.kv_caches[index]

@@ -51,10 +51,12 @@ def build_runner(
     model_config = load_model_config(path)
     limits = resolve.resolve_limits(config, model_config, device)
     dtype = resolve.resolve_dtype(config.dtype, model_config, device)
-    attention, passed_over = make_backend(
+    attention, shape, passed_over = make_backend(
         config.attention_backend,
         _attention_shape(model_config, limits, config.block_size, dtype, device),
     )
+    assert shape.block_size is not None
+    config = replace(config, block_size=shape.block_size)
     if passed_over and device.type == "cuda":  # on a CPU nothing else is expected
         logger.warning("%s; using %s", passed_over, attention.name)
     on_progress("loading weights", 0.0)
@@ -78,7 +80,7 @@ def build_runner(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
-        block_size=config.block_size,
+        block_size=shape.block_size,
         num_eos_ids=MAX_EOS_IDS,
     )
     on_progress("warming up", 0.0)
@@ -126,7 +128,7 @@ def _load_model(
 def _attention_shape(
     model: ModelConfig,
     limits: resolve.Limits,
-    block_size: int,
+    block_size: int | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionShape:
@@ -245,7 +247,7 @@ def _describe(
         device_name=name,
         dtype=str(runner.dtype).removeprefix("torch."),
         num_blocks=num_blocks,
-        block_size=config.block_size,
+        block_size=runner.block_size,
         max_model_len=max_model_len,
         vocab_size=runner.config.vocab_size,
         model_bytes=0,

@@ -116,6 +116,7 @@ def resolve_num_blocks(
     """
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
+    assert config.block_size is not None, "settled with the attention backend"
     one_context = (-(-max_model_len // config.block_size) + 1) * bytes_per_block
     if config.kv_cache_gib is not None:
         wanted = int(config.kv_cache_gib * GIB)
@@ -144,6 +145,7 @@ def fit_max_model_len(config: EngineConfig, max_model_len: int, num_blocks: int)
 
     A longer context that was asked for is an error; one taken from the model is cut to fit.
     """
+    assert config.block_size is not None, "settled with the attention backend"
     capacity = (num_blocks - 1) * config.block_size + 1  # the last token's KV is never stored
     if capacity >= max_model_len:
         return max_model_len

@@ -76,7 +76,7 @@ class Case:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_rows=max_rows,
-            config=config or default_config(head_dim, dtype),
+            config=config or default_config(head_dim, dtype, block_size),
             device=torch.device(device),
         )
         self.plan = self.workspace.new_plan()
@@ -124,9 +124,19 @@ class Case:
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_head_sizes(device: str, dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_head_sizes(device: str, dtype: torch.dtype, head_dim: int, block_size: int) -> None:
     lengths = [17, 1, 150, 64, 65]
-    Case(lengths, head_dim=head_dim, dtype=dtype, device=device).check()
+    case = Case(
+        lengths,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+        heads_first=block_size == 64,
+    )
+    case.check()
+    case.check(sliding_window=40)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
@@ -198,7 +208,7 @@ def test_random_batches(device: str, seed: int) -> None:
         num_heads=num_kv_heads * rng.randint(1, 8),
         num_kv_heads=num_kv_heads,
         head_dim=rng.choice((64, 96)),
-        block_size=rng.choice((1, 4, 16, 32)),
+        block_size=rng.choice((1, 4, 16, 32, 64)),
         device=device,
         config=DecodeConfig(16, 4, 3, rng.randint(1, 4), min_tiles=rng.randint(1, 3)),
         heads_first=rng.random() < 0.5,
@@ -264,9 +274,19 @@ def test_runs_keep_to_one_head_unless_that_makes_them_much_longer(device: str) -
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_full_size(dtype: torch.dtype) -> None:
     lengths = [32 * 1024] + [600] * 31
-    case = Case(lengths, num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype, device="cuda")
-    case.check()
-    case.check(sliding_window=4096)
+    for block_size in (16, 64):
+        case = Case(
+            lengths,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            block_size=block_size,
+            dtype=dtype,
+            device="cuda",
+            heads_first=True,
+        )
+        case.check()
+        case.check(sliding_window=4096)
 
 
 @pytest.mark.gpu

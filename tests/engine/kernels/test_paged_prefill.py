@@ -18,11 +18,14 @@ from triton_device import (
 require_triton()
 
 from termgen.engine.kernels.paged_prefill import (  # noqa: E402
+    can_use_tma,
+    paged_prefill,
+    paged_prefill_reference,
+)
+from termgen.engine.kernels.prefill_plan import (  # noqa: E402
     PrefillConfig,
     default_config,
     max_tiles,
-    paged_prefill,
-    paged_prefill_reference,
     plan_prefill,
 )
 
@@ -74,7 +77,7 @@ class Case:
         self.group = num_heads // num_kv_heads
         longest = max(n for _, n in rows)
         self.config = config or default_config(
-            head_dim, dtype, group=self.group, max_query_len=longest
+            head_dim, dtype, group=self.group, max_query_len=longest, block_size=block_size
         )
 
     def run(self, *, sliding_window: int | None = None, first_row: int = 0) -> torch.Tensor:
@@ -129,9 +132,20 @@ class Case:
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_head_sizes(device: str, dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_head_sizes(device: str, dtype: torch.dtype, head_dim: int, block_size: int) -> None:
     rows = [(0, 70), (33, 3), (20, 1), (0, 1)]
-    Case(rows, head_dim=head_dim, dtype=dtype, device=device).check()
+    case = Case(
+        rows,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+        heads_first=block_size == 64,
+    )
+    assert can_use_tma(case.cache, case.config.tile) == (block_size == 64 and dtype.itemsize == 2)
+    case.check()
+    case.check(sliding_window=40)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
@@ -205,7 +219,7 @@ def test_random_batches(device: str, seed: int) -> None:
         num_heads=num_kv_heads * rng.randint(1, 8),
         num_kv_heads=num_kv_heads,
         head_dim=rng.choice((64, 96)),
-        block_size=rng.choice((1, 4, 16, 32)),
+        block_size=rng.choice((1, 4, 16, 32, 64)),
         device=device,
         config=PrefillConfig(rng.choice((16, 32, 64)), rng.choice((16, 32)), 4, 3),
         heads_first=rng.random() < 0.5,
@@ -217,6 +231,16 @@ def test_random_batches(device: str, seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_full_size(dtype: torch.dtype) -> None:
     rows = [(0, 2048), (4000, 512), (1000, 1), (31000, 100)]
-    case = Case(rows, num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype, device="cuda")
-    case.check()
-    case.check(sliding_window=700)
+    for block_size in (16, 64):
+        case = Case(
+            rows,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            block_size=block_size,
+            dtype=dtype,
+            device="cuda",
+            heads_first=True,
+        )
+        case.check()
+        case.check(sliding_window=700)

@@ -16,12 +16,15 @@ SHAPES = [(4096, 1024), (1024, 2048), (1024, 3072), (151936, 1024), (4096, 14336
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 16, 17, 33, MAX_ROWS])
 def test_candidates(m: int, n: int, k: int) -> None:
     found = candidates(m, n, k, BF16)
-    assert 1 <= len(found) <= 12 and len(set(found)) == len(found)
+    assert 1 <= len(found) <= 16 and len(set(found)) == len(found)
     for config in found:
         assert config.block_m >= m
         assert config.splits * 2 <= max(2, -(-k // config.block_k))
         if config.kind == "gemv":
             assert config.block_k % (256 * config.num_warps) == 0 and config.splits == 1
+        elif config.kind == "held":
+            assert config.held_steps(k) * config.num_warps * config.block_k == k
+            assert config.held_bytes(k) <= 200 * 1024 and config.splits == 1
         else:
             tile_bytes = 2 * config.block_k * (config.block_n + config.block_m)
             assert tile_bytes * config.num_stages <= 227 * 1024

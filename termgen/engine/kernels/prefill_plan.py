@@ -1,0 +1,121 @@
+"""How a step's prompts are cut into tiles of queries, worked out on the device.
+
+A tile is some consecutive queries of one row times the query heads that share one key head.
+`paged_prefill` reads the plan.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: no-check-untyped-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from termgen.engine.kernels.launch import next_power_of_2
+
+_PLAN_TILES = 16
+_PLAN_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """How the kernel is cut for one kind of cache."""
+
+    rows: int
+    """Query-head rows of a tile, at least the heads that share a key head."""
+    tile: int
+    """Keys of a tile."""
+    num_warps: int
+    num_stages: int
+
+
+def default_config(
+    head_dim: int, dtype: torch.dtype, *, group: int, max_query_len: int, block_size: int
+) -> PrefillConfig:
+    """`max_query_len` may be any upper bound: it chooses among two configurations."""
+    row_bytes = next_power_of_2(head_dim) * dtype.itemsize
+    is_short = max_query_len * group <= 64
+    least = max(16, next_power_of_2(group))
+    if row_bytes <= 256 and block_size % 64 == 0:
+        # Two programs to a multiprocessor: one multiplies while the other takes exponentials.
+        return PrefillConfig(rows=max(64, least), tile=64, num_warps=4, num_stages=3)
+    if row_bytes <= 256:
+        large = PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3)
+    elif row_bytes <= 512:
+        large = PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=3)
+    else:
+        large = PrefillConfig(rows=32, tile=16, num_warps=4, num_stages=2)
+    rows = max(least, min(64, large.rows) if is_short else large.rows)
+    return PrefillConfig(rows, large.tile, 4 if is_short else large.num_warps, large.num_stages)
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows", "num_tiles"],
+    do_not_specialize_on_alignment=["query_start_loc_ptr", "plan_ptr"],
+)
+def _plan_kernel(
+    query_start_loc_ptr,
+    plan_ptr,
+    first_row,
+    num_rows,
+    num_tiles,
+    QUERIES: tl.constexpr,
+    SKIP_SINGLE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+):
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    inside = rows < num_rows
+    starts = tl.load(query_start_loc_ptr + rows, mask=inside, other=0)
+    lengths = tl.load(query_start_loc_ptr + rows + 1, mask=inside, other=0) - starts
+    if SKIP_SINGLE:
+        lengths = tl.where(lengths == 1, 0, lengths)
+    ends = tl.cumsum((lengths + QUERIES - 1) // QUERIES, axis=0)
+    tiles = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
+    is_before = ends[None, :] <= tiles[:, None]
+    row = first_row + tl.sum(is_before.to(tl.int32), axis=1)
+    row_start = tl.max(tl.where(is_before, ends[None, :], 0), axis=1)
+    row = tl.where(row < num_rows, row, -1)
+    tl.store(plan_ptr + tiles * 2, row, mask=tiles < num_tiles)
+    tl.store(plan_ptr + tiles * 2 + 1, (tiles - row_start) * QUERIES, mask=tiles < num_tiles)
+
+
+def max_tiles(num_tokens: int, num_rows: int, *, config: PrefillConfig, group: int) -> int:
+    """The most tiles that `num_tokens` queries in `num_rows` rows can make."""
+    queries = config.rows // group
+    return num_tokens // queries + min(num_rows, num_tokens)
+
+
+def plan_prefill(
+    query_start_loc: torch.Tensor,  # [B+1] int32
+    plan: torch.Tensor,  # [>= num_tiles, 2] int32
+    *,
+    config: PrefillConfig,
+    group: int,
+    first_row: int,
+    num_rows: int,
+    num_tiles: int,
+    skip_single: bool = False,
+) -> None:
+    """Lists the tiles of rows [first_row, num_rows): (row, first query), or row -1 past the last.
+
+    skip_single: leave out rows of one query, which decode attention computes.
+    Once per step for all layers; no window changes it.
+    """
+    assert plan.shape[0] >= num_tiles, (plan.shape, num_tiles)
+    _plan_kernel[(triton.cdiv(num_tiles, _PLAN_TILES),)](
+        query_start_loc,
+        plan,
+        first_row,
+        num_rows,
+        num_tiles,
+        QUERIES=config.rows // group,
+        SKIP_SINGLE=skip_single,
+        BLOCK_ROWS=max(_PLAN_ROWS, next_power_of_2(num_rows - first_row)),
+        BLOCK_TILES=_PLAN_TILES,
+        num_warps=8,
+    )
