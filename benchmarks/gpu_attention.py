@@ -28,7 +28,7 @@ CHAIN_BYTES = 200 * 2**20
 
 
 def decode_configs(head_dim: int, every: bool) -> Iterator[DecodeConfig]:
-    own = decode_plan.default_config(head_dim, DTYPE, BLOCK)
+    own = decode_plan.default_config(head_dim, DTYPE)
     yield own
     if not every:
         return

@@ -252,7 +252,7 @@ class EngineCore:
         room = self._max_model_len - num_prompt
         request = Request(
             request_id=submitted.request_id,
-            token_ids=np.asarray(submitted.prompt_token_ids, np.int32),
+            token_ids=submitted.prompt,
             num_prompt_tokens=num_prompt,
             params=params,
             seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),

@@ -45,6 +45,11 @@ class GenerationRequest:
     """Lower runs first; only the priority policy looks at it."""
     cache_salt: str | None = None
     """Prefix-cache entries are shared only between requests with the same salt."""
+    prompt: IntArray = field(init=False, repr=False, compare=False)
+    """The same ids as an array: made here, because the engine's thread has no time to."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", np.asarray(self.prompt_token_ids, np.int32))
 
 
 def check_cache_salt(salt: object) -> None:

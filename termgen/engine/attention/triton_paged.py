@@ -42,9 +42,7 @@ class TritonPagedAttention:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             max_rows=shape.max_num_seqs,
-            config=decode_plan.default_config(
-                shape.head_dim, shape.dtype, shape.block_size
-            ),
+            config=decode_plan.default_config(shape.head_dim, shape.dtype),
             device=shape.device,
         )
         self._decode_plans = {window: self._workspace.new_plan() for window in set(shape.windows)}

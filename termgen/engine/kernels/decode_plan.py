@@ -41,18 +41,15 @@ class DecodeConfig:
     """Tiles a program takes at least: fewer partial sums when contexts are short."""
 
 
-def default_config(head_dim: int, dtype: torch.dtype, block_size: int) -> DecodeConfig:
-    """A tile within one block is read by simpler addresses than one that spans several."""
+def default_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
     row_bytes = next_power_of_2(head_dim) * dtype.itemsize
     if row_bytes <= 128:
-        tile = 64 if block_size == 64 else 128
-    elif row_bytes <= 256:
-        tile = 64
-    elif row_bytes <= 512:
-        tile = 32
-    else:
-        tile = 16
-    return DecodeConfig(tile=tile, num_warps=4, num_stages=3, programs_per_sm=2)
+        return DecodeConfig(tile=128, num_warps=4, num_stages=3, programs_per_sm=2)
+    if row_bytes <= 256:
+        return DecodeConfig(tile=64, num_warps=4, num_stages=3, programs_per_sm=2)
+    if row_bytes <= 512:
+        return DecodeConfig(tile=32, num_warps=4, num_stages=3, programs_per_sm=2)
+    return DecodeConfig(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
 
 
 @triton.jit(
