@@ -35,6 +35,26 @@ _MAX_COMBINED = 8192
 
 
 @triton.jit
+def _ask_for_keys(
+    head_ptr,
+    table_ptr,
+    first_key,
+    end_key,
+    BLOCK_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """Asks the L2 cache for a head's keys and values from first_key to end_key, blocks whole."""
+    blocks = first_key // BLOCK_SIZE + tl.arange(0, THREADS)
+    asks = (blocks * BLOCK_SIZE < end_key) & (first_key < end_key)
+    ids = tl.load(table_ptr + blocks, mask=asks, other=0)
+    ITEM_BYTES: tl.constexpr = head_ptr.dtype.element_ty.primitive_bitwidth // 8
+    address = head_ptr.to(tl.int64) + ids.to(tl.int64) * (BLOCK_STRIDE * ITEM_BYTES)
+    ask_l2(address, tl.where(asks, 2 * BLOCK_SIZE * HEAD_DIM * ITEM_BYTES, 0))
+
+
+@triton.jit
 def _combine(
     partial_ptr,
     softmax_ptr,
@@ -157,18 +177,19 @@ def _paged_decode_kernel(
     seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
     if USE_PDL:
         if PREFETCH_TILES > 0:
-            first = tile * TILE
+            first = tile
             if WINDOW > 0:
-                first += tl.maximum(seq_len - WINDOW, 0) // TILE * TILE
-            end = tl.minimum(first + tl.minimum(num_tiles, PREFETCH_TILES) * TILE, seq_len)
-            blocks = first // BLOCK_SIZE + tl.arange(0, THREADS)
-            asks = (blocks * BLOCK_SIZE < end) & (num_tiles > 0)
-            ids = tl.load(block_table_ptr + row * table_stride + blocks, mask=asks, other=0)
-            ITEM_BYTES: tl.constexpr = cache_ptr.dtype.element_ty.primitive_bitwidth // 8
-            address = ids.to(tl.int64) * BLOCK_STRIDE + kv_head * HEAD_STRIDE
-            ask_l2(
-                cache_ptr.to(tl.int64) + address * ITEM_BYTES,
-                tl.where(asks, 2 * BLOCK_SIZE * HEAD_DIM * ITEM_BYTES, 0),
+                first += tl.maximum(seq_len - WINDOW, 0) // TILE
+            keys_ahead = tl.minimum(num_tiles, PREFETCH_TILES) * TILE
+            _ask_for_keys(
+                cache_ptr + kv_head * HEAD_STRIDE,
+                block_table_ptr + row * table_stride,
+                first * TILE,
+                tl.minimum(first * TILE + keys_ahead, seq_len),
+                BLOCK_STRIDE,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                THREADS,
             )
         gdc_wait()
 

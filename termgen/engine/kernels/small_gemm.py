@@ -1,12 +1,12 @@
 """x @ weight.T for a few rows of x, at the speed at which the weight can be read.
 
-A decode step multiplies some 1 to 128 rows: its time is that of the weight's bytes and of starting
+A decode step multiplies some 1 to 64 rows: its time is that of the weight's bytes and of starting
 and ending a kernel. Three kernels, one contract:
 
     gemv    1 to 4 rows    multiplies in registers: a program takes a few rows of the weight, whole
     held    up to 32 rows  a program's part of the weight, whole rows of it, is in shared memory
                            before the kernel ahead of it has ended; then come x and the matrix units
-    mma     up to 128 rows the weight's rows are the tall operand of the matrix units and the tokens
+    mma     up to 64 rows  the weight's rows are the tall operand of the matrix units and the tokens
                            the narrow one, padded to 16; tiles are copied asynchronously
 
 Where an mma grid would leave multiprocessors idle, K is cut between `splits` programs; who arrives

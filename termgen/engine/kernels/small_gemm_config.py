@@ -13,7 +13,7 @@ import torch
 
 from termgen.engine.kernels.launch import next_power_of_2
 
-MAX_ROWS = 128
+MAX_ROWS = 64
 """Rows of x from which on nothing but cuBLAS is worth trying."""
 _MAX_GEMV_ROWS = 4
 _MIN_MMA_ROWS = 16
@@ -154,7 +154,6 @@ def _mma_candidates(block_m: int, n: int, k: int, limit: int) -> list[SmallGemmC
         16: [(64, 128, 4, 4), (64, 256, 4, 3), (32, 256, 4, 3), (16, 256, 2, 4), (128, 128, 4, 3)],
         32: [(64, 128, 4, 4), (128, 128, 8, 3), (64, 256, 4, 3), (128, 64, 4, 4), (32, 256, 4, 3)],
         64: [(64, 128, 4, 3), (128, 64, 4, 4), (128, 128, 8, 3), (64, 64, 4, 5), (64, 128, 4, 4)],
-        128: [(64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 8, 4), (128, 64, 4, 4), (64, 64, 8, 5)],
     }[block_m]
     firsts: list[SmallGemmConfig] = []
     seconds: list[SmallGemmConfig] = []
