@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def parse_args() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="further engine setting, such as enforce_eager=true",
+        help="further engine setting, such as cudagraph_mode=piecewise",
     )
     parser.add_argument("--output-json", type=Path, help="write machine and results here")
     parser.add_argument("--profile", type=int, metavar="BATCH", help="print this batch's kernels")
@@ -113,6 +114,19 @@ def drain(engine: SyncEngine) -> None:
         engine.step()
 
 
+def drain_timed(engine: SyncEngine) -> tuple[float, dict[str, float]]:
+    """Seconds until all requests are done, and the share of steps in each graph mode."""
+    ring: EventRing = engine.core.bus.subscribe()
+    counts: Counter[str] = Counter()
+    started = time.perf_counter()
+    while engine.has_unfinished:
+        engine.step()
+        counts.update(r.graph_mode for r in ring.drain() if isinstance(r, StepRecord))
+    seconds = time.perf_counter() - started
+    engine.core.bus.unsubscribe(ring)
+    return seconds, {mode: n / counts.total() for mode, n in counts.items()}
+
+
 def decode_cell(engine: SyncEngine, batch: int, params: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds per step, by the clock of whoever takes the tokens."""
     for index in range(batch):
@@ -138,30 +152,28 @@ def decode_cell(engine: SyncEngine, batch: int, params: dict[str, Any]) -> dict[
     return {
         "batch": batch,
         "ms": seconds / STEPS * 1e3,
-        "graph_share": sum(r.graph_mode == "FULL" for r in records) / len(records),
+        "graph_share": sum(r.graph_mode != "NONE" for r in records) / len(records),
         "schedule_us": sum(r.schedule_us for r in records) / len(records),
         "apply_us": sum(r.apply_us for r in records) / len(records),
     }
 
 
-def job(engine: SyncEngine, params: dict[str, Any]) -> float:
-    """The 256-request job: output tokens per second."""
+def job(engine: SyncEngine, params: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    """The 256-request job: output tokens per second, and its steps by graph mode."""
     rng = random.Random(0)
     lengths = [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
     for index, (prompt, output) in enumerate(lengths):
         add(engine, index, prompt, output, **params)
-    started = time.perf_counter()
-    drain(engine)
-    return sum(output for _, output in lengths) / (time.perf_counter() - started)
+    seconds, graphs = drain_timed(engine)
+    return sum(output for _, output in lengths) / seconds, graphs
 
 
-def prefill(engine: SyncEngine) -> float:
-    """Prompt tokens per second."""
+def prefill(engine: SyncEngine) -> tuple[float, dict[str, float]]:
+    """Prompt tokens per second, and the steps by graph mode."""
     for index in range(32):
         add(engine, index, 2048, 1, temperature=0.0)
-    started = time.perf_counter()
-    drain(engine)
-    return 32 * 2048 / (time.perf_counter() - started)
+    seconds, graphs = drain_timed(engine)
+    return 32 * 2048 / seconds, graphs
 
 
 def profile_batch(engine: SyncEngine, batch: int, params: dict[str, Any]) -> None:
@@ -203,10 +215,11 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
                 cell["vllm_ms"] = VLLM[name].get(batch)
                 result["decode"].append(cell)
         if "job" in args.parts:
-            result["job"] = [job(engine, params) for _ in range(2)][-1]
+            result["job"], result["job_graphs"] = [job(engine, params) for _ in range(2)][-1]
             result["vllm_job"] = VLLM_JOB.get(name)
         if "prefill" in args.parts:
-            result["prefill"] = max(prefill(engine) for _ in range(3))
+            runs = [prefill(engine) for _ in range(3)]
+            result["prefill"], result["prefill_graphs"] = max(runs, key=lambda run: run[0])
             result["vllm_prefill"] = VLLM_PREFILL[name]
         if args.profile:
             profile_batch(engine, args.profile, params)
@@ -231,7 +244,9 @@ def print_result(result: dict[str, Any]) -> None:
         if part in result:
             vllm = result[f"vllm_{part}"]
             beside = f" (vLLM {vllm:,.0f})" if vllm else ""
-            print(f"  {part}: {result[part]:,.0f} {unit}{beside}")
+            shares = sorted(result[f"{part}_graphs"].items())
+            graphs = ", ".join(f"{100 * share:.0f}% {mode}" for mode, share in shares)
+            print(f"  {part}: {result[part]:,.0f} {unit}{beside}; steps {graphs}")
     sys.stdout.flush()
 
 

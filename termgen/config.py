@@ -21,7 +21,7 @@ LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("int8",)
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_BACKENDS = ("triton", "torch_reference")
-CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
+CUDAGRAPH_MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 MAX_INT = 2**31 - 1
 
 
@@ -99,10 +99,15 @@ class EngineConfig:
     )
     cudagraph_mode: str = setting(
         "full",
-        "steps recorded as CUDA graphs: none, those of decodes, or all",
+        "CUDA graphs: full: whole steps; full_decode_only: those without prompts; piecewise: steps "
+        "without their attention and sampling; full_and_piecewise: full without prompts, else "
+        "piecewise; none: no graphs",
         choices=CUDAGRAPH_MODES,
     )
     enforce_eager: bool = setting(False, "never use CUDA graphs: --cudagraph-mode none")
+    debug: bool = setting(
+        False, "check at each replay of a CUDA graph that nothing it reads has moved"
+    )
     seed: int = setting(
         0,
         "seed of random weights and of requests without one",

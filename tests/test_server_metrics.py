@@ -101,12 +101,14 @@ async def test_steps_are_counted_by_graph_and_reason() -> None:
             engine.bus.publish(record)
         record = make_step_record(num_prefill_rows=1, num_prefill_tokens=40, num_decode_rows=2)
         engine.bus.publish(record._replace(graph_reason="a prompt is being computed"))
+        engine.bus.publish(record._replace(graph_mode="PIECEWISE", num_padded_tokens=6))
         text = (await client.get("/metrics")).text
     assert value(text, "engine_steps_total", graph_mode="FULL", reason="") == 2
     why = "a prompt is being computed"
     assert value(text, "engine_steps_total", graph_mode="NONE", reason=why) == 1
-    assert value(text, "engine_step_tokens_total") == 5 + 5 + 42
-    assert value(text, "engine_padded_tokens_total") == 3
+    assert value(text, "engine_steps_total", graph_mode="PIECEWISE", reason="") == 1
+    assert value(text, "engine_step_tokens_total") == 5 + 5 + 42 + 42
+    assert value(text, "engine_padded_tokens_total") == 3 + 6
 
 
 async def test_lost_events_are_counted() -> None:

@@ -44,7 +44,8 @@ class StepRecord(NamedTuple):
     num_preemptions: int
     """Since start."""
     graph_reason: str = ""
-    """Why no CUDA graph was replayed; empty when one was."""
+    """Why no CUDA graph was replayed, or only pieces of the step were where a whole one might have
+    been; empty otherwise."""
 
 
 class RequestEventKind(enum.StrEnum):

@@ -111,10 +111,10 @@ class StepResult:
     """perf_counter_ns when the device began the step."""
     ended_ns: int
     graph_mode: str = "NONE"
-    """FULL, PIECEWISE or NONE."""
+    """FULL, PIECEWISE or NONE: how much of the step was replayed."""
     num_padded_tokens: int = 0
     graph_reason: str = ""
-    """Why nothing was replayed, when the mode is NONE."""
+    """Why nothing was replayed, or only pieces where a whole step might have been."""
 
 
 @dataclass(frozen=True, slots=True)

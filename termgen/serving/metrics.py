@@ -115,7 +115,7 @@ class ServerMetrics:
         )
         self._graph_steps = Counter(
             "termgen_engine_steps",
-            "Engine steps by CUDA graph mode; for those without a graph, why",
+            "Engine steps by CUDA graph mode: FULL, PIECEWISE or NONE, and why it was no more",
             ["model", "graph_mode", "reason"],
             registry=self._registry,
         )

@@ -140,6 +140,9 @@ def test_batch_says_why_a_step_replayed_no_graph() -> None:
         assert (why in line) is is_told
     told = row_text(batch_panel(records[:-1], Frame(140, 7, False), COLOUR_GLYPHS)[-1])
     assert "no graph" not in told
+    records[-1] = records[-1]._replace(graph_mode="PIECEWISE", graph_reason="log-probabilities")
+    told = row_text(batch_panel(records, Frame(140, 7, False), COLOUR_GLYPHS)[-1])
+    assert "no full graph: log-probabilities" in told
 
 
 def test_column_cells_share_the_height() -> None:

@@ -103,9 +103,10 @@ class AttentionBackend(Protocol):
         *,
         scale: float,
         sliding_window: int | None,
+        out: torch.Tensor | None = None,  # [T, num_heads, head_dim], contiguous
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
         """The step's keys and values are in the cache already: rows of one step may share blocks,
-        so every write comes before any read."""
+        so every write comes before any read. The result is in `out`, if that is given."""
 
 
 def empty_kv_cache(

@@ -68,6 +68,18 @@ class TorchReferenceAttention:
         *,
         scale: float,
         sliding_window: int | None,
+        out: torch.Tensor | None = None,  # [T, num_heads, head_dim]
+    ) -> torch.Tensor:
+        attended = self._attend(q, kv_cache, metadata, scale, sliding_window)
+        return attended if out is None else out.copy_(attended)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
     ) -> torch.Tensor:
         assert self._prepared is metadata, "prepare was not called for this step"
         slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]

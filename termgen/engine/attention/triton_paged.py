@@ -106,9 +106,11 @@ class TritonPagedAttention:
         *,
         scale: float,
         sliding_window: int | None,
+        out: torch.Tensor | None = None,  # [T, num_heads, head_dim], contiguous
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
         assert self._prepared is metadata, "prepare was not called for this step"
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._decode_rows:
             # First: it writes zeros for rows of length 0, which are other rows' tokens further on.
             paged_decode.paged_decode(

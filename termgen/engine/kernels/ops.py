@@ -37,6 +37,7 @@ class TritonOps:
         num_heads: int,
         norm_weight: torch.Tensor | None,
         eps: float,
+        q: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return qk_rope_kv(
             qkv,
@@ -47,6 +48,7 @@ class TritonOps:
             num_heads=num_heads,
             norm_weight=norm_weight,
             eps=eps,
+            q=q,
         )
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:

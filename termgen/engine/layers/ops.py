@@ -41,8 +41,10 @@ class LayerOps(Protocol):
         num_heads: int,
         norm_weight: torch.Tensor | None,  # [num_heads + num_kv_heads, head_dim]
         eps: float,
+        q: torch.Tensor | None = None,  # [T, num_heads, head_dim], contiguous
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
-        """Normalises (given a weight) and rotates q and k, writes k and v, and returns q."""
+        """Normalises (given a weight) and rotates q and k, writes k and v, and returns q, in the
+        memory given for it if any is."""
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """act(gate) * up, from the two side by side: [T, 2 * size] -> [T, size]."""
@@ -107,6 +109,7 @@ class TorchOps:
         num_heads: int,
         norm_weight: torch.Tensor | None,
         eps: float,
+        q: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_kv_heads, head_dim = kv_cache.shape[3:]
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
@@ -117,7 +120,7 @@ class TorchOps:
         slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
         slots[:, 0].index_copy_(0, slot_mapping, qk[:, num_heads:].to(slots.dtype))
         slots[:, 1].index_copy_(0, slot_mapping, v.to(slots.dtype))
-        return qk[:, :num_heads]
+        return qk[:, :num_heads] if q is None else q.copy_(qk[:, :num_heads])
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -27,6 +27,7 @@ from termgen.engine.layers.ops import LayerOps
 from termgen.engine.layers.rotary import Rotation, inverse_frequencies
 from termgen.engine.layers.weight_slot import WeightSlot
 from termgen.engine.models.config import ModelConfig
+from termgen.engine.models.pieces import Carried
 
 
 class DecoderLayer(nn.Module):
@@ -90,6 +91,7 @@ class DecoderLayer(nn.Module):
         rotation: Rotation,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        q: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """normed [T, hidden] -> q [T, num_heads, head_dim]; k and v go to their slots [T]."""
         return self._ops.rotate_and_store(
@@ -100,6 +102,7 @@ class DecoderLayer(nn.Module):
             num_heads=self._num_heads,
             norm_weight=self.qk_norm_weight(),
             eps=self._eps,
+            q=q,
         )
 
     def qk_norm_weight(self) -> torch.Tensor | None:
@@ -127,7 +130,7 @@ class DecoderLayer(nn.Module):
 
 
 class CausalDecoder(nn.Module):
-    """A decoder-only language model over a paged KV cache."""
+    """A decoder-only language model over a paged KV cache: a `PiecewiseModel`."""
 
     layer_class: type[DecoderLayer] = DecoderLayer
     inverse_frequencies: torch.Tensor  # [rotary_dim / 2] float32
@@ -185,22 +188,83 @@ class CausalDecoder(nn.Module):
 
         The attention backend must have prepared `ctx.metadata`.
         """
-        metadata = ctx.metadata
+        carried, q = self.first_piece(input_ids, positions, ctx)
+        for index in range(self.num_attentions - 1):
+            q = self.next_piece(index, self.attend(index, q, ctx), carried, ctx)
+        return self.last_piece(self.attend(self.num_attentions - 1, q, ctx), carried)
+
+    @property
+    def num_attentions(self) -> int:
+        return len(self.decoder_layers)
+
+    def first_piece(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        ctx: ForwardContext,
+        *,
+        q: torch.Tensor | None = None,
+    ) -> tuple[Carried, torch.Tensor]:
         # First: the kernels of a layer may read it before the one ahead of them has ended, which
         # is safe behind the embedding, a launch that waits for all before it.
         rotation = self._ops.rotation(
             positions, self.inverse_frequencies, self.config.rope.attention_factor
         )
         residual = self.embed(input_ids)
-        normed: torch.Tensor = self.norms[0](residual)
-        for index, layer in enumerate(self.decoder_layers):
-            kv_cache = ctx.kv_caches[index]
-            q = layer.before_attention(normed, rotation, kv_cache, metadata.slot_mapping)
-            attended = self.attention.forward(
-                q, kv_cache, metadata, scale=layer.scale, sliding_window=layer.sliding_window
-            )
-            normed = layer.after_attention(attended, residual, self.norms[index + 1])
-        return normed
+        carried = Carried(residual, rotation)
+        return carried, self._queries(0, self.norms[0](residual), carried, ctx, q)
+
+    def attend(
+        self,
+        index: int,
+        q: torch.Tensor,
+        ctx: ForwardContext,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        layer = self.decoder_layers[index]
+        return self.attention.forward(
+            q,
+            ctx.kv_caches[index],
+            ctx.metadata,
+            scale=layer.scale,
+            sliding_window=layer.sliding_window,
+            out=out,
+        )
+
+    def next_piece(
+        self,
+        index: int,
+        attended: torch.Tensor,
+        carried: Carried,
+        ctx: ForwardContext,
+        *,
+        q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        normed = self._after_attention(index, attended, carried)
+        return self._queries(index + 1, normed, carried, ctx, q)
+
+    def last_piece(self, attended: torch.Tensor, carried: Carried) -> torch.Tensor:
+        return self._after_attention(self.num_attentions - 1, attended, carried)
+
+    def _queries(
+        self,
+        index: int,
+        normed: torch.Tensor,
+        carried: Carried,
+        ctx: ForwardContext,
+        q: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.decoder_layers[index].before_attention(
+            normed, carried.rotation, ctx.kv_caches[index], ctx.metadata.slot_mapping, q
+        )
+
+    def _after_attention(
+        self, index: int, attended: torch.Tensor, carried: Carried
+    ) -> torch.Tensor:
+        return self.decoder_layers[index].after_attention(
+            attended, carried.residual, self.norms[index + 1]
+        )
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.embedding is None:

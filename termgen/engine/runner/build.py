@@ -23,8 +23,9 @@ from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.models.registry import build_model
 from termgen.engine.runner import resolve
+from termgen.engine.runner.choose_graphs import choose_graphs
 from termgen.engine.runner.cuda_graphs import CudaRecorder
-from termgen.engine.runner.dispatch import CudaGraphDispatcher, decode_sizes, mixed_sizes
+from termgen.engine.runner.dispatch import CudaGraphDispatcher
 from termgen.engine.runner.model_runner import ModelRunner
 from termgen.engine.step import DeviceInfo
 from termgen.errors import ModelError
@@ -82,6 +83,7 @@ def build_runner(
         max_model_len=limits.max_model_len,
         block_size=shape.block_size,
         num_eos_ids=MAX_EOS_IDS,
+        debug=config.debug,
     )
     on_progress("warming up", 0.0)
     info = _size_and_warm_up(config, runner, limits, on_progress)
@@ -162,7 +164,9 @@ def _size_and_warm_up(
     config: EngineConfig, runner: ModelRunner, limits: resolve.Limits, on_progress: Progress
 ) -> DeviceInfo:
     device = runner.device
-    dispatcher = _make_dispatcher(config, runner, limits)
+    dispatcher = choose_graphs(
+        config, limits, device_type=device.type, attention=runner.attention, model=runner.model
+    )
     runner.init_kv_cache(2)
     runner.dummy_run(limits.max_num_batched_tokens if device.type == "cuda" else 32)
     on_progress("warming up", 0.5)
@@ -178,45 +182,15 @@ def _size_and_warm_up(
     runner.init_kv_cache(num_blocks)
     runner.dummy_run(1)
     runner.graphs = runner.make_graphs(dispatcher)
-    if dispatcher.sizes:
+    if not dispatcher.is_empty:
         recorder = CudaRecorder(device)
         runner.graphs.record_all(recorder, lambda done: on_progress("recording graphs", done))
     return _describe(config, runner, limits, num_blocks=num_blocks, max_model_len=max_model_len)
 
 
-def _make_dispatcher(
-    config: EngineConfig, runner: ModelRunner, limits: resolve.Limits
-) -> CudaGraphDispatcher:
-    return choose_graphs(config, limits, device_type=runner.device.type, attention=runner.attention)
-
-
-def choose_graphs(
-    config: EngineConfig,
-    limits: resolve.Limits,
-    *,
-    device_type: str,
-    attention: AttentionBackend,
-) -> CudaGraphDispatcher:
-    """Which steps to record, or why none."""
-    if config.enforce_eager or config.cudagraph_mode == "none":
-        reason = "--enforce-eager" if config.enforce_eager else "--cudagraph-mode none"
-    elif device_type != "cuda":
-        reason = "no CUDA device"
-    elif "FULL" not in attention.capabilities.graph_modes:
-        reason = f"{attention.name} attention cannot be recorded"
-    else:
-        is_all = config.cudagraph_mode == "full"
-        return CudaGraphDispatcher(
-            decode_sizes(limits.max_num_seqs),
-            mixed=mixed_sizes(limits.max_num_batched_tokens) if is_all else (),
-            max_num_seqs=limits.max_num_seqs,
-        )
-    return CudaGraphDispatcher((), disabled_reason=reason)
-
-
 def _graph_bytes(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> int:
     """Memory that recordings take, measured on the largest ones; the others share it."""
-    if not dispatcher.sizes:
+    if dispatcher.is_empty:
         return 0
     device = runner.device
     torch.cuda.synchronize(device)
@@ -226,7 +200,8 @@ def _graph_bytes(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> int:
     after, _ = torch.cuda.mem_get_info(device)
     del trial
     torch.cuda.empty_cache()
-    return max(0, before - after) + GRAPH_OVERHEAD_BYTES * len(dispatcher.descriptors())
+    num_recordings = len(dispatcher.descriptors()) + len(dispatcher.piecewise)
+    return max(0, before - after) + GRAPH_OVERHEAD_BYTES * num_recordings
 
 
 def _describe(

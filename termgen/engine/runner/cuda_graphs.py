@@ -1,4 +1,4 @@
-"""Recordings of whole steps, and their replay.
+"""Recordings of whole steps, and their replay; `piecewise_graphs` has those cut at attention.
 
 A full graph holds input preparation, the model, sampling, the state update and the hand-over of
 the tokens to a ring, all reading their lengths and rows from device memory. Replaying a step whose
@@ -11,24 +11,23 @@ import gc
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 
-from termgen.engine.request import IntArray
+from termgen.engine.runner.address_check import AddressCheck
 from termgen.engine.runner.dispatch import (
     BatchDescriptor,
     CudaGraphDispatcher,
     Dispatch,
     SamplingNeeds,
 )
+from termgen.engine.runner.input_batch import InputBatch
+from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs, Recorder
+from termgen.engine.runner.row_header import RowHeader
 from termgen.engine.runner.token_ring import TokenRing
 from termgen.engine.step import StepPlan
 
 DeviceStep = Callable[[torch.Tensor, torch.Tensor, BatchDescriptor, TokenRing], object]
 """(slots [B], num_tokens [B], descriptor, ring for the tokens); see ModelRunner.step_on_device."""
-
-Recorder = Callable[[Callable[[], None]], Callable[[], None]]
-"""Turns operations into something that repeats them on the same memory."""
 
 RING_SIZE = 16
 """Steps whose tokens are kept: more than ever are in flight."""
@@ -62,30 +61,27 @@ class CudaRecorder:
 
 
 class FullGraphs:
-    """One recording per batch descriptor."""
+    """One recording per batch descriptor, and `pieces` for the steps that none of them serves."""
 
     def __init__(
         self,
         step: DeviceStep,
         dispatcher: CudaGraphDispatcher,
+        header: RowHeader,
+        pieces: PiecewiseGraphs,
         *,
-        pad_row: int,
         device: torch.device,
+        address_check: AddressCheck | None = None,
     ) -> None:
-        size = max(1, dispatcher.max_rows)
+        """header: holds the `max_rows` of the dispatcher; pieces: has its sizes."""
         self.dispatcher = dispatcher
+        self.header = header
+        self.pieces = pieces
+        self._ring = TokenRing(RING_SIZE, max(1, dispatcher.max_rows), device)
         self._device_step = step
-        self._pad_row = pad_row
-        self._device = device
+        self._check = address_check
         self._replays: dict[BatchDescriptor, Callable[[], None]] = {}
-        self._header = torch.zeros((2, size), dtype=torch.int64, device=device)
-        self._header[0] = pad_row
-        self._ring = TokenRing(RING_SIZE, size, device)
         self._next_ring_row = 0
-        self._rows_on_device: tuple[IntArray, IntArray] = (np.zeros(0, np.int32),) * 2
-        self._size_on_device = 0
-        self.num_uploads = 0
-        """Times the rows of a step had to be sent to the device."""
 
     def dispatch(self, plan: StepPlan, needs: SamplingNeeds) -> Dispatch:
         return self.dispatcher.dispatch(
@@ -94,14 +90,15 @@ class FullGraphs:
 
     @torch.inference_mode()
     def record_all(self, recorder: Recorder, on_progress: Callable[[float], None]) -> None:
-        """Make every recording, the largest first. All rows are padding meanwhile."""
-        descriptors = self.dispatcher.descriptors()
+        """Make every recording, of each kind the largest first. All rows are padding meanwhile."""
+        work = [partial(self._record_pieces, recorder, size) for size in self.pieces.sizes]
+        work += [partial(self._record, recorder, d) for d in self.dispatcher.descriptors()]
         collects_garbage = gc.isenabled()
         gc.disable()  # freeing a tensor of another stream is not allowed while recording
         try:
-            for i, descriptor in enumerate(descriptors):
-                on_progress(i / len(descriptors))
-                self._replays[descriptor] = recorder(partial(self._step, descriptor))
+            for i, record in enumerate(work):
+                on_progress(i / len(work))
+                record()
         finally:
             if collects_garbage:
                 gc.enable()
@@ -109,34 +106,32 @@ class FullGraphs:
         self._ring.restart()
         self._next_ring_row = 0
 
+    def _record(self, recorder: Recorder, descriptor: BatchDescriptor) -> None:
+        self._replays[descriptor] = recorder(partial(self._step, descriptor))
+        if self._check is not None:
+            self._check.note(descriptor)
+
+    def _record_pieces(self, recorder: Recorder, size: int) -> None:
+        self.pieces.record(size, recorder)
+        if self._check is not None:
+            self._check.note(size)
+
     def _step(self, descriptor: BatchDescriptor) -> None:
-        size = descriptor.num_rows
-        slots, num_tokens = self._header[0, :size], self._header[1, :size]
+        slots, num_tokens = self.header.rows(descriptor.num_rows)
         self._device_step(slots, num_tokens, descriptor, self._ring)
 
     def replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> torch.Tensor:
         """Run a recorded step; returns its tokens [padded rows], valid for RING_SIZE steps."""
-        self._upload_rows(plan.slots, plan.num_tokens, descriptor.num_rows)
+        if self._check is not None:
+            self._check.check(descriptor)
+        self.header.upload(plan, descriptor.num_rows)
         self._replays[descriptor]()
         row = self._next_ring_row
         self._next_ring_row = (row + 1) % RING_SIZE
         return self._ring.tokens[row, : descriptor.num_rows]
 
-    def _upload_rows(self, slots: IntArray, num_tokens: IntArray, size: int) -> None:
-        old_slots, old_tokens = self._rows_on_device
-        if (
-            size == self._size_on_device
-            and np.array_equal(slots, old_slots)
-            and np.array_equal(num_tokens, old_tokens)
-        ):
-            return
-        header = np.zeros((2, size), np.int64)
-        header[0] = self._pad_row
-        header[0, : len(slots)] = slots
-        header[1, : len(slots)] = num_tokens
-        host = torch.from_numpy(header)
-        if self._device.type == "cuda":
-            host = host.pin_memory()
-        self._header[:, :size].copy_(host, non_blocking=True)
-        self._rows_on_device, self._size_on_device = (slots, num_tokens), size
-        self.num_uploads += 1
+    def replay_pieces(self, size: int, plan: StepPlan) -> tuple[InputBatch, torch.Tensor]:
+        """Run the model on a step; see `PiecewiseGraphs.replay`."""
+        if self._check is not None:
+            self._check.check(size)
+        return self.pieces.replay(size, plan)

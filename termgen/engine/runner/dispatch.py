@@ -17,6 +17,8 @@ from termgen.engine.step import StepPlan
 class GraphMode(enum.StrEnum):
     FULL = "FULL"
     """The whole step is one graph: inputs, model, sampling, state update."""
+    PIECEWISE = "PIECEWISE"
+    """Inputs and model are graphs with attention between them; sampling is launched after them."""
     NONE = "NONE"
     """Operations are launched one by one."""
 
@@ -68,7 +70,7 @@ NEEDS = {
 
 @dataclass(frozen=True, slots=True)
 class BatchDescriptor:
-    """What distinguishes one recording from another. Sizes are padded ones."""
+    """What distinguishes one recording of a whole step from another. Sizes are padded ones."""
 
     num_tokens: int
     num_rows: int
@@ -82,12 +84,16 @@ class Dispatch:
     """The decision for one step."""
 
     mode: GraphMode
-    descriptor: BatchDescriptor | None
+    descriptor: BatchDescriptor | None = None
+    """The recording of a FULL step."""
+    padded_tokens: int | None = None
+    """Tokens that the recording computes; None when nothing is replayed. It is all that
+    distinguishes the recordings of PIECEWISE steps."""
     reason: str = ""
-    """Why nothing is replayed; empty when something is."""
+    """Why no recording of the whole step serves, where one might be expected."""
 
     def num_padded(self, num_tokens: int) -> int:
-        return self.descriptor.num_tokens - num_tokens if self.descriptor is not None else 0
+        return 0 if self.padded_tokens is None else self.padded_tokens - num_tokens
 
 
 def decode_sizes(max_num_seqs: int, largest: int = 512) -> tuple[int, ...]:
@@ -104,34 +110,55 @@ def mixed_sizes(max_num_batched_tokens: int, largest: int = 2048) -> tuple[int, 
     return tuple(sorted(s for s in sizes if s <= min(largest, max_num_batched_tokens)))
 
 
+def piecewise_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Token counts to record for steps cut at attention, ascending: those of both other kinds."""
+    mixed = mixed_sizes(max_num_batched_tokens)
+    return tuple(sorted({*decode_sizes(max_num_seqs), *mixed}))
+
+
 class CudaGraphDispatcher:
-    """Maps a step to a recording through precomputed tables of padded sizes."""
+    """Maps a step to a recording through precomputed tables of padded sizes.
+
+    A recording of the whole step comes first, then the pieces of its token count, then nothing.
+    """
 
     def __init__(
         self,
         sizes: Sequence[int],
         *,
         mixed: Sequence[int] = (),
+        piecewise: Sequence[int] = (),
         max_num_seqs: int = 0,
         disabled_reason: str = "",
+        why_not_full: str = "",
     ) -> None:
         """sizes: rows of the decode recordings; mixed: tokens of the others, whose rows are as many
-        as their tokens allow, `max_num_seqs` at most. disabled_reason: why no graph is ever used,
-        when that is so."""
+        as their tokens allow, `max_num_seqs` at most; piecewise: tokens of the recordings that are
+        cut at attention and hold any rows. disabled_reason: why no graph is ever used, when that is
+        so; why_not_full: the same of whole steps, where they were asked for."""
+        assert max_num_seqs or not (mixed or piecewise), "their rows go by max_num_seqs"
         self.sizes = tuple(sorted(sizes))
         self.mixed = tuple(sorted(mixed))
-        self._max_num_seqs = max_num_seqs
+        self.piecewise = tuple(sorted(piecewise))
+        self.max_num_seqs = max_num_seqs
         self._disabled_reason = disabled_reason
+        self._why_not_full = why_not_full
         self._padded_rows = _padded(self.sizes)
         self._padded_tokens = _padded(self.mixed)
+        self._padded_pieces = _padded(self.piecewise)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.sizes or self.mixed or self.piecewise)
 
     @property
     def max_rows(self) -> int:
         """The most rows of any recording; 0 when there is none."""
-        return max((d.num_rows for d in self.descriptors()), default=0)
+        tokens = max((*self.mixed, *self.piecewise), default=0)
+        return max((min(tokens, self.max_num_seqs), *self.sizes))
 
     def descriptors(self) -> list[BatchDescriptor]:
-        """Every recording to make, the largest first: later ones fit into its memory."""
+        """Every recording of a whole step, the largest first: later ones fit into its memory."""
         found = [self._decode(size, v) for size in self.sizes for v in SamplingVariant]
         found += [self._mixed(size, v) for size in self.mixed for v in SamplingVariant]
         return sorted(found, key=lambda d: (-d.num_tokens, -d.num_rows))
@@ -139,14 +166,17 @@ class CudaGraphDispatcher:
     def largest(self) -> CudaGraphDispatcher:
         """A dispatcher of only the largest recordings, whose memory all others fit into."""
         return CudaGraphDispatcher(
-            self.sizes[-1:], mixed=self.mixed[-1:], max_num_seqs=self._max_num_seqs
+            self.sizes[-1:],
+            mixed=self.mixed[-1:],
+            piecewise=self.piecewise[-1:],
+            max_num_seqs=self.max_num_seqs,
         )
 
     def _decode(self, size: int, sampling: SamplingVariant) -> BatchDescriptor:
         return BatchDescriptor(size, size, True, sampling)
 
     def _mixed(self, size: int, sampling: SamplingVariant) -> BatchDescriptor:
-        return BatchDescriptor(size, min(size, self._max_num_seqs), False, sampling)
+        return BatchDescriptor(size, min(size, self.max_num_seqs), False, sampling)
 
     def dispatch(
         self,
@@ -155,20 +185,45 @@ class CudaGraphDispatcher:
         num_tokens: int,
         sampling: SamplingVariant | None,
     ) -> Dispatch:
-        """sampling: None when the step asks for more than any recording holds."""
+        """sampling: None when the step asks for more than any recording of a whole step holds."""
         if self._disabled_reason:
-            return Dispatch(GraphMode.NONE, None, self._disabled_reason)
-        if sampling is None:
-            return Dispatch(GraphMode.NONE, None, "log-probabilities, penalties or min_tokens")
+            return Dispatch(GraphMode.NONE, reason=self._disabled_reason)
+        full = None if sampling is None else self._full(num_rows, num_tokens, sampling)
+        if full is not None:
+            return Dispatch(GraphMode.FULL, full, full.num_tokens)
+        reason = self._miss(num_rows, num_tokens, sampling)
+        if num_tokens >= len(self._padded_pieces):
+            return Dispatch(GraphMode.NONE, reason=reason)
+        if not self._recorded_whole(num_rows, num_tokens):
+            reason = self._why_not_full  # pieces are what was asked for
+        size = self._padded_pieces[num_tokens]
+        return Dispatch(GraphMode.PIECEWISE, padded_tokens=size, reason=reason)
+
+    def _full(
+        self, num_rows: int, num_tokens: int, sampling: SamplingVariant
+    ) -> BatchDescriptor | None:
         if num_tokens == num_rows and num_rows < len(self._padded_rows):
-            return Dispatch(GraphMode.FULL, self._decode(self._padded_rows[num_rows], sampling))
-        if num_tokens < len(self._padded_tokens) and num_rows <= self._max_num_seqs:
-            return Dispatch(GraphMode.FULL, self._mixed(self._padded_tokens[num_tokens], sampling))
-        if num_tokens == num_rows:
-            return Dispatch(GraphMode.NONE, None, f"more than {self.sizes[-1]} rows")
-        if not self.mixed:
-            return Dispatch(GraphMode.NONE, None, "a prompt is being computed")
-        return Dispatch(GraphMode.NONE, None, f"a prompt, and more than {self.mixed[-1]} tokens")
+            return self._decode(self._padded_rows[num_rows], sampling)
+        if num_tokens < len(self._padded_tokens) and num_rows <= self.max_num_seqs:
+            return self._mixed(self._padded_tokens[num_tokens], sampling)
+        return None
+
+    def _recorded_whole(self, num_rows: int, num_tokens: int) -> tuple[int, ...]:
+        """Sizes of the whole steps of this kind, decodes or others, that are recorded."""
+        return self.sizes if num_tokens == num_rows else self.mixed
+
+    def _miss(self, num_rows: int, num_tokens: int, sampling: SamplingVariant | None) -> str:
+        """Why no recording of the whole step serves, or none at all where only pieces could."""
+        is_decode = num_tokens == num_rows
+        if self._recorded_whole(num_rows, num_tokens):
+            if sampling is None:
+                return "log-probabilities, penalties or min_tokens"
+            if is_decode:
+                return f"more than {self.sizes[-1]} rows"
+        largest = max((*self.mixed, *self.piecewise), default=0)
+        if not largest:
+            return "a prompt is being computed"
+        return f"{'' if is_decode else 'a prompt, and '}more than {largest} tokens"
 
 
 def _padded(sizes: tuple[int, ...]) -> list[int]:

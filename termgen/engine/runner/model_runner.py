@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +24,7 @@ from termgen.engine.attention.base import (
 from termgen.engine.kernels import why_unusable
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
+from termgen.engine.runner.address_check import AddressCheck, NamedTensor, tensors_of
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
 from termgen.engine.runner.cuda_graphs import FullGraphs
 from termgen.engine.runner.dispatch import (
@@ -31,7 +34,9 @@ from termgen.engine.runner.dispatch import (
     SamplingNeeds,
 )
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers
+from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs
 from termgen.engine.runner.request_state import RequestState
+from termgen.engine.runner.row_header import RowHeader
 from termgen.engine.runner.token_ring import TokenRing
 from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.sampler import Sampler
@@ -57,7 +62,9 @@ class ModelRunner:
         max_model_len: int,
         block_size: int,
         num_eos_ids: int,
+        debug: bool = False,
     ) -> None:
+        """debug: check addresses at every replay."""
         self.model = model
         self.config = model_config
         self.attention = attention
@@ -65,6 +72,7 @@ class ModelRunner:
         self.device = device
         self.block_size = block_size
         self.max_model_len = max_model_len
+        self.debug = debug
         self.sampler = Sampler()
         self.fused_sampler: FusedSampler | None = None
         if not why_unusable(device):
@@ -129,9 +137,44 @@ class ModelRunner:
 
     def make_graphs(self, dispatcher: CudaGraphDispatcher) -> FullGraphs:
         """An empty set of recordings of this runner's steps."""
-        return FullGraphs(
-            self.step_on_device, dispatcher, pad_row=self.state.pad_row, device=self.device
+        size, pad_row = max(1, dispatcher.max_rows), self.state.pad_row
+        header = RowHeader(size, pad_row=pad_row, device=self.device)
+        pieces = PiecewiseGraphs(
+            self.model,
+            self.attention,
+            self.kv_caches,
+            config=self.config,
+            buffers=self.buffers,
+            state=self.state,
+            header=header,
+            sizes=dispatcher.piecewise,
+            max_num_seqs=dispatcher.max_num_seqs,
+            dtype=self.dtype,
         )
+        check = None
+        if self.debug:
+            check = AddressCheck(partial(self._recorded_tensors, header, pieces))
+        return FullGraphs(
+            self.step_on_device,
+            dispatcher,
+            header,
+            pieces,
+            device=self.device,
+            address_check=check,
+        )
+
+    def _recorded_tensors(
+        self, header: RowHeader, pieces: PiecewiseGraphs
+    ) -> Iterator[NamedTensor]:
+        """What recordings read or write and steps leave in place."""
+        yield from self.model.named_parameters("model")
+        yield from self.model.named_buffers("model")
+        for layer, cache in enumerate(self.kv_caches):
+            yield f"kv_caches[{layer}]", cache
+        yield from tensors_of("state", self.state)
+        yield from tensors_of("buffers", self.buffers)
+        yield from tensors_of("header", header)
+        yield from tensors_of("pieces", pieces)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> AsyncOutput:
@@ -142,6 +185,9 @@ class ModelRunner:
         dispatch = self.graphs.dispatch(plan, needs)
         if dispatch.descriptor is not None:
             tensors = StepTensors(self.graphs.replay(dispatch.descriptor, plan), None)
+        elif dispatch.padded_tokens is not None:
+            batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
+            tensors = self._sample(batch, self.model.compute_logits(hidden), needs)
         else:
             tensors = self._compute(self.buffers.prepare(plan, self.state), needs)
         return AsyncOutput(plan, tensors, dispatch, started_ns, self._copy_stream)
@@ -178,7 +224,16 @@ class ModelRunner:
         self, batch: InputBatch, needs: SamplingNeeds, ring: TokenRing | None = None
     ) -> StepTensors:
         """Model, sampling and state update."""
-        logits = self._forward(batch)
+        return self._sample(batch, self._forward(batch), needs, ring)
+
+    def _sample(
+        self,
+        batch: InputBatch,
+        logits: torch.Tensor,  # [B, V]
+        needs: SamplingNeeds,
+        ring: TokenRing | None = None,
+    ) -> StepTensors:
+        """Sampling and state update."""
         slots, num_tokens = batch.slots, batch.num_tokens
         logprobs = None
         if self.fused_sampler is not None and needs.variant is not None:

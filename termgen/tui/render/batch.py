@@ -146,7 +146,8 @@ def step_line(step: StepRecord | None, steps: Sequence[StepRecord], width: int) 
         [(f"  pad {percent(padding_share(steps))}", "muted")],
     ]
     if step.graph_reason:
-        tail.append([(f"  no graph: {step.graph_reason}", "muted")])
+        missed = "no graph" if step.graph_mode == "NONE" else "no full graph"
+        tail.append([(f"  {missed}: {step.graph_reason}", "muted")])
     used = sum(len(text) for text, _ in parts)
     for piece in tail:
         cells = sum(len(text) for text, _ in piece)

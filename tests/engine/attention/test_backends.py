@@ -144,6 +144,20 @@ def test_one_backend_serves_step_after_step(where: Where) -> None:
     assert torch.equal(case.run(sliding_window=None), first)
 
 
+@pytest.mark.parametrize("rows", [[(0, 7)], [(3, 1), (20, 1), (5, 9)]])
+def test_the_result_goes_where_it_is_wanted(rows: list[tuple[int, int]], where: Where) -> None:
+    case = make_case(where, rows)
+    expected = case.run()
+    case.backend.prepare(case.metadata)
+    out = torch.full_like(expected, float("nan"))
+    queries = torch.cat(case.queries)
+    got = case.backend.forward(
+        queries, case.cache, case.metadata, scale=case.scale, sliding_window=None, out=out
+    )
+    assert got.data_ptr() == out.data_ptr()
+    assert torch.equal(out, expected)
+
+
 def test_registry_names_are_the_settings_choices() -> None:
     assert tuple(BACKENDS) == ATTENTION_BACKENDS
 

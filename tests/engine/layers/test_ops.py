@@ -73,6 +73,11 @@ def test_rotate_and_store(has_norm: bool) -> None:
                 value = heads[token, head + num_kv_heads]
                 assert torch.equal(cache[block, offset, 1, head - num_heads], value)
             torch.testing.assert_close(actual, turned, atol=1e-5, rtol=1e-5)
+    given = torch.full_like(q, float("nan")).contiguous()
+    again = OPS.rotate_and_store(
+        qkv, cache, rotation, slots, num_heads=num_heads, norm_weight=weight, eps=1e-6, q=given
+    )
+    assert again.data_ptr() == given.data_ptr() and torch.equal(given, q)
     untouched = torch.ones(16, dtype=torch.bool)
     untouched[slots] = False
     assert cache.flatten(0, 1)[untouched].isnan().all()

@@ -69,6 +69,69 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
     assert small == recorded
 
 
+@pytest.mark.parametrize(
+    ("mode", "family", "decodes", "prompts"),
+    [
+        ("piecewise", "qwen3", {"PIECEWISE"}, {"PIECEWISE"}),
+        ("piecewise", "mistral", {"PIECEWISE"}, {"PIECEWISE"}),
+        ("full_and_piecewise", "llama", {"FULL", "PIECEWISE"}, {"PIECEWISE"}),
+        ("full_decode_only", "llama", {"FULL", "NONE"}, {"NONE"}),
+    ],
+)
+def test_every_mode_gives_the_tokens_of_eager_steps(
+    mode: str, family: str, decodes: set[str], prompts: set[str], tiny_model_dir: ModelDir
+) -> None:
+    seed = 12
+    print(f"seed {seed}")
+    folder = tiny_model_dir(family)
+    eager, _ = mixed_load(make_engine(folder, enforce_eager=True), seed)
+    recorded, steps = mixed_load(make_engine(folder, cudagraph_mode=mode, debug=True), seed)
+    assert recorded == eager
+    assert {s.graph_mode for s in steps if not s.num_prefill_tokens} == decodes
+    assert {s.graph_mode for s in steps if s.num_prefill_tokens} == prompts
+    assert any(s.num_prefill_tokens and s.num_decode_rows for s in steps)
+    for step in steps:
+        unusual = "log-probabilities, penalties or min_tokens"
+        is_odd = not step.num_prefill_tokens and step.graph_mode != "FULL" and "full" in mode
+        assert (step.graph_reason == unusual) == is_odd
+
+
+def test_attention_that_cannot_be_recorded_runs_between_pieces(tiny_model_dir: ModelDir) -> None:
+    seed = 3
+    print(f"seed {seed}")
+    folder = tiny_model_dir("llama")
+    eager, _ = mixed_load(make_engine(folder, enforce_eager=True), seed)
+    engine = make_engine(folder, attention_backend="torch_reference")
+    pieces, steps = mixed_load(engine, seed)
+    assert pieces == eager
+    why = "torch_reference attention cannot be recorded"
+    assert {(s.graph_mode, s.graph_reason) for s in steps} == {("PIECEWISE", why)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_whole_steps_and_pieces_agree_to_the_bit_at_one_padded_shape(
+    temperature: float, tiny_model_dir: ModelDir
+) -> None:
+    outputs = []
+    for mode, expected in (("piecewise", "PIECEWISE"), ("full_and_piecewise", "FULL")):
+        engine = make_engine(tiny_model_dir("qwen3"), dtype="bfloat16", cudagraph_mode=mode)
+        ring = engine.core.bus.subscribe()
+        for i in range(8):
+            prompt = tuple(range(3 + i, 9 + 2 * i))
+            add(engine, str(i), prompt, max_tokens=60, temperature=temperature, seed=i)
+        tokens: dict[str, list[int]] = {}
+        while engine.has_unfinished:
+            for delta in engine.step():
+                assert delta.error is None, delta.error
+                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+        outputs.append(tokens)
+        records = [r for r in ring.drain() if isinstance(r, StepRecord)]
+        decodes = [r for r in records if not r.num_prefill_tokens]
+        assert {r.graph_mode for r in decodes} == {expected}
+        assert {(r.num_decode_rows, r.num_padded_tokens) for r in decodes} == {(8, 0)}
+    assert outputs[0] == outputs[1]
+
+
 def test_every_decode_batch_is_replayed(tiny_model_dir: ModelDir) -> None:
     engine = make_engine(tiny_model_dir("llama"))
     ring = engine.core.bus.subscribe()
@@ -107,3 +170,6 @@ def test_a_replayed_step_of_an_unchanged_batch_uploads_nothing(tiny_model_dir: M
     }
     assert launches == 10, counts
     assert not others, others
+    # Each step's tokens to the host, and nothing else, is copied outside of the graphs.
+    to_host = sum(n for name, n in counts.items() if "Memcpy" in name and "DtoH" in name)
+    assert (to_host, counts.get("cudaMemcpyAsync", 0)) == (10, 10), counts

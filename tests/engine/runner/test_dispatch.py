@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from termgen.config import EngineConfig
+from termgen.config import CUDAGRAPH_MODES, EngineConfig
 from termgen.engine.attention.torch_reference import TorchReferenceAttention
-from termgen.engine.runner.build import choose_graphs
+from termgen.engine.runner.choose_graphs import choose_graphs
 from termgen.engine.runner.dispatch import (
     BatchDescriptor,
     CudaGraphDispatcher,
@@ -94,6 +95,9 @@ def test_the_largest_recordings_are_among_all() -> None:
         (8, 8, True),
     }
     assert set(largest) <= set(dispatcher.descriptors())
+    pieces = CudaGraphDispatcher((1, 2), piecewise=(8, 1, 2), max_num_seqs=5)
+    assert pieces.largest().piecewise == (8,)
+    assert pieces.max_rows == pieces.largest().max_rows == 5
 
 
 def test_a_disabled_dispatcher_gives_its_reason() -> None:
@@ -103,42 +107,171 @@ def test_a_disabled_dispatcher_gives_its_reason() -> None:
     assert dispatcher.descriptors() == []
 
 
-def choose(device_type: str, graph_modes: set[str], **options: object) -> CudaGraphDispatcher:
+class InPieces:
+    """As much of a `PiecewiseModel` as is looked at."""
+
+    num_attentions = 1
+
+    def first_piece(self) -> None: ...
+
+    attend = next_piece = last_piece = first_piece
+
+
+SMALL = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
+
+
+def choose(
+    device_type: str,
+    graph_modes: set[str],
+    *,
+    limits: Limits = SMALL,
+    model: object = None,
+    **options: object,
+) -> CudaGraphDispatcher:
     class Attention(TorchReferenceAttention):
         capabilities = replace(
             TorchReferenceAttention.capabilities, graph_modes=frozenset(graph_modes)
         )
 
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
-    config = EngineConfig(**options)  # type: ignore[arg-type]
-    return choose_graphs(config, limits, device_type=device_type, attention=Attention())
+    return choose_graphs(
+        EngineConfig(**options),  # type: ignore[arg-type]
+        limits,
+        device_type=device_type,
+        attention=Attention(),
+        model=model or InPieces(),
+    )
+
+
+ALL_MODES = {"NONE", "PIECEWISE", "FULL"}
+CANNOT = "torch_reference attention cannot be recorded"
 
 
 @pytest.mark.parametrize(
     ("device_type", "graph_modes", "options", "reason"),
     [
-        ("cpu", {"FULL"}, {}, "no CUDA device"),
-        ("cuda", {"NONE", "PIECEWISE"}, {}, "torch_reference attention cannot be recorded"),
-        ("cuda", {"FULL"}, {"enforce_eager": True}, "--enforce-eager"),
-        ("cuda", {"FULL"}, {"cudagraph_mode": "none"}, "--cudagraph-mode none"),
+        ("cpu", ALL_MODES, {}, "no CUDA device"),
+        ("cpu", ALL_MODES, {"cudagraph_mode": "piecewise"}, "no CUDA device"),
+        ("cuda", {"NONE"}, {}, CANNOT),
+        ("cuda", {"NONE", "PIECEWISE"}, {"cudagraph_mode": "full_decode_only"}, CANNOT),
+        ("cuda", {"NONE", "PIECEWISE"}, {"model": object()}, CANNOT),
+        (
+            "cuda",
+            {"NONE", "FULL"},
+            {"cudagraph_mode": "piecewise"},
+            "the model cannot be cut at attention",
+        ),
+        (
+            "cuda",
+            ALL_MODES,
+            {"cudagraph_mode": "piecewise", "model": object()},
+            "the model cannot be cut at attention",
+        ),
+        ("cuda", ALL_MODES, {"enforce_eager": True}, "--enforce-eager"),
+        ("cuda", ALL_MODES, {"cudagraph_mode": "none"}, "--cudagraph-mode none"),
     ],
 )
 def test_no_recordings_and_why(
-    device_type: str, graph_modes: set[str], options: dict[str, object], reason: str
+    device_type: str, graph_modes: set[str], options: dict[str, Any], reason: str
 ) -> None:
     dispatcher = choose(device_type, graph_modes, **options)
-    assert dispatcher.descriptors() == []
+    assert dispatcher.is_empty and dispatcher.descriptors() == []
     found = dispatcher.dispatch(num_rows=1, num_tokens=1, sampling=SamplingVariant.PLAIN)
     assert (found.mode, found.reason) == (GraphMode.NONE, reason)
 
 
-def test_the_mode_says_which_steps_are_recorded() -> None:
-    full = choose("cuda", {"FULL"})
-    decodes = choose("cuda", {"FULL"}, cudagraph_mode="full_decode_only")
-    assert full.mixed == (16, 32, 64) and decodes.mixed == ()
-    assert full.sizes == decodes.sizes == (1, 2, 4, 8)
-    found = decodes.dispatch(num_rows=1, num_tokens=9, sampling=SamplingVariant.PLAIN)
+@pytest.mark.parametrize("mode", ["full", "full_and_piecewise"])
+def test_attention_that_cannot_be_recorded_runs_between_pieces(mode: str) -> None:
+    dispatcher = choose("cuda", {"NONE", "PIECEWISE"}, cudagraph_mode=mode)
+    assert not dispatcher.descriptors()
+    for tokens in (3, 40):
+        found = dispatcher.dispatch(num_rows=3, num_tokens=tokens, sampling=SamplingVariant.PLAIN)
+        assert (found.mode, found.reason) == (GraphMode.PIECEWISE, CANNOT)
+
+
+def test_a_model_without_pieces_still_has_its_decodes_recorded() -> None:
+    dispatcher = choose("cuda", ALL_MODES, cudagraph_mode="full_and_piecewise", model=object())
+    assert dispatcher.sizes and not dispatcher.piecewise
+    found = dispatcher.dispatch(num_rows=1, num_tokens=9, sampling=SamplingVariant.PLAIN)
     assert (found.mode, found.reason) == (GraphMode.NONE, "a prompt is being computed")
+
+
+def test_the_mode_says_which_steps_are_recorded() -> None:
+    decodes, mixed, pieces = (1, 2, 4, 8), (16, 32, 64), (1, 2, 4, 8, 16, 32, 64)
+    expected = {
+        "none": ((), (), ()),
+        "piecewise": ((), (), pieces),
+        "full_decode_only": (decodes, (), ()),
+        "full": (decodes, mixed, ()),
+        "full_and_piecewise": (decodes, (), pieces),
+    }
+    assert set(expected) == set(CUDAGRAPH_MODES)
+    for mode, sizes in expected.items():
+        found = choose("cuda", ALL_MODES, cudagraph_mode=mode)
+        assert (found.sizes, found.mixed, found.piecewise) == sizes, mode
+
+
+VARIANTS: list[SamplingVariant | None] = [*SamplingVariant, None]
+
+
+@pytest.mark.parametrize("mode", CUDAGRAPH_MODES)
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 16), (13, 70), (40, 100)])
+def test_every_pair_in_every_mode(mode: str, max_num_seqs: int, budget: int) -> None:
+    limits = Limits(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=128)
+    dispatcher = choose("cuda", ALL_MODES, limits=limits, cudagraph_mode=mode)
+    recorded = set(dispatcher.descriptors())
+    decodes, mixed = decode_sizes(max_num_seqs), mixed_sizes(budget)
+    for rows in range(1, max_num_seqs + 1):
+        for tokens in range(rows, budget + 1):
+            for sampling in VARIANTS:
+                found = dispatcher.dispatch(num_rows=rows, num_tokens=tokens, sampling=sampling)
+                is_decode = tokens == rows
+                whole: tuple[int, ...] = ()
+                if sampling is not None and mode.startswith("full"):
+                    whole = decodes if is_decode else mixed if mode == "full" else ()
+                pieces = {*decodes, *mixed} if mode.endswith("piecewise") else set()
+                if any(size >= tokens for size in whole):
+                    assert found.mode is GraphMode.FULL and found.reason == ""
+                    descriptor = found.descriptor
+                    assert descriptor in recorded and descriptor is not None
+                    assert descriptor.num_tokens == min(s for s in whole if s >= tokens)
+                    assert rows <= descriptor.num_rows <= dispatcher.max_rows
+                    assert descriptor.is_decode == is_decode and descriptor.sampling is sampling
+                elif any(size >= tokens for size in pieces):
+                    assert found.mode is GraphMode.PIECEWISE and found.descriptor is None
+                    assert found.padded_tokens == min(s for s in pieces if s >= tokens)
+                    # Expected, unless the step would have been whole but for its sampling.
+                    is_odd = is_decode and mode == "full_and_piecewise"
+                    assert ("penalties" in found.reason) == is_odd == bool(found.reason)
+                else:
+                    assert found.mode is GraphMode.NONE and found.reason
+                    assert found.descriptor is None and found.padded_tokens is None
+                padded = found.padded_tokens
+                assert found.num_padded(tokens) == (0 if padded is None else padded - tokens)
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "tokens", "sampling", "expected"),
+    [
+        ("piecewise", 4, 2049, SamplingVariant.PLAIN, "a prompt, and more than 2048 tokens"),
+        ("piecewise", 2049, 2049, None, "more than 2048 tokens"),
+        ("full_and_piecewise", 4, 2049, None, "a prompt, and more than 2048 tokens"),
+        ("full_and_piecewise", 600, 600, SamplingVariant.PLAIN, "more than 512 rows"),
+        ("full_decode_only", 600, 600, SamplingVariant.PLAIN, "more than 512 rows"),
+        ("full_decode_only", 4, 9, None, "a prompt is being computed"),
+        ("full", 4, 9, None, "log-probabilities, penalties or min_tokens"),
+        ("full", 4, 4, None, "log-probabilities, penalties or min_tokens"),
+        ("full", 4, 2049, SamplingVariant.FILTERED, "a prompt, and more than 2048 tokens"),
+    ],
+)
+def test_reasons_name_what_to_change(
+    mode: str, rows: int, tokens: int, sampling: SamplingVariant | None, expected: str
+) -> None:
+    limits = Limits(max_num_seqs=3000, max_num_batched_tokens=8192, max_model_len=128)
+    dispatcher = choose("cuda", ALL_MODES, limits=limits, cudagraph_mode=mode)
+    found = dispatcher.dispatch(num_rows=rows, num_tokens=tokens, sampling=sampling)
+    assert found.reason == expected
+    has_pieces = mode == "full_and_piecewise" and tokens <= 2048
+    assert found.mode is (GraphMode.PIECEWISE if has_pieces else GraphMode.NONE)
 
 
 def test_recordings_are_made_from_the_largest_down() -> None:

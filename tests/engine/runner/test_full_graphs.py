@@ -84,4 +84,4 @@ def test_rows_are_uploaded_only_when_the_batch_changes(
         engine.add(request)
     while engine.has_unfinished:
         engine.step()
-    assert graphs.num_uploads == 1
+    assert graphs.header.num_uploads == 1
