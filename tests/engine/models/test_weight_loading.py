@@ -27,7 +27,7 @@ def read_tensors(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     return checkpoint.config, tensors
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_is_filled(family: str, tied: bool, tiny_model_dir: TinyModelDir) -> None:
     config, tensors = read_tensors(tiny_model_dir(family, tie_word_embeddings=tied))
