@@ -53,6 +53,29 @@ def test_fused_rows_are_in_order(tiny_model_dir: TinyModelDir) -> None:
         assert torch.equal(parameters[fused], torch.cat([tensors[part] for part in parts]))
 
 
+def test_offsets_of_norm_weights_keep_their_digits(tiny_model_dir: TinyModelDir) -> None:
+    config, tensors = read_tensors(tiny_model_dir("gemma3_text"))
+    halves = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    model = build(config, dtype=torch.bfloat16)
+    load_weights(model, StateDictCheckpoint(halves))
+    parameters = dict(model.named_parameters())
+    prefix = "model.layers.1"
+    for ours, stored in {
+        "layers.1.input_norm": f"{prefix}.input_layernorm",
+        "layers.1.post_attention_norm": f"{prefix}.post_attention_layernorm",
+        "layers.1.pre_mlp_norm": f"{prefix}.pre_feedforward_layernorm",
+        "layers.1.post_mlp_norm": f"{prefix}.post_feedforward_layernorm",
+        "norm": "model.norm",
+    }.items():
+        weight = parameters[f"{ours}.weight"]
+        assert torch.equal(weight, 1.0 + halves[f"{stored}.weight"].float())
+        assert not torch.equal(weight, weight.to(torch.bfloat16).float())
+    heads = parameters["layers.1.qk_norm.weight"]
+    for part, rows in (("q", heads[: config.num_heads]), ("k", heads[config.num_heads :])):
+        stored_weight = halves[f"{prefix}.self_attn.{part}_norm.weight"].float()
+        assert torch.equal(rows, (1.0 + stored_weight).expand_as(rows))
+
+
 def test_progress_rises_to_one(tiny_llama_dir: Path) -> None:
     config, tensors = read_tensors(tiny_llama_dir)
     seen: list[float] = []
