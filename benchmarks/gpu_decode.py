@@ -200,14 +200,14 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
                 cell = decode_cell(engine, batch, params)
                 context = PROMPT + WARM_STEPS + STEPS // 2
                 cell["floor_ms"] = floor_ms(name, batch, context)
-                cell["vllm_ms"] = VLLM[name].get(batch)
+                cell["vllm_ms"] = VLLM.get(name, {}).get(batch)
                 result["decode"].append(cell)
         if "job" in args.parts:
             result["job"] = [job(engine, params) for _ in range(2)][-1]
             result["vllm_job"] = VLLM_JOB.get(name)
         if "prefill" in args.parts:
             result["prefill"] = max(prefill(engine) for _ in range(3))
-            result["vllm_prefill"] = VLLM_PREFILL[name]
+            result["vllm_prefill"] = VLLM_PREFILL.get(name)
         if args.profile:
             profile_batch(engine, args.profile, params)
         if args.profile_prefill:

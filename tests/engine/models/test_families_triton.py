@@ -56,14 +56,15 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.06
 
 def _cases() -> list[Any]:
     cases = []
-    for family in FAMILIES:
-        for where in triton_device.DEVICES_AND_DTYPES:
-            is_gemma_in_half = family == "gemma3" and where.values[1] is _F16
-            if not is_gemma_in_half:  # the engine refuses it
-                marks = where.marks
-                cases.append(
-                    pytest.param(family, *where.values, marks=marks, id=f"{family}-{where.id}")
-                )
+    for where in triton_device.DEVICES_AND_DTYPES:
+        device, dtype = where.values
+        # The engine refuses float16 for Gemma. Interpreted kernels are slow: two cases there.
+        families = set(FAMILIES) - ({"gemma3"} if dtype is _F16 else set())
+        if device == "cpu":
+            families = {"qwen3"} if dtype is _F16 else {"gemma3"}
+        for family in sorted(families):
+            name = f"{family}-{where.id}"
+            cases.append(pytest.param(family, device, dtype, marks=where.marks, id=name))
     return cases
 
 
@@ -101,7 +102,7 @@ def test_relative_error_of_logits(
     folder = tiny_model_dir(model_type, **{**SIZES, **overrides})
     rng = random.Random(family)
     print("seed", family)
-    long, short = ([rng.randrange(512) for _ in range(n)] for n in (61, 20))
+    long, short = ([rng.randrange(512) for _ in range(n)] for n in (43, 13))
     checkpoint = open_checkpoint(folder)
     config = checkpoint.config
     where = torch.device(device)
@@ -113,8 +114,8 @@ def test_relative_error_of_logits(
     model.finalize()
 
     paged = PagedModel(model, num_blocks=16, block_size=BLOCK_SIZE, dtype=dtype)
-    steps = [[Row(0, 0, long[:33])], [Row(0, 33, long[33:56]), Row(1, 0, short[:15])]]
-    steps += [[Row(0, 56 + i, [long[56 + i]]), Row(1, 15 + i, [short[15 + i]])] for i in range(5)]
+    steps = [[Row(0, 0, long[:26])], [Row(0, 26, long[26:40]), Row(1, 0, short[:10])]]
+    steps += [[Row(0, 40 + i, [long[40 + i]]), Row(1, 10 + i, [short[10 + i]])] for i in range(3)]
     expected = _reference(folder, dtype, [long, short])
     worst = 0.0
     for rows in steps:
