@@ -108,6 +108,9 @@ class ModelConfig:
             read.fail("num_key_value_heads", f"does not divide num_attention_heads {num_heads}")
         head_dim = _head_dim(read, hidden_size, num_heads, family.head_dim)
         max_positions = read.integer("max_position_embeddings")
+        window_rope = None
+        if family.window_rope is not None:
+            window_rope = _rope(read, family.window_rope, head_dim, max_positions)
         return cls(
             architecture=architecture,
             vocab_size=read.integer("vocab_size"),
@@ -122,8 +125,7 @@ class ModelConfig:
             hidden_act=_hidden_act(read),
             tie_word_embeddings=read.flag("tie_word_embeddings", default=False),
             rope=_rope(read, family.rope or _rope_keys(read), head_dim, max_positions),
-            window_rope=family.window_rope
-            and _rope(read, family.window_rope, head_dim, max_positions),
+            window_rope=window_rope,
             attention_scale=(family.query_scalar or head_dim) ** -0.5,
             qkv_bias=family.qkv_bias,
             o_bias=family.o_bias,

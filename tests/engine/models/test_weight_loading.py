@@ -160,11 +160,12 @@ def test_dummy_weights_depend_on_the_seed_alone(tiny_model_dir: TinyModelDir) ->
     assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_dummy_model_gives_varied_logits(
-    quantization: str | None, tiny_model_dir: TinyModelDir
+    quantization: str | None, family: str, tiny_model_dir: TinyModelDir
 ) -> None:
-    model = build(load_model_config(tiny_model_dir("qwen2")), quantization=quantization)
+    model = build(load_model_config(tiny_model_dir(family)), quantization=quantization)
     load_dummy(model, 0)
     model.finalize()
     logits = PagedModel(model).step([Row(0, 0, list(range(1, 41)))])[0]
