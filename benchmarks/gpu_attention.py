@@ -19,7 +19,12 @@ from termgen.engine.kernels import decode_plan, paged_decode, paged_prefill, pre
 from termgen.engine.kernels.decode_plan import DecodeConfig, DecodeWorkspace
 from termgen.engine.kernels.prefill_plan import PrefillConfig
 
-HEADS = {"qwen3-0.6b": (16, 8, 128), "llama-3.2-1b": (32, 8, 64), "llama-3.1-8b": (32, 8, 128)}
+HEADS = {
+    "qwen3-0.6b": (16, 8, 128),
+    "llama-3.2-1b": (32, 8, 64),
+    "llama-3.1-8b": (32, 8, 128),
+    "gemma-3-1b": (4, 1, 256),
+}
 DECODE = [[600], [600] * 8, [600] * 32, [600] * 256, [8192] * 8, [32768] + [512] * 31]
 PREFILL = [[2048] * 8, [512] * 8, [8192]]
 BLOCK = 64
@@ -48,9 +53,10 @@ def prefill_configs(head_dim: int, group: int, every: bool) -> Iterator[PrefillC
     yield own
     if not every:
         return
-    for rows, tile, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3, 4)):
+    for rows, tile, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
         config = PrefillConfig(rows, tile, warps, stages)
-        if config != own and tile * head_dim * 4 * stages <= 200_000:
+        shared = (2 * rows + 4 * tile * stages) * head_dim
+        if config != own and 80_000 <= shared <= 230_000:
             yield config
 
 

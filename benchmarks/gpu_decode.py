@@ -212,7 +212,7 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
                 cell = decode_cell(engine, batch, params)
                 context = PROMPT + WARM_STEPS + STEPS // 2
                 cell["floor_ms"] = floor_ms(name, batch, context)
-                cell["vllm_ms"] = VLLM[name].get(batch)
+                cell["vllm_ms"] = VLLM.get(name, {}).get(batch)
                 result["decode"].append(cell)
         if "job" in args.parts:
             result["job"], result["job_graphs"] = [job(engine, params) for _ in range(2)][-1]
@@ -220,7 +220,7 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
         if "prefill" in args.parts:
             runs = [prefill(engine) for _ in range(3)]
             result["prefill"], result["prefill_graphs"] = max(runs, key=lambda run: run[0])
-            result["vllm_prefill"] = VLLM_PREFILL[name]
+            result["vllm_prefill"] = VLLM_PREFILL.get(name)
         if args.profile:
             profile_batch(engine, args.profile, params)
         if args.profile_prefill:

@@ -57,6 +57,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "tie_word_embeddings": False,
     },
+    "gemma-3-1b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 32768,
+        "torch_dtype": "bfloat16",
+    },
 }
 READ_BYTES_PER_SECOND = 3.0e12
 """What one H100 sustains; the floor below divides by it."""
@@ -71,11 +91,15 @@ def write_config(folder: Path, name: str) -> Path:
 
 
 def floor_ms(name: str, batch_size: int, context: int) -> float:
-    """Milliseconds to read the weights once and every row's keys and values, in 16-bit types."""
+    """Milliseconds to read the weights once and the keys and values that every row sees, in 16-bit
+    types."""
     c = MODELS[name]
     hidden, inner, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
     heads, kv_heads, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
     layer = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 * hidden * inner
     weights = 2 * (layers * layer + hidden * c["vocab_size"])
-    kv = batch_size * context * layers * 2 * kv_heads * dim * 2
+    # Every so many layers, one sees the whole context.
+    window, every = c.get("sliding_window", context), c.get("sliding_window_pattern", 1)
+    seen = layers // every * context + (layers - layers // every) * min(context, window)
+    kv = batch_size * seen * 2 * kv_heads * dim * 2
     return (weights + kv) / READ_BYTES_PER_SECOND * 1e3

@@ -23,7 +23,7 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TINY_VOCAB_SIZE = 512
-TINY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+TINY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 TINY_CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<s>' + message['role'] + '\n' + message['content'] + '</s>\n' }}"
@@ -135,6 +135,10 @@ def _tiny_config(family: str, overrides: dict[str, Any]) -> Any:
     if family == "qwen3":
         # Not hidden_size / num_attention_heads, as in the real Qwen3-0.6B.
         settings["head_dim"] = 32
+    if family == "gemma3_text":
+        # The scores' factor is of neither the head size nor the hidden size, as in Gemma 3 27B.
+        settings |= {"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 8}
+        settings |= {"num_hidden_layers": 4, "sliding_window_pattern": 3}
     return AutoConfig.for_model(family, **{**settings, **overrides})
 
 
@@ -155,7 +159,8 @@ def _save_tiny_model(
                 if name.endswith("bias"):
                     parameter.normal_(std=0.3)
                 elif "norm" in name:
-                    parameter.uniform_(0.6, 1.4)
+                    # Gemma's weights are distances from one.
+                    parameter.uniform_(0.6, 1.4).sub_(1.0 if "gemma" in family else 0.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 

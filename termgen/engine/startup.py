@@ -78,11 +78,8 @@ def _assemble(
     on_delivery: Callable[[StepDelivery], None],
 ) -> EngineParts:
     """Everything that a started executor still lacks."""
-    if tokenizer is not None and tokenizer.vocab_size > info.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {info.vocab_size}",
-            param="tokenizer",
-        )
+    if tokenizer is not None:
+        _check_vocabulary(tokenizer, info)
     generation_config = _generation_config(local)
     eos = _eos_token_ids(info, tokenizer, generation_config)
     core = _build_core(config, executor, info, eos, on_delivery)
@@ -94,6 +91,20 @@ def _assemble(
         input_processor=InputProcessor(tokenizer, info.max_model_len, info.vocab_size),
         output_processor=OutputProcessor(tokenizer, tuple(eos)),
     )
+
+
+def _check_vocabulary(tokenizer: Tokenizer, info: DeviceInfo) -> None:
+    """Raises ConfigError for another model's tokenizer.
+
+    A text model may share the tokenizer of one that sees images, and lack the rows of special
+    tokens that stand for those. A prompt with one of them is refused by the input processor.
+    """
+    beyond = set(range(info.vocab_size, tokenizer.vocab_size))
+    if not beyond <= tokenizer.special_token_ids:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {info.vocab_size}",
+            param="tokenizer",
+        )
 
 
 def _build_core(

@@ -6,7 +6,7 @@ import torch
 
 from termgen.engine.kernels.gated_activation import gated_activation
 from termgen.engine.kernels.qk_rope_kv import qk_rope_kv
-from termgen.engine.kernels.rmsnorm import add_rmsnorm, rmsnorm
+from termgen.engine.kernels.rmsnorm import add_rmsnorm, norm_add_norm, rmsnorm
 from termgen.engine.kernels.rotation import rotation
 from termgen.engine.layers.rotary import Rotation
 
@@ -26,6 +26,16 @@ class TritonOps:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         return add_rmsnorm(x, residual, weight, eps)
+
+    def norm_add_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        return norm_add_norm(x, residual, first, second, eps)
 
     def rotate_and_store(
         self,

@@ -1,9 +1,9 @@
 """From the fused q/k/v projection to rotated queries and a written KV cache, in one kernel.
 
-Per token and head: the optional RMS norm of q and k heads (Qwen3), rotation of the first
+Per token and head: the optional RMS norm of q and k heads (Qwen3, Gemma 3), rotation of the first
 `rotary_dim` values, q into its own buffer, k and v straight into the paged cache. Called by the
-decoder's layers before attention. Rounds where `models.qwen3` and `layers.rotary` do: the normed
-head, its product with the weight, and the rotated head, each once.
+decoder's layers before attention. Rounds where `layers.norm` and `layers.rotary` do: the normed
+head (unless its weight is float32), its product with the weight, and the rotated head, each once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -26,11 +26,12 @@ _MANY_TOKENS, _HEADS_OF_MANY = 1024, 16
 
 
 @triton.jit
-def _normed(x, scale, weight):
-    """x * scale, and that times its weight (float32), each rounded to x's type."""
-    dtype = x.dtype
-    x = (x.to(tl.float32) * scale).to(dtype).to(tl.float32)
-    return (x * weight).to(dtype)
+def _normed(x, scale, weight, ROUND_TWICE: tl.constexpr):
+    """x * scale * weight (float32) in x's type, rounded before the weight too or not."""
+    normed = x.to(tl.float32) * scale
+    if ROUND_TWICE:
+        normed = normed.to(x.dtype).to(tl.float32)
+    return (normed * weight).to(x.dtype)
 
 
 @triton.jit
@@ -102,16 +103,17 @@ def _qk_rope_kv_kernel(
         raw_rest = rest
 
     if HAS_NORM:
+        ROUND_TWICE: tl.constexpr = norm_weight_ptr.dtype.element_ty != tl.float32
         x, y = first.to(tl.float32), second.to(tl.float32)
         squares = tl.sum(x * x + y * y, axis=1)
         if HAS_REST:
             z = rest.to(tl.float32)
             squares += tl.sum(z * z, axis=1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        first = _normed(first, scale, first_weight)
-        second = _normed(second, scale, second_weight)
+        first = _normed(first, scale, first_weight, ROUND_TWICE)
+        second = _normed(second, scale, second_weight, ROUND_TWICE)
         if HAS_REST:
-            rest = _normed(rest, scale, rest_weight)
+            rest = _normed(rest, scale, rest_weight, ROUND_TWICE)
             rest = tl.where(is_value, raw_rest, rest)
 
     x, y = first.to(tl.float32), second.to(tl.float32)
@@ -206,7 +208,9 @@ def qk_rope_kv_reference(
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
     if norm_weight is not None:
-        qk = F.rms_norm(qk, (head_dim,), None, eps) * norm_weight
+        normed = F.rms_norm(qk.float(), (head_dim,), None, eps)
+        normed = normed.to(qk.dtype) if norm_weight.dtype == qk.dtype else normed
+        qk = (normed * norm_weight).to(qk.dtype)
     turned = qk[..., :rotary_dim]
     swapped = turned.roll(rotary_dim // 2, -1)
     turned = (turned * cos + swapped * sin).to(qkv.dtype)

@@ -31,6 +31,17 @@ class LayerOps(Protocol):
     ) -> torch.Tensor:
         """residual [T, size] += x, in place; returns its rows normalised, [T, size]."""
 
+    def norm_add_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        """residual [T, size] += x normalised by weight `first`, in place; returns the rows of that
+        normalised by weight `second`, [T, size]."""
+
     def rotate_and_store(
         self,
         qkv: torch.Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
@@ -68,6 +79,8 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
         # F.rms_norm is ten operations there, which a step of one token feels: this is four.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return (x * weight).div_(torch.hypot(norm, _root(size * eps)).mul_(size**-0.5))
+    if weight.dtype != x.dtype:  # in float32: one rounding, behind the product
+        return F.rms_norm(x.float(), (size,), None, eps).mul_(weight).to(x.dtype)
     if weight.dim() == 1:
         return F.rms_norm(x, (size,), weight, eps)
     return F.rms_norm(x, (size,), None, eps) * weight
@@ -98,6 +111,16 @@ class TorchOps:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         return _rms_norm(residual.add_(x), weight, eps)
+
+    def norm_add_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        return _rms_norm(residual.add_(_rms_norm(x, first, eps)), second, eps)
 
     def rotate_and_store(
         self,

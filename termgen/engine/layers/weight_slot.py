@@ -22,6 +22,8 @@ class WeightSlot:
     role: Literal["matrix", "bias", "norm"]
     load: Callable[[torch.Tensor], None]
     """Takes the whole tensor, of `shape` and any floating type, on any device."""
+    offset: float = 0.0
+    """What `load` adds: the tensor's values lie around zero where others lie around this."""
 
 
 def parameter_slot(

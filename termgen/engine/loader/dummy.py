@@ -35,7 +35,7 @@ def load_dummy(model: DummyTarget, seed: int) -> None:
 def _random_tensor(slot: WeightSlot, generator: torch.Generator) -> torch.Tensor:
     tensor = torch.empty(slot.shape, device=generator.device)
     if slot.role == "norm":
-        return tensor.normal_(1.0, 0.05, generator=generator)
+        return tensor.normal_(1.0 - slot.offset, 0.05, generator=generator)
     if slot.role == "bias":
         return tensor.normal_(0.0, 0.02, generator=generator)
     return tensor.normal_(0.0, slot.shape[-1] ** -0.5, generator=generator)

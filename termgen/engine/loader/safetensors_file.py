@@ -115,7 +115,11 @@ class FolderCheckpoint:
             self._where = self._open_shards(folder / INDEX)
         else:
             raise _no_weights(folder)
-        shapes = {name: file.shapes[name] for name, file in self._where.items()}
+        # Beside a text model there may be others, whose tensors are left where they are.
+        prefix = self.config.weight_prefix
+        self._where = {name: file for name, file in self._where.items() if name.startswith(prefix)}
+        stored = self._where.items()
+        shapes = {name.removeprefix(prefix): file.shapes[name] for name, file in stored}
         check_sizes(self.config, shapes, folder)
 
     @property
@@ -123,10 +127,11 @@ class FolderCheckpoint:
         return sum(file.nbytes(name) for name, file in self._where.items())
 
     def names(self) -> Sequence[str]:
-        return list(self._where)
+        return [name.removeprefix(self.config.weight_prefix) for name in self._where]
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._where[name].tensor(name)
+        stored = self.config.weight_prefix + name
+        return self._where[stored].tensor(stored)
 
     def close(self) -> None:
         for file in self._files:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from termgen.engine.models.config_reader import ConfigReader
+from termgen.engine.models.gemma3_config import gemma3_keys
 from termgen.errors import UnsupportedModelError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -57,6 +58,10 @@ class ModelConfig:
     hidden_act: str
     tie_word_embeddings: bool
     rope: RopeConfig
+    window_rope: RopeConfig | None
+    """Of layers with a sliding window, in a family where it is another."""
+    attention_scale: float
+    """What a query times a key is multiplied with."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -67,6 +72,16 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
+    weight_prefix: str = ""
+    """What the checkpoint puts in front of this model's names; what lacks it is another model's."""
+    overflows_float16: bool = False
+    """Whether activations of the family's models are known to leave the range of float16."""
+
+    @property
+    def layer_ropes(self) -> tuple[RopeConfig, ...]:
+        """Per layer, its rotary position embedding."""
+        window_rope = self.window_rope or self.rope
+        return tuple(self.rope if window is None else window_rope for window in self.layer_windows)
 
     @property
     def num_parameters(self) -> int:
@@ -81,6 +96,8 @@ class ModelConfig:
         """Reads a config.json. Raises UnsupportedModelError or CorruptFileError naming the key."""
         read = ConfigReader(config)
         architecture = _architecture(read)
+        if architecture.startswith("Gemma3"):
+            read = gemma3_keys(read)
         family = _FAMILIES[architecture](read)
         _reject_foreign_quantization(read)
         hidden_size = read.integer("hidden_size")
@@ -91,6 +108,9 @@ class ModelConfig:
             read.fail("num_key_value_heads", f"does not divide num_attention_heads {num_heads}")
         head_dim = _head_dim(read, hidden_size, num_heads, family.head_dim)
         max_positions = read.integer("max_position_embeddings")
+        window_rope = None
+        if family.window_rope is not None:
+            window_rope = _rope(read, family.window_rope, head_dim, max_positions)
         return cls(
             architecture=architecture,
             vocab_size=read.integer("vocab_size"),
@@ -104,7 +124,9 @@ class ModelConfig:
             rms_norm_eps=read.number("rms_norm_eps", default=1e-6, above=0.0),
             hidden_act=_hidden_act(read),
             tie_word_embeddings=read.flag("tie_word_embeddings", default=False),
-            rope=_rope(read, head_dim, max_positions),
+            rope=_rope(read, family.rope or _rope_keys(read), head_dim, max_positions),
+            window_rope=window_rope,
+            attention_scale=(family.query_scalar or head_dim) ** -0.5,
             qkv_bias=family.qkv_bias,
             o_bias=family.o_bias,
             mlp_bias=family.mlp_bias,
@@ -114,6 +136,8 @@ class ModelConfig:
             bos_token_id=read.token_id("bos_token_id"),
             eos_token_ids=read.token_ids("eos_token_id"),
             torch_dtype=_torch_dtype(read),
+            weight_prefix=family.weight_prefix,
+            overflows_float16=family.overflows_float16,
         )
 
 
@@ -130,6 +154,13 @@ class _Family:
     sliding_window: int | None = None
     first_window_layer: int = 0
     has_layer_types: bool = False
+    rope: ConfigReader | None = None
+    """Keys of the rotary position embedding; None: where most families keep them."""
+    window_rope: ConfigReader | None = None
+    query_scalar: float | None = None
+    """Queries are divided by its root; None: the head size."""
+    weight_prefix: str = ""
+    overflows_float16: bool = False
 
 
 def _llama(read: ConfigReader) -> _Family:
@@ -173,11 +204,34 @@ def _qwen3(read: ConfigReader) -> _Family:
     )
 
 
+def _gemma3(read: ConfigReader) -> _Family:
+    attention_bias = read.flag("attention_bias", default=False)
+    ropes = read.child("rope_parameters")
+    assert ropes is not None  # gemma3_keys
+    return _Family(
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        sliding_window=read.integer("sliding_window"),
+        has_layer_types=True,
+        rope=ropes.child("full_attention"),
+        window_rope=ropes.child("sliding_attention"),
+        query_scalar=read.number("query_pre_attn_scalar", above=0.0),
+        overflows_float16=True,
+    )
+
+
+def _gemma3_with_vision(read: ConfigReader) -> _Family:
+    return replace(_gemma3(read), weight_prefix="language_model.")
+
+
 _FAMILIES: dict[str, Callable[[ConfigReader], _Family]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3_with_vision,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
@@ -256,9 +310,12 @@ def _layer_windows(read: ConfigReader, family: _Family, num_layers: int) -> tupl
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope(read: ConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
+def _rope_keys(read: ConfigReader) -> ConfigReader:
+    return read.child("rope_parameters") or read.child("rope_scaling") or ConfigReader({})
+
+
+def _rope(read: ConfigReader, rope: ConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
     # Values inside the rope dictionary win over the same ones beside it.
-    rope = read.child("rope_parameters") or read.child("rope_scaling") or ConfigReader({})
     rope_type = rope.text("rope_type", default=rope.text("type", default="default"))
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UnsupportedModelError(

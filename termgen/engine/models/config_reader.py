@@ -28,6 +28,10 @@ class ConfigReader:
     def get(self, key: str) -> Any:
         return self._values.get(key)
 
+    def present(self) -> dict[str, Any]:
+        """What is not null."""
+        return {key: value for key, value in self._values.items() if value is not None}
+
     def values(self) -> Collection[Any]:
         return self._values.values()
 

@@ -33,6 +33,9 @@ from termgen.engine.models.pieces import Carried
 class DecoderLayer(nn.Module):
     """norm, q/k/v, rotation | attention | output projection, norm, MLP."""
 
+    norm_offset: float = 0.0
+    """What a family adds to the norm weights of a checkpoint."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -45,13 +48,16 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.sliding_window = sliding_window
-        self.scale = config.head_dim**-0.5
+        self.scale = config.attention_scale
         self._num_heads = config.num_heads
         self._activation = config.hidden_act
         self._ops = ops
         self._eps = config.rms_norm_eps
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device, ops=ops)
+        offset = self.norm_offset
+        self.input_norm = RMSNorm(
+            hidden, eps=eps, dtype=dtype, device=device, ops=ops, offset=offset
+        )
         self.qkv_proj = QKVLinear(
             hidden,
             num_heads=config.num_heads,
@@ -71,7 +77,9 @@ class DecoderLayer(nn.Module):
             device=device,
             method=method,
         )
-        self.post_attention_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device, ops=ops)
+        self.post_attention_norm = RMSNorm(
+            hidden, eps=eps, dtype=dtype, device=device, ops=ops, offset=offset
+        )
         self.gate_up_proj = GateUpLinear(
             hidden, inner, bias=config.mlp_bias, dtype=dtype, device=device, method=method
         )
@@ -133,7 +141,7 @@ class CausalDecoder(nn.Module):
     """A decoder-only language model over a paged KV cache: a `PiecewiseModel`."""
 
     layer_class: type[DecoderLayer] = DecoderLayer
-    inverse_frequencies: torch.Tensor  # [rotary_dim / 2] float32
+    inverse_frequencies: torch.Tensor  # [num_ropes, rotary_dim / 2] float32
 
     def __init__(
         self,
@@ -157,8 +165,12 @@ class CausalDecoder(nn.Module):
                 config.vocab_size, config.hidden_size, dtype=dtype, device=device
             )
         self._ops = ops
-        frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
-        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
+        self._ropes = tuple(dict.fromkeys(config.layer_ropes))
+        frequencies = [inverse_frequencies(rope, config.head_dim) for rope in self._ropes]
+        self.register_buffer(
+            "inverse_frequencies", torch.stack(frequencies).to(device), persistent=False
+        )
+        self._layer_ropes = [self._ropes.index(rope) for rope in config.layer_ropes]
         self.decoder_layers = [
             self.layer_class(
                 config, sliding_window=window, dtype=dtype, device=device, method=method, ops=ops
@@ -167,7 +179,12 @@ class CausalDecoder(nn.Module):
         ]
         self.layers = nn.ModuleList(self.decoder_layers)
         self.norm = RMSNorm(
-            config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device, ops=ops
+            config.hidden_size,
+            eps=config.rms_norm_eps,
+            dtype=dtype,
+            device=device,
+            ops=ops,
+            offset=self.layer_class.norm_offset,
         )
         self.norms = [*(layer.input_norm for layer in self.decoder_layers), self.norm]
         """The norm before each layer, and the last one."""
@@ -207,11 +224,12 @@ class CausalDecoder(nn.Module):
     ) -> tuple[Carried, torch.Tensor]:
         # First: the kernels of a layer may read it before the one ahead of them has ended, which
         # is safe behind the embedding, a launch that waits for all before it.
-        rotation = self._ops.rotation(
-            positions, self.inverse_frequencies, self.config.rope.attention_factor
+        rotations = tuple(
+            self._ops.rotation(positions, frequencies, rope.attention_factor)
+            for frequencies, rope in zip(self.inverse_frequencies, self._ropes, strict=True)
         )
         residual = self.embed(input_ids)
-        carried = Carried(residual, rotation)
+        carried = Carried(residual, rotations)
         return carried, self._queries(0, self.norms[0](residual), carried, ctx, q)
 
     def attend(
@@ -255,8 +273,9 @@ class CausalDecoder(nn.Module):
         ctx: ForwardContext,
         q: torch.Tensor | None,
     ) -> torch.Tensor:
+        rotation = carried.rotations[self._layer_ropes[index]]
         return self.decoder_layers[index].before_attention(
-            normed, carried.rotation, ctx.kv_caches[index], ctx.metadata.slot_mapping, q
+            normed, rotation, ctx.kv_caches[index], ctx.metadata.slot_mapping, q
         )
 
     def _after_attention(

@@ -22,7 +22,8 @@ class Carried:
 
     residual: torch.Tensor
     """[T, hidden]: every piece adds to it in place."""
-    rotation: Rotation
+    rotations: tuple[Rotation, ...]
+    """One for each kind of rotary embedding among the layers."""
 
 
 @runtime_checkable

@@ -27,6 +27,8 @@ MODELS = {
     "MistralForCausalLM": "termgen.engine.models.decoder:CausalDecoder",
     "Qwen2ForCausalLM": "termgen.engine.models.decoder:CausalDecoder",
     "Qwen3ForCausalLM": "termgen.engine.models.qwen3:Qwen3ForCausalLM",
+    "Gemma3ForCausalLM": "termgen.engine.models.gemma3:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "termgen.engine.models.gemma3:Gemma3ForCausalLM",
 }
 """Families that differ from the skeleton by their config alone share its class."""
 

@@ -46,12 +46,22 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """`auto`: float32 on a CPU; on a GPU the checkpoint's 16-bit type, else bfloat16."""
+    """`auto`: float32 on a CPU; on a GPU the checkpoint's 16-bit type, else bfloat16.
+
+    Raises ConfigError for float16 where a model's activations would overflow in it.
+    """
+    if name == "float16" and model.overflows_float16:
+        raise ConfigError(
+            f"dtype float16: activations of {model.architecture} models exceed its largest number,"
+            " 65504; use bfloat16 or float32",
+            param="dtype",
+        )
     if name != "auto":
         return DTYPES[name]
     if device.type == "cpu":
         return torch.float32
-    return torch.float16 if model.torch_dtype == "float16" else torch.bfloat16
+    is_half = model.torch_dtype == "float16" and not model.overflows_float16
+    return torch.float16 if is_half else torch.bfloat16
 
 
 def resolve_threads(threads: int | None) -> int:

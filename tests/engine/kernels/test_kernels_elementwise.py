@@ -17,6 +17,8 @@ from termgen.engine.kernels.qk_rope_kv import qk_rope_kv, qk_rope_kv_reference  
 from termgen.engine.kernels.rmsnorm import (  # noqa: E402
     add_rmsnorm,
     add_rmsnorm_reference,
+    norm_add_norm,
+    norm_add_norm_reference,
     rmsnorm,
     rmsnorm_reference,
 )
@@ -46,6 +48,21 @@ def test_add_rmsnorm(device: str, dtype: torch.dtype, num_rows: int, size: int) 
     expected = add_rmsnorm_reference(x, expected_residual, weight, 1e-6)
     assert_near(add_rmsnorm(x, residual, weight, 1e-6), expected, dtype)
     assert torch.equal(residual, expected_residual)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (7, 1152), (2, 2048)])
+def test_norm_add_norm(device: str, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    x = normal(num_rows, size + 8, dtype=dtype, device=device, seed=2, scale=5.0)[:, :size]
+    residual = normal(num_rows, size, dtype=dtype, device=device, seed=3, scale=3.0)
+    # Beside a half type, weights of float32.
+    first, second = (normal(size, dtype=torch.float32, device=device, seed=s) for s in (4, 5))
+    expected_residual = residual.clone()
+    expected = norm_add_norm_reference(x, expected_residual, first, second, 1e-6)
+    out = poison(num_rows, size, dtype=dtype, device=device)
+    assert norm_add_norm(x, residual, first, second, 1e-6, out=out) is out
+    assert_near(out, expected, dtype)
+    assert_near(residual, expected_residual, dtype)
 
 
 @devices_and_dtypes
@@ -91,7 +108,7 @@ def make_rotation(positions: torch.Tensor, rotary_dim: int) -> tuple[torch.Tenso
 
 
 @devices_and_dtypes
-@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("norm_dtype", [None, "model", torch.float32])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "rotary_dim"),
@@ -100,7 +117,7 @@ def make_rotation(positions: torch.Tensor, rotary_dim: int) -> tuple[torch.Tenso
 def test_qk_rope_kv(
     device: str,
     dtype: torch.dtype,
-    with_norm: bool,
+    norm_dtype: torch.dtype | str | None,
     in_place: bool,
     num_heads: int,
     num_kv_heads: int,
@@ -110,8 +127,9 @@ def test_qk_rope_kv(
     heads = num_heads + 2 * num_kv_heads
     qkv = normal(4, heads * head_dim, dtype=dtype, device=device, seed=head_dim)
     weight = None
-    if with_norm:
-        weight = normal(heads - num_kv_heads, head_dim, dtype=dtype, device=device, seed=8)
+    if norm_dtype is not None:
+        kept = norm_dtype if isinstance(norm_dtype, torch.dtype) else dtype
+        weight = normal(heads - num_kv_heads, head_dim, dtype=kept, device=device, seed=8)
     cos, sin = make_rotation(torch.tensor([0, 3, 1000, 31000], device=device), rotary_dim)
     slots = torch.tensor([11, 0, 5, 14], device=device)
     caches = [

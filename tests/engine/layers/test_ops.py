@@ -42,6 +42,27 @@ def test_add_rms_norm_adds_in_place() -> None:
     torch.testing.assert_close(actual.double(), rms_norm(total, weight, 1e-5), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_norm_add_norm_with_weights_of_float32(dtype: torch.dtype) -> None:
+    x, residual = normal(3, 64, dtype=dtype), normal(3, 64, dtype=dtype, seed=1)
+    first, second = normal(64, seed=2), normal(64, seed=3)
+    total = residual.double() + rms_norm(x, first, 1e-5)
+    actual = OPS.norm_add_norm(x, residual, first, second, 1e-5)
+    assert actual.dtype is residual.dtype is dtype
+    tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    torch.testing.assert_close(residual.double(), total, **tolerance)
+    torch.testing.assert_close(actual.double(), rms_norm(residual, second, 1e-5), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_float32_weight_is_not_rounded_before_the_product(dtype: torch.dtype) -> None:
+    """As Gemma defines its norm: (x * weight) rounded, where others round x, then the product."""
+    x, weight = normal(64, 96, dtype=dtype), normal(96, seed=1)
+    exact = rms_norm(x, weight, 1e-6)
+    assert torch.equal(OPS.rms_norm(x, weight, 1e-6), exact.to(dtype))
+    assert not torch.equal(OPS.rms_norm(x, weight.to(dtype), 1e-6), exact.to(dtype))
+
+
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_rotate_and_store(has_norm: bool) -> None:
     num_heads, num_kv_heads, head_dim, num_tokens = 4, 2, 8, 5

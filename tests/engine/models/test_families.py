@@ -80,6 +80,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-linear": (
+        "gemma3_text",
+        {
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
 }
 
 
@@ -141,7 +153,7 @@ def check_greedy(model: CausalDecoder, reference: Any, prompt: list[int], num_to
     assert tokens == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
 def test_greedy_tokens_equal_transformers(family: str, tiny_model_dir: TinyModelDir) -> None:
     folder = tiny_model_dir(family)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -112,6 +113,124 @@ def test_mistral_windows_cover_every_layer() -> None:
 def test_qwen3_says_its_own_head_size() -> None:
     qwen3 = read(architectures=["Qwen3ForCausalLM"])
     assert qwen3.head_dim == 128 and qwen3.qk_norm and not qwen3.qkv_bias
+
+
+# As gemma-3-1b has it: what is the class's default is left out.
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "bos_token_id": 2,
+    "eos_token_id": [1, 106],
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262144,
+}
+# As gemma-3-27b has it.
+GEMMA_WITH_VISION: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "text_config": {
+        "model_type": "gemma3_text",
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+
+
+def test_a_gemma3_config() -> None:
+    config = ModelConfig.from_hf(GEMMA)
+    assert config.tie_word_embeddings and config.qk_norm and config.hidden_act == "gelu_tanh"
+    assert config.attention_scale == 1 / 16 and config.weight_prefix == ""
+    assert config.layer_windows[:7] == (512, 512, 512, 512, 512, None, 512)
+    near, far = RopeConfig(theta=1e4), RopeConfig(theta=1e6)
+    assert config.layer_ropes[:7] == (near, near, near, near, near, far, near)
+    assert config.eos_token_ids == (1, 106)
+
+
+def test_the_text_part_of_a_gemma3_with_vision() -> None:
+    config = ModelConfig.from_hf(GEMMA_WITH_VISION)
+    assert (config.vocab_size, config.max_position_embeddings) == (262208, 131072)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 16, 128)
+    assert config.attention_scale == 168**-0.5
+    assert config.torch_dtype == "bfloat16" and config.eos_token_ids == (1, 106)
+    assert config.weight_prefix == "language_model."
+    assert config.rope.type == "linear" and (config.rope.theta, config.rope.factor) == (1e6, 8.0)
+    assert config.window_rope == RopeConfig(theta=1e4)
+
+
+def test_older_and_newer_gemma3_keys_mean_the_same() -> None:
+    older = {**GEMMA, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    keys = {key: value for key, value in older.items() if key != "model_type"}
+    written = AutoConfig.for_model("gemma3_text", **keys).to_dict()
+    newer = {key: value for key, value in written.items() if "pattern" not in key}
+    assert "rope_theta" not in newer and len(newer["layer_types"]) == 26
+    assert ModelConfig.from_hf(newer) == ModelConfig.from_hf(older)
+
+
+def test_what_gemma3_leaves_out_is_what_transformers_fills_in() -> None:
+    bare = {"architectures": GEMMA["architectures"]}
+    written = AutoConfig.for_model("gemma3_text").to_dict()
+    ours, theirs = ModelConfig.from_hf(bare), ModelConfig.from_hf({**written, **bare})
+    # Which tokens are special is the config's own business.
+    assert ours == dataclasses.replace(theirs, bos_token_id=None, eos_token_ids=())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"final_logit_softcapping": 30.0}, UnsupportedModelError, "final_logit_softcapping 30"),
+        ({"attn_logit_softcapping": 50.0}, UnsupportedModelError, "attn_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, UnsupportedModelError, "use_bidirectional"),
+        ({"hidden_activation": "relu2"}, UnsupportedModelError, "relu2"),
+        ({"query_pre_attn_scalar": 0}, CorruptFileError, "query_pre_attn_scalar"),
+        ({"sliding_window_pattern": 0}, CorruptFileError, "sliding_window_pattern"),
+        ({"sliding_window": "x"}, CorruptFileError, "sliding_window"),
+        ({"layer_types": ["full_attention"]}, CorruptFileError, "layer_types"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, CorruptFileError, "rope_parameters.rope_theta"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "linear"}}},
+            CorruptFileError,
+            "rope_parameters.full_attention.factor is missing",
+        ),
+        ({"rope_local_base_freq": -1}, CorruptFileError, "sliding_attention.rope_theta"),
+    ],
+)
+def test_a_gemma3_config_that_cannot_be_run(
+    changes: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        ModelConfig.from_hf({**GEMMA, **changes})
+
+
+def test_an_error_in_the_text_part_says_where() -> None:
+    text = {**GEMMA_WITH_VISION["text_config"], "hidden_size": "5376"}
+    with pytest.raises(CorruptFileError, match=r"text_config\.hidden_size"):
+        ModelConfig.from_hf({**GEMMA_WITH_VISION, "text_config": text})
 
 
 def test_an_unknown_architecture_is_named_beside_the_known_ones() -> None:

@@ -27,7 +27,7 @@ def read_tensors(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     return checkpoint.config, tensors
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_is_filled(family: str, tied: bool, tiny_model_dir: TinyModelDir) -> None:
     config, tensors = read_tensors(tiny_model_dir(family, tie_word_embeddings=tied))
@@ -51,6 +51,29 @@ def test_fused_rows_are_in_order(tiny_model_dir: TinyModelDir) -> None:
         "layers.1.gate_up_proj.method.weight": [f"{mlp}.{n}_proj.weight" for n in ("gate", "up")],
     }.items():
         assert torch.equal(parameters[fused], torch.cat([tensors[part] for part in parts]))
+
+
+def test_offsets_of_norm_weights_keep_their_digits(tiny_model_dir: TinyModelDir) -> None:
+    config, tensors = read_tensors(tiny_model_dir("gemma3_text"))
+    halves = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    model = build(config, dtype=torch.bfloat16)
+    load_weights(model, StateDictCheckpoint(halves))
+    parameters = dict(model.named_parameters())
+    prefix = "model.layers.1"
+    for ours, stored in {
+        "layers.1.input_norm": f"{prefix}.input_layernorm",
+        "layers.1.post_attention_norm": f"{prefix}.post_attention_layernorm",
+        "layers.1.pre_mlp_norm": f"{prefix}.pre_feedforward_layernorm",
+        "layers.1.post_mlp_norm": f"{prefix}.post_feedforward_layernorm",
+        "norm": "model.norm",
+    }.items():
+        weight = parameters[f"{ours}.weight"]
+        assert torch.equal(weight, 1.0 + halves[f"{stored}.weight"].float())
+        assert not torch.equal(weight, weight.to(torch.bfloat16).float())
+    heads = parameters["layers.1.qk_norm.weight"]
+    for part, rows in (("q", heads[: config.num_heads]), ("k", heads[config.num_heads :])):
+        stored_weight = halves[f"{prefix}.self_attn.{part}_norm.weight"].float()
+        assert torch.equal(rows, (1.0 + stored_weight).expand_as(rows))
 
 
 def test_progress_rises_to_one(tiny_llama_dir: Path) -> None:
@@ -137,11 +160,12 @@ def test_dummy_weights_depend_on_the_seed_alone(tiny_model_dir: TinyModelDir) ->
     assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_dummy_model_gives_varied_logits(
-    quantization: str | None, tiny_model_dir: TinyModelDir
+    quantization: str | None, family: str, tiny_model_dir: TinyModelDir
 ) -> None:
-    model = build(load_model_config(tiny_model_dir("qwen2")), quantization=quantization)
+    model = build(load_model_config(tiny_model_dir(family)), quantization=quantization)
     load_dummy(model, 0)
     model.finalize()
     logits = PagedModel(model).step([Row(0, 0, list(range(1, 41)))])[0]
