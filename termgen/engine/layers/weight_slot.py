@@ -22,6 +22,8 @@ class WeightSlot:
     role: Literal["matrix", "bias", "norm"]
     load: Callable[[torch.Tensor], None]
     """Takes the whole tensor, of `shape` and any floating type, on any device."""
+    pieces: tuple[WeightSlot, ...] = ()
+    """Where checkpoints differ: what holds the same values in one that lacks `name`."""
 
 
 def parameter_slot(

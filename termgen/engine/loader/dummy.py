@@ -26,7 +26,7 @@ def load_dummy(model: DummyTarget, seed: int) -> None:
     """Fills every parameter. Values are drawn on the model's device, and depend on its kind."""
     generator = torch.Generator(device=model.device)
     with torch.no_grad():
-        for slot in model.weight_slots():
+        for slot in (piece for slot in model.weight_slots() for piece in slot.pieces or (slot,)):
             # A 32-bit seed: of a longer one the CPU's generator uses the low half alone.
             generator.manual_seed(zlib.crc32(f"{seed} {slot.name}".encode()))
             slot.load(_random_tensor(slot, generator))
