@@ -20,7 +20,7 @@ from termgen.engine.attention.base import (
     empty_kv_cache,
 )
 from termgen.engine.attention.torch_reference import TorchReferenceAttention
-from termgen.engine.layers.ops import TorchOps
+from termgen.engine.layers.ops import LayerOps, TorchOps
 from termgen.engine.loader import open_checkpoint
 from termgen.engine.loader.weights import load_weights
 from termgen.engine.models.config import ModelConfig
@@ -146,7 +146,7 @@ class PagedModel:
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
                 dtype=dtype,
-                device=CPU,
+                device=model.device,
             )
             for _ in range(config.num_layers)
         ]
@@ -154,8 +154,10 @@ class PagedModel:
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Logits of every token, [len(row.tokens), vocab_size] for each row."""
-        metadata, positions = self.pool.metadata(rows)
-        ids = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int32)
+        device = self.model.device
+        metadata, positions = self.pool.metadata(rows, device)
+        tokens = [token for row in rows for token in row.tokens]
+        ids = torch.tensor(tokens, dtype=torch.int32, device=device)
         self.model.attention.prepare(metadata)
         hidden = self.model(ids, positions, ForwardContext(metadata, self.kv_caches))
         logits = self.model.compute_logits(hidden).float()
@@ -176,14 +178,16 @@ def build(
     dtype: torch.dtype = torch.float32,
     quantization: str | None = None,
     attention: AttentionBackend | None = None,
+    device: torch.device = CPU,
+    ops: LayerOps | None = None,
 ) -> CausalDecoder:
     return build_model(
         config,
         dtype=dtype,
-        device=CPU,
+        device=device,
         quantization=quantization,
         attention=attention or TorchReferenceAttention(),
-        ops=TorchOps(),
+        ops=ops or TorchOps(),
     )
 
 

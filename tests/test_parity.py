@@ -172,7 +172,7 @@ def test_smollm2_with_a_cache_so_small_that_requests_are_preempted(
 # -- tiny random models of every family ----------------------------------------------------
 
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -120,6 +120,28 @@ def test_a_token_does_not_see_the_others(device: str, tiles: ExpertTiles) -> Non
         case.x, case.logits = x, logits
 
 
+@pytest.mark.gpu
+def test_a_recording_gives_what_eager_does() -> None:
+    """Bit by bit, padded or not, whatever the values it was recorded with."""
+    recorded = Case(32, dtype=torch.bfloat16, device="cuda", num_experts=64, top_k=4, hidden=256)
+    recorded.run(None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    x, logits = recorded.x.clone(), recorded.logits.clone()
+    recorded.x.zero_()
+    recorded.logits.zero_()
+    with torch.cuda.graph(graph):
+        out = recorded.run(None)
+    for shift in range(3):
+        recorded.x.copy_(x.roll(shift, 0))
+        recorded.logits.copy_(logits.roll(-shift, 0))
+        graph.replay()
+        assert torch.equal(out, recorded.run(None))
+        assert torch.equal(out[:19], recorded.run(None, slice(19)))
+        recorded.logits[19:] = float("nan")  # what padded tokens hold is of no account
+        assert torch.equal(out[:19], recorded.run(None)[:19])
+
+
 def test_no_token() -> None:
     case = Case(0, dtype=torch.float32, device="cpu")
     assert case.run(None).shape == (0, 40)
