@@ -45,7 +45,7 @@ VLLM_PREFILL = {"qwen3-0.6b": 388e3, "llama-3.2-1b": 263e3, "llama-3.1-8b": 43.1
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(VLLM))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -200,14 +200,14 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
                 cell = decode_cell(engine, batch, params)
                 context = PROMPT + WARM_STEPS + STEPS // 2
                 cell["floor_ms"] = floor_ms(name, batch, context)
-                cell["vllm_ms"] = VLLM[name].get(batch)
+                cell["vllm_ms"] = VLLM.get(name, {}).get(batch)
                 result["decode"].append(cell)
         if "job" in args.parts:
             result["job"] = [job(engine, params) for _ in range(2)][-1]
             result["vllm_job"] = VLLM_JOB.get(name)
         if "prefill" in args.parts:
             result["prefill"] = max(prefill(engine) for _ in range(3))
-            result["vllm_prefill"] = VLLM_PREFILL[name]
+            result["vllm_prefill"] = VLLM_PREFILL.get(name)
         if args.profile:
             profile_batch(engine, args.profile, params)
         if args.profile_prefill:

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,7 @@ TIE = 1.02  # cuBLAS keeps what a candidate does not beat by this much
 COMPILE_THREADS = 16
 DEVICE = torch.device("cuda")
 Product = Callable[[torch.Tensor], object]
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -148,7 +150,9 @@ def compile_all(work: Iterable[tuple[SmallGemmConfig, int]], *, pdl: bool) -> se
     return broken
 
 
-def time_chain(product: Product, weights: list[torch.Tensor], stream: torch.cuda.Stream) -> float:
+def time_chain(
+    product: Callable[[Item], object], weights: list[Item], stream: torch.cuda.Stream
+) -> float:
     """Seconds of one product in a recorded chain over the copies of a weight."""
     calls = max(CHAIN, len(weights))
     graph = torch.cuda.CUDAGraph()

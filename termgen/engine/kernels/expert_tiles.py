@@ -46,7 +46,9 @@ _HALF = {  # average number of tokens of an expert, at most -> tiles
     8: ExpertTiles(16, Tile(32, 128, 4, 4, 1), Tile(32, 128, 4, 4, 1), chunk=32, scan=512),
     16: ExpertTiles(32, Tile(32, 128, 4, 4, 1), Tile(64, 128, 4, 4, 1), chunk=64, scan=2048),
     64: ExpertTiles(64, Tile(64, 64, 4, 4, 4), Tile(64, 64, 4, 4, 4), chunk=64, scan=2048),
-    LARGEST_ROWS: ExpertTiles(128, Tile(64, 64, 8, 3, 16), Tile(128, 64, 8, 3, 16), chunk=128, scan=4096),
+    LARGEST_ROWS: ExpertTiles(
+        128, Tile(64, 64, 8, 3, 16), Tile(128, 64, 8, 3, 16), chunk=128, scan=4096
+    ),
 }
 _FLOAT = ExpertTiles(16, Tile(32, 32, 4, 2, 1), Tile(32, 32, 4, 2, 1), chunk=32, scan=512)
 

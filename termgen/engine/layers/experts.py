@@ -14,7 +14,8 @@ import torch.nn.functional as F
 def route(
     logits: torch.Tensor, top_k: int, *, renormalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [T, num_experts] -> each token's experts, int64, and their weights, float32: [T, k]."""
+    """logits [T, num_experts] -> each token's experts, int64, and their weights, float32, [T, k]:
+    the softmax over all experts, scaled to add up to one if `renormalize`."""
     weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)

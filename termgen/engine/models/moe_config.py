@@ -1,4 +1,4 @@
-"""The mixture-of-experts part of a config.json: which layers have experts, how many, and their sizes.
+"""The experts of a config.json: which layers have them, how many there are, and their sizes.
 
 Read by `models.config` for the families that have one. Free of torch.
 """

@@ -77,9 +77,7 @@ def test_sorted_pairs(
     ids = some_ids(kind, num_tokens, top_k, num_experts).int().to(device)
     expected = sort_pairs_reference(ids, num_experts=num_experts, block_m=block_m)
     for chunk, scan in ((32, 64), (128, 512)):
-        actual = sort_pairs(
-            ids, num_experts=num_experts, block_m=block_m, chunk=chunk, scan=scan
-        )
+        actual = sort_pairs(ids, num_experts=num_experts, block_m=block_m, chunk=chunk, scan=scan)
         assert torch.equal(actual.order, expected.order)
         assert torch.equal(actual.tiles[0], expected.tiles[0])
         used = expected.tiles[0] >= 0
