@@ -51,6 +51,12 @@ SHAPES = {  # [N, K] of each weight
         "down": (4096, 14336),
         "head": (128256, 4096),
     },
+    "qwen3-30b-a3b": {
+        "qkv": (5120, 2048),
+        "o": (2048, 4096),
+        "router": (128, 2048),
+        "head": (151936, 2048),
+    },
 }
 ROTATED_BYTES = 120 << 20
 CHAIN = 24
