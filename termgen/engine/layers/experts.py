@@ -6,6 +6,7 @@ Used by `layers.ops.TorchOps`, and the reference for the kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +37,11 @@ def run_experts(
     """
     top_k = ids.shape[1]
     pairs = ids.flatten().argsort(stable=True)  # pair p is expert p % top_k of token p // top_k
-    counts = torch.bincount(ids.flatten(), minlength=len(gate_up)).tolist()
+    ends = torch.bincount(ids.flatten(), minlength=len(gate_up)).cumsum(0).tolist()
     outputs = x.new_empty(len(pairs), x.shape[1])
-    for expert, rows in enumerate(pairs.split(counts)):
-        if len(rows):
+    for expert, (start, end) in enumerate(pairwise([0, *ends])):
+        if start < end:
+            rows = pairs[start:end]
             activated = activate(F.linear(x[rows // top_k], gate_up[expert]))
             outputs[rows] = F.linear(activated, down[expert])
     weighted = outputs.view(*ids.shape, x.shape[1]).float() * weights[..., None]

@@ -99,7 +99,7 @@ def check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], sour
     So a few wrong numbers cannot make anyone set memory aside that the weights would never fill.
     """
     hidden = config.hidden_size
-    expected = {"model.embed_tokens": (config.vocab_size, hidden)}
+    expected: dict[str, tuple[int, ...]] = {"model.embed_tokens": (config.vocab_size, hidden)}
     for layer in {0, config.num_layers - 1}:
         prefix = f"model.layers.{layer}"
         expected[f"{prefix}.self_attn.q_proj"] = (config.num_heads * config.head_dim, hidden)
