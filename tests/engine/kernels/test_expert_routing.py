@@ -52,6 +52,7 @@ def test_what_is_no_number_goes_to_experts_that_exist(device: str) -> None:
     logits[2, 1:] = float("nan")
     ids, weights = route(logits, 3, renormalize=True)
     assert 0 <= int(ids.min()) and int(ids.max()) < 5
+    assert int(ids[2, 0]) == 0, "the only number should come first"
     assert torch.equal(ids[3], expected[0][3]) and torch.equal(weights[3], expected[1][3])
 
 
