@@ -79,7 +79,7 @@ def load_on_kernels(folder: Path, dtype: torch.dtype, device: torch.device) -> C
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        windows=config.layer_windows,
+        windows=tuple(dict.fromkeys(config.layer_windows)),
         block_size=16,
         max_num_seqs=4,
         max_num_tokens=256,
