@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,12 @@ SHAPES = {  # [N, K] of each weight
         "down": (4096, 14336),
         "head": (128256, 4096),
     },
+    "qwen3-30b-a3b": {
+        "qkv": (5120, 2048),
+        "o": (2048, 4096),
+        "router": (128, 2048),
+        "head": (151936, 2048),
+    },
 }
 ROTATED_BYTES = 120 << 20
 CHAIN = 24
@@ -59,6 +66,7 @@ TIE = 1.02  # cuBLAS keeps what a candidate does not beat by this much
 COMPILE_THREADS = 16
 DEVICE = torch.device("cuda")
 Product = Callable[[torch.Tensor], object]
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -149,7 +157,9 @@ def compile_all(work: Iterable[tuple[SmallGemmConfig, int]], *, pdl: bool) -> se
     return broken
 
 
-def time_chain(product: Product, weights: list[torch.Tensor], stream: torch.cuda.Stream) -> float:
+def time_chain(
+    product: Callable[[Item], object], weights: list[Item], stream: torch.cuda.Stream
+) -> float:
     """Seconds of one product in a recorded chain over the copies of a weight."""
     calls = max(CHAIN, len(weights))
     graph = torch.cuda.CUDAGraph()

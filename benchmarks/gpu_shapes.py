@@ -16,6 +16,11 @@ _QWEN3 = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
+_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+}
 _LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -77,6 +82,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "torch_dtype": "bfloat16",
     },
+    "qwen3-30b-a3b": {  # 57 GiB of weights in a 16-bit type
+        **_QWEN3,
+        **_EXPERTS,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
 }
 READ_BYTES_PER_SECOND = 3.0e12
 """What one H100 sustains; the floor below divides by it."""
@@ -90,12 +109,21 @@ def write_config(folder: Path, name: str) -> Path:
     return target
 
 
+def experts_in_use(num_experts: int, chosen: int, num_tokens: int) -> float:
+    """How many experts so many tokens use on average, each choosing at random: num_experts
+    * (1 - p), where p = (1 - chosen / num_experts) ** num_tokens is that no token chose one."""
+    return num_experts * (1 - (1 - chosen / num_experts) ** num_tokens)
+
+
 def floor_ms(name: str, batch_size: int, context: int) -> float:
     """Milliseconds to read the weights once and the keys and values that every row sees, in 16-bit
-    types."""
+    types. Of experts, those that a batch of random choices uses on average."""
     c = MODELS[name]
     hidden, inner, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
     heads, kv_heads, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+    if "num_experts" in c:
+        num, chosen = c["num_experts"], c["num_experts_per_tok"]
+        inner = c["moe_intermediate_size"] * experts_in_use(num, chosen, batch_size)
     layer = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 * hidden * inner
     weights = 2 * (layers * layer + hidden * c["vocab_size"])
     # Every so many layers, one sees the whole context.

@@ -23,7 +23,7 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TINY_VOCAB_SIZE = 512
-TINY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+TINY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral")
 TINY_CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<s>' + message['role'] + '\n' + message['content'] + '</s>\n' }}"
@@ -139,6 +139,11 @@ def _tiny_config(family: str, overrides: dict[str, Any]) -> Any:
         # The scores' factor is of neither the head size nor the hidden size, as in Gemma 3 27B.
         settings |= {"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 8}
         settings |= {"num_hidden_layers": 4, "sliding_window_pattern": 3}
+    if family == "qwen3_moe":
+        settings.update(head_dim=32, num_experts=8, num_experts_per_tok=3)
+        settings.update(moe_intermediate_size=40, norm_topk_prob=True)
+    if family == "mixtral":
+        settings.update(num_local_experts=4, num_experts_per_tok=2)
     return AutoConfig.for_model(family, **{**settings, **overrides})
 
 

@@ -6,6 +6,7 @@ time, on the CPU; the engine runs on the CPU, and on a GPU where there is one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -172,7 +173,29 @@ def test_smollm2_with_a_cache_so_small_that_requests_are_preempted(
 # -- tiny random models of every family ----------------------------------------------------
 
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral"]
+FamilyCase = Callable[[str], tuple[Path, list[list[int]], list[list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def family_case(tiny_model_dir: Callable[[str], Path]) -> FamilyCase:
+    """A family's tiny model, prompts, and what transformers answers, which is asked once."""
+    seed = 1234
+
+    @functools.cache
+    def make(family: str) -> tuple[Path, list[list[int]], list[list[int]]]:
+        rng = np.random.default_rng(seed)
+        folder = tiny_model_dir(family)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        vocab = model.config.vocab_size
+        shared = rng.integers(3, vocab, 20).tolist()
+        lengths = [1, 15, 16, 17, 33, 48, 70]
+        prompts = [rng.integers(3, vocab, n).tolist() for n in lengths]
+        prompts += [shared + rng.integers(3, vocab, n).tolist() for n in (1, 9)]
+        prompts += [shared + [5]] * 2
+        return folder, prompts, reference(model, prompts, eos=[])
+
+    return make
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -190,22 +213,12 @@ FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"]
 )
 def test_every_family_equals_transformers(
     engines: Engines,
-    tiny_model_dir: Callable[[str], Path],
+    family_case: FamilyCase,
     family: str,
     options: dict[str, object],
     device: str,
 ) -> None:
-    seed = 1234
-    print(f"seed {seed}")
-    rng = np.random.default_rng(seed)
-    folder = tiny_model_dir(family)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    vocab = model.config.vocab_size
-    shared = rng.integers(3, vocab, 20).tolist()
-    lengths = [1, 15, 16, 17, 33, 48, 70]
-    prompts = [rng.integers(3, vocab, n).tolist() for n in lengths]
-    prompts += [shared + rng.integers(3, vocab, n).tolist() for n in (1, 9)] + [shared + [5]] * 2
-    expected = reference(model, prompts, eos=[])
+    folder, prompts, expected = family_case(family)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     engine = engines(folder, device=device, skip_tokenizer_init=True, **options)
     assert run(engine, prompts, params) == expected

@@ -22,6 +22,19 @@ _BLOCK = 1024
 
 
 @triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """The activation of x, float32."""
+    if ACTIVATION == "silu":
+        return x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        # tanh(y) = 1 - 2 / (exp(2 y) + 1), which neither overflows nor cancels to NaN.
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
+
+
+@triton.jit
 def _gated_activation_kernel(
     gate_up_ptr,
     out_ptr,
@@ -40,15 +53,7 @@ def _gated_activation_kernel(
     gate_ptr = gate_up_ptr + row * gate_up_stride
     gate = tl.load(gate_ptr + columns, mask=inside, other=0.0)
     up = tl.load(gate_ptr + SIZE + columns, mask=inside, other=0.0)
-    x = gate.to(tl.float32)
-    if ACTIVATION == "silu":
-        x = x / (1.0 + tl.exp(-x))
-    elif ACTIVATION == "gelu":
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:
-        # tanh(y) = 1 - 2 / (exp(2 y) + 1), which neither overflows nor cancels to NaN.
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        x = 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
+    x = activate(gate.to(tl.float32), ACTIVATION)
     activated = x.to(gate.dtype).to(tl.float32)
     out = (activated * up.to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * SIZE + columns, out, mask=inside)

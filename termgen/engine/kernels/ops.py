@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from termgen.engine.kernels.expert_tiles import warm_up_rows
+from termgen.engine.kernels.experts import experts
 from termgen.engine.kernels.gated_activation import gated_activation
 from termgen.engine.kernels.qk_rope_kv import qk_rope_kv
 from termgen.engine.kernels.rmsnorm import add_rmsnorm, norm_add_norm, rmsnorm
@@ -63,3 +65,28 @@ class TritonOps:
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         return gated_activation(gate_up, activation=activation)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        top_k: int,
+        renormalize: bool,
+        activation: str,
+    ) -> torch.Tensor:
+        return experts(
+            x,
+            router_logits,
+            gate_up,
+            down,
+            top_k=top_k,
+            renormalize=renormalize,
+            activation=activation,
+        )
+
+    @property
+    def expert_warm_up_rows(self) -> tuple[int, ...]:
+        return warm_up_rows()

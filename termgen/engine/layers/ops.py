@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from termgen.engine.layers.experts import route, run_experts
 from termgen.engine.layers.rotary import Rotation, rotate
 
 
@@ -59,6 +60,24 @@ class LayerOps(Protocol):
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """act(gate) * up, from the two side by side: [T, 2 * size] -> [T, size]."""
+
+    def experts(
+        self,
+        x: torch.Tensor,  # [T, hidden]
+        router_logits: torch.Tensor,  # [T, num_experts]
+        gate_up: torch.Tensor,  # [num_experts, 2 * inner, hidden]
+        down: torch.Tensor,  # [num_experts, hidden, inner]
+        *,
+        top_k: int,
+        renormalize: bool,
+        activation: str,
+    ) -> torch.Tensor:  # [T, hidden]
+        """Each token through its top_k experts, their outputs weighted and added up. Weights are
+        the router's softmax over all experts, scaled to add up to one if `renormalize`."""
+
+    @property
+    def expert_warm_up_rows(self) -> tuple[int, ...]:
+        """Numbers of tokens that between them make `experts` compile all it ever will."""
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -148,3 +167,25 @@ class TorchOps:
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return _ACTIVATIONS[activation](gate).mul_(up)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        top_k: int,
+        renormalize: bool,
+        activation: str,
+    ) -> torch.Tensor:
+        ids, weights = route(router_logits, top_k, renormalize=renormalize)
+
+        def activate(pair: torch.Tensor) -> torch.Tensor:
+            return self.gated_activation(pair, activation)
+
+        return run_experts(x, ids, weights, gate_up, down, activate)
+
+    @property
+    def expert_warm_up_rows(self) -> tuple[int, ...]:
+        return ()

@@ -24,6 +24,8 @@ class WeightSlot:
     """Takes the whole tensor, of `shape` and any floating type, on any device."""
     offset: float = 0.0
     """What `load` adds: the tensor's values lie around zero where others lie around this."""
+    pieces: tuple[WeightSlot, ...] = ()
+    """Where checkpoints differ: what holds the same values in one that lacks `name`."""
 
 
 def parameter_slot(

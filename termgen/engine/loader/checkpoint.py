@@ -99,14 +99,21 @@ def check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], sour
     So a few wrong numbers cannot make anyone set memory aside that the weights would never fill.
     """
     hidden = config.hidden_size
-    expected = {"model.embed_tokens": (config.vocab_size, hidden)}
+    expected: dict[str, tuple[int, ...]] = {"model.embed_tokens": (config.vocab_size, hidden)}
     for layer in {0, config.num_layers - 1}:
         prefix = f"model.layers.{layer}"
         expected[f"{prefix}.self_attn.q_proj"] = (config.num_heads * config.head_dim, hidden)
         expected[f"{prefix}.self_attn.k_proj"] = (config.num_kv_heads * config.head_dim, hidden)
-        expected[f"{prefix}.mlp.up_proj"] = (config.intermediate_size, hidden)
+        moe = config.of_layer(layer).moe
+        if moe is None:
+            expected[f"{prefix}.mlp.up_proj"] = (config.intermediate_size, hidden)
+        elif (stacked := f"{prefix}.mlp.experts.gate_up_proj") in shapes:
+            expected[stacked] = (moe.num_experts, 2 * moe.intermediate_size, hidden)
+        else:
+            last = f"{prefix}.{moe.names.block}.experts.{moe.num_experts - 1}"
+            expected[f"{last}.{moe.names.up}"] = (moe.intermediate_size, hidden)
     for stem, shape in expected.items():
-        name = f"{stem}.weight"
+        name = stem if stem.endswith("gate_up_proj") else f"{stem}.weight"
         if name not in shapes:
             raise CorruptFileError(f"{source}: the tensor {name} is missing")
         if shapes[name] != shape:

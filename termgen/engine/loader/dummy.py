@@ -7,7 +7,7 @@ Scales keep activations near one through any depth, so that sampled tokens vary.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -26,10 +26,16 @@ def load_dummy(model: DummyTarget, seed: int) -> None:
     """Fills every parameter. Values are drawn on the model's device, and depend on its kind."""
     generator = torch.Generator(device=model.device)
     with torch.no_grad():
-        for slot in model.weight_slots():
+        for slot in _smallest(model.weight_slots()):
             # A 32-bit seed: of a longer one the CPU's generator uses the low half alone.
             generator.manual_seed(zlib.crc32(f"{seed} {slot.name}".encode()))
             slot.load(_random_tensor(slot, generator))
+
+
+def _smallest(slots: Iterable[WeightSlot]) -> Iterator[WeightSlot]:
+    """The pieces of what has any: less has to be held at a time."""
+    for slot in slots:
+        yield from slot.pieces or (slot,)
 
 
 def _random_tensor(slot: WeightSlot, generator: torch.Generator) -> torch.Tensor:

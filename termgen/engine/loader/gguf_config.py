@@ -50,7 +50,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         if (value := keys.size(key, default=head_dim)) != head_dim:
             keys.refuse(f"{architecture}.{key} {value} differs from the head size {head_dim}")
     if keys.get(f"{architecture}.expert_count", 0):
-        keys.refuse("mixture-of-experts models are not supported")
+        keys.refuse("mixture-of-experts models are read from safetensors, not from GGUF")
     config: dict[str, Any] = {
         "architectures": [class_name],
         "model_type": model_type,

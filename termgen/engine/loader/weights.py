@@ -39,8 +39,8 @@ def load_weights(
     progress: Callable[[float], None] | None = None,
 ) -> None:
     """Fills every parameter. `progress` is told the part done, rising from above 0 to 1."""
-    slots = {slot.name: slot for slot in model.weight_slots()}
     names = checkpoint.names()  # in the order in which reading is cheapest
+    slots = _slots_in(model.weight_slots(), set(names))
     _check_names(set(slots), names, model.ignored_weights())
     num_elements = sum(_num_elements(slot) for slot in slots.values())
     num_loaded = 0
@@ -52,6 +52,15 @@ def load_weights(
             num_loaded += _num_elements(slot)
             if progress is not None:
                 progress(num_loaded / num_elements)
+
+
+def _slots_in(wanted: Iterable[WeightSlot], present: set[str]) -> dict[str, WeightSlot]:
+    """Slots by name, in the form that this checkpoint has them."""
+    slots: dict[str, WeightSlot] = {}
+    for slot in wanted:
+        form = slot.pieces if slot.pieces and slot.name not in present else (slot,)
+        slots.update((piece.name, piece) for piece in form)
+    return slots
 
 
 def _num_elements(slot: WeightSlot) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 from termgen.engine.models.config_reader import ConfigReader
 from termgen.engine.models.gemma3_config import gemma3_keys
+from termgen.engine.models.moe_config import MoeConfig, read_mixtral, read_qwen3_moe
 from termgen.errors import UnsupportedModelError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -72,6 +73,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
+    moe: MoeConfig | None = None
     weight_prefix: str = ""
     """What the checkpoint puts in front of this model's names; what lacks it is another model's."""
     overflows_float16: bool = False
@@ -87,9 +89,20 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Weights of the matrices; norms and biases are too few to matter."""
         heads = 2 * self.num_heads + 2 * self.num_kv_heads  # of q and the output, k and v
-        layer = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
-        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + tables
+        rows = self.num_layers * heads * self.head_dim
+        sparse = 0
+        if self.moe is not None:
+            sparse = len(self.moe.sparse_layers)
+            rows += sparse * self.moe.num_experts * (3 * self.moe.intermediate_size + 1)
+        rows += (self.num_layers - sparse) * 3 * self.intermediate_size
+        rows += self.vocab_size * (1 if self.tie_word_embeddings else 2)
+        return rows * self.hidden_size
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """What one layer is built from: without experts where it has a plain MLP."""
+        if self.moe is None or layer in self.moe.sparse_layers:
+            return self
+        return replace(self, moe=None)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -138,6 +151,7 @@ class ModelConfig:
             torch_dtype=_torch_dtype(read),
             weight_prefix=family.weight_prefix,
             overflows_float16=family.overflows_float16,
+            moe=family.moe(read, num_layers) if family.moe is not None else None,
         )
 
 
@@ -161,6 +175,8 @@ class _Family:
     """Queries are divided by its root; None: the head size."""
     weight_prefix: str = ""
     overflows_float16: bool = False
+    moe: Callable[[ConfigReader, int], MoeConfig] | None = None
+    """Reads the experts, given the number of layers."""
 
 
 def _llama(read: ConfigReader) -> _Family:
@@ -204,6 +220,21 @@ def _qwen3(read: ConfigReader) -> _Family:
     )
 
 
+def _mixtral(read: ConfigReader) -> _Family:
+    return _Family(sliding_window=read.optional_integer("sliding_window"), moe=read_mixtral)
+
+
+def _qwen3_moe(read: ConfigReader) -> _Family:
+    attention_bias = read.flag("attention_bias", default=False)
+    return _Family(
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        sliding_window=_qwen_window(read),
+        moe=read_qwen3_moe,
+    )
+
+
 def _gemma3(read: ConfigReader) -> _Family:
     attention_bias = read.flag("attention_bias", default=False)
     ropes = read.child("rope_parameters")
@@ -232,6 +263,8 @@ _FAMILIES: dict[str, Callable[[ConfigReader], _Family]] = {
     "Qwen3ForCausalLM": _qwen3,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3_with_vision,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "MixtralForCausalLM": _mixtral,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 

@@ -15,13 +15,9 @@ from torch import nn
 
 from termgen.engine.attention.base import AttentionBackend, ForwardContext
 from termgen.engine.layers.embedding import VocabEmbedding
-from termgen.engine.layers.linear import (
-    GateUpLinear,
-    Linear,
-    LinearMethodFactory,
-    QKVLinear,
-    RowLinear,
-)
+from termgen.engine.layers.linear import Linear, LinearMethodFactory, QKVLinear, RowLinear
+from termgen.engine.layers.mlp import GatedMLP
+from termgen.engine.layers.moe import SparseMoe
 from termgen.engine.layers.norm import RMSNorm
 from termgen.engine.layers.ops import LayerOps
 from termgen.engine.layers.rotary import Rotation, inverse_frequencies
@@ -31,7 +27,7 @@ from termgen.engine.models.pieces import Carried
 
 
 class DecoderLayer(nn.Module):
-    """norm, q/k/v, rotation | attention | output projection, norm, MLP."""
+    """norm, q/k/v, rotation | attention | output projection, norm, MLP or experts."""
 
     norm_offset: float = 0.0
     """What a family adds to the norm weights of a checkpoint."""
@@ -50,10 +46,9 @@ class DecoderLayer(nn.Module):
         self.sliding_window = sliding_window
         self.scale = config.attention_scale
         self._num_heads = config.num_heads
-        self._activation = config.hidden_act
         self._ops = ops
         self._eps = config.rms_norm_eps
-        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        hidden, eps = config.hidden_size, config.rms_norm_eps
         offset = self.norm_offset
         self.input_norm = RMSNorm(
             hidden, eps=eps, dtype=dtype, device=device, ops=ops, offset=offset
@@ -80,18 +75,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = RMSNorm(
             hidden, eps=eps, dtype=dtype, device=device, ops=ops, offset=offset
         )
-        self.gate_up_proj = GateUpLinear(
-            hidden, inner, bias=config.mlp_bias, dtype=dtype, device=device, method=method
-        )
-        self.down_proj = RowLinear(
-            inner,
-            hidden,
-            name="down_proj",
-            bias=config.mlp_bias,
-            dtype=dtype,
-            device=device,
-            method=method,
-        )
+        mlp_class = GatedMLP if config.moe is None else SparseMoe
+        self.mlp = mlp_class(config, dtype=dtype, device=device, method=method, ops=ops)
 
     def before_attention(
         self,
@@ -125,16 +110,14 @@ class DecoderLayer(nn.Module):
         Adds to `residual` [T, hidden] in place. `next_norm` is the norm that follows the layer.
         """
         normed = self.post_attention_norm.add(self.o_proj(attended.flatten(1)), residual)
-        activated = self._ops.gated_activation(self.gate_up_proj(normed), self._activation)
-        return next_norm.add(self.down_proj(activated), residual)
+        return next_norm.add(self.mlp(normed), residual)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield self.input_norm.weight_slot(f"{prefix}.input_layernorm.weight")
         yield from self.qkv_proj.weight_slots(f"{prefix}.self_attn")
         yield from self.o_proj.weight_slots(f"{prefix}.self_attn")
         yield self.post_attention_norm.weight_slot(f"{prefix}.post_attention_layernorm.weight")
-        yield from self.gate_up_proj.weight_slots(f"{prefix}.mlp")
-        yield from self.down_proj.weight_slots(f"{prefix}.mlp")
+        yield from self.mlp.weight_slots(prefix)
 
 
 class CausalDecoder(nn.Module):
@@ -173,9 +156,14 @@ class CausalDecoder(nn.Module):
         self._layer_ropes = [self._ropes.index(rope) for rope in config.layer_ropes]
         self.decoder_layers = [
             self.layer_class(
-                config, sliding_window=window, dtype=dtype, device=device, method=method, ops=ops
+                config.of_layer(index),
+                sliding_window=window,
+                dtype=dtype,
+                device=device,
+                method=method,
+                ops=ops,
             )
-            for window in config.layer_windows
+            for index, window in enumerate(config.layer_windows)
         ]
         self.layers = nn.ModuleList(self.decoder_layers)
         self.norm = RMSNorm(
@@ -313,5 +301,5 @@ class CausalDecoder(nn.Module):
     def finalize(self) -> None:
         """Prepares the loaded weights for the device. Called once, before the first step."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | SparseMoe):
                 module.finalize()

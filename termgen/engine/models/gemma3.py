@@ -60,8 +60,7 @@ class Gemma3Layer(DecoderLayer):
     ) -> torch.Tensor:
         output = self.o_proj(attended.flatten(1))
         normed = self.post_attention_norm.norm_add(output, residual, self.pre_mlp_norm)
-        activated = self._ops.gated_activation(self.gate_up_proj(normed), self._activation)
-        return self.post_mlp_norm.norm_add(self.down_proj(activated), residual, next_norm)
+        return self.post_mlp_norm.norm_add(self.mlp(normed), residual, next_norm)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from super().weight_slots(prefix)

@@ -29,6 +29,8 @@ MODELS = {
     "Qwen3ForCausalLM": "termgen.engine.models.qwen3:Qwen3ForCausalLM",
     "Gemma3ForCausalLM": "termgen.engine.models.gemma3:Gemma3ForCausalLM",
     "Gemma3ForConditionalGeneration": "termgen.engine.models.gemma3:Gemma3ForCausalLM",
+    "Qwen3MoeForCausalLM": "termgen.engine.models.qwen3:Qwen3ForCausalLM",
+    "MixtralForCausalLM": "termgen.engine.models.decoder:CausalDecoder",
 }
 """Families that differ from the skeleton by their config alone share its class."""
 
@@ -57,6 +59,12 @@ def build_model(
         known = ", ".join(name for name in LINEAR_METHODS if name)
         raise ConfigError(
             f"quantization {quantization!r} is not known; known are {known}", param="quantization"
+        )
+    if quantization is not None and config.moe is not None:
+        raise ConfigError(
+            f"quantization {quantization} is not supported for the experts of"
+            f" {config.architecture}; leave it out",
+            param="quantization",
         )
     if device.type == "cpu":
         _check_memory(config.num_parameters * (1 if quantization == "int8" else dtype.itemsize))

@@ -44,7 +44,7 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_single_file(family: str, tiny_model_dir: TinyModelDir) -> None:
     folder = tiny_model_dir(family)
     checkpoint = open_checkpoint(folder)
@@ -212,6 +212,24 @@ def test_sizes_must_be_those_of_the_tensors(
     key: str, value: int, message: str, folder: Path
 ) -> None:
     edit_json(folder / "config.json", lambda c: c.update({key: value}))
+    refused(folder, CorruptFileError, message)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "message"),
+    [
+        ("qwen3_moe", "num_local_experts", r"mlp\.experts\.999\.up_proj\.weight is missing"),
+        ("qwen3_moe", "moe_intermediate_size", r"experts\.7\.up_proj\.weight is \[40, 64\], but"),
+        ("mixtral", "num_local_experts", r"block_sparse_moe\.experts\.999\.w3\.weight is missing"),
+        ("mixtral", "intermediate_size", r"experts\.3\.w3\.weight is \[112, 64\], but"),
+    ],
+)
+def test_sizes_of_experts_must_be_those_of_the_tensors(
+    family: str, key: str, message: str, tiny_model_dir: TinyModelDir, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_dir(family), folder)
+    edit_json(folder / "config.json", lambda c: c.update({key: 1000}, num_experts=None))
     refused(folder, CorruptFileError, message)
 
 

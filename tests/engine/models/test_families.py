@@ -92,6 +92,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "qwen3-moe-as-drawn": ("qwen3_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
+    "qwen3-moe-every-second": ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 3}),
+    "qwen3-moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [0], "attention_bias": True}),
+    "qwen3-moe-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 6}),
+    "qwen3-moe-one-expert": ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 1}),
+    "mixtral": ("mixtral", {}),
+    "mixtral-window": ("mixtral", {"sliding_window": 7, "head_dim": 24}),
+    "mixtral-all-experts": ("mixtral", {"num_experts_per_tok": 4, "hidden_act": "gelu"}),
 }
 
 
@@ -153,7 +162,9 @@ def check_greedy(model: CausalDecoder, reference: Any, prompt: list[int], num_to
     assert tokens == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral"]
+)
 def test_greedy_tokens_equal_transformers(family: str, tiny_model_dir: TinyModelDir) -> None:
     folder = tiny_model_dir(family)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -233,6 +233,72 @@ def test_an_error_in_the_text_part_says_where() -> None:
         ModelConfig.from_hf({**GEMMA_WITH_VISION, "text_config": text})
 
 
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 6,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 96,
+}
+
+
+def test_which_layers_have_experts() -> None:
+    def sparse(**changes: Any) -> set[int]:
+        moe = read(**{**MOE, **changes}).moe
+        assert moe is not None
+        return set(moe.sparse_layers)
+
+    assert sparse() == {0, 1, 2, 3, 4, 5}
+    assert sparse(decoder_sparse_step=2) == {1, 3, 5}
+    assert sparse(mlp_only_layers=[0, 3], decoder_sparse_step=2) == {1, 5}
+    config = read(**{**MOE, "mlp_only_layers": [2]})
+    assert config.of_layer(2).moe is None and config.of_layer(3).moe is config.moe
+    assert read().moe is None and read().of_layer(0).moe is None
+
+
+def test_older_and_newer_names_of_the_experts_mean_the_same() -> None:
+    older = read(**MOE).moe
+    assert older == read(**{**MOE, "num_experts": None, "num_local_experts": 16}).moe
+    assert older is not None and not older.norm_topk_prob
+    assert (older.num_experts, older.num_experts_per_tok, older.intermediate_size) == (16, 4, 96)
+
+
+def test_mixtral_scales_the_weights_of_every_layers_experts() -> None:
+    mixtral = {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 3}
+    config = read(**mixtral, num_local_experts=8, num_experts_per_tok=2, sliding_window=64)
+    assert config.moe is not None and config.moe.norm_topk_prob
+    assert config.moe.sparse_layers == {0, 1, 2}
+    assert config.moe.intermediate_size == config.intermediate_size
+    assert config.layer_windows == (64,) * 3
+
+
+def test_experts_count_as_parameters() -> None:
+    dense = read(**{**MOE, "mlp_only_layers": list(range(6))}).num_parameters
+    one = read(**{**MOE, "mlp_only_layers": list(range(5))}).num_parameters
+    assert one - dense == 576 * (16 * (3 * 96 + 1) - 3 * 1536)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"num_experts": None}, "num_experts"),
+        ({"num_experts": 0}, "num_experts"),
+        ({"num_experts": 10**6}, "num_experts"),
+        ({"num_experts_per_tok": 17}, "num_experts_per_tok"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok"),
+        ({"moe_intermediate_size": -1}, "moe_intermediate_size"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers"),
+        ({"mlp_only_layers": [6]}, "mlp_only_layers"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers"),
+    ],
+)
+def test_bad_values_of_the_experts_name_the_key(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(CorruptFileError, match=rf"config\.json: {key} "):
+        read(**{**MOE, **changes})
+
+
 def test_an_unknown_architecture_is_named_beside_the_known_ones() -> None:
     with pytest.raises(UnsupportedModelError) as error:
         read(architectures=["GPT2LMHeadModel"])

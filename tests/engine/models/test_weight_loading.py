@@ -27,7 +27,9 @@ def read_tensors(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     return checkpoint.config, tensors
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral"]
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_is_filled(family: str, tied: bool, tiny_model_dir: TinyModelDir) -> None:
     config, tensors = read_tensors(tiny_model_dir(family, tie_word_embeddings=tied))
@@ -48,7 +50,9 @@ def test_fused_rows_are_in_order(tiny_model_dir: TinyModelDir) -> None:
     for fused, parts in {
         "layers.1.qkv_proj.method.weight": [f"{attention}.{n}_proj.weight" for n in "qkv"],
         "layers.1.qkv_proj.bias": [f"{attention}.{n}_proj.bias" for n in "qkv"],
-        "layers.1.gate_up_proj.method.weight": [f"{mlp}.{n}_proj.weight" for n in ("gate", "up")],
+        "layers.1.mlp.gate_up_proj.method.weight": [
+            f"{mlp}.{n}_proj.weight" for n in ("gate", "up")
+        ],
     }.items():
         assert torch.equal(parameters[fused], torch.cat([tensors[part] for part in parts]))
 
@@ -160,10 +164,18 @@ def test_dummy_weights_depend_on_the_seed_alone(tiny_model_dir: TinyModelDir) ->
     assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        ("qwen2", None),
+        ("qwen2", "int8"),
+        ("gemma3_text", None),
+        ("gemma3_text", "int8"),
+        ("qwen3_moe", None),
+    ],
+)
 def test_a_dummy_model_gives_varied_logits(
-    quantization: str | None, family: str, tiny_model_dir: TinyModelDir
+    family: str, quantization: str | None, tiny_model_dir: TinyModelDir
 ) -> None:
     model = build(load_model_config(tiny_model_dir(family)), quantization=quantization)
     load_dummy(model, 0)

@@ -46,7 +46,7 @@ def mixed_load(engine: SyncEngine, seed: int) -> tuple[dict[str, list[int]], lis
     return run_mixed_load(engine, seed, num_requests=40, longest_prompt=89, most_tokens=37)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text", "qwen3_moe"])
 def test_recorded_steps_give_the_tokens_of_eager_ones(
     family: str, tiny_model_dir: ModelDir
 ) -> None:
