@@ -41,6 +41,15 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersSource:
+    """What a model that runs through transformers' code is built from."""
+
+    raw: Mapping[str, Any]
+    """config.json as it is."""
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder-only model and everything its arithmetic depends on."""
 
@@ -67,10 +76,21 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
+    transformers: TransformersSource | None = None
+    """Set when transformers' code runs the model. Of its arithmetic nothing is known here then: the
+    fields from `intermediate_size` to `qk_norm` that attention and the cache do not need are empty.
+    """
+
+    @property
+    def implementation(self) -> str:
+        """Whose code runs the model: one of config.MODEL_IMPLS."""
+        return "termgen" if self.transformers is None else "transformers"
 
     @property
     def num_parameters(self) -> int:
         """Weights of the matrices; norms and biases are too few to matter."""
+        if self.transformers is not None:
+            return self.transformers.num_parameters
         heads = 2 * self.num_heads + 2 * self.num_kv_heads  # of q and the output, k and v
         layer = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
@@ -82,7 +102,7 @@ class ModelConfig:
         read = ConfigReader(config)
         architecture = _architecture(read)
         family = _FAMILIES[architecture](read)
-        _reject_foreign_quantization(read)
+        reject_foreign_quantization(read)
         hidden_size = read.integer("hidden_size")
         num_layers = read.integer("num_hidden_layers", most=1024)
         num_heads = read.integer("num_attention_heads")
@@ -113,7 +133,7 @@ class ModelConfig:
             layer_windows=_layer_windows(read, family, num_layers),
             bos_token_id=read.token_id("bos_token_id"),
             eos_token_ids=read.token_ids("eos_token_id"),
-            torch_dtype=_torch_dtype(read),
+            torch_dtype=read_torch_dtype(read),
         )
 
 
@@ -182,6 +202,11 @@ _FAMILIES: dict[str, Callable[[ConfigReader], _Family]] = {
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
 
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family that termgen has code of its own for."""
+    return architecture_name(ConfigReader(config)) in _FAMILIES
+
+
 def unsupported_architecture(architecture: str) -> UnsupportedModelError:
     known = ", ".join(SUPPORTED_ARCHITECTURES)
     return UnsupportedModelError(
@@ -189,17 +214,22 @@ def unsupported_architecture(architecture: str) -> UnsupportedModelError:
     )
 
 
-def _architecture(read: ConfigReader) -> str:
+def architecture_name(read: ConfigReader) -> str:
     names = read.get("architectures")
     if not isinstance(names, list | tuple) or not names or not isinstance(names[0], str):
         read.fail("architectures", "must be a list with the name of the model's class")
     architecture: str = names[0]
+    return architecture
+
+
+def _architecture(read: ConfigReader) -> str:
+    architecture = architecture_name(read)
     if architecture not in _FAMILIES:
         raise unsupported_architecture(architecture)
     return architecture
 
 
-def _reject_foreign_quantization(read: ConfigReader) -> None:
+def reject_foreign_quantization(read: ConfigReader) -> None:
     quantization = read.get("quantization_config")
     if quantization is None:
         return
@@ -229,7 +259,7 @@ def _hidden_act(read: ConfigReader) -> str:
     return HIDDEN_ACTS[name]
 
 
-def _torch_dtype(read: ConfigReader) -> str:
+def read_torch_dtype(read: ConfigReader) -> str:
     name = read.text("dtype", default=read.text("torch_dtype", default="float32"))
     name = name.removeprefix("torch.")
     if name not in TORCH_DTYPES:

@@ -121,7 +121,7 @@ class CudaGraphDispatcher:
         self.sizes = tuple(sorted(sizes))
         self.mixed = tuple(sorted(mixed))
         self._max_num_seqs = max_num_seqs
-        self._disabled_reason = disabled_reason
+        self.disabled_reason = disabled_reason
         self._padded_rows = _padded(self.sizes)
         self._padded_tokens = _padded(self.mixed)
 
@@ -156,8 +156,8 @@ class CudaGraphDispatcher:
         sampling: SamplingVariant | None,
     ) -> Dispatch:
         """sampling: None when the step asks for more than any recording holds."""
-        if self._disabled_reason:
-            return Dispatch(GraphMode.NONE, None, self._disabled_reason)
+        if self.disabled_reason:
+            return Dispatch(GraphMode.NONE, None, self.disabled_reason)
         if sampling is None:
             return Dispatch(GraphMode.NONE, None, "log-probabilities, penalties or min_tokens")
         if num_tokens == num_rows and num_rows < len(self._padded_rows):
