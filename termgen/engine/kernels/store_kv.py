@@ -27,9 +27,7 @@ def _store_kv_kernel(
     cache_ptr,
     slot_mapping_ptr,
     k_token_stride,
-    k_head_stride,
     v_token_stride,
-    v_head_stride,
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     V_OFFSET: tl.constexpr,
@@ -44,8 +42,8 @@ def _store_kv_kernel(
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     inside = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)
-    k = tl.load(k_ptr + token * k_token_stride + heads * k_head_stride + dims, mask=inside)
-    v = tl.load(v_ptr + token * v_token_stride + heads * v_head_stride + dims, mask=inside)
+    k = tl.load(k_ptr + token * k_token_stride + heads * HEAD_DIM + dims, mask=inside)
+    v = tl.load(v_ptr + token * v_token_stride + heads * HEAD_DIM + dims, mask=inside)
     slot = tl.load(slot_mapping_ptr + token)
     to = cache_ptr + slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE
     to = to + heads * HEAD_STRIDE + dims
@@ -60,10 +58,10 @@ def store_kv(
     cache: torch.Tensor,  # view [num_blocks, block_size, 2, num_kv_heads, head_dim]
     slot_mapping: torch.Tensor,  # [T] int64
 ) -> None:
-    """Of k and v only the last dimension must be dense. `cache_layout.kv_store_reference` is what
+    """Of k and v each token's heads must lie together. `cache_layout.kv_store_reference` is what
     this does."""
     num_tokens, num_kv_heads, head_dim = k.shape
-    assert k.shape == v.shape and k.stride(2) == v.stride(2) == 1
+    assert k.shape == v.shape and k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
     assert cache.shape[3:] == k.shape[1:], (cache.shape, k.shape)
     if not num_tokens:
         return
@@ -73,9 +71,7 @@ def store_kv(
         cache,
         slot_mapping,
         k.stride(0),
-        k.stride(1),
         v.stride(0),
-        v.stride(1),
         **cache_constants(cache),
         BLOCK_H=_HEADS,
         BLOCK_D=next_power_of_2(head_dim),

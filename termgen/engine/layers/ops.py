@@ -51,7 +51,7 @@ class LayerOps(Protocol):
         kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
         slot_mapping: torch.Tensor,  # [T] int64
     ) -> None:
-        """Writes k and v as they are. Their last dimension is dense."""
+        """Writes k and v as they are. The heads of a token lie together."""
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """act(gate) * up, from the two side by side: [T, 2 * size] -> [T, size]."""

@@ -26,9 +26,10 @@ def load_hf_model(hf_config: Any, folder: Path, dtype: torch.dtype) -> Any:
 
     WeightFiles(folder, any_type=True).close()
     register()
+    auto_class: Any = AutoModelForCausalLM  # its own types leave the second result out
     try:
         with quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class.from_pretrained(
                 folder,
                 config=hf_config,
                 dtype=dtype,

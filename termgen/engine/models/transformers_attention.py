@@ -116,7 +116,7 @@ class MeasuredCalls:
             raise UnsupportedModelError("it calls attention more than once in a layer")
         self._seen.add(id(module))
         _check_options(module, options)
-        if isinstance(scale, torch.Tensor) or isinstance(sliding_window, torch.Tensor):
+        if any(isinstance(value, torch.Tensor) for value in (scale, sliding_window)):
             raise UnsupportedModelError("it computes the scale or window of attention")
         if k.shape[-1] != v.shape[-1]:
             raise UnsupportedModelError(
@@ -197,4 +197,7 @@ class PagedLayers:
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """x [T, heads, head_dim] with the heads of a token together; tokens may be apart."""
+    return (
+        x if x.stride()[1:] == (x.shape[2], 1) else x.clone(memory_format=torch.contiguous_format)
+    )

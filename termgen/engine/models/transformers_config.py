@@ -93,8 +93,7 @@ def refusals_of(architecture: str) -> Iterator[None]:
     except TermgenError as error:
         raise type(error)(_refusal(architecture, str(error))) from error
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UnsupportedModelError(_refusal(architecture, reason[:300])) from error
 
 
@@ -105,8 +104,9 @@ def _refusal(architecture: str, reason: str) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without the bars and reports that transformers writes over a terminal's screen."""
-    from transformers.utils import logging as hf_logging
+    from transformers.utils import logging
 
+    hf_logging: Any = logging  # untyped
     verbosity = hf_logging.get_verbosity()
     has_bars = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
@@ -124,7 +124,7 @@ def make_hf_config(raw: Mapping[str, Any]) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    model_type = raw.get("model_type")
+    model_type = ConfigReader(raw).text("model_type", default="")
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in raw:
             raise UnsupportedModelError("it needs code from its own folder, which is never run")
@@ -143,8 +143,9 @@ def build_empty(hf_config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     from transformers.initialization import no_init_weights
 
     register()
+    auto_class: Any = AutoModelForCausalLM  # untyped
     with torch.device(device), no_init_weights():
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class.from_config(
             hf_config, attn_implementation=IMPLEMENTATION, dtype=dtype, trust_remote_code=False
         )
     model.tie_weights()
