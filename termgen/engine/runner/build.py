@@ -270,8 +270,11 @@ def _try_recording(
     settled = dispatcher if trial.dispatcher.sizes else trial.dispatcher
     del trial
     torch.cuda.empty_cache()
+    if not settled.sizes:
+        after, _ = torch.cuda.mem_get_info(device)  # what a failed capture did not give back
+        return settled, max(0, before - after)
     overhead = GRAPH_OVERHEAD_BYTES * len(dispatcher.descriptors())
-    return settled, max(0, before - after) + overhead if settled.sizes else 0
+    return settled, max(0, before - after) + overhead
 
 
 def record_steps(
