@@ -135,6 +135,8 @@ class ModelInfo:
     """Unix seconds at load."""
     default_params: Mapping[str, Any] = field(default_factory=dict)
     """Sampling defaults from the model's generation_config.json."""
+    implementation: str = "termgen"
+    """Whose code runs the model: termgen's, or that of transformers."""
 
 
 class EngineClient(Protocol):

@@ -18,6 +18,7 @@ from termgen.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
+MODEL_IMPLS = ("termgen", "transformers")
 QUANTIZATIONS = ("int8",)
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_BACKENDS = ("triton", "torch_reference")
@@ -45,6 +46,11 @@ class EngineConfig:
     tokenizer: str | None = setting(None, "folder or hub id of another tokenizer")
     load_format: str = setting(
         "auto", "dummy: random weights from config.json alone", choices=LOAD_FORMATS
+    )
+    model_impl: str = setting(
+        "auto",
+        "whose code runs the model: termgen's, that of transformers, or termgen's where it has any",
+        choices=("auto", *MODEL_IMPLS),
     )
     skip_tokenizer_init: bool = setting(False, "no tokenizer: token ids in, token ids out")
     device: str = setting("auto", "where to run", choices=DEVICES)
@@ -136,6 +142,12 @@ class EngineConfig:
         if self.quantization == "int8" and self.device == "cuda":
             raise ConfigError(
                 "quantization int8 runs on the CPU only; use device cpu", param="quantization"
+            )
+        if self.quantization == "int8" and self.model_impl == "transformers":
+            raise ConfigError(
+                "quantization int8 is for the models that termgen's own code runs; "
+                "leave model_impl transformers or the quantization out",
+                param="quantization",
             )
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError(

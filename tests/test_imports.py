@@ -97,7 +97,7 @@ NEVER: dict[str, frozenset[str]] = {
     "client": DEVICE | SERVING | SCREEN | {"transformers"},
     "catalog": DEVICE | SERVING | SCREEN | {"transformers"},
     "host": DEVICE | SCREEN,
-    "device": SERVING | SCREEN | {"transformers", "tokenizers"},
+    "device": SERVING | SCREEN | {"tokenizers"},
     "executor": SERVING | SCREEN | {"transformers", "tokenizers"},
     "core": DEVICE | SERVING | SCREEN | {"transformers", "tokenizers"},
     "engine": DEVICE | SERVING | SCREEN | {"transformers", "tokenizers"},
@@ -112,6 +112,7 @@ NEVER: dict[str, frozenset[str]] = {
 NEVER_AT_IMPORT: dict[str, frozenset[str]] = {
     "catalog": HEAVY | {"huggingface_hub", "httpx"},
     "host": frozenset({"transformers"}),
+    "device": frozenset({"transformers"}),
     "executor": DEVICE,
 }
 """Libraries that only a function may import, so that nobody pays for them before it is called."""

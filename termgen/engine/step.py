@@ -140,3 +140,5 @@ class DeviceInfo:
     """Steps that may be planned before the oldest one's result is read; 1 is synchronous."""
     eos_token_ids: tuple[int, ...]
     """As the model's own config.json has them."""
+    implementation: str = "termgen"
+    """Whose code runs the model: one of config.MODEL_IMPLS."""

@@ -10,6 +10,7 @@ from termgen.engine.kernels.gated_activation import gated_activation
 from termgen.engine.kernels.qk_rope_kv import qk_rope_kv
 from termgen.engine.kernels.rmsnorm import add_rmsnorm, norm_add_norm, rmsnorm
 from termgen.engine.kernels.rotation import rotation
+from termgen.engine.kernels.store_kv import store_kv
 from termgen.engine.layers.rotary import Rotation
 
 
@@ -62,6 +63,15 @@ class TritonOps:
             eps=eps,
             q=q,
         )
+
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        store_kv(k, v, kv_cache, slot_mapping)
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         return gated_activation(gate_up, activation=activation)

@@ -58,6 +58,15 @@ class LayerOps(Protocol):
         """Normalises (given a weight) and rotates q and k, writes k and v, and returns q, in the
         memory given for it if any is."""
 
+    def store(
+        self,
+        k: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        v: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
+        slot_mapping: torch.Tensor,  # [T] int64
+    ) -> None:
+        """Writes k and v as they are. The heads of a token lie together."""
+
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """act(gate) * up, from the two side by side: [T, 2 * size] -> [T, size]."""
 
@@ -159,10 +168,19 @@ class TorchOps:
         if norm_weight is not None:
             qk = _rms_norm(qk, norm_weight, eps)
         qk = rotate(qk, rotation)
-        slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
-        slots[:, 0].index_copy_(0, slot_mapping, qk[:, num_heads:].to(slots.dtype))
-        slots[:, 1].index_copy_(0, slot_mapping, v.to(slots.dtype))
+        self.store(qk[:, num_heads:], v, kv_cache, slot_mapping)
         return qk[:, :num_heads] if q is None else q.copy_(qk[:, :num_heads])
+
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
+        slots[:, 0].index_copy_(0, slot_mapping, k.to(slots.dtype))
+        slots[:, 1].index_copy_(0, slot_mapping, v.to(slots.dtype))
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from termgen.engine.models.config import RopeConfig
+from termgen.engine.models.rope_config import RopeConfig
 
 
 class Rotation(NamedTuple):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from termgen.engine.gguf_file import GGUFFile
 from termgen.engine.loader.gguf_config import generation_config, hf_config
-from termgen.errors import CorruptFileError, ModelError, ModelNotFoundError
+from termgen.errors import ConfigError, CorruptFileError, ModelError, ModelNotFoundError
 
 if TYPE_CHECKING:
     import torch
@@ -71,23 +71,37 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def load_model_config(path: Path | str) -> ModelConfig:
-    """The shape of a model from a folder with config.json, that file itself, or a .gguf file."""
+def load_model_config(path: Path | str, *, model_impl: str = "auto") -> ModelConfig:
+    """The shape of a model from a folder with config.json, that file itself, or a .gguf file.
+
+    model_impl: whose code is to run it, as `EngineConfig.model_impl`.
+    """
     path = Path(path)
     if path.is_dir() or path.suffix.lower() == ".json":
         source = path / "config.json" if path.is_dir() else path
-        return parse_config(read_config(source), source)
+        return parse_config(read_config(source), source, model_impl=model_impl)
     _check_exists(path)
+    if model_impl == "transformers":
+        raise ConfigError(
+            f"model_impl transformers needs a folder with safetensors, and {path.name} is a file",
+            param="model_impl",
+        )
     with GGUFFile.open(path) as file:
         return parse_config(hf_config(file), path)
 
 
-def parse_config(config: dict[str, Any], source: Path) -> ModelConfig:
-    """`ModelConfig.from_hf` with the file's name in front of its errors."""
-    from termgen.engine.models.config import ModelConfig
+def parse_config(
+    config: dict[str, Any], source: Path, *, model_impl: str = "termgen"
+) -> ModelConfig:
+    """The configuration's meaning, with the file's name in front of its errors."""
+    from termgen.engine.models.config import ModelConfig, is_known
 
     try:
-        return ModelConfig.from_hf(config)
+        if model_impl == "termgen" or (model_impl == "auto" and is_known(config)):
+            return ModelConfig.from_hf(config)
+        from termgen.engine.models.transformers_config import read_transformers_config  # seconds
+
+        return read_transformers_config(config)
     except ModelError as error:
         reason = str(error).removeprefix("config.json: ")
         raise type(error)(f"{source}: {reason}") from error

@@ -38,10 +38,11 @@ _SHARD_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 
 
 class SafetensorsFile:
-    """One open file."""
+    """One open file. With `any_type`, tensors of types that termgen does not read are let pass."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, any_type: bool = False) -> None:
         self.path = path
+        self._any_type = any_type
         self._check_header_size()
         try:
             library: Any = safe_open  # its own types say less than it accepts
@@ -89,7 +90,8 @@ class SafetensorsFile:
     def _shape(self, name: str) -> tuple[int, ...]:
         view = self._handle.get_slice(name)
         dtype = str(view.get_dtype())
-        if dtype not in _BYTES_PER_ELEMENT and not _DERIVED.fullmatch(name):
+        is_read = not self._any_type and not _DERIVED.fullmatch(name)
+        if is_read and dtype not in _BYTES_PER_ELEMENT:
             raise UnsupportedModelError(
                 f"{self.path}: tensor {name!r} has the type {dtype}; "
                 f"supported are {', '.join(_BYTES_PER_ELEMENT)}"
@@ -102,12 +104,11 @@ def _corrupt(path: Path, error: Exception) -> CorruptFileError:
     return CorruptFileError(f"{path}: {reason[0][:300]}")
 
 
-class FolderCheckpoint:
-    """See `Checkpoint`."""
+class WeightFiles:
+    """The safetensors files of a folder, open and checked against their index."""
 
-    def __init__(self, folder: Path) -> None:
-        source = folder / "config.json"
-        self.config: ModelConfig = parse_config(read_config(source), source)
+    def __init__(self, folder: Path, *, any_type: bool = False) -> None:
+        self._any_type = any_type
         self._files: list[SafetensorsFile] = []
         if (folder / SINGLE).is_file():
             self._where = self._open_single(folder / SINGLE)
@@ -115,6 +116,42 @@ class FolderCheckpoint:
             self._where = self._open_shards(folder / INDEX)
         else:
             raise _no_weights(folder)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _open_single(self, path: Path) -> dict[str, SafetensorsFile]:
+        file = SafetensorsFile(path, any_type=self._any_type)
+        self._files.append(file)
+        return {name: file for name in file.shapes if not _DERIVED.fullmatch(name)}
+
+    def _open_shards(self, index: Path) -> dict[str, SafetensorsFile]:
+        """Shard by shard, so that each is read once through; then what the index is missing."""
+        wanted = _read_index(index)
+        where = {}
+        for shard in sorted(set(wanted.values())):
+            path = index.parent / shard
+            if not path.is_file():
+                raise CorruptFileError(f"{index}: the file {shard} that it names is missing")
+            file = SafetensorsFile(path, any_type=self._any_type)
+            self._files.append(file)
+            for name in file.shapes:
+                if wanted.get(name) == shard and not _DERIVED.fullmatch(name):
+                    where[name] = file
+        for name, shard in wanted.items():
+            if name not in where and not _DERIVED.fullmatch(name):
+                raise CorruptFileError(f"{index}: tensor {name!r} is not in {shard}")
+        return where
+
+
+class FolderCheckpoint(WeightFiles):
+    """See `Checkpoint`."""
+
+    def __init__(self, folder: Path) -> None:
+        source = folder / "config.json"
+        self.config: ModelConfig = parse_config(read_config(source), source)
+        super().__init__(folder)
         # Beside a text model there may be others, whose tensors are left where they are.
         prefix = self.config.weight_prefix
         self._where = {name: file for name, file in self._where.items() if name.startswith(prefix)}
@@ -132,33 +169,6 @@ class FolderCheckpoint:
     def tensor(self, name: str) -> torch.Tensor:
         stored = self.config.weight_prefix + name
         return self._where[stored].tensor(stored)
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
-
-    def _open_single(self, path: Path) -> dict[str, SafetensorsFile]:
-        file = SafetensorsFile(path)
-        self._files.append(file)
-        return {name: file for name in file.shapes if not _DERIVED.fullmatch(name)}
-
-    def _open_shards(self, index: Path) -> dict[str, SafetensorsFile]:
-        """Shard by shard, so that each is read once through; then what the index is missing."""
-        wanted = _read_index(index)
-        where = {}
-        for shard in sorted(set(wanted.values())):
-            path = index.parent / shard
-            if not path.is_file():
-                raise CorruptFileError(f"{index}: the file {shard} that it names is missing")
-            file = SafetensorsFile(path)
-            self._files.append(file)
-            for name in file.shapes:
-                if wanted.get(name) == shard and not _DERIVED.fullmatch(name):
-                    where[name] = file
-        for name, shard in wanted.items():
-            if name not in where and not _DERIVED.fullmatch(name):
-                raise CorruptFileError(f"{index}: tensor {name!r} is not in {shard}")
-        return where
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -9,7 +9,6 @@ family's model class. A key that would change the arithmetic and is not understo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,29 +16,20 @@ from typing import Any
 from termgen.engine.models.config_reader import ConfigReader
 from termgen.engine.models.gemma3_config import gemma3_keys
 from termgen.engine.models.moe_config import MoeConfig, read_mixtral, read_qwen3_moe
+from termgen.engine.models.rope_config import RopeConfig, read_rope, rope_keys
 from termgen.errors import UnsupportedModelError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 HIDDEN_ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 TORCH_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding. Fields after `partial_rotary_factor` belong to scalings."""
+class TransformersSource:
+    """What a model that runs through transformers' code is built from."""
 
-    theta: float = 10000.0
-    type: str = "default"
-    partial_rotary_factor: float = 1.0
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-    """What cos and sin are multiplied with: given, or worked out the way YaRN says."""
+    raw: Mapping[str, Any]
+    """config.json as it is."""
+    num_parameters: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +68,10 @@ class ModelConfig:
     """What the checkpoint puts in front of this model's names; what lacks it is another model's."""
     overflows_float16: bool = False
     """Whether activations of the family's models are known to leave the range of float16."""
+    transformers: TransformersSource | None = None
+    """Set when transformers' code runs the model. Of its arithmetic nothing is known here then: the
+    fields from `intermediate_size` to `qk_norm` that attention and the cache do not need are empty.
+    """
 
     @property
     def layer_ropes(self) -> tuple[RopeConfig, ...]:
@@ -86,8 +80,15 @@ class ModelConfig:
         return tuple(self.rope if window is None else window_rope for window in self.layer_windows)
 
     @property
+    def implementation(self) -> str:
+        """Whose code runs the model: one of config.MODEL_IMPLS."""
+        return "termgen" if self.transformers is None else "transformers"
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the matrices; norms and biases are too few to matter."""
+        if self.transformers is not None:
+            return self.transformers.num_parameters
         heads = 2 * self.num_heads + 2 * self.num_kv_heads  # of q and the output, k and v
         rows = self.num_layers * heads * self.head_dim
         sparse = 0
@@ -112,7 +113,7 @@ class ModelConfig:
         if architecture.startswith("Gemma3"):
             read = gemma3_keys(read)
         family = _FAMILIES[architecture](read)
-        _reject_foreign_quantization(read)
+        reject_foreign_quantization(read)
         hidden_size = read.integer("hidden_size")
         num_layers = read.integer("num_hidden_layers", most=1024)
         num_heads = read.integer("num_attention_heads")
@@ -123,7 +124,7 @@ class ModelConfig:
         max_positions = read.integer("max_position_embeddings")
         window_rope = None
         if family.window_rope is not None:
-            window_rope = _rope(read, family.window_rope, head_dim, max_positions)
+            window_rope = read_rope(read, family.window_rope, head_dim, max_positions)
         return cls(
             architecture=architecture,
             vocab_size=read.integer("vocab_size"),
@@ -137,7 +138,7 @@ class ModelConfig:
             rms_norm_eps=read.number("rms_norm_eps", default=1e-6, above=0.0),
             hidden_act=_hidden_act(read),
             tie_word_embeddings=read.flag("tie_word_embeddings", default=False),
-            rope=_rope(read, family.rope or _rope_keys(read), head_dim, max_positions),
+            rope=read_rope(read, family.rope or rope_keys(read), head_dim, max_positions),
             window_rope=window_rope,
             attention_scale=(family.query_scalar or head_dim) ** -0.5,
             qkv_bias=family.qkv_bias,
@@ -148,10 +149,10 @@ class ModelConfig:
             layer_windows=_layer_windows(read, family, num_layers),
             bos_token_id=read.token_id("bos_token_id"),
             eos_token_ids=read.token_ids("eos_token_id"),
-            torch_dtype=_torch_dtype(read),
             weight_prefix=family.weight_prefix,
             overflows_float16=family.overflows_float16,
             moe=family.moe(read, num_layers) if family.moe is not None else None,
+            torch_dtype=read_torch_dtype(read),
         )
 
 
@@ -269,6 +270,11 @@ _FAMILIES: dict[str, Callable[[ConfigReader], _Family]] = {
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
 
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family that termgen has code of its own for."""
+    return architecture_name(ConfigReader(config)) in _FAMILIES
+
+
 def unsupported_architecture(architecture: str) -> UnsupportedModelError:
     known = ", ".join(SUPPORTED_ARCHITECTURES)
     return UnsupportedModelError(
@@ -276,17 +282,22 @@ def unsupported_architecture(architecture: str) -> UnsupportedModelError:
     )
 
 
-def _architecture(read: ConfigReader) -> str:
+def architecture_name(read: ConfigReader) -> str:
     names = read.get("architectures")
     if not isinstance(names, list | tuple) or not names or not isinstance(names[0], str):
         read.fail("architectures", "must be a list with the name of the model's class")
     architecture: str = names[0]
+    return architecture
+
+
+def _architecture(read: ConfigReader) -> str:
+    architecture = architecture_name(read)
     if architecture not in _FAMILIES:
         raise unsupported_architecture(architecture)
     return architecture
 
 
-def _reject_foreign_quantization(read: ConfigReader) -> None:
+def reject_foreign_quantization(read: ConfigReader) -> None:
     quantization = read.get("quantization_config")
     if quantization is None:
         return
@@ -316,7 +327,7 @@ def _hidden_act(read: ConfigReader) -> str:
     return HIDDEN_ACTS[name]
 
 
-def _torch_dtype(read: ConfigReader) -> str:
+def read_torch_dtype(read: ConfigReader) -> str:
     name = read.text("dtype", default=read.text("torch_dtype", default="float32"))
     name = name.removeprefix("torch.")
     if name not in TORCH_DTYPES:
@@ -341,72 +352,3 @@ def _layer_windows(read: ConfigReader, family: _Family, num_layers: int) -> tupl
         if kind == "sliding_attention" and window is None:
             read.fail("layer_types", "has sliding_attention, but no sliding_window is in use")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _rope_keys(read: ConfigReader) -> ConfigReader:
-    return read.child("rope_parameters") or read.child("rope_scaling") or ConfigReader({})
-
-
-def _rope(read: ConfigReader, rope: ConfigReader, head_dim: int, max_positions: int) -> RopeConfig:
-    # Values inside the rope dictionary win over the same ones beside it.
-    rope_type = rope.text("rope_type", default=rope.text("type", default="default"))
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise UnsupportedModelError(
-            f"config.json: {rope.prefix}: different rope for different layers is not supported"
-        )
-    if rope_type not in ROPE_TYPES:
-        known = ", ".join(ROPE_TYPES)
-        raise UnsupportedModelError(
-            f"config.json: rope_type {rope_type!r} is not supported; supported are {known}"
-        )
-    theta = rope.number(
-        "rope_theta", default=read.number("rope_theta", default=1e4, above=1.0), above=1.0
-    )
-    partial = rope.number(
-        "partial_rotary_factor", default=read.number("partial_rotary_factor", default=1.0)
-    )
-    rotary_dim = int(head_dim * partial)
-    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
-        read.fail("head_dim", f"gives {rotary_dim} rotated values a head, which must be even")
-    if rope_type == "default":
-        return RopeConfig(theta=theta, partial_rotary_factor=partial)
-    original = rope.integer("original_max_position_embeddings", default=max_positions)
-    # Some configs keep the length of pre-training beside the rope dictionary; that one wins.
-    original = read.integer("original_max_position_embeddings", default=original)
-    if rope_type == "yarn" and rope.get("factor") is None:
-        factor = max_positions / original
-    else:
-        factor = rope.number("factor", above=0.0)
-    low, high = 1.0, 4.0
-    if rope_type == "llama3":
-        low = rope.number("low_freq_factor", above=0.0)
-        high = rope.number("high_freq_factor", above=0.0)
-        if high <= low:
-            rope.fail("high_freq_factor", f"must be above low_freq_factor {low}")
-    return RopeConfig(
-        theta=theta,
-        type=rope_type,
-        partial_rotary_factor=partial,
-        factor=factor,
-        original_max_position_embeddings=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        beta_fast=rope.number("beta_fast", default=32.0, above=0.0),
-        beta_slow=rope.number("beta_slow", default=1.0, above=0.0),
-        truncate=rope.flag("truncate", default=True),
-        attention_factor=_yarn_attention_factor(rope, factor) if rope_type == "yarn" else 1.0,
-    )
-
-
-def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    if rope.get("attention_factor") is not None:
-        return rope.number("attention_factor", above=0.0)
-
-    def magnitude(mscale: float) -> float:
-        return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
-
-    mscale = rope.number("mscale", default=0.0)
-    mscale_all_dim = rope.number("mscale_all_dim", default=0.0)
-    if mscale and mscale_all_dim:
-        return magnitude(mscale) / magnitude(mscale_all_dim)
-    return magnitude(1.0)

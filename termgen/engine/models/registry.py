@@ -67,7 +67,7 @@ def build_model(
             param="quantization",
         )
     if device.type == "cpu":
-        _check_memory(config.num_parameters * (1 if quantization == "int8" else dtype.itemsize))
+        check_memory(config.num_parameters * (1 if quantization == "int8" else dtype.itemsize))
     method = _linear_method(quantization, device)
     model_class = _resolve(MODELS[config.architecture])
     model: CausalDecoder = model_class(
@@ -84,7 +84,7 @@ def _linear_method(quantization: str | None, device: torch.device) -> Any:
     return _resolve(LINEAR_METHODS[quantization])
 
 
-def _check_memory(needed_bytes: int) -> None:
+def check_memory(needed_bytes: int) -> None:
     """Before anything is allocated: a machine that swaps its weights is of no use, and a hostile
     config must not get to ask for terabytes."""
     if not hasattr(os, "sysconf"):

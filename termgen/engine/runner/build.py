@@ -21,14 +21,19 @@ from termgen.engine.loader.dummy import load_dummy
 from termgen.engine.loader.weights import load_weights
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
-from termgen.engine.models.registry import build_model
+from termgen.engine.models.registry import build_model, check_memory
+from termgen.engine.models.transformers_backend import (
+    TransformersDecoder,
+    build_transformers_model,
+)
 from termgen.engine.runner import resolve
 from termgen.engine.runner.choose_graphs import choose_graphs
-from termgen.engine.runner.cuda_graphs import CudaRecorder
+from termgen.engine.runner.cuda_graphs import CudaRecorder, FullGraphs, RecordingError
 from termgen.engine.runner.dispatch import CudaGraphDispatcher
 from termgen.engine.runner.model_runner import ModelRunner
+from termgen.engine.runner.piecewise_graphs import Recorder
 from termgen.engine.step import DeviceInfo
-from termgen.errors import ModelError
+from termgen.errors import ConfigError, ModelError, ModelNotFoundError
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +54,7 @@ def build_runner(
     device = resolve.resolve_device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(resolve.resolve_threads(config.threads))
-    model_config = load_model_config(path)
+    model_config = load_model_config(path, model_impl=config.model_impl)
     limits = resolve.resolve_limits(config, model_config, device)
     dtype = resolve.resolve_dtype(config.dtype, model_config, device)
     attention, shape, passed_over = make_backend(
@@ -100,8 +105,10 @@ def _load_model(
     dtype: torch.dtype,
     device: torch.device,
     on_progress: Progress,
-) -> tuple[CausalDecoder, int]:
+) -> tuple[CausalDecoder | TransformersDecoder, int]:
     """The model, ready to run, and the bytes of its weights."""
+    if model_config.transformers is not None:
+        return _load_transformers_model(config, path, model_config, attention, dtype, device)
     with ExitStack() as stack:
         checkpoint = None
         if config.load_format != "dummy":
@@ -125,6 +132,39 @@ def _load_model(
     model_bytes = sum(p.nbytes for p in model.parameters())
     model.finalize()
     return model, model_bytes
+
+
+def _load_transformers_model(
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    attention: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[TransformersDecoder, int]:
+    if config.quantization is not None:
+        raise ConfigError(
+            f"quantization {config.quantization} is for the models that termgen's own code runs, "
+            f"and {model_config.architecture} runs through transformers; leave it out",
+            param="quantization",
+        )
+    is_dummy = config.load_format == "dummy"
+    if not is_dummy and not path.is_dir():
+        raise ModelNotFoundError(f"{path} describes a model without weights: use load_format=dummy")
+    if device.type == "cpu":
+        check_memory(model_config.num_parameters * dtype.itemsize)
+    model = build_transformers_model(
+        model_config,
+        folder=None if is_dummy else path,
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        ops=_make_ops(device),
+    )
+    if is_dummy:
+        load_dummy(model, config.seed)
+    model.finalize()
+    return model, sum(p.nbytes for p in model.parameters())
 
 
 def _attention_shape(
@@ -170,7 +210,8 @@ def _size_and_warm_up(
     runner.init_kv_cache(2)
     runner.dummy_run(limits.max_num_batched_tokens if device.type == "cuda" else 32)
     on_progress("warming up", 0.5)
-    free = resolve.free_memory_bytes(config, device) - _graph_bytes(runner, dispatcher)
+    dispatcher, graph_bytes = _try_recording(runner, dispatcher)
+    free = resolve.free_memory_bytes(config, device) - graph_bytes
     num_blocks = resolve.resolve_num_blocks(
         config,
         bytes_per_block=runner.bytes_per_block(),
@@ -184,24 +225,68 @@ def _size_and_warm_up(
     runner.graphs = runner.make_graphs(dispatcher)
     if not dispatcher.is_empty:
         recorder = CudaRecorder(device)
-        runner.graphs.record_all(recorder, lambda done: on_progress("recording graphs", done))
+        runner.graphs = record_steps(
+            runner, dispatcher, recorder, lambda done: on_progress("recording graphs", done)
+        )
+    _log_implementation(runner)
     return _describe(config, runner, limits, num_blocks=num_blocks, max_model_len=max_model_len)
 
 
-def _graph_bytes(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> int:
-    """Memory that recordings take, measured on the largest ones; the others share it."""
-    if dispatcher.is_empty:
-        return 0
+def _try_recording(
+    runner: ModelRunner, dispatcher: CudaGraphDispatcher
+) -> tuple[CudaGraphDispatcher, int]:
+    """What to record after all, and the memory that takes, measured on the largest recordings; the
+    others share it."""
+    if not dispatcher.sizes:
+        return dispatcher, 0
     device = runner.device
     torch.cuda.synchronize(device)
     before, _ = torch.cuda.mem_get_info(device)
-    trial = runner.make_graphs(dispatcher.largest())
-    trial.record_all(CudaRecorder(device), lambda done: None)
+    trial = record_steps(runner, dispatcher.largest(), CudaRecorder(device), lambda done: None)
     after, _ = torch.cuda.mem_get_info(device)
+    settled = dispatcher if trial.dispatcher.sizes else trial.dispatcher
     del trial
     torch.cuda.empty_cache()
-    num_recordings = len(dispatcher.descriptors()) + len(dispatcher.piecewise)
-    return max(0, before - after) + GRAPH_OVERHEAD_BYTES * num_recordings
+    if not settled.sizes:
+        after, _ = torch.cuda.mem_get_info(device)  # what a failed capture did not give back
+        return settled, max(0, before - after)
+    overhead = GRAPH_OVERHEAD_BYTES * len(dispatcher.descriptors())
+    return settled, max(0, before - after) + overhead
+
+
+def record_steps(
+    runner: ModelRunner,
+    dispatcher: CudaGraphDispatcher,
+    recorder: Recorder,
+    on_progress: Callable[[float], None],
+) -> FullGraphs:
+    """Recordings of the runner's steps. Code of transformers that cannot be recorded runs without:
+    then there are none, and the reason is every step's."""
+    graphs = runner.make_graphs(dispatcher)
+    try:
+        graphs.record_all(recorder, on_progress)
+    except RecordingError as error:
+        if runner.config.implementation == "termgen":
+            raise
+        reason = f"{runner.config.architecture} cannot be recorded: {error}"
+        logger.warning("%s; its steps run without CUDA graphs", reason)
+        return runner.make_graphs(CudaGraphDispatcher((), disabled_reason=reason))
+    return graphs
+
+
+def _log_implementation(runner: ModelRunner) -> None:
+    config, dispatcher = runner.config, runner.graphs.dispatcher
+    code = "termgen's own code"
+    if config.implementation == "transformers":
+        code = "the modelling code of transformers"
+    graphs = dispatcher.disabled_reason or f"{len(dispatcher.descriptors())} recordings"
+    logger.info(
+        "%s runs through %s, %s attention; CUDA graphs: %s",
+        config.architecture,
+        code,
+        runner.attention.name,
+        graphs,
+    )
 
 
 def _describe(
@@ -230,6 +315,7 @@ def _describe(
         load_seconds=0.0,
         attention_backend=runner.attention.name,
         architecture=runner.config.architecture,
+        implementation=runner.config.implementation,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_in_flight=2 if asynchronous else 1,

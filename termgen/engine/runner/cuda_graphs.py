@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -28,6 +29,16 @@ from termgen.engine.step import StepPlan
 
 DeviceStep = Callable[[torch.Tensor, torch.Tensor, BatchDescriptor, TokenRing], object]
 """(slots [B], num_tokens [B], descriptor, ring for the tokens); see ModelRunner.step_on_device."""
+
+
+class RecordingError(Exception):
+    """Operations that cannot be recorded, and why: the host waits for the device within them."""
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
 
 RING_SIZE = 16
 """Steps whose tokens are kept: more than ever are in flight."""
@@ -53,11 +64,22 @@ class CudaRecorder:
             graph.capture_begin(pool=self._pool)
             try:
                 operations()
-            finally:
                 graph.capture_end()
+            except RuntimeError as error:
+                self._abandon(graph)
+                raise RecordingError(_first_line(error)) from error
         torch.cuda.current_stream().wait_stream(self._stream)
         replay: Callable[[], None] = graph.replay
         return replay
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed, so that the device can be used as before."""
+        with suppress(RuntimeError):
+            graph.capture_end()  # which says again that it failed, unless it was ended before
+        with suppress(RuntimeError):
+            # The allocator keeps memory for the capture until it is told: capture_end fails first.
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+        torch.cuda.synchronize(self._stream.device)
 
 
 class FullGraphs:

@@ -141,7 +141,7 @@ class CudaGraphDispatcher:
         self.mixed = tuple(sorted(mixed))
         self.piecewise = tuple(sorted(piecewise))
         self.max_num_seqs = max_num_seqs
-        self._disabled_reason = disabled_reason
+        self.disabled_reason = disabled_reason
         self._why_not_full = why_not_full
         self._padded_rows = _padded(self.sizes)
         self._padded_tokens = _padded(self.mixed)
@@ -186,8 +186,8 @@ class CudaGraphDispatcher:
         sampling: SamplingVariant | None,
     ) -> Dispatch:
         """sampling: None when the step asks for more than any recording of a whole step holds."""
-        if self._disabled_reason:
-            return Dispatch(GraphMode.NONE, reason=self._disabled_reason)
+        if self.disabled_reason:
+            return Dispatch(GraphMode.NONE, reason=self.disabled_reason)
         full = None if sampling is None else self._full(num_rows, num_tokens, sampling)
         if full is not None:
             return Dispatch(GraphMode.FULL, full, full.num_tokens)

@@ -24,6 +24,7 @@ from termgen.engine.attention.base import (
 from termgen.engine.kernels import why_unusable
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
+from termgen.engine.models.transformers_backend import TransformersDecoder
 from termgen.engine.runner.address_check import AddressCheck, NamedTensor, tensors_of
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
 from termgen.engine.runner.cuda_graphs import FullGraphs
@@ -51,7 +52,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalDecoder,
+        model: CausalDecoder | TransformersDecoder,
         model_config: ModelConfig,
         attention: AttentionBackend,
         *,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ class PiecewiseGraphs:
 
     def __init__(
         self,
-        model: PiecewiseModel,
+        model: object,
         attention: AttentionBackend,
         kv_caches: list[torch.Tensor],
         *,
@@ -49,9 +50,11 @@ class PiecewiseGraphs:
         max_num_seqs: int,
         dtype: torch.dtype,
     ) -> None:
+        """model: must be a `PiecewiseModel` where there are sizes."""
+        assert not sizes or isinstance(model, PiecewiseModel), type(model)
         self.sizes = tuple(sorted(sizes, reverse=True))
         """Largest first, the order in which to record them."""
-        self.model = model
+        self.model = cast(PiecewiseModel, model)
         self.attention = attention
         self.kv_caches = kv_caches
         self.buffers = buffers

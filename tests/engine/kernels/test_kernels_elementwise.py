@@ -8,6 +8,7 @@ from triton_device import DEVICES, DEVICES_AND_DTYPES, assert_near, normal, pois
 
 require_triton()
 
+from termgen.engine.kernels.cache_layout import kv_store_reference  # noqa: E402
 from termgen.engine.kernels.gated_activation import (  # noqa: E402
     ACTIVATIONS,
     gated_activation,
@@ -23,6 +24,7 @@ from termgen.engine.kernels.rmsnorm import (  # noqa: E402
     rmsnorm_reference,
 )
 from termgen.engine.kernels.rotation import rotation, rotation_reference  # noqa: E402
+from termgen.engine.kernels.store_kv import store_kv  # noqa: E402
 
 devices_and_dtypes = pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
 
@@ -186,3 +188,22 @@ def test_qk_rope_kv_of_many_tokens(
         small = qk_rope_kv(qkv[part], few, cos[part], sin[part], slots[part], **arguments)
         assert_near(q[part], small, dtype)
     assert_near(many.nan_to_num(-7.0), few.nan_to_num(-7.0), dtype)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 64), (5, 80), (8, 128)])
+def test_store_kv(
+    device: str, dtype: torch.dtype, heads_first: bool, num_kv_heads: int, head_dim: int
+) -> None:
+    # Parts of one projection's output, as a model that fuses q, k and v has them.
+    shape = (5, 3 * num_kv_heads, head_dim)
+    _, k, v = normal(*shape, dtype=dtype, device=device, seed=head_dim).chunk(3, dim=1)
+    slots = torch.tensor([11, 0, 5, 14, 2], device=device)
+    stored, expected = (
+        make_cache(4, 4, num_kv_heads, head_dim, dtype=dtype, device=device, heads_first=heads)
+        for heads in (heads_first, False)
+    )
+    store_kv(k, v, stored, slots)
+    kv_store_reference(k, v, expected, slots)
+    torch.testing.assert_close(stored, expected, atol=0, rtol=0, equal_nan=True)

@@ -9,7 +9,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from termgen.engine.layers.ops import TorchOps
 from termgen.engine.layers.rotary import inverse_frequencies, rotate
-from termgen.engine.models.config import ModelConfig, RopeConfig
+from termgen.engine.models.config import ModelConfig
+from termgen.engine.models.rope_config import RopeConfig
 
 REAL_SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},

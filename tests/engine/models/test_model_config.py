@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from termgen.engine.models.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeConfig
+from termgen.engine.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from termgen.engine.models.registry import MODELS
+from termgen.engine.models.rope_config import RopeConfig
 from termgen.errors import CorruptFileError, UnsupportedModelError
 
 LLAMA: dict[str, Any] = {
