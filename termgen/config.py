@@ -20,7 +20,7 @@ DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("int8",)
 SCHEDULING_POLICIES = ("fcfs", "priority")
-ATTENTION_BACKENDS = ("triton", "torch_reference")
+ATTENTION_BACKENDS = ("triton", "torch_reference", "flashinfer", "flash_attn")
 CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
 MAX_INT = 2**31 - 1
 

@@ -62,6 +62,7 @@ class AttentionCapabilities:
     """Of NONE, PIECEWISE and FULL: how its steps may be recorded."""
     head_dims: frozenset[int] | None = None
     block_sizes: frozenset[int] | None = None
+    min_compute_capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
