@@ -126,13 +126,15 @@ class FlashInferAttention:
         return wrapper
 
     def _compile(self) -> None:
-        """Plans one row of one key in every way: a plan loads its kernels."""
+        """Plans one row of one key with each kind of kernel, and so compiles or loads it: prompts
+        and decodes, with and without a window."""
+        windows = {window is None: window for window in self._shape.windows}
         host = torch.tensor([0, 1], dtype=torch.int32)
         indices = torch.zeros(1, dtype=torch.int32, device=self._shape.device)
         part = PageLists(slice(0, 1), host, host, host[1:], indices)
         try:
             for kernels in ("fa2", "auto"):
-                for window in set(self._shape.windows):
+                for window in windows.values():
                     self._plan(kernels, part, self._shape.head_dim**-0.5, window)
         except torch.OutOfMemoryError:
             raise

@@ -114,9 +114,15 @@ class TorchOps:
         if norm_weight is not None:
             qk = _rms_norm(qk, norm_weight, eps)
         qk = rotate(qk, rotation)
-        slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
-        slots[:, 0].index_copy_(0, slot_mapping, qk[:, num_heads:].to(slots.dtype))
-        slots[:, 1].index_copy_(0, slot_mapping, v.to(slots.dtype))
+        k, v = qk[:, num_heads:].to(kv_cache.dtype), v.to(kv_cache.dtype)
+        if kv_cache.is_contiguous():
+            slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
+            slots[:, 0].index_copy_(0, slot_mapping, k)
+            slots[:, 1].index_copy_(0, slot_mapping, v)
+        else:  # another memory order, whose slots have no view
+            block, offset = slot_mapping // kv_cache.shape[1], slot_mapping % kv_cache.shape[1]
+            kv_cache[block, offset, 0] = k
+            kv_cache[block, offset, 1] = v
         return qk[:, :num_heads]
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
