@@ -89,7 +89,7 @@ class EngineConfig:
     )
     attention_backend: str | None = setting(
         None,
-        "attention implementation (default: the fastest that runs here)",
+        "attention implementation (default: triton on a GPU, torch_reference elsewhere)",
         choices=ATTENTION_BACKENDS,
     )
     cudagraph_mode: str = setting(
