@@ -21,7 +21,7 @@ LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("termgen", "transformers")
 QUANTIZATIONS = ("int8",)
 SCHEDULING_POLICIES = ("fcfs", "priority")
-ATTENTION_BACKENDS = ("triton", "torch_reference")
+ATTENTION_BACKENDS = ("triton", "torch_reference", "flashinfer", "flash_attn")
 CUDAGRAPH_MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 MAX_INT = 2**31 - 1
 
@@ -100,7 +100,7 @@ class EngineConfig:
     )
     attention_backend: str | None = setting(
         None,
-        "attention implementation (default: the fastest that runs here)",
+        "attention implementation (default: triton on a GPU, torch_reference elsewhere)",
         choices=ATTENTION_BACKENDS,
     )
     cudagraph_mode: str = setting(

@@ -112,7 +112,7 @@ NEVER: dict[str, frozenset[str]] = {
 NEVER_AT_IMPORT: dict[str, frozenset[str]] = {
     "catalog": HEAVY | {"huggingface_hub", "httpx"},
     "host": frozenset({"transformers"}),
-    "device": frozenset({"transformers"}),
+    "device": frozenset({"transformers", "flashinfer", "flash_attn"}),
     "executor": DEVICE,
 }
 """Libraries that only a function may import, so that nobody pays for them before it is called."""

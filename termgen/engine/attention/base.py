@@ -63,6 +63,7 @@ class AttentionCapabilities:
     head_dims: frozenset[int] | None = None
     block_sizes: frozenset[int] | None = None
     preferred_block_size: int = 16
+    min_compute_capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +23,13 @@ if TYPE_CHECKING:
 BACKENDS = {
     "triton": "termgen.engine.attention.triton_paged:TritonPagedAttention",
     "torch_reference": "termgen.engine.attention.torch_reference:TorchReferenceAttention",
+    "flashinfer": "termgen.engine.attention.flashinfer_paged:FlashInferAttention",
+    "flash_attn": "termgen.engine.attention.flash_attn_paged:FlashAttnAttention",
 }
 """The first that runs a shape is its default."""
+EXTRAS = {"flashinfer": "flashinfer", "flash_attn": "flash-attn"}
+"""Backends that need another package, of their own name, and the extra that installs it. They run
+only when asked for."""
 assert tuple(BACKENDS) == ATTENTION_BACKENDS
 
 
@@ -37,11 +43,11 @@ def make_backend(
     """
     passed_over = ""
     for known in BACKENDS:
-        if name not in (None, known):
+        if name != known and (name is not None or known in EXTRAS):
             continue
         reason = why_not(known, shape)
         if not reason:
-            backend = _backend_class(known)
+            backend = backend_class(known)
             settled = shape
             if shape.block_size is None:
                 settled = replace(shape, block_size=backend.capabilities.preferred_block_size)
@@ -60,7 +66,7 @@ def why_not(name: str, shape: AttentionShape) -> str:
     device_type = shape.device.type
     if name == "triton" and (reason := why_unusable(shape.device)):
         return reason
-    capabilities = _backend_class(name).capabilities
+    capabilities = backend_class(name).capabilities
     if device_type not in capabilities.device_types:
         return f"it runs on {_words(capabilities.device_types)}, not {device_type}"
     if shape.dtype not in capabilities.dtypes:
@@ -71,10 +77,15 @@ def why_not(name: str, shape: AttentionShape) -> str:
     size = shape.block_size or capabilities.preferred_block_size
     if capabilities.block_sizes is not None and size not in capabilities.block_sizes:
         return f"block_size must be {_words({str(s) for s in capabilities.block_sizes})}"
+    if name in EXTRAS and find_spec(name) is None:
+        return f"the package is not installed: pip install 'termgen[{EXTRAS[name]}]'"
+    least = capabilities.min_compute_capability
+    if least is not None and (has := torch.cuda.get_device_capability(shape.device)) < least:
+        return f"it needs compute capability {least[0]}.{least[1]}, not {has[0]}.{has[1]}"
     return ""
 
 
-def _backend_class(name: str) -> type[AttentionBackend]:
+def backend_class(name: str) -> type[AttentionBackend]:
     module, _, attribute = BACKENDS[name].partition(":")
     backend: type[AttentionBackend] = getattr(import_module(module), attribute)
     return backend

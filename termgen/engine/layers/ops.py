@@ -178,9 +178,15 @@ class TorchOps:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
-        slots[:, 0].index_copy_(0, slot_mapping, k.to(slots.dtype))
-        slots[:, 1].index_copy_(0, slot_mapping, v.to(slots.dtype))
+        k, v = k.to(kv_cache.dtype), v.to(kv_cache.dtype)
+        if kv_cache.is_contiguous():
+            slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
+            slots[:, 0].index_copy_(0, slot_mapping, k)
+            slots[:, 1].index_copy_(0, slot_mapping, v)
+        else:  # another memory order, whose slots have no view
+            block, offset = slot_mapping // kv_cache.shape[1], slot_mapping % kv_cache.shape[1]
+            kv_cache[block, offset, 0] = k
+            kv_cache[block, offset, 1] = v
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

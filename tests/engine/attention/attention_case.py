@@ -89,21 +89,23 @@ class AttentionCase:
         )
 
     def expected(self, *, sliding_window: int | None = None) -> torch.Tensor:
-        """One request, one head and one query at a time, in float64."""
+        """One request and one head at a time, in float64."""
         results = []
         for row, queries, keys, values in zip(
             self.rows, self.queries[: len(self.rows)], self.keys, self.values, strict=True
         ):
             group_size = queries.shape[1] // keys.shape[1]
+            position = torch.arange(len(keys), device=keys.device)
+            distance = position[row.computed :, None] - position  # [new tokens, keys]
+            seen = distance >= 0
+            if sliding_window is not None:
+                seen &= distance < sliding_window
             out = torch.empty(queries.shape, dtype=torch.float64, device=queries.device)
-            for index in range(queries.shape[0]):
-                end = row.computed + index + 1
-                start = 0 if sliding_window is None else max(0, end - sliding_window)
-                for head in range(queries.shape[1]):
-                    k = keys[start:end, head // group_size].double()
-                    v = values[start:end, head // group_size].double()
-                    weights = torch.softmax(k @ queries[index, head].double() * self.scale, 0)
-                    out[index, head] = weights @ v
+            for head in range(queries.shape[1]):
+                k = keys[:, head // group_size].double()
+                v = values[:, head // group_size].double()
+                scores = queries[:, head].double() @ k.T * self.scale
+                out[:, head] = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
             results.append(out)
         return torch.cat(results)
 

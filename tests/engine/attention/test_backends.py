@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from dataclasses import dataclass, replace
 
 import pytest
+import stand_ins
 import torch
 import triton_device
 from attention_case import TOLERANCE, AttentionCase, random_rows
 
 from termgen.config import ATTENTION_BACKENDS
 from termgen.engine.attention.base import AttentionBackend
-from termgen.engine.attention.registry import BACKENDS, make_backend, why_not
-from termgen.engine.attention.torch_reference import TorchReferenceAttention
+from termgen.engine.attention.registry import (
+    BACKENDS,
+    EXTRAS,
+    backend_class,
+    make_backend,
+    why_not,
+)
 from termgen.errors import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WINDOWS = (None, 1, 3, 5, 16, 17)
+
+
+@dataclass(frozen=True)
+class Where:
+    """A backend, where to run it, and what it is asked for there; the first of each is usual."""
+
+    backend: type[AttentionBackend]
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    head_dims: tuple[int, ...]
+    block_sizes: tuple[int, ...]
 
 
 def on(device: torch.device, *names: str) -> list[object]:
@@ -26,39 +44,60 @@ def on(device: torch.device, *names: str) -> list[object]:
 
 
 @pytest.fixture(params=[*on(CPU, *BACKENDS), *on(CUDA, *BACKENDS)])
-def where(request: pytest.FixtureRequest) -> tuple[type[AttentionBackend], torch.device]:
-    """A backend and where to run it: Triton's kernels are interpreted on a CPU."""
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Where:
+    """On a CPU Triton's kernels are interpreted, and stand-ins take the place of other packages."""
     name, device = request.param
-    if name == "torch_reference":
-        return TorchReferenceAttention, device
-    triton_device.require_triton()
-    if device.type == "cpu" and not triton_device.IS_INTERPRETED:
-        pytest.skip("kernels are compiled here")
-    from termgen.engine.attention.triton_paged import TritonPagedAttention
+    if name in EXTRAS:
+        return where_optional(name, device, monkeypatch)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    if name == "triton":
+        triton_device.require_triton()
+        if device.type == "cpu" and not triton_device.IS_INTERPRETED:
+            pytest.skip("kernels are compiled here")
+        if device.type == "cpu":  # the interpreter multiplies no bfloat16
+            dtypes = (torch.float32, torch.float16)
+    return Where(backend_class(name), device, dtypes, (64, 80, 96, 128), (4, 1, 16))
 
-    return TritonPagedAttention, device
 
-
-Where = tuple[type[AttentionBackend], torch.device]
+def where_optional(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Where:
+    backend = backend_class(name)
+    block_sizes = tuple(backend.capabilities.block_sizes or (16, 1, 4))
+    if device.type == "cpu":
+        stand_ins.install(monkeypatch, name)
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        return Where(backend, device, dtypes, (64, 128), block_sizes)
+    pytest.importorskip(name)
+    # One type and size: FlashInfer compiles kernels for each, for minutes.
+    return Where(backend, device, (torch.bfloat16,), (128,), block_sizes)
 
 
 def make_case(where: Where, rows: list[tuple[int, int]], **sizes: object) -> AttentionCase:
-    backend, device = where
-    return AttentionCase(rows, backend=backend, device=device, windows=WINDOWS, **sizes)  # type: ignore[arg-type]
+    usual = {
+        "dtype": where.dtypes[0],
+        "head_dim": where.head_dims[0],
+        "block_size": where.block_sizes[0],
+    }
+    return AttentionCase(
+        rows,
+        backend=where.backend,
+        device=where.device,
+        windows=WINDOWS,
+        **{**usual, **sizes},  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_ragged_batches_match_the_oracle(seed: int, where: Where) -> None:
     print("seed", seed)
     rng = random.Random(seed)
-    block_size = rng.choice((1, 4, 16))
+    block_size = rng.choice(where.block_sizes)
     num_kv_heads = rng.choice((1, 2, 3))
     case = make_case(
         where,
-        random_rows(rng, block_size),
+        random_rows(rng, min(block_size, 64)),
         num_heads=num_kv_heads * rng.randint(1, 8),
         num_kv_heads=num_kv_heads,
-        head_dim=rng.choice((64, 80, 96, 128)),
+        head_dim=rng.choice(where.head_dims),
         block_size=block_size,
         seed=seed,
     )
@@ -67,8 +106,8 @@ def test_random_ragged_batches_match_the_oracle(seed: int, where: Where) -> None
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types(dtype: torch.dtype, where: Where) -> None:
-    if dtype is torch.bfloat16 and where[1].type == "cpu" and where[0].name == "triton":
-        pytest.skip("the interpreter multiplies no bfloat16")
+    if dtype not in where.dtypes:
+        pytest.skip(f"{where.backend.name} is not asked for {dtype} on {where.device}")
     rows = [(15, 1), (16, 1), (17, 1), (0, 9), (16, 5)]
     case = make_case(where, rows, num_heads=6, dtype=dtype)
     case.check()
@@ -91,7 +130,7 @@ def test_padded_rows_see_nothing_and_spoil_nothing(with_prefill: bool, where: Wh
         actual = case.run(sliding_window=sliding_window)
         expected = case.expected(sliding_window=sliding_window)
         others = [token for token in range(actual.shape[0]) if token != 2]
-        tolerance = TOLERANCE[torch.float32]
+        tolerance = TOLERANCE[where.dtypes[0]]
         torch.testing.assert_close(
             actual[others].double(), expected[others], atol=tolerance, rtol=tolerance
         )
@@ -127,14 +166,15 @@ def test_a_step_whose_split_only_the_device_knows(num_decodes: int, where: Where
     for sliding_window in (None, 5):
         actual = case.run(sliding_window=sliding_window)[:total]
         expected = case.expected(sliding_window=sliding_window)
-        torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=2e-5)
+        tolerance = TOLERANCE[where.dtypes[0]]
+        torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_a_step_of_padding_alone(where: Where) -> None:
     case = make_case(where, [(0, 1), (0, 1)])
     case.metadata.seq_lens.zero_()
     case.metadata.slot_mapping.zero_()
-    assert torch.equal(case.run().cpu(), torch.zeros(2, 4, 64))
+    assert torch.equal(case.run(), torch.zeros_like(torch.cat(case.queries)))
 
 
 def test_one_backend_serves_step_after_step(where: Where) -> None:
@@ -158,15 +198,42 @@ def test_the_result_goes_where_it_is_wanted(rows: list[tuple[int, int]], where: 
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("where", on(CUDA, "triton", "flash_attn"), indirect=True)
+@pytest.mark.parametrize("num_decodes", [3, 1])
+def test_a_recording_follows_the_lengths(num_decodes: int, where: Where) -> None:
+    """Planned and computed in a CUDA graph: right for the lengths that it finds when replayed."""
+    assert "FULL" in where.backend.capabilities.graph_modes
+    decodes = [(9, 1), (700, 1), (33, 1)][:num_decodes]
+    rows = decodes + [(20, 9), (0, 300)][: 3 - num_decodes]
+    case = make_case(where, rows)
+    metadata = case.metadata
+    full = metadata.seq_lens.clone()
+    expected = {window: case.expected(sliding_window=window) for window in (None, 17)}
+    for window in expected:
+        metadata.seq_lens.copy_(metadata.query_start_loc.diff())  # no context yet
+        case.run(sliding_window=window)  # compiles, which no recording can hold
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            actual = case.run(sliding_window=window)
+        metadata.seq_lens.copy_(full)
+        graph.replay()
+        tolerance = TOLERANCE[where.dtypes[0]]
+        torch.testing.assert_close(
+            actual.double(), expected[window], atol=tolerance, rtol=tolerance
+        )
+
+
 def test_registry_names_are_the_settings_choices() -> None:
     assert tuple(BACKENDS) == ATTENTION_BACKENDS
 
 
 def test_a_cpu_gets_the_reference_and_is_told_why() -> None:
     shape = AttentionCase([(0, 1)]).shape
-    backend, passed_over = make_backend(None, shape)
+    backend, settled, passed_over = make_backend(None, shape)
     assert backend.name == "torch_reference" and "need a CUDA device" in passed_over
-    assert why_not("torch_reference", shape) == ""
+    assert why_not("torch_reference", shape) == "" and settled == shape
+    _, settled, _ = make_backend(None, replace(shape, block_size=None))
+    assert settled == replace(shape, block_size=16)
     with pytest.raises(ConfigError, match="attention_backend triton: .*; torch_reference runs"):
         make_backend("triton", shape)
 
@@ -175,8 +242,9 @@ def test_a_cpu_gets_the_reference_and_is_told_why() -> None:
 def test_a_gpu_gets_triton_unless_the_heads_are_too_large() -> None:
     shape = AttentionCase([(0, 1)], device=CUDA).shape
     assert make_backend(None, shape)[0].name == "triton"
+    assert make_backend(None, replace(shape, block_size=None))[1].block_size == 64
     large = AttentionCase([(0, 1)], device=CUDA, head_dim=512).shape
-    backend, passed_over = make_backend(None, large)
+    backend, _, passed_over = make_backend(None, large)
     assert backend.name == "torch_reference" and "heads of size 512" in passed_over
     with pytest.raises(ConfigError, match="heads of size 512"):
         make_backend("triton", large)
