@@ -201,6 +201,7 @@ def _paged_decode_kernel(
                     k = tl.load(head_base + at[:, None])
                 else:
                     k = tl.load(head_base + at[:, None], mask=dims[None, :] < HEAD_DIM, other=0.0)
+                k = k.to(q.dtype)  # an 8-bit cache; else nothing
                 scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
                 scores = tl.where((key < seq_len)[None, :], scores, float("-inf"))
                 new_top = tl.maximum(top, tl.max(scores, axis=1))
@@ -215,6 +216,7 @@ def _paged_decode_kernel(
                         mask=dims[None, :] < HEAD_DIM,
                         other=0.0,
                     )
+                v = v.to(q.dtype)
                 acc = acc * shrink[:, None]
                 acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
                 top = new_top

@@ -119,6 +119,7 @@ def _attend_tile(
     else:
         in_head = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
         k = tl.load(head_base + at[:, None], mask=in_head, other=0.0)
+    k = k.to(q.dtype)  # an 8-bit cache; else nothing
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if MASKED:
         is_seen = key[None, :] <= positions[:, None]
@@ -137,6 +138,7 @@ def _attend_tile(
         v = tl.load(head_base + V_OFFSET + at[:, None])
     else:
         v = tl.load(head_base + V_OFFSET + at[:, None], mask=in_head, other=0.0)
+    v = v.to(q.dtype)
     acc = acc * shrink[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_top, total
