@@ -26,6 +26,7 @@ from termgen.engine.kernels.cache_layout import cache_constants
 from termgen.engine.kernels.decode_plan import DecodeWorkspace
 from termgen.engine.kernels.launch import dot_precision, next_power_of_2, pdl_options
 from termgen.engine.kernels.prefetch import ask_l2
+from termgen.engine.kernels.query_type import to_product_type
 
 _LOG2_E = 1.4426950408889634
 _MMA_ROWS = 16
@@ -181,6 +182,7 @@ def _paged_decode_kernel(
         if run > 0:
             q_at = q_ptr + row.to(tl.int64) * q_stride + kv_head * (GROUP * HEAD_DIM)
             q = tl.load(q_at + heads[:, None] * HEAD_DIM + dims[None, :], mask=head_mask, other=0.0)
+            q = to_product_type(q, cache_ptr)
             table = block_table_ptr + row.to(tl.int64) * table_stride
             head_base = cache_ptr + kv_head * HEAD_STRIDE + dims[None, :]
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from termgen.engine.kernels.cache_layout import cache_constants
 from termgen.engine.kernels.launch import dot_precision, next_power_of_2
+from termgen.engine.kernels.query_type import to_product_type
 
 _LOG2_E = 1.4426950408889634
 _PLAN_TILES = 16
@@ -197,6 +198,7 @@ def _paged_prefill_kernel(
     heads = kv_head * GROUP + lanes % GROUP
     q_at = q_ptr + tokens * q_stride + heads * HEAD_DIM
     q = tl.load(q_at[:, None] + dims[None, :], mask=live, other=0.0)
+    q = to_product_type(q, cache_ptr)
     # Lanes without a query look where the last one does, so that every lane sees something.
     positions = first_position + tl.minimum(queries, QUERIES - 1)
 
