@@ -62,6 +62,8 @@ class AttentionCapabilities:
     """Of NONE, PIECEWISE and FULL: how its steps may be recorded."""
     head_dims: frozenset[int] | None = None
     block_sizes: frozenset[int] | None = None
+    kv_cache_dtypes: frozenset[torch.dtype] = frozenset()
+    """Types of keys and values that it reads besides the one it computes in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,8 @@ class AttentionShape:
     max_num_seqs: int
     max_num_tokens: int
     dtype: torch.dtype
+    """Of queries and results."""
+    kv_cache_dtype: torch.dtype
     device: torch.device
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from termgen.engine.layers.rotary import Rotation, rotate
+from termgen.engine.quantization.kv_cache import movable, to_cache_dtype
 
 
 class LayerOps(Protocol):
@@ -114,9 +115,10 @@ class TorchOps:
         if norm_weight is not None:
             qk = _rms_norm(qk, norm_weight, eps)
         qk = rotate(qk, rotation)
-        slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
-        slots[:, 0].index_copy_(0, slot_mapping, qk[:, num_heads:].to(slots.dtype))
-        slots[:, 1].index_copy_(0, slot_mapping, v.to(slots.dtype))
+        slots = movable(kv_cache.flatten(0, 1))  # [num_slots, 2, num_kv_heads, head_dim]
+        for index, heads in enumerate((qk[:, num_heads:], v)):
+            stored = movable(to_cache_dtype(heads, kv_cache.dtype))
+            slots[:, index].index_copy_(0, slot_mapping, stored)
         return qk[:, :num_heads]
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -22,6 +22,7 @@ from termgen.engine.loader.weights import load_weights
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.models.registry import build_model
+from termgen.engine.quantization.kv_cache import kv_cache_dtype
 from termgen.engine.runner import resolve
 from termgen.engine.runner.cuda_graphs import CudaRecorder
 from termgen.engine.runner.dispatch import CudaGraphDispatcher, decode_sizes, mixed_sizes
@@ -51,16 +52,14 @@ def build_runner(
     model_config = load_model_config(path)
     limits = resolve.resolve_limits(config, model_config, device)
     dtype = resolve.resolve_dtype(config.dtype, model_config, device)
-    attention, passed_over = make_backend(
-        config.attention_backend,
-        _attention_shape(model_config, limits, config.block_size, dtype, device),
-    )
+    shape = _attention_shape(config, model_config, limits, dtype, device)
+    attention, passed_over = make_backend(config.attention_backend, shape)
     if passed_over and device.type == "cuda":  # on a CPU nothing else is expected
         logger.warning("%s; using %s", passed_over, attention.name)
     on_progress("loading weights", 0.0)
     try:
         model, model_bytes = _load_model(
-            config, path, model_config, attention, dtype, device, on_progress
+            config, path, model_config, attention, _make_ops(shape), dtype, device, on_progress
         )
     except RuntimeError as error:
         if not _is_out_of_memory(error):
@@ -74,6 +73,7 @@ def build_runner(
         model_config,
         attention,
         dtype=dtype,
+        kv_cache_dtype=shape.kv_cache_dtype,
         device=device,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -93,6 +93,7 @@ def _load_model(
     path: Path,
     model_config: ModelConfig,
     attention: AttentionBackend,
+    ops: LayerOps,
     dtype: torch.dtype,
     device: torch.device,
     on_progress: Progress,
@@ -110,7 +111,7 @@ def _load_model(
             device=device,
             quantization=config.quantization,
             attention=attention,
-            ops=_make_ops(device),
+            ops=ops,
         )
         if checkpoint is None:
             load_dummy(model, config.seed)
@@ -124,9 +125,9 @@ def _load_model(
 
 
 def _attention_shape(
+    config: EngineConfig,
     model: ModelConfig,
     limits: resolve.Limits,
-    block_size: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionShape:
@@ -135,16 +136,17 @@ def _attention_shape(
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         windows=tuple(dict.fromkeys(model.layer_windows)),
-        block_size=block_size,
+        block_size=config.block_size,
         max_num_seqs=limits.max_num_seqs,
         max_num_tokens=limits.max_num_batched_tokens,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype(config.kv_cache_dtype, dtype),
         device=device,
     )
 
 
-def _make_ops(device: torch.device) -> LayerOps:
-    if why_unusable(device):
+def _make_ops(shape: AttentionShape) -> LayerOps:
+    if why_unusable(shape.device, dtype=shape.kv_cache_dtype):
         return TorchOps()
     from termgen.engine.kernels.ops import TritonOps  # triton may be missing elsewhere
 
