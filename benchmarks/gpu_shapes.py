@@ -70,12 +70,13 @@ def write_config(folder: Path, name: str) -> Path:
     return target
 
 
-def floor_ms(name: str, batch_size: int, context: int) -> float:
-    """Milliseconds to read the weights once and every row's keys and values, in 16-bit types."""
+def floor_ms(name: str, batch_size: int, context: int, *, kv_bytes: int = 2) -> float:
+    """Milliseconds to read the weights once, in a 16-bit type, and every row's keys and values,
+    of `kv_bytes` each."""
     c = MODELS[name]
     hidden, inner, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
     heads, kv_heads, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
     layer = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 * hidden * inner
     weights = 2 * (layers * layer + hidden * c["vocab_size"])
-    kv = batch_size * context * layers * 2 * kv_heads * dim * 2
+    kv = batch_size * context * layers * 2 * kv_heads * dim * kv_bytes
     return (weights + kv) / READ_BYTES_PER_SECOND * 1e3

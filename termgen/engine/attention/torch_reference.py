@@ -159,7 +159,11 @@ class _Group:
         if view is None:
             view = self._views[window] = self._build_view(window, group_size, q.dtype)
         keys_values = movable(slots).index_select(0, view.key_slots)
-        keys_values = keys_values.view(slots.dtype).to(q.dtype).view(n, view.num_keys, 2, num_kv_heads, head_dim)
+        keys_values = (
+            keys_values.view(slots.dtype)
+            .to(q.dtype)
+            .view(n, view.num_keys, 2, num_kv_heads, head_dim)
+        )
         # The heads that share a key head are laid beside the queries, so no key is repeated.
         folded = q.view(n, num_queries, num_kv_heads, group_size, head_dim).transpose(1, 2)
         attended = F.scaled_dot_product_attention(

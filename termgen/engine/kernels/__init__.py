@@ -21,7 +21,7 @@ FP8_COMPUTE_CAPABILITY = (8, 9)
 
 
 def why_unusable(device: torch.device, *, dtype: torch.dtype | None = None) -> str:
-    """Why the kernels cannot run on this device, with a KV cache of `dtype`; empty when they can."""
+    """Why the kernels cannot run here, with a KV cache of `dtype`; empty when they can."""
     if device.type != "cuda":
         return f"Triton kernels need a CUDA device, not {device.type}"
     if find_spec("triton") is None:

@@ -69,6 +69,18 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
     assert small == recorded
 
 
+def test_recorded_steps_over_an_fp8_cache(tiny_model_dir: ModelDir) -> None:
+    seed = 8
+    print(f"seed {seed}")
+    folder = tiny_model_dir("llama")
+    eager, _ = mixed_load(make_engine(folder, kv_cache_dtype="fp8", enforce_eager=True), seed)
+    recorded, steps = mixed_load(make_engine(folder, kv_cache_dtype="fp8"), seed)
+    assert recorded == eager
+    assert any(s.graph_mode == "FULL" and s.num_prefill_tokens for s in steps)
+    exact, _ = mixed_load(make_engine(folder), seed)
+    assert recorded != exact, "fp8 should show somewhere"
+
+
 def test_every_decode_batch_is_replayed(tiny_model_dir: ModelDir) -> None:
     engine = make_engine(tiny_model_dir("llama"))
     ring = engine.core.bus.subscribe()
