@@ -53,7 +53,10 @@ def require_triton() -> None:
 
 
 def _mend_fp8(interpreter: Any) -> None:
-    """Its own conversion to e4m3 does not round to nearest even, and that from it knows no NaN."""
+    """Its own conversion to e4m3 does not round to nearest even, and that from it knows no NaN.
+
+    What is too large becomes NaN here: a kernel must not count on a device that saturates.
+    """
     import triton.language as tl
 
     types = {tl.float32: _F32, tl.float16: _F16, tl.float8e4nv: torch.float8_e4m3fn}
@@ -63,7 +66,10 @@ def _mend_fp8(interpreter: Any) -> None:
         source, target = src.dtype.scalar, dst_type.scalar
         if tl.float8e4nv not in (source, target) or not {source, target} <= types.keys():
             return convert(self, src, dst_type, rounding_mode)
-        values = torch.from_numpy(src.data.copy()).view(types[source]).to(types[target])
+        values = torch.from_numpy(src.data.copy()).view(types[source])
+        if target == tl.float8e4nv:
+            values = values.masked_fill(values.abs() > 448, float("nan"))
+        values = values.to(types[target])
         data = values.view(torch.uint8).numpy().view(interpreter._get_np_dtype(dst_type))
         return interpreter.TensorHandle(data, target)
 

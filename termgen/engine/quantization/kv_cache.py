@@ -19,7 +19,7 @@ def kv_cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
 
 
 def to_cache_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in the type of a cache. Torch's own conversion turns what e4m3 cannot hold into NaN."""
+    """x in the type of a cache. Some releases of torch turn what is too large into NaN."""
     if dtype == FP8:
         x = x.clamp(-FP8_MAX, FP8_MAX)
     return x.to(dtype)
