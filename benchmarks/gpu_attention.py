@@ -1,6 +1,6 @@
 """Bandwidth of decode attention and rate of prefill attention, by kernel configuration.
 
-    python benchmarks/gpu_attention.py [--part decode|prefill] [--all]
+    python benchmarks/gpu_attention.py [--part decode|prefill] [--kv-cache-dtype fp8] [--all]
 
 Each call of a timed chain reads a cache of its own, more than the L2 holds in all, inside one CUDA
 graph. Without --all only the engine's own configuration is timed. Wrong results are reported
@@ -18,6 +18,7 @@ import torch
 from termgen.engine.kernels import decode_plan, paged_decode, paged_prefill, prefill_plan
 from termgen.engine.kernels.decode_plan import DecodeConfig, DecodeWorkspace
 from termgen.engine.kernels.prefill_plan import PrefillConfig
+from termgen.engine.quantization.kv_cache import kv_cache_dtype
 
 HEADS = {
     "qwen3-0.6b": (16, 8, 128),
@@ -32,8 +33,8 @@ DTYPE = torch.bfloat16
 CHAIN_BYTES = 200 * 2**20
 
 
-def decode_configs(head_dim: int, every: bool) -> Iterator[DecodeConfig]:
-    own = decode_plan.default_config(head_dim, DTYPE)
+def decode_configs(head_dim: int, kv_dtype: torch.dtype, every: bool) -> Iterator[DecodeConfig]:
+    own = decode_plan.default_config(head_dim, DTYPE, kv_dtype)
     yield own
     if not every:
         return
@@ -41,8 +42,12 @@ def decode_configs(head_dim: int, every: bool) -> Iterator[DecodeConfig]:
         (32, 64, 128), (4, 8), (3, 4, 5), (1, 2, 3, 4)
     ):
         config = DecodeConfig(tile, warps, stages, programs)
-        shared = tile * head_dim * 2 * 2 * (stages - 1) * programs
-        if config != own and 48_000 <= shared <= 200_000 and not (tile == 32 and warps == 8):
+        shared = tile * head_dim * 2 * kv_dtype.itemsize * (stages - 1) * programs
+        if (
+            config != own
+            and 24_000 * kv_dtype.itemsize <= shared <= 200_000
+            and not (tile == 32 and warps == 8)
+        ):
             yield config
 
 
@@ -63,7 +68,13 @@ def prefill_configs(head_dim: int, group: int, every: bool) -> Iterator[PrefillC
 class Batch:
     """Rows of random contexts; queries are the last `new` tokens of each."""
 
-    def __init__(self, lengths: list[int], new: list[int], heads: tuple[int, int, int]) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        new: list[int],
+        heads: tuple[int, int, int],
+        kv_dtype: torch.dtype,
+    ) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = heads
         self.lengths, self.new = lengths, new
         blocks = [-(-n // BLOCK) for n in lengths]
@@ -77,10 +88,10 @@ class Batch:
         self.starts = starts.cuda()
         self.q = torch.randn(sum(new), *heads[::2], device="cuda").to(DTYPE)
         memory = (1 + sum(blocks), heads[1], 2, BLOCK, heads[2])
-        self.kv_bytes = 2 * sum(lengths) * heads[1] * heads[2] * 2
+        self.kv_bytes = 2 * sum(lengths) * heads[1] * heads[2] * kv_dtype.itemsize
         copies = max(2, min(64, CHAIN_BYTES // self.kv_bytes + 1))
         self.caches = [
-            torch.randn(memory, device="cuda").to(DTYPE).permute(0, 3, 2, 1, 4)
+            torch.randn(memory, device="cuda").to(kv_dtype).permute(0, 3, 2, 1, 4)
             for _ in range(copies)
         ]
         self.scale = heads[2] ** -0.5
@@ -185,22 +196,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--part", choices=("decode", "prefill"))
     parser.add_argument("--models", nargs="+", choices=HEADS, default=list(HEADS))
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--all", action="store_true", help="every configuration")
     args = parser.parse_args()
+    kv_dtype = kv_cache_dtype(args.kv_cache_dtype, DTYPE)
     torch.manual_seed(0)
     for model in args.models:
         heads = HEADS[model]
         for lengths in DECODE if args.part != "prefill" else []:
-            batch = Batch(lengths, [1] * len(lengths), heads)
+            batch = Batch(lengths, [1] * len(lengths), heads, kv_dtype)
             results = []
-            for config in decode_configs(heads[2], args.all):
+            for config in decode_configs(heads[2], kv_dtype, args.all):
                 us = time_decode(batch, config)
                 results.append((us if us is not None else -1.0, str(config), config, us))
             for _, _, config, us in [results[0], *sorted(results[1:])[:5]]:
                 report(shape_name(model, lengths), config, us, batch.kv_bytes / 1e6, "TB/s")
             del batch
         for lengths in PREFILL if args.part != "decode" else []:
-            batch = Batch(lengths, lengths, heads)
+            batch = Batch(lengths, lengths, heads, kv_dtype)
             flops = sum(4 * n * n / 2 for n in lengths) * heads[0] * heads[2]
             results = []
             for pconfig in prefill_configs(heads[2], heads[0] // heads[1], args.all):

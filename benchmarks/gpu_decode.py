@@ -1,6 +1,7 @@
 """Speed of the engine on one GPU: random weights, real shapes, vLLM's measured figures beside.
 
     python benchmarks/gpu_decode.py [--models NAME ...] [--parts decode job prefill]
+    python benchmarks/gpu_decode.py --option kv_cache_dtype=fp8
 
 decode    time per step: prompts of 512 tokens, mean over 192 steps in which every row decodes
 job       256 requests of 100 to 1024 prompt and output tokens, drawn with seed 0: output tokens/s
@@ -204,7 +205,9 @@ def profile(engine: SyncEngine, work: Callable[[], object]) -> None:
 def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
     params = {"temperature": args.temperature}
     with tempfile.TemporaryDirectory() as folder:
-        engine, start_s = make_engine(name, Path(folder), engine_options(args.option))
+        options = engine_options(args.option)
+        engine, start_s = make_engine(name, Path(folder), options)
+        kv_bytes = 2 if options.get("kv_cache_dtype", "auto") == "auto" else 1
         result: dict[str, Any] = {"model": name, "start_s": start_s, "decode": []}
         for _ in range(2):  # clocks, allocator
             decode_cell(engine, 8, params)
@@ -213,7 +216,7 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
                 gc.collect()
                 cell = decode_cell(engine, batch, params)
                 context = PROMPT + WARM_STEPS + STEPS // 2
-                cell["floor_ms"] = floor_ms(name, batch, context)
+                cell["floor_ms"] = floor_ms(name, batch, context, kv_bytes=kv_bytes)
                 cell["vllm_ms"] = VLLM.get(name, {}).get(batch)
                 result["decode"].append(cell)
         if "job" in args.parts:

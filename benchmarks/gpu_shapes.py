@@ -115,9 +115,10 @@ def experts_in_use(num_experts: int, chosen: int, num_tokens: int) -> float:
     return num_experts * (1 - (1 - chosen / num_experts) ** num_tokens)
 
 
-def floor_ms(name: str, batch_size: int, context: int) -> float:
-    """Milliseconds to read the weights once and the keys and values that every row sees, in 16-bit
-    types. Of experts, those that a batch of random choices uses on average."""
+def floor_ms(name: str, batch_size: int, context: int, *, kv_bytes: int = 2) -> float:
+    """Milliseconds to read the weights once, in a 16-bit type, and the keys and values that every
+    row sees, of `kv_bytes` each. Of experts, those that a batch of random choices uses on
+    average."""
     c = MODELS[name]
     hidden, inner, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
     heads, kv_heads, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
@@ -129,5 +130,5 @@ def floor_ms(name: str, batch_size: int, context: int) -> float:
     # Every so many layers, one sees the whole context.
     window, every = c.get("sliding_window", context), c.get("sliding_window_pattern", 1)
     seen = layers // every * context + (layers - layers // every) * min(context, window)
-    kv = batch_size * seen * 2 * kv_heads * dim * 2
+    kv = batch_size * seen * 2 * kv_heads * dim * kv_bytes
     return (weights + kv) / READ_BYTES_PER_SECOND * 1e3

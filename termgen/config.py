@@ -20,6 +20,7 @@ DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("termgen", "transformers")
 QUANTIZATIONS = ("int8",)
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_BACKENDS = ("triton", "torch_reference", "flashinfer", "flash_attn")
 CUDAGRAPH_MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
@@ -86,6 +87,11 @@ class EngineConfig:
         0.9, "share of GPU memory the engine may use", above=0.0, maximum=1.0
     )
     kv_cache_gib: float | None = setting(None, "size of the KV cache in GiB", above=0.0)
+    kv_cache_dtype: str = setting(
+        "auto",
+        "type of keys and values; fp8 (e4m3): half the bytes of a 16-bit type, less exact",
+        choices=KV_CACHE_DTYPES,
+    )
     num_gpu_blocks_override: int | None = setting(
         None, "number of KV blocks, for experiments", minimum=2, maximum=MAX_INT
     )

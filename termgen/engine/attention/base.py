@@ -64,6 +64,8 @@ class AttentionCapabilities:
     block_sizes: frozenset[int] | None = None
     preferred_block_size: int = 16
     min_compute_capability: tuple[int, int] | None = None
+    kv_cache_dtypes: frozenset[torch.dtype] = frozenset()
+    """Types of keys and values that it reads besides the one it computes in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,8 @@ class AttentionShape:
     max_num_seqs: int
     max_num_tokens: int
     dtype: torch.dtype
+    """Of queries and results."""
+    kv_cache_dtype: torch.dtype
     device: torch.device
 
 

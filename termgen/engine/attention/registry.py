@@ -57,6 +57,13 @@ def make_backend(
                 f"attention_backend {name}: {reason}; torch_reference runs everywhere",
                 param="attention_backend",
             )
+        if not why_not(known, replace(shape, kv_cache_dtype=shape.dtype)):
+            # Half the bytes are asked for to be faster: not for them at the price of the kernels.
+            raise ConfigError(
+                f"kv_cache_dtype fp8: {reason}; use kv_cache_dtype auto, or attention_backend "
+                "torch_reference, which is slow",
+                param="kv_cache_dtype",
+            )
         passed_over = passed_over or f"{known} attention cannot run: {reason}"
     raise AssertionError("torch_reference refused a shape")
 
@@ -64,7 +71,7 @@ def make_backend(
 def why_not(name: str, shape: AttentionShape) -> str:
     """Why a backend cannot run this shape; empty when it can."""
     device_type = shape.device.type
-    if name == "triton" and (reason := why_unusable(shape.device)):
+    if name == "triton" and (reason := why_unusable(shape.device, dtype=shape.kv_cache_dtype)):
         return reason
     capabilities = backend_class(name).capabilities
     if device_type not in capabilities.device_types:
@@ -72,6 +79,8 @@ def why_not(name: str, shape: AttentionShape) -> str:
     if shape.dtype not in capabilities.dtypes:
         dtypes = {_dtype_name(dtype) for dtype in capabilities.dtypes}
         return f"it computes in {_words(dtypes)}, not {_dtype_name(shape.dtype)}"
+    if shape.kv_cache_dtype not in capabilities.kv_cache_dtypes | {shape.dtype}:
+        return f"a KV cache of {_dtype_name(shape.kv_cache_dtype)} is not supported"
     if capabilities.head_dims is not None and shape.head_dim not in capabilities.head_dims:
         return f"heads of size {shape.head_dim} are not supported"
     size = shape.block_size or capabilities.preferred_block_size

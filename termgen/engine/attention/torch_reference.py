@@ -9,6 +9,7 @@ a layer then writes, gathers and runs one fused attention call per group.
 
 Only slots inside a row's sequence are ever gathered: positions beyond it repeat its last token and
 are masked. Masking alone would not do, for 0 * NaN of a stale slot is NaN.
+What an 8-bit cache holds turns into the queries' type once it is gathered.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from termgen.engine.attention.base import (
     AttentionMetadata,
     AttentionShape,
 )
+from termgen.engine.quantization.kv_cache import FP8, movable
 
 _QUERY_TILE = 256
 """Queries of one row computed together: past this, causal tiles skip what cannot be seen."""
@@ -44,6 +46,7 @@ class TorchReferenceAttention:
         device_types=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         graph_modes=frozenset({"NONE", "PIECEWISE"}),
+        kv_cache_dtypes=frozenset({FP8}),
     )
 
     def __init__(self, shape: AttentionShape | None = None) -> None:
@@ -167,8 +170,12 @@ class _Group:
         view = self._views.get(window)
         if view is None:
             view = self._views[window] = self._build_view(window, group_size, q.dtype)
-        keys_values = slots.index_select(0, view.key_slots)
-        keys_values = keys_values.view(n, view.num_keys, 2, num_kv_heads, head_dim)
+        keys_values = movable(slots).index_select(0, view.key_slots)
+        keys_values = (
+            keys_values.view(slots.dtype)
+            .to(q.dtype)
+            .view(n, view.num_keys, 2, num_kv_heads, head_dim)
+        )
         # The heads that share a key head are laid beside the queries, so no key is repeated.
         folded = q.view(n, num_queries, num_kv_heads, group_size, head_dim).transpose(1, 2)
         attended = F.scaled_dot_product_attention(

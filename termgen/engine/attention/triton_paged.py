@@ -14,6 +14,7 @@ from termgen.engine.attention.base import (
     AttentionShape,
 )
 from termgen.engine.kernels import decode_plan, paged_decode, paged_prefill, prefill_plan
+from termgen.engine.quantization.kv_cache import FP8
 
 MAX_HEAD_DIM = 256
 
@@ -30,6 +31,7 @@ class TritonPagedAttention:
         graph_modes=frozenset({"NONE", "PIECEWISE", "FULL"}),
         head_dims=frozenset(range(16, MAX_HEAD_DIM + 1, 8)),
         preferred_block_size=64,  # a tile of keys lies within a block
+        kv_cache_dtypes=frozenset({FP8}),
     )
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -42,7 +44,7 @@ class TritonPagedAttention:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             max_rows=shape.max_num_seqs,
-            config=decode_plan.default_config(shape.head_dim, shape.dtype),
+            config=decode_plan.default_config(shape.head_dim, shape.dtype, shape.kv_cache_dtype),
             device=shape.device,
         )
         self._decode_plans = {window: self._workspace.new_plan() for window in set(shape.windows)}

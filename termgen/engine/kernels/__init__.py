@@ -16,18 +16,23 @@ import torch
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
 """Ampere: the first with bfloat16 and asynchronous copies."""
+FP8_COMPUTE_CAPABILITY = (8, 9)
+"""Ada: the first with 8-bit floating point."""
 
 
-def why_unusable(device: torch.device) -> str:
-    """Why the kernels cannot run on this device; empty when they can."""
+def why_unusable(device: torch.device, *, dtype: torch.dtype | None = None) -> str:
+    """Why the kernels cannot run here, with a KV cache of `dtype`; empty when they can."""
     if device.type != "cuda":
         return f"Triton kernels need a CUDA device, not {device.type}"
     if find_spec("triton") is None:
         return "the package triton is not installed"
     capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_COMPUTE_CAPABILITY:
+    what, least = "Triton kernels need", MIN_COMPUTE_CAPABILITY
+    if dtype == torch.float8_e4m3fn and capability >= least:
+        what, least = "Triton kernels with an fp8 KV cache need", FP8_COMPUTE_CAPABILITY
+    if capability < least:
         return (
-            f"Triton kernels need compute capability 8.0, and {torch.cuda.get_device_name(device)}"
-            f" has {capability[0]}.{capability[1]}"
+            f"{what} compute capability {least[0]}.{least[1]}, and "
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
         )
     return ""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from termgen.engine.quantization.kv_cache import to_cache_dtype
+
 
 def cache_constants(cache: torch.Tensor) -> dict[str, int]:
     """What every kernel must know of a cache's layout to find a head of a token."""
@@ -29,5 +31,5 @@ def kv_store_reference(
 ) -> None:
     block_size = cache.shape[1]
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    cache[blocks, offsets, 0] = k.to(cache.dtype)
-    cache[blocks, offsets, 1] = v.to(cache.dtype)
+    cache[blocks, offsets, 0] = to_cache_dtype(k, cache.dtype)
+    cache[blocks, offsets, 1] = to_cache_dtype(v, cache.dtype)

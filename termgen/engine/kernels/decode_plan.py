@@ -41,15 +41,18 @@ class DecodeConfig:
     """Tiles a program takes at least: fewer partial sums when contexts are short."""
 
 
-def default_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+def default_config(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> DecodeConfig:
+    """By the type that is multiplied: registers bound the tile. A cache of fewer bytes has more
+    tiles in flight instead."""
     row_bytes = next_power_of_2(head_dim) * dtype.itemsize
+    num_stages = 3 if cache_dtype == dtype else 4
     if row_bytes <= 128:
-        return DecodeConfig(tile=128, num_warps=4, num_stages=3, programs_per_sm=2)
+        return DecodeConfig(tile=128, num_warps=4, num_stages=num_stages, programs_per_sm=2)
     if row_bytes <= 256:
-        return DecodeConfig(tile=64, num_warps=4, num_stages=3, programs_per_sm=2)
+        return DecodeConfig(tile=64, num_warps=4, num_stages=num_stages, programs_per_sm=2)
     if row_bytes <= 512:
-        return DecodeConfig(tile=32, num_warps=4, num_stages=3, programs_per_sm=2)
-    return DecodeConfig(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
+        return DecodeConfig(tile=32, num_warps=4, num_stages=num_stages, programs_per_sm=2)
+    return DecodeConfig(tile=16, num_warps=4, num_stages=num_stages, programs_per_sm=2)
 
 
 @triton.jit(

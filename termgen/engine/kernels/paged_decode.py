@@ -26,6 +26,7 @@ from termgen.engine.kernels.cache_layout import cache_constants
 from termgen.engine.kernels.decode_plan import DecodeWorkspace
 from termgen.engine.kernels.launch import dot_precision, next_power_of_2, pdl_options
 from termgen.engine.kernels.prefetch import ask_l2
+from termgen.engine.kernels.query_type import to_product_type
 
 _LOG2_E = 1.4426950408889634
 _MMA_ROWS = 16
@@ -52,6 +53,74 @@ def _ask_for_keys(
     ITEM_BYTES: tl.constexpr = head_ptr.dtype.element_ty.primitive_bitwidth // 8
     address = head_ptr.to(tl.int64) + ids.to(tl.int64) * (BLOCK_STRIDE * ITEM_BYTES)
     ask_l2(address, tl.where(asks, 2 * BLOCK_SIZE * HEAD_DIM * ITEM_BYTES, 0))
+
+
+@triton.jit
+def _attend_run(
+    q,
+    head_ptr,
+    table,
+    first_key,
+    run,
+    seq_len,
+    scale,
+    BLOCK_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_WITHIN_BLOCK: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`run` tiles of one (row, head) from `first_key`: sums that are not yet divided, [M, D], and
+    of each query the largest score and the sum of the weights, [M]."""
+    dims = tl.arange(0, BLOCK_D)
+    keys = tl.arange(0, TILE)
+    head_base = head_ptr + dims[None, :]
+    top = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
+    # Block ids are fetched one tile ahead of the keys that they lead to, or they would halve the
+    # depth of the pipeline. Nothing outside the sequence is ever read.
+    if IS_WITHIN_BLOCK:
+        block = tl.load(table + first_key // BLOCK_SIZE)
+    else:
+        place = tl.minimum(first_key + keys, seq_len - 1)
+        block = tl.load(table + place // BLOCK_SIZE)
+    for step in tl.range(0, run, num_stages=NUM_STAGES):
+        here = first_key + step * TILE
+        key = here + keys
+        if IS_WITHIN_BLOCK:
+            base = block.to(tl.int64) * BLOCK_STRIDE + here % BLOCK_SIZE * TOKEN_STRIDE
+            at = head_base + base + (keys * TOKEN_STRIDE)[:, None]
+            block = tl.load(table + tl.minimum(here + TILE, seq_len - 1) // BLOCK_SIZE)
+        else:
+            base = block.to(tl.int64) * BLOCK_STRIDE + place % BLOCK_SIZE * TOKEN_STRIDE
+            at = head_base + base[:, None]
+            place = tl.minimum(key + TILE, seq_len - 1)
+            block = tl.load(table + place // BLOCK_SIZE)
+        inside = (key < seq_len)[:, None]
+        if BLOCK_D > HEAD_DIM:
+            inside = inside & (dims < HEAD_DIM)[None, :]
+        k = tl.load(at, mask=inside, other=0.0).to(q.dtype)  # from an 8-bit cache; else nothing
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        is_seen = key < seq_len
+        if WINDOW > 0:
+            is_seen = is_seen & (key >= seq_len - WINDOW)
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, axis=1)
+        v = tl.load(at + V_OFFSET, mask=inside, other=0.0).to(q.dtype)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+    return acc, top, total
 
 
 @triton.jit
@@ -149,6 +218,7 @@ def _paged_decode_kernel(
     NUM_PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
     IS_WITHIN_BLOCK: tl.constexpr,
+    CACHE_BITS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -170,7 +240,6 @@ def _paged_decode_kernel(
     per_program = tl.load(plan_ptr + NUM_PROGRAMS * 4)
     heads = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    keys = tl.arange(0, TILE)
     head_mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     out_dtype = out_ptr.dtype.element_ty
     ROW_SIZE: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
@@ -203,48 +272,27 @@ def _paged_decode_kernel(
         if run > 0:
             q_at = q_ptr + row.to(tl.int64) * q_stride + kv_head * (GROUP * HEAD_DIM)
             q = tl.load(q_at + heads[:, None] * HEAD_DIM + dims[None, :], mask=head_mask, other=0.0)
-            table = block_table_ptr + row.to(tl.int64) * table_stride
-            head_base = cache_ptr + kv_head * HEAD_STRIDE + dims[None, :]
-            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            first_key = (first_tile + tile) * TILE
-            # Block ids are fetched one tile ahead of the keys that they lead to, or they would
-            # halve the depth of the pipeline. Nothing outside the sequence is ever read.
-            if IS_WITHIN_BLOCK:
-                block = tl.load(table + first_key // BLOCK_SIZE)
-            else:
-                place = tl.minimum(first_key + keys, seq_len - 1)
-                block = tl.load(table + place // BLOCK_SIZE)
-            for step in tl.range(0, run, num_stages=NUM_STAGES):
-                here = first_key + step * TILE
-                key = here + keys
-                if IS_WITHIN_BLOCK:
-                    base = block.to(tl.int64) * BLOCK_STRIDE + here % BLOCK_SIZE * TOKEN_STRIDE
-                    at = head_base + base + (keys * TOKEN_STRIDE)[:, None]
-                    block = tl.load(table + tl.minimum(here + TILE, seq_len - 1) // BLOCK_SIZE)
-                else:
-                    base = block.to(tl.int64) * BLOCK_STRIDE + place % BLOCK_SIZE * TOKEN_STRIDE
-                    at = head_base + base[:, None]
-                    place = tl.minimum(key + TILE, seq_len - 1)
-                    block = tl.load(table + place // BLOCK_SIZE)
-                inside = (key < seq_len)[:, None]
-                if BLOCK_D > HEAD_DIM:
-                    inside = inside & (dims < HEAD_DIM)[None, :]
-                k = tl.load(at, mask=inside, other=0.0)
-                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-                is_seen = key < seq_len
-                if WINDOW > 0:
-                    is_seen = is_seen & (key >= seq_len - WINDOW)
-                scores = tl.where(is_seen[None, :], scores, float("-inf"))
-                new_top = tl.maximum(top, tl.max(scores, axis=1))
-                weights = tl.exp2(scores - new_top[:, None])
-                shrink = tl.exp2(top - new_top)
-                total = total * shrink + tl.sum(weights, axis=1)
-                v = tl.load(at + V_OFFSET, mask=inside, other=0.0)
-                acc = acc * shrink[:, None]
-                acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-                top = new_top
+            q = to_product_type(q, CACHE_BITS)
+            acc, top, total = _attend_run(
+                q,
+                cache_ptr + kv_head * HEAD_STRIDE,
+                block_table_ptr + row.to(tl.int64) * table_stride,
+                (first_tile + tile) * TILE,
+                run,
+                seq_len,
+                scale,
+                BLOCK_STRIDE,
+                TOKEN_STRIDE,
+                V_OFFSET,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                BLOCK_D,
+                WINDOW,
+                TILE,
+                IS_WITHIN_BLOCK,
+                NUM_STAGES,
+                PRECISION,
+            )
 
             out_at = out_ptr + row.to(tl.int64) * ROW_SIZE + kv_head * (GROUP * HEAD_DIM)
             if run == all_tiles:
@@ -338,6 +386,7 @@ def paged_decode(
             NUM_PROGRAMS=workspace.num_programs,
             TILE=config.tile,
             IS_WITHIN_BLOCK=cache.shape[1] % config.tile == 0,
+            CACHE_BITS=8 * cache.element_size(),
             NUM_STAGES=config.num_stages,
             BLOCK_M=max(_MMA_ROWS, group_rows),
             BLOCK_D=block_d,

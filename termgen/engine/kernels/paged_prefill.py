@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from termgen.engine.kernels.cache_layout import cache_constants
 from termgen.engine.kernels.launch import dot_precision, has_tma, next_power_of_2
 from termgen.engine.kernels.prefill_plan import PrefillConfig
+from termgen.engine.kernels.query_type import to_product_type
 
 _LOG2_E = 1.4426950408889634
 
@@ -94,6 +95,7 @@ def _attend_tile(
             k = tl.load(at, mask=inside, other=0.0)
         else:
             k = tl.load(at)
+    k = k.to(q.dtype)  # an 8-bit cache; else nothing
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         is_seen = key[None, :] <= positions[:, None]
@@ -110,14 +112,14 @@ def _attend_tile(
     shrink = tl.exp2((top - shift) * scale)
     total = total * shrink + tl.sum(weights, axis=1)
     if USE_TMA:
-        v = cache.load([line + BLOCK_SIZE, 0])
+        v = cache.load([line + BLOCK_SIZE, 0]).to(q.dtype)
         if MASKED:
             # A block's unused places may hold anything, and 0 * NaN is not 0.
             v = tl.where((key <= last_key)[:, None], v, 0.0)
     elif MASKED or BLOCK_D > HEAD_DIM:
-        v = tl.load(at + V_OFFSET, mask=inside, other=0.0)
+        v = tl.load(at + V_OFFSET, mask=inside, other=0.0).to(q.dtype)
     else:
-        v = tl.load(at + V_OFFSET)
+        v = tl.load(at + V_OFFSET).to(q.dtype)
     acc = acc * shrink[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_top, total
@@ -152,6 +154,7 @@ def _paged_prefill_kernel(
     TILE: tl.constexpr,
     IS_WITHIN_BLOCK: tl.constexpr,
     USE_TMA: tl.constexpr,
+    CACHE_BITS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -177,6 +180,7 @@ def _paged_prefill_kernel(
     heads = kv_head * GROUP + lanes % GROUP
     q_at = q_ptr + tokens * q_stride + heads * HEAD_DIM
     q = tl.load(q_at[:, None] + dims[None, :], mask=live, other=0.0)
+    q = to_product_type(q, CACHE_BITS)
     # Lanes without a query look where the last one does, so that every lane sees something.
     positions = first_position + tl.minimum(queries, QUERIES - 1)
 
@@ -306,6 +310,7 @@ def paged_prefill(
             TILE=config.tile,
             IS_WITHIN_BLOCK=cache.shape[1] % config.tile == 0,
             USE_TMA=use_tma,
+            CACHE_BITS=8 * cache.element_size(),
             NUM_STAGES=config.num_stages,
             BLOCK_M=config.rows,
             BLOCK_D=next_power_of_2(head_dim),

@@ -35,6 +35,14 @@ def _normed(x, scale, weight, ROUND_TWICE: tl.constexpr):
 
 
 @triton.jit
+def to_cache(x, dtype: tl.constexpr):
+    """x in the cache's type; eight bits hold no more than 448, and no infinity."""
+    if dtype.primitive_bitwidth == 8:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, tl.PropagateNan.ALL)
+    return x.to(dtype)
+
+
+@triton.jit
 def _qk_rope_kv_kernel(
     qkv_ptr,
     q_ptr,
@@ -126,13 +134,13 @@ def _qk_rope_kv_kernel(
     kv_head = heads - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
     to = cache_ptr + slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE
     to = to + kv_head * HEAD_STRIDE + tl.where(is_value, V_OFFSET, 0)
-    kv_dtype = cache_ptr.dtype.element_ty
-    tl.store(to + halves, first.to(kv_dtype), mask=half_mask & ~is_query)
-    tl.store(to + HALF + halves, second.to(kv_dtype), mask=half_mask & ~is_query)
+    kv_dtype: tl.constexpr = cache_ptr.dtype.element_ty
+    tl.store(to + halves, to_cache(first, kv_dtype), mask=half_mask & ~is_query)
+    tl.store(to + HALF + halves, to_cache(second, kv_dtype), mask=half_mask & ~is_query)
     if HAS_REST:
         q_rest = q_ptr + token * q_stride + heads * HEAD_DIM + rests
         tl.store(q_rest, rest, mask=rest_mask & is_query)
-        tl.store(to + rests, rest.to(kv_dtype), mask=rest_mask & ~is_query)
+        tl.store(to + rests, to_cache(rest, kv_dtype), mask=rest_mask & ~is_query)
 
 
 def qk_rope_kv(

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from termgen.engine.kernels.cache_layout import cache_constants
 from termgen.engine.kernels.launch import next_power_of_2
+from termgen.engine.kernels.qk_rope_kv import to_cache
 
 _HEADS = 4
 """Heads of one program: enough programs for a step of one token."""
@@ -48,8 +49,8 @@ def _store_kv_kernel(
     to = cache_ptr + slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE
     to = to + heads * HEAD_STRIDE + dims
     kv_dtype = cache_ptr.dtype.element_ty
-    tl.store(to, k.to(kv_dtype), mask=inside)
-    tl.store(to + V_OFFSET, v.to(kv_dtype), mask=inside)
+    tl.store(to, to_cache(k, kv_dtype), mask=inside)
+    tl.store(to + V_OFFSET, to_cache(v, kv_dtype), mask=inside)
 
 
 def store_kv(

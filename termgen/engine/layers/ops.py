@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from termgen.engine.layers.experts import route, run_experts
 from termgen.engine.layers.rotary import Rotation, rotate
+from termgen.engine.quantization.kv_cache import movable, to_cache_dtype
 
 
 class LayerOps(Protocol):
@@ -178,15 +179,16 @@ class TorchOps:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        k, v = k.to(kv_cache.dtype), v.to(kv_cache.dtype)
-        if kv_cache.is_contiguous():
-            slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
+        cache = movable(kv_cache)
+        k, v = (movable(to_cache_dtype(heads, kv_cache.dtype)) for heads in (k, v))
+        if cache.is_contiguous():
+            slots = cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
             slots[:, 0].index_copy_(0, slot_mapping, k)
             slots[:, 1].index_copy_(0, slot_mapping, v)
         else:  # another memory order, whose slots have no view
-            block, offset = slot_mapping // kv_cache.shape[1], slot_mapping % kv_cache.shape[1]
-            kv_cache[block, offset, 0] = k
-            kv_cache[block, offset, 1] = v
+            block, offset = slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]
+            cache[block, offset, 0] = k
+            cache[block, offset, 1] = v
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

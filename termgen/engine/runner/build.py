@@ -26,6 +26,7 @@ from termgen.engine.models.transformers_backend import (
     TransformersDecoder,
     build_transformers_model,
 )
+from termgen.engine.quantization.kv_cache import kv_cache_dtype
 from termgen.engine.runner import resolve
 from termgen.engine.runner.choose_graphs import choose_graphs
 from termgen.engine.runner.cuda_graphs import CudaRecorder, FullGraphs, RecordingError
@@ -58,8 +59,7 @@ def build_runner(
     limits = resolve.resolve_limits(config, model_config, device)
     dtype = resolve.resolve_dtype(config.dtype, model_config, device)
     attention, shape, passed_over = make_backend(
-        config.attention_backend,
-        _attention_shape(model_config, limits, config.block_size, dtype, device),
+        config.attention_backend, _attention_shape(config, model_config, limits, dtype, device)
     )
     assert shape.block_size is not None
     config = replace(config, block_size=shape.block_size)
@@ -68,7 +68,7 @@ def build_runner(
     on_progress("loading weights", 0.0)
     try:
         model, model_bytes = _load_model(
-            config, path, model_config, attention, dtype, device, on_progress
+            config, path, model_config, attention, _make_ops(shape), dtype, device, on_progress
         )
     except RuntimeError as error:
         if not _is_out_of_memory(error):
@@ -82,6 +82,7 @@ def build_runner(
         model_config,
         attention,
         dtype=dtype,
+        kv_cache_dtype=shape.kv_cache_dtype,
         device=device,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -102,6 +103,7 @@ def _load_model(
     path: Path,
     model_config: ModelConfig,
     attention: AttentionBackend,
+    ops: LayerOps,
     dtype: torch.dtype,
     device: torch.device,
     on_progress: Progress,
@@ -121,7 +123,7 @@ def _load_model(
             device=device,
             quantization=config.quantization,
             attention=attention,
-            ops=_make_ops(device),
+            ops=ops,
         )
         if checkpoint is None:
             load_dummy(model, config.seed)
@@ -139,8 +141,7 @@ def _load_transformers_model(
     path: Path,
     model_config: ModelConfig,
     attention: AttentionBackend,
-    dtype: torch.dtype,
-    device: torch.device,
+    shape: AttentionShape,
 ) -> tuple[TransformersDecoder, int]:
     if config.quantization is not None:
         raise ConfigError(
@@ -168,9 +169,9 @@ def _load_transformers_model(
 
 
 def _attention_shape(
+    config: EngineConfig,
     model: ModelConfig,
     limits: resolve.Limits,
-    block_size: int | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionShape:
@@ -179,16 +180,17 @@ def _attention_shape(
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         windows=tuple(dict.fromkeys(model.layer_windows)),
-        block_size=block_size,
+        block_size=config.block_size,
         max_num_seqs=limits.max_num_seqs,
         max_num_tokens=limits.max_num_batched_tokens,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype(config.kv_cache_dtype, dtype),
         device=device,
     )
 
 
-def _make_ops(device: torch.device) -> LayerOps:
-    if why_unusable(device):
+def _make_ops(shape: AttentionShape) -> LayerOps:
+    if why_unusable(shape.device, dtype=shape.kv_cache_dtype):
         return TorchOps()
     from termgen.engine.kernels.ops import TritonOps  # triton may be missing elsewhere
 

@@ -57,6 +57,7 @@ class ModelRunner:
         attention: AttentionBackend,
         *,
         dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
         device: torch.device,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -70,6 +71,7 @@ class ModelRunner:
         self.config = model_config
         self.attention = attention
         self.dtype = dtype
+        self.kv_cache_dtype = kv_cache_dtype
         self.device = device
         self.block_size = block_size
         self.max_model_len = max_model_len
@@ -109,9 +111,8 @@ class ModelRunner:
     def bytes_per_block(self) -> int:
         """KV bytes of one block over all layers."""
         c = self.config
-        return (
-            2 * self.block_size * c.num_kv_heads * c.head_dim * c.num_layers * self.dtype.itemsize
-        )
+        numbers = 2 * self.block_size * c.num_kv_heads * c.head_dim * c.num_layers
+        return numbers * self.kv_cache_dtype.itemsize
 
     def init_kv_cache(self, num_blocks: int) -> None:
         """Allocate the paged KV cache, block 0 being the null block. Zeroed: no NaN to read."""
@@ -130,11 +131,12 @@ class ModelRunner:
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+            return torch.zeros(shape, dtype=self.kv_cache_dtype, device=self.device)
         # numpy's zeros are pages the system fills in when they are first touched: a large cache
         # costs neither start-up time nor memory until it is used.
-        size = math.prod(shape) * self.dtype.itemsize
-        return torch.from_numpy(np.zeros(size, np.uint8)).view(self.dtype).view(shape)
+        dtype = self.kv_cache_dtype
+        size = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
     def make_graphs(self, dispatcher: CudaGraphDispatcher) -> FullGraphs:
         """An empty set of recordings of this runner's steps."""

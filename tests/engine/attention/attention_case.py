@@ -26,6 +26,7 @@ class AttentionCase:
         head_dim: int = 64,
         block_size: int = 4,
         dtype: torch.dtype = torch.float32,
+        kv_cache_dtype: torch.dtype | None = None,
         device: torch.device = CPU,
         seed: int = 0,
         backend: type[AttentionBackend] = TorchReferenceAttention,
@@ -43,8 +44,12 @@ class AttentionCase:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(device, dtype)
 
-        self.keys = [normal(c + n, num_kv_heads, head_dim) for c, n in rows]
-        self.values = [normal(c + n, num_kv_heads, head_dim) for c, n in rows]
+        kv_dtype = kv_cache_dtype or dtype
+        self.keys, self.values = (
+            # As the cache holds them, so that the oracle sees what the backend does.
+            [normal(c + n, num_kv_heads, head_dim).to(kv_dtype).to(dtype) for c, n in rows]
+            for _ in range(2)
+        )
         self.queries = [normal(n, num_heads, head_dim) for _, n in rows]
         self.shape = AttentionShape(
             num_heads=num_heads,
@@ -55,6 +60,7 @@ class AttentionCase:
             max_num_seqs=max_num_seqs or len(rows),
             max_num_tokens=max_num_tokens or sum(new for _, new in rows),
             dtype=dtype,
+            kv_cache_dtype=kv_dtype,
             device=device,
         )
         self.backend = backend(self.shape)
@@ -64,7 +70,7 @@ class AttentionCase:
             block_size=block_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            dtype=dtype,
+            dtype=kv_dtype,
             device=device,
         )
         for row, key, value in zip(self.rows, self.keys, self.values, strict=True):

@@ -114,6 +114,31 @@ def test_half_types(dtype: torch.dtype, where: Where) -> None:
     case.check(sliding_window=5)
 
 
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_fp8_cache(dtype: torch.dtype, head_dim: int, where: Where) -> None:
+    if dtype is torch.bfloat16 and where[1].type == "cpu" and where[0].name == "triton":
+        pytest.skip("the interpreter rounds no bfloat16")
+    rows = [(15, 1), (16, 1), (17, 1), (300, 1), (0, 9), (16, 5), (3, 70)]
+    sizes = {"num_heads": 6, "head_dim": head_dim, "block_size": 16}
+    case = make_case(where, rows, dtype=dtype, kv_cache_dtype=FP8, **sizes)
+    assert case.cache.dtype == FP8
+    case.check()
+    case.check(sliding_window=5)
+
+
+def test_an_fp8_cache_is_near_an_exact_one(where: Where) -> None:
+    """Three bits of mantissa: an error of 1/16 at most in each number, 3% or so in the mean."""
+    rows = [(15, 1), (300, 1), (0, 9), (3, 70)]
+    exact = make_case(where, rows).run()
+    rounded = make_case(where, rows, kv_cache_dtype=FP8).run()
+    error = (rounded - exact).norm() / exact.norm()
+    assert 0.01 < error < 0.05
+
+
 def test_one_row_of_each_kind(where: Where) -> None:
     for rows in ([(0, 1)], [(31, 1)], [(0, 2)], [(0, 33)], [(7, 26)]):
         make_case(where, rows).check()
@@ -236,6 +261,26 @@ def test_a_cpu_gets_the_reference_and_is_told_why() -> None:
     assert settled == replace(shape, block_size=16)
     with pytest.raises(ConfigError, match="attention_backend triton: .*; torch_reference runs"):
         make_backend("triton", shape)
+
+
+def test_an_fp8_cache_is_refused_where_only_a_slow_backend_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    triton_device.require_triton()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    shape = AttentionCase([(0, 1)], kv_cache_dtype=FP8).shape
+    ampere = dataclasses.replace(shape, device=CUDA)
+    needs = "an fp8 KV cache need compute capability 8.9, and NVIDIA A100 has 8.0"
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype fp8: .*{needs}; use .* auto") as error:
+        make_backend(None, ampere)
+    assert error.value.param == "kv_cache_dtype"
+    with pytest.raises(ConfigError, match=f"attention_backend triton: .*{needs}"):
+        make_backend("triton", ampere)
+    assert make_backend("torch_reference", ampere)[0].name == "torch_reference"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert why_not("triton", ampere) == ""
+    assert make_backend(None, shape)[0].name == "torch_reference"  # a CPU
 
 
 @pytest.mark.gpu

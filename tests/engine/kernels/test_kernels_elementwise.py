@@ -153,6 +153,39 @@ def test_qk_rope_kv(
     assert_near(caches[0][written], caches[1][written], dtype)
 
 
+@devices_and_dtypes
+def test_an_fp8_cache_gets_the_bytes_of_a_saturating_conversion(
+    device: str, dtype: torch.dtype
+) -> None:
+    """Every finite 16-bit pattern as a value; as float32 also what lies beside it."""
+    half_type = torch.float16 if dtype is torch.float32 else dtype
+    tokens, num_kv_heads, head_dim = 32, 8, 256
+    shape = (tokens, num_kv_heads, head_dim)
+    v = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(half_type).to(dtype).view(shape)
+    v = v.nan_to_num(0.3)
+    if dtype is torch.float32:
+        toward = torch.tensor([0.0, 1e9, -1e9]).repeat(v.numel() // 3 + 1)[: v.numel()]
+        v = torch.where(toward.view(shape) == 0, v, v.nextafter(toward.view(shape)))
+    k = normal(*shape, dtype=dtype, device="cpu", seed=1, scale=300.0)
+    q = normal(tokens, 1, head_dim, dtype=dtype, device="cpu", seed=2)
+    qkv = torch.cat((q, k, v), 1).flatten(1).to(device)
+    # Rotated by nothing, so that the keys are exact as well.
+    cos, sin = make_rotation(torch.zeros(tokens, dtype=torch.int64, device=device), head_dim)
+    slots = torch.randperm(tokens).to(device)
+    cache = make_cache(
+        2, 16, num_kv_heads, head_dim, dtype=torch.float8_e4m3fn, device=device, heads_first=True
+    )
+    qk_rope_kv(qkv, cache, cos, sin, slots, num_heads=1)
+    written = cache.flatten(0, 1)[slots].cpu()
+    for index, x in enumerate((k, v)):
+        expected = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(written[:, index].view(torch.uint8), expected.view(torch.uint8))
+    assert not written.isnan().any() and written.float().abs().max() == 448
+    reference = torch.full_like(cache, float("nan"))
+    qk_rope_kv_reference(qkv, reference, cos, sin, slots, num_heads=1)
+    assert torch.equal(reference.view(torch.uint8), cache.view(torch.uint8))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("half", "scale"), [(32, 1.0), (40, 1.25), (64, 1.0)])
 def test_rotation(device: str, half: int, scale: float) -> None:

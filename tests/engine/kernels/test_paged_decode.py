@@ -76,7 +76,7 @@ class Case:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_rows=max_rows,
-            config=config or default_config(head_dim, dtype),
+            config=config or default_config(head_dim, dtype, dtype),
             device=torch.device(device),
         )
         self.plan = self.workspace.new_plan()

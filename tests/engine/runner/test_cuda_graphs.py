@@ -132,6 +132,18 @@ def test_whole_steps_and_pieces_agree_to_the_bit_at_one_padded_shape(
     assert outputs[0] == outputs[1]
 
 
+def test_recorded_steps_over_an_fp8_cache(tiny_model_dir: ModelDir) -> None:
+    seed = 8
+    print(f"seed {seed}")
+    folder = tiny_model_dir("llama")
+    eager, _ = mixed_load(make_engine(folder, kv_cache_dtype="fp8", enforce_eager=True), seed)
+    recorded, steps = mixed_load(make_engine(folder, kv_cache_dtype="fp8"), seed)
+    assert recorded == eager
+    assert any(s.graph_mode == "FULL" and s.num_prefill_tokens for s in steps)
+    exact, _ = mixed_load(make_engine(folder), seed)
+    assert recorded != exact, "fp8 should show somewhere"
+
+
 def test_every_decode_batch_is_replayed(tiny_model_dir: ModelDir) -> None:
     engine = make_engine(tiny_model_dir("llama"))
     ring = engine.core.bus.subscribe()
