@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from termgen.engine.events import EngineSnapshot, EventRing
+from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import EngineError
@@ -135,6 +136,8 @@ class ModelInfo:
     """Unix seconds at load."""
     default_params: Mapping[str, Any] = field(default_factory=dict)
     """Sampling defaults from the model's generation_config.json."""
+    memory: MemoryLedger | None = None
+    """What the device's memory is taken by; None where only the other end knows."""
 
 
 class EngineClient(Protocol):

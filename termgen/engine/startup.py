@@ -168,6 +168,7 @@ def _model_info(
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
         created=int(time.time()),
         default_params=_default_params(local, generation_config),
+        memory=info.memory,
     )
 
 

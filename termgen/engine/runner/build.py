@@ -14,20 +14,20 @@ import torch
 from termgen.config import EngineConfig
 from termgen.engine.attention.base import AttentionBackend, AttentionShape
 from termgen.engine.attention.registry import make_backend
-from termgen.engine.kernels import why_unusable
-from termgen.engine.layers.ops import LayerOps, TorchOps
 from termgen.engine.loader import load_model_config, open_checkpoint
 from termgen.engine.loader.dummy import load_dummy
 from termgen.engine.loader.weights import load_weights
+from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.models.registry import build_model
 from termgen.engine.runner import resolve
-from termgen.engine.runner.cuda_graphs import CudaRecorder
+from termgen.engine.runner.cuda_graphs import CudaRecorder, FullGraphs
 from termgen.engine.runner.dispatch import CudaGraphDispatcher, decode_sizes, mixed_sizes
+from termgen.engine.runner.memory import MemoryAccount, weight_bytes
+from termgen.engine.runner.memory_meter import MemoryMeter, make_meter
 from termgen.engine.runner.model_runner import ModelRunner
 from termgen.engine.step import DeviceInfo
-from termgen.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +36,13 @@ Progress = Callable[[str, float], None]
 
 MAX_EOS_IDS = 8
 
-GRAPH_OVERHEAD_BYTES = 2 * 2**20
-"""What one more recording takes besides the memory that all share."""
-
 
 def build_runner(
-    config: EngineConfig, path: Path, on_progress: Progress
+    config: EngineConfig,
+    path: Path,
+    on_progress: Progress,
+    *,
+    meter_for: Callable[[torch.device], MemoryMeter] = make_meter,
 ) -> tuple[ModelRunner, DeviceInfo]:
     """Load the model at `path` and size everything around it. Raises ConfigError or ModelError."""
     started = time.perf_counter()
@@ -51,41 +52,37 @@ def build_runner(
     model_config = load_model_config(path)
     limits = resolve.resolve_limits(config, model_config, device)
     dtype = resolve.resolve_dtype(config.dtype, model_config, device)
-    attention, passed_over = make_backend(
-        config.attention_backend,
-        _attention_shape(model_config, limits, config.block_size, dtype, device),
-    )
+    memory = MemoryAccount(meter_for(device), config, where=str(device))
+    memory.check_others()
+    with memory.making("workspace"):
+        attention, passed_over = make_backend(
+            config.attention_backend,
+            _attention_shape(model_config, limits, config.block_size, dtype, device),
+        )
     if passed_over and device.type == "cuda":  # on a CPU nothing else is expected
         logger.warning("%s; using %s", passed_over, attention.name)
     on_progress("loading weights", 0.0)
-    try:
-        model, model_bytes = _load_model(
-            config, path, model_config, attention, dtype, device, on_progress
+    with memory.loading_weights(str(dtype).removeprefix("torch.")):
+        model = _load_model(config, path, model_config, attention, dtype, device, on_progress)
+    memory.weights = weight_bytes(model)
+    with memory.making("workspace"):
+        runner = ModelRunner(
+            model,
+            model_config,
+            attention,
+            dtype=dtype,
+            device=device,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+            block_size=config.block_size,
+            num_eos_ids=MAX_EOS_IDS,
         )
-    except RuntimeError as error:
-        if not _is_out_of_memory(error):
-            raise
-        raise ModelError(
-            f"the model's weights do not fit on {device} in {str(dtype).removeprefix('torch.')}; "
-            "free memory, or choose a smaller model or dtype"
-        ) from error
-    runner = ModelRunner(
-        model,
-        model_config,
-        attention,
-        dtype=dtype,
-        device=device,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_model_len=limits.max_model_len,
-        block_size=config.block_size,
-        num_eos_ids=MAX_EOS_IDS,
-    )
     on_progress("warming up", 0.0)
-    info = _size_and_warm_up(config, runner, limits, on_progress)
+    info = _size_and_warm_up(config, runner, limits, memory, on_progress)
+    logger.info("%s", info.memory)
     on_progress("ready", 1.0)
-    load_seconds = time.perf_counter() - started
-    return runner, replace(info, load_seconds=load_seconds, model_bytes=model_bytes)
+    return runner, replace(info, load_seconds=time.perf_counter() - started)
 
 
 def _load_model(
@@ -96,8 +93,8 @@ def _load_model(
     dtype: torch.dtype,
     device: torch.device,
     on_progress: Progress,
-) -> tuple[CausalDecoder, int]:
-    """The model, ready to run, and the bytes of its weights."""
+) -> CausalDecoder:
+    """The model, ready to run."""
     with ExitStack() as stack:
         checkpoint = None
         if config.load_format != "dummy":
@@ -110,7 +107,7 @@ def _load_model(
             device=device,
             quantization=config.quantization,
             attention=attention,
-            ops=_make_ops(device),
+            ops=resolve.resolve_ops(device),
         )
         if checkpoint is None:
             load_dummy(model, config.seed)
@@ -118,9 +115,8 @@ def _load_model(
             load_weights(
                 model, checkpoint, progress=lambda done: on_progress("loading weights", done)
             )
-    model_bytes = sum(p.nbytes for p in model.parameters())
     model.finalize()
-    return model, model_bytes
+    return model
 
 
 def _attention_shape(
@@ -143,49 +139,65 @@ def _attention_shape(
     )
 
 
-def _make_ops(device: torch.device) -> LayerOps:
-    if why_unusable(device):
-        return TorchOps()
-    from termgen.engine.kernels.ops import TritonOps  # triton may be missing elsewhere
-
-    return TritonOps()
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    # The CPU's allocator raises a plain RuntimeError.
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
-
-
 def _size_and_warm_up(
-    config: EngineConfig, runner: ModelRunner, limits: resolve.Limits, on_progress: Progress
+    config: EngineConfig,
+    runner: ModelRunner,
+    limits: resolve.Limits,
+    memory: MemoryAccount,
+    on_progress: Progress,
 ) -> DeviceInfo:
-    device = runner.device
-    dispatcher = _make_dispatcher(config, runner, limits)
+    """What steps and graphs take is measured before the KV cache gets the rest."""
+    device_type = runner.device.type
+    dispatcher = choose_graphs(config, limits, device_type=device_type, attention=runner.attention)
+    recorder = CudaRecorder(runner.device) if dispatcher.sizes else None
     runner.init_kv_cache(2)
-    runner.dummy_run(limits.max_num_batched_tokens if device.type == "cuda" else 32)
+    memory.measure_activations(runner.run_largest_steps)
     on_progress("warming up", 0.5)
-    free = resolve.free_memory_bytes(config, device) - _graph_bytes(runner, dispatcher)
-    num_blocks = resolve.resolve_num_blocks(
-        config,
-        bytes_per_block=runner.bytes_per_block(),
+    if recorder is not None:
+        _expect_graphs(runner, dispatcher, recorder, memory)
+    bytes_per_block = runner.bytes_per_block()
+    num_blocks = memory.num_blocks(
+        bytes_per_block=bytes_per_block,
         max_model_len=limits.max_model_len,
-        device=device,
-        free_bytes=free,
+        kv_bytes=2 * bytes_per_block,
+        num_tensors=len(runner.kv_caches),
     )
-    max_model_len = resolve.fit_max_model_len(config, limits.max_model_len, num_blocks)
-    runner.init_kv_cache(num_blocks)
-    runner.dummy_run(1)
+    max_model_len = memory.fit_max_model_len(
+        limits.max_model_len, num_blocks=num_blocks, bytes_per_block=bytes_per_block
+    )
+    kv_bytes = num_blocks * bytes_per_block
+    with memory.making_kv(kv_bytes):
+        runner.init_kv_cache(num_blocks)
     runner.graphs = runner.make_graphs(dispatcher)
-    if dispatcher.sizes:
-        recorder = CudaRecorder(device)
-        runner.graphs.record_all(recorder, lambda done: on_progress("recording graphs", done))
-    return _describe(config, runner, limits, num_blocks=num_blocks, max_model_len=max_model_len)
+    if recorder is None:
+        runner.dummy_run(1)
+    else:
+        with memory.recording_graphs():
+            runner.graphs.record_all(recorder, lambda done: on_progress("recording graphs", done))
+        runner.run_largest_steps()  # the first real steps find their memory in place again
+    ledger = memory.ledger(kv_bytes=kv_bytes, kv_tokens=(num_blocks - 1) * config.block_size)
+    return _describe(config, runner, limits, ledger, num_blocks, max_model_len)
 
 
-def _make_dispatcher(
-    config: EngineConfig, runner: ModelRunner, limits: resolve.Limits
-) -> CudaGraphDispatcher:
-    return choose_graphs(config, limits, device_type=runner.device.type, attention=runner.attention)
+def _expect_graphs(
+    runner: ModelRunner,
+    dispatcher: CudaGraphDispatcher,
+    recorder: CudaRecorder,
+    memory: MemoryAccount,
+) -> None:
+    largest = dispatcher.largest()
+
+    def record() -> FullGraphs:
+        trial = runner.make_graphs(largest)
+        trial.record_all(recorder, lambda done: None)
+        return trial
+
+    memory.expect_graphs(
+        record,
+        num_recorded=len(largest.descriptors()),
+        num_wanted=len(dispatcher.descriptors()),
+    )
+    recorder.new_pool()
 
 
 def choose_graphs(
@@ -212,26 +224,11 @@ def choose_graphs(
     return CudaGraphDispatcher((), disabled_reason=reason)
 
 
-def _graph_bytes(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> int:
-    """Memory that recordings take, measured on the largest ones; the others share it."""
-    if not dispatcher.sizes:
-        return 0
-    device = runner.device
-    torch.cuda.synchronize(device)
-    before, _ = torch.cuda.mem_get_info(device)
-    trial = runner.make_graphs(dispatcher.largest())
-    trial.record_all(CudaRecorder(device), lambda done: None)
-    after, _ = torch.cuda.mem_get_info(device)
-    del trial
-    torch.cuda.empty_cache()
-    return max(0, before - after) + GRAPH_OVERHEAD_BYTES * len(dispatcher.descriptors())
-
-
 def _describe(
     config: EngineConfig,
     runner: ModelRunner,
     limits: resolve.Limits,
-    *,
+    memory: MemoryLedger,
     num_blocks: int,
     max_model_len: int,
 ) -> DeviceInfo:
@@ -248,8 +245,6 @@ def _describe(
         block_size=config.block_size,
         max_model_len=max_model_len,
         vocab_size=runner.config.vocab_size,
-        model_bytes=0,
-        kv_cache_bytes=num_blocks * runner.bytes_per_block(),
         load_seconds=0.0,
         attention_backend=runner.attention.name,
         architecture=runner.config.architecture,
@@ -257,4 +252,5 @@ def _describe(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_in_flight=2 if asynchronous else 1,
         eos_token_ids=tuple(runner.config.eos_token_ids),
+        memory=memory,
     )

@@ -45,6 +45,10 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    def new_pool(self) -> None:
+        """What was recorded so far is gone: further recordings share memory of their own."""
+        self._pool = torch.cuda.graph_pool_handle()
+
     def __call__(self, operations: Callable[[], None]) -> Callable[[], None]:
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()

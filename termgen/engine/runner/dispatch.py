@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from termgen.engine.sampling_params import MAX_LOGPROBS
 from termgen.engine.step import StepPlan
 
 
@@ -64,6 +65,9 @@ NEEDS = {
     SamplingVariant.FILTERED: SamplingNeeds(filters=True),
 }
 """What each recording does."""
+
+EVERYTHING = SamplingNeeds(filters=True, penalties=True, min_tokens=True, max_logprobs=MAX_LOGPROBS)
+"""All that rows may ask of a sampler, at once."""
 
 
 @dataclass(frozen=True, slots=True)
