@@ -72,9 +72,13 @@ class EngineConfig:
     )
     block_size: int = setting(16, "tokens in one KV block, a power of two", minimum=1, maximum=256)
     gpu_memory_utilization: float = setting(
-        0.9, "share of GPU memory the engine may use", above=0.0, maximum=1.0
+        0.9, "share of GPU memory in use at most, other processes included", above=0.0, maximum=1.0
     )
-    kv_cache_gib: float | None = setting(None, "size of the KV cache in GiB", above=0.0)
+    kv_cache_gib: float | None = setting(
+        None,
+        "size of the KV cache in GiB (default: what gpu_memory_utilization leaves)",
+        above=0.0,
+    )
     num_gpu_blocks_override: int | None = setting(
         None, "number of KV blocks, for experiments", minimum=2, maximum=MAX_INT
     )

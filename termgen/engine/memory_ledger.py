@@ -71,7 +71,7 @@ class MemoryLedger:
             (graphs, self.graphs_bytes),
             ("workspace", self.workspace_bytes),
             (f"KV cache ({self.kv_cache_tokens:,} tokens)", self.kv_cache_bytes),
-            ("all else", self.other_bytes),
+            ("others", self.other_bytes),
         )
         taken = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in named if nbytes)
         free = f"free {size(self.free_bytes)} of {size(self.total_bytes)}"

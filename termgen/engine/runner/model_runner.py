@@ -266,9 +266,12 @@ class ModelRunner:
         state, size = self.state, len(self.buffers.seq_lens)
         tokens_per_row = min(len(self.buffers.input_ids) // size, self.max_model_len)
         slots = torch.full((size,), state.pad_row, dtype=torch.int64, device=self.device)
+        ones = torch.ones_like(slots)
+        # For the block table of decodes, which is made when first used and then kept.
+        self.buffers.prepare_decode(slots, ones, state, max_seq_len=self.max_model_len)
         batch = self.buffers.prepare_ragged(
             slots,
-            torch.full_like(slots, tokens_per_row),
+            ones * tokens_per_row,
             state,
             total=size * tokens_per_row,
             num_decodes=size if tokens_per_row == 1 else 0,
