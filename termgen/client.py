@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from termgen.engine.events import EngineSnapshot, EventRing
+from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import EngineError
@@ -137,6 +138,8 @@ class ModelInfo:
     """Sampling defaults from the model's generation_config.json."""
     implementation: str = "termgen"
     """Whose code runs the model: termgen's, or that of transformers."""
+    memory: MemoryLedger | None = None
+    """What the device's memory is taken by; None where only the other end knows."""
 
 
 class EngineClient(Protocol):

@@ -84,9 +84,13 @@ class EngineConfig:
         maximum=256,
     )
     gpu_memory_utilization: float = setting(
-        0.9, "share of GPU memory the engine may use", above=0.0, maximum=1.0
+        0.9, "share of GPU memory in use at most, other processes included", above=0.0, maximum=1.0
     )
-    kv_cache_gib: float | None = setting(None, "size of the KV cache in GiB", above=0.0)
+    kv_cache_gib: float | None = setting(
+        None,
+        "size of the KV cache in GiB (default: what gpu_memory_utilization leaves)",
+        above=0.0,
+    )
     kv_cache_dtype: str = setting(
         "auto",
         "type of keys and values; fp8 (e4m3): half the bytes of a 16-bit type, less exact",

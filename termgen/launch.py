@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -174,6 +175,8 @@ async def _bench(name: str, options: Any, config: EngineConfig) -> int:
         with _progress() as progress:
             find_model(config, progress)
             client = await holder.start(progress)
+        if client.model.memory is not None:
+            print(f"termgen: {client.model.memory}", file=sys.stderr)
         run: Any = run_latency if name == "latency" else run_throughput
         result = await run(client, options, seed=config.seed)
     finally:

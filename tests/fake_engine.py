@@ -40,6 +40,7 @@ from termgen.engine.events import (
     RequestView,
     StepRecord,
 )
+from termgen.engine.memory_ledger import GIB, MemoryLedger
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ContextLengthError, EngineDeadError, EngineError, RequestError
@@ -99,6 +100,25 @@ def make_model_info(**overrides: Any) -> ModelInfo:
         created=1_700_000_000,
     )
     return replace(info, **overrides)
+
+
+def make_memory_ledger(**overrides: Any) -> MemoryLedger:
+    """A GPU of 80 GiB, most of it KV cache; what is not told is `other_bytes`."""
+    ledger = MemoryLedger(
+        name="GPU memory",
+        total_bytes=80 * GIB,
+        limit_bytes=72 * GIB,
+        weights_bytes=2 * GIB,
+        activations_bytes=GIB,
+        graphs_bytes=GIB // 2,
+        workspace_bytes=GIB // 4,
+        kv_cache_bytes=60 * GIB,
+        kv_cache_tokens=560_000,
+        other_bytes=0,
+        free_bytes=8 * GIB,
+    )
+    ledger = replace(ledger, **overrides)
+    return replace(ledger, other_bytes=ledger.total_bytes - sum(ledger.parts().values()))
 
 
 def make_step_record(**overrides: Any) -> StepRecord:

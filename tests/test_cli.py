@@ -405,6 +405,7 @@ def test_bench_writes_its_figures(
     assert figures["num_requests"] == 3 and figures["total_num_tokens"] == 27
     assert figures["engine_config"]["enable_prefix_caching"] is False
     assert "output tokens/s" in out
+    assert "termgen: memory: weights " in err and "KV cache (" in err
     iterations = ["--batch-size", "2", "--num-iters", "2", "--num-iters-warmup", "1"]
     code, out, err = run(capsys, "bench", "latency", *iterations, *shape, *engine)
     assert code == 0, err

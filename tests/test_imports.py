@@ -29,6 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.step",
         "engine.events",
         "engine.delivery",
+        "engine.memory_ledger",
         "engine.gguf_file",
         "engine.gguf_bytes",
     ),

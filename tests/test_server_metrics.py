@@ -6,7 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, Script, make_snapshot, make_step_record
+from fake_engine import (
+    FakeEngine,
+    Script,
+    make_memory_ledger,
+    make_model_info,
+    make_snapshot,
+    make_step_record,
+)
 from prometheus_client.parser import text_string_to_metric_families
 from server_harness import app_client, chat_body, eventually
 
@@ -51,6 +58,23 @@ async def test_requests_are_counted_and_timed() -> None:
     assert value(text, "inter_token_latency_seconds_count") == 20 + 2
     assert value(text, "request_time_per_output_token_seconds_count") == 3
     assert value(text, "request_generation_tokens_sum") == 27
+
+
+async def test_what_the_memory_is_taken_by() -> None:
+    ledger = make_memory_ledger(weights_bytes=3 * 2**30, free_bytes=2**30)
+    engine = FakeEngine(model=make_model_info(memory=ledger))
+    async with app_client(engine) as client:
+        text = (await client.get("/metrics")).text
+    kinds = {
+        dict(labels)["kind"]: int(size)
+        for (name, labels), size in samples(text).items()
+        if name == "termgen_memory_bytes"
+    }
+    assert kinds == ledger.parts()
+    assert kinds["weights"] == 3 * 2**30
+    assert kinds["free_below_limit"] + kinds["free_above_limit"] == 2**30
+    async with app_client(FakeEngine()) as client:
+        assert "termgen_memory_bytes{" not in (await client.get("/metrics")).text
 
 
 async def test_the_engines_state_is_read_when_asked_for() -> None:

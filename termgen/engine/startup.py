@@ -180,6 +180,7 @@ def _model_info(
         created=int(time.time()),
         default_params=_default_params(local, generation_config),
         implementation=info.implementation,
+        memory=info.memory,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.request import IntArray
 from termgen.engine.sampling_params import SamplingParams
 
@@ -129,8 +130,6 @@ class DeviceInfo:
     block_size: int
     max_model_len: int
     vocab_size: int
-    model_bytes: int
-    kv_cache_bytes: int
     load_seconds: float
     attention_backend: str
     architecture: str
@@ -140,5 +139,6 @@ class DeviceInfo:
     """Steps that may be planned before the oldest one's result is read; 1 is synchronous."""
     eos_token_ids: tuple[int, ...]
     """As the model's own config.json has them."""
+    memory: MemoryLedger
     implementation: str = "termgen"
     """Whose code runs the model: one of config.MODEL_IMPLS."""

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from termgen.client import RequestTimings, TokenDelta
 from termgen.engine.events import EngineEvent, EngineSnapshot, StepRecord
+from termgen.engine.memory_ledger import MemoryLedger
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -95,6 +96,12 @@ class ServerMetrics:
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Used share of the KV cache, 0 to 1")
         self._kv_blocks = Gauge(
             "termgen_kv_blocks", "KV blocks by state", ["model", "state"], registry=self._registry
+        )
+        self._memory = Gauge(
+            "termgen_memory_bytes",
+            "The device's memory when the engine was ready, by what it is taken by",
+            ["model", "kind"],
+            registry=self._registry,
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests begun")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
@@ -196,6 +203,11 @@ class ServerMetrics:
             self.padded_tokens.inc(event.num_padded_tokens)
         if newest is not None:
             self._on_state(newest)
+
+    def on_memory(self, ledger: MemoryLedger) -> None:
+        """Once: an engine takes its memory while it starts."""
+        for kind, nbytes in ledger.parts().items():
+            self._memory.labels(self._model, kind).set(nbytes)
 
     def on_snapshot(self, snapshot: EngineSnapshot) -> None:
         self._on_state(snapshot)

@@ -40,6 +40,8 @@ class ServerState:
         """Begin to serve this engine. Once."""
         assert self.engine is None, "a server has one engine"
         self.metrics = ServerMetrics(self.names_for(engine)[0])
+        if engine.model.memory is not None:
+            self.metrics.on_memory(engine.model.memory)
         self._ring = engine.events(EVENT_RING_CAPACITY)
         self.engine = engine
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_engine import make_model_info
+from fake_engine import make_memory_ledger, make_model_info
 from tui_harness import NOW_NS, SECOND, busy_snapshot, request_events, step, steps
 
 from termgen.engine.events import BlockState
@@ -70,7 +70,11 @@ def test_panels_fill_their_frame_exactly(
 
 @pytest.mark.parametrize("width", [40, 58, 80, 100, 120, 200])
 def test_header_and_lines_fit(width: int) -> None:
-    model = make_model_info(model_id="a-rather-long-model-name-7b-instruct", device_name="H100")
+    model = make_model_info(
+        model_id="a-rather-long-model-name-7b-instruct",
+        device_name="H100",
+        memory=make_memory_ledger(),
+    )
     for view in (busy_view(), empty_view()):
         assert row_width(overview.header(model, view, LIVE, width)) == width
         assert row_width(overview.numbers_line(view, width)) <= width
@@ -82,6 +86,9 @@ def test_header_says_how_the_dashboard_is() -> None:
     live = row_text(overview.header(model, view, LIVE, 140))
     assert "fake/model-1 float32 · test CPU · 4.1k context · block 16" in live
     assert "● live 4 Hz  observer 1.2%  1:15" in live
+    model = replace(model, memory=make_memory_ledger())
+    shown = row_text(overview.header(model, view, LIVE, 160))
+    assert "· block 16 · memory 72.0 of 80.0 GiB, KV 60.0 GiB" in shown
     paused = row_text(overview.header(model, view, replace(LIVE, paused=True, back=3), 120))
     assert "❚❚ paused −3" in paused
     dead = row_text(overview.header(model, view, replace(LIVE, healthy=False), 120))

@@ -55,6 +55,10 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    def new_pool(self) -> None:
+        """What was recorded so far is gone: further recordings share memory of their own."""
+        self._pool = torch.cuda.graph_pool_handle()
+
     def __call__(self, operations: Callable[[], None]) -> Callable[[], None]:
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
@@ -65,6 +69,9 @@ class CudaRecorder:
             try:
                 operations()
                 graph.capture_end()
+            except torch.OutOfMemoryError:
+                self._abandon(graph)
+                raise
             except RuntimeError as error:
                 self._abandon(graph)
                 raise RecordingError(_first_line(error)) from error

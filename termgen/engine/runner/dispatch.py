@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from termgen.engine.sampling_params import MAX_LOGPROBS
 from termgen.engine.step import StepPlan
 
 
@@ -66,6 +67,9 @@ NEEDS = {
     SamplingVariant.FILTERED: SamplingNeeds(filters=True),
 }
 """What each recording does."""
+
+EVERYTHING = SamplingNeeds(filters=True, penalties=True, min_tokens=True, max_logprobs=MAX_LOGPROBS)
+"""All that rows may ask of a sampler, at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +154,11 @@ class CudaGraphDispatcher:
     @property
     def is_empty(self) -> bool:
         return not (self.sizes or self.mixed or self.piecewise)
+
+    @property
+    def num_recordings(self) -> int:
+        """Of steps: one that is cut at attention counts once."""
+        return len(self.descriptors()) + len(self.piecewise)
 
     @property
     def max_rows(self) -> int:

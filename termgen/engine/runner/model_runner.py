@@ -29,6 +29,7 @@ from termgen.engine.runner.address_check import AddressCheck, NamedTensor, tenso
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
 from termgen.engine.runner.cuda_graphs import FullGraphs
 from termgen.engine.runner.dispatch import (
+    EVERYTHING,
     NEEDS,
     BatchDescriptor,
     CudaGraphDispatcher,
@@ -305,3 +306,39 @@ class ModelRunner:
         one = torch.ones(1, dtype=torch.int64, device=self.device)
         logits = self._forward(InputBatch(one, one, ids, positions, last, metadata))
         logits.argmax(dim=-1)
+
+    def run_largest_steps(self) -> None:
+        """Shows what steps take at most. A CPU is only warmed up: nobody measures there."""
+        if self.device.type == "cpu":
+            self.dummy_run(32)
+        else:
+            self.dummy_run(len(self.buffers.input_ids))
+            self.heaviest_run()
+
+    @torch.inference_mode()
+    def heaviest_run(self) -> None:
+        """As many rows and tokens as a step may have, with a sampler asked for all it can do.
+
+        Every row is padding. `dummy_run` has one row, which is the most for attention.
+        """
+        state, size = self.state, len(self.buffers.seq_lens)
+        tokens_per_row = min(len(self.buffers.input_ids) // size, self.max_model_len)
+        slots = torch.full((size,), state.pad_row, dtype=torch.int64, device=self.device)
+        ones = torch.ones_like(slots)
+        # For the block table of decodes, which is made when first used and then kept.
+        self.buffers.prepare_decode(slots, ones, state, max_seq_len=self.max_model_len)
+        batch = self.buffers.prepare_ragged(
+            slots,
+            ones * tokens_per_row,
+            state,
+            total=size * tokens_per_row,
+            num_decodes=size if tokens_per_row == 1 else 0,
+            max_query_len=tokens_per_row,
+            max_seq_len=tokens_per_row,
+        )
+        state.make_penalty_tables()
+        try:
+            metadata = self._sampling_metadata(batch, EVERYTHING)
+            self.sampler(self._forward(batch).float(), metadata)
+        finally:
+            state.drop_penalty_tables()

@@ -113,16 +113,19 @@ class RequestState:
             self.token_ids[row.slot, : len(row.token_ids)] = self.upload(row.token_ids)
         self.stop_ids[slots] = self.upload(stops)
         if self.output_counts is None and any(p.has_penalties for p in params):
-            self._make_penalty_tables()
+            self.make_penalty_tables()
         for row in added:
             if row.params.has_penalties:
                 self._count_tokens(row)
 
-    def _make_penalty_tables(self) -> None:
+    def make_penalty_tables(self) -> None:
         # Gigabytes for a large vocabulary and many slots, so only once somebody asks.
         shape = (len(self.total_len), self.vocab_size)
         self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
+
+    def drop_penalty_tables(self) -> None:
+        self.output_counts = self.prompt_mask = None
 
     def _count_tokens(self, row: AddedRow) -> None:
         assert self.output_counts is not None and self.prompt_mask is not None

@@ -14,14 +14,11 @@ from termgen.config import EngineConfig
 from termgen.engine.models.config import ModelConfig
 from termgen.errors import ConfigError
 
-GIB = 2**30
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-CPU_KV_BYTES = GIB
-"""KV cache on a CPU unless told otherwise; grown to hold one full context if memory allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,73 +106,3 @@ def resolve_limits(config: EngineConfig, model: ModelConfig, device: torch.devic
         max_num_batched_tokens=max(budget, seats),
         max_model_len=config.max_model_len or longest,
     )
-
-
-def resolve_num_blocks(
-    config: EngineConfig,
-    *,
-    bytes_per_block: int,
-    max_model_len: int,
-    device: torch.device,
-    free_bytes: int,
-) -> int:
-    """Number of KV blocks, the null block included.
-
-    free_bytes: memory the KV cache may take, measured after the weights are loaded.
-    Raises ConfigError naming what to change when not even a few blocks fit.
-    """
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
-    assert config.block_size is not None, "settled with the attention backend"
-    one_context = (-(-max_model_len // config.block_size) + 1) * bytes_per_block
-    if config.kv_cache_gib is not None:
-        wanted = int(config.kv_cache_gib * GIB)
-        if wanted > free_bytes:
-            raise ConfigError(
-                f"kv_cache_gib {config.kv_cache_gib:g} is more than the {free_bytes / GIB:.1f} GiB "
-                f"that are free on {device}",
-                param="kv_cache_gib",
-            )
-    elif device.type == "cpu":
-        wanted = min(max(CPU_KV_BYTES, one_context), free_bytes // 2)
-    else:
-        wanted = free_bytes
-    num_blocks = wanted // bytes_per_block
-    if num_blocks < 2:
-        raise ConfigError(
-            f"no room for a KV cache: {max(0, free_bytes) / GIB:.2f} GiB free on {device}; raise "
-            "gpu_memory_utilization or kv_cache_gib, or choose a smaller model",
-            param="kv_cache_gib",
-        )
-    return num_blocks
-
-
-def fit_max_model_len(config: EngineConfig, max_model_len: int, num_blocks: int) -> int:
-    """The context a KV cache of this size can hold for one request.
-
-    A longer context that was asked for is an error; one taken from the model is cut to fit.
-    """
-    assert config.block_size is not None, "settled with the attention backend"
-    capacity = (num_blocks - 1) * config.block_size + 1  # the last token's KV is never stored
-    if capacity >= max_model_len:
-        return max_model_len
-    if config.max_model_len is not None:
-        raise ConfigError(
-            f"max_model_len {max_model_len} does not fit a KV cache of "
-            f"{capacity - 1} tokens; lower it or raise kv_cache_gib",
-            param="max_model_len",
-        )
-    return capacity
-
-
-def free_memory_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Memory a KV cache may take now, on the CPU or within gpu_memory_utilization."""
-    if device.type == "cpu":
-        with open("/proc/meminfo") as meminfo:
-            for line in meminfo:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-        return 4 * GIB
-    free, total = torch.cuda.mem_get_info(device)
-    reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free + reusable - (1.0 - config.gpu_memory_utilization) * total)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from termgen.client import ModelInfo
+from termgen.engine.memory_ledger import MemoryLedger, size
 from termgen.tui.formatting import clock, count, milliseconds, percent, rate
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import bar, braille, spark
@@ -33,6 +34,15 @@ def model_words(model: ModelInfo) -> str:
     return f"{clean_line(model.model_id)} {model.quantization or model.dtype}"
 
 
+def memory_words(memory: MemoryLedger) -> str:
+    """`memory 71.2 of 79.1 GiB, KV 60.1 GiB`."""
+    used = size(memory.total_bytes - memory.free_bytes)
+    total, kv = size(memory.total_bytes), size(memory.kv_cache_bytes)
+    if used[-3:] == total[-3:]:
+        used = used[:-4]
+    return f"memory {used} of {total}, KV {kv}"
+
+
 def header(model: ModelInfo, view: DashboardView, live: LiveState, width: int) -> Row:
     left: list[Span] = [
         (" termgen", "accent/b"),
@@ -43,6 +53,8 @@ def header(model: ModelInfo, view: DashboardView, live: LiveState, width: int) -
     details = [f" · {clean_line(model.device_name)}"]
     details.append(f" · {count(model.max_model_len)} context")
     details.append(f" · block {model.block_size}")
+    if model.memory is not None:
+        details.append(f" · {memory_words(model.memory)}")
     right = _live_words(view, live, width)
     room = width - row_width(tuple(right)) - 2
     for detail in details:

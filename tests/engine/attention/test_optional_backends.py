@@ -17,7 +17,7 @@ from attention_case import AttentionCase
 from termgen.config import EngineConfig
 from termgen.engine.attention.base import AttentionShape, empty_kv_cache
 from termgen.engine.attention.registry import EXTRAS, backend_class, make_backend, why_not
-from termgen.engine.runner.build import choose_graphs
+from termgen.engine.runner.choose_graphs import choose_graphs
 from termgen.engine.runner.resolve import Limits
 from termgen.errors import ConfigError
 
@@ -162,7 +162,11 @@ def test_only_what_reads_its_lengths_on_the_device_is_recorded() -> None:
 
     def sizes(name: str) -> bool:
         graphs = choose_graphs(
-            EngineConfig(), limits, device_type="cuda", attention=backend_class(name)
+            EngineConfig(),
+            limits,
+            device_type="cuda",
+            attention=backend_class(name),
+            model=None,
         )
         return bool(graphs.sizes)
 

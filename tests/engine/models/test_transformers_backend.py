@@ -23,9 +23,9 @@ from termgen.engine.engine import SyncEngine
 from termgen.engine.events import StepRecord
 from termgen.engine.loader import load_model_config
 from termgen.engine.request import GenerationRequest
-from termgen.engine.runner.build import record_steps
 from termgen.engine.runner.cuda_graphs import RecordingError
 from termgen.engine.runner.dispatch import CudaGraphDispatcher
+from termgen.engine.runner.recording import record_steps
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import (
     ConfigError,

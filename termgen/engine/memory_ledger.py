@@ -1,0 +1,87 @@
+"""What a device's memory is taken by, as measured when the engine is ready. Vocabulary, no torch.
+
+Filled in by the runner's `MemoryAccount`; shown at start, on the dashboard and in /metrics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLedger:
+    """Every byte of one device, in parts that add up to `total_bytes`."""
+
+    name: str
+    """`GPU memory`, or `memory` of a machine without one."""
+    total_bytes: int
+    limit_bytes: int
+    """What may be in use by everybody: gpu_memory_utilization of the total."""
+    weights_bytes: int
+    activations_bytes: int
+    """The most that a step takes besides what is always held, and gives back at its end."""
+    graphs_bytes: int
+    """What CUDA graphs took: their pool and what the driver keeps for them."""
+    workspace_bytes: int
+    """Buffers that are always held: request rows, inputs, plans and scratch of attention, products
+    and sampling."""
+    kv_cache_bytes: int
+    kv_cache_tokens: int
+    other_bytes: int
+    """Other processes and the driver, with the kernels it has loaded for this one; on a machine
+    without a GPU everything that is neither weights nor KV cache."""
+    free_bytes: int
+    expected_graphs_bytes: int = 0
+    """What was set aside for CUDA graphs when the KV cache was sized."""
+
+    @property
+    def free_below_limit_bytes(self) -> int:
+        used = self.total_bytes - self.free_bytes
+        return min(self.free_bytes, max(0, self.limit_bytes - used))
+
+    @property
+    def free_above_limit_bytes(self) -> int:
+        """What gpu_memory_utilization leaves to others."""
+        return self.free_bytes - self.free_below_limit_bytes
+
+    def parts(self) -> dict[str, int]:
+        """Kind -> bytes, adding up to the total; the kinds are labels in /metrics."""
+        return {
+            "weights": self.weights_bytes,
+            "activations": self.activations_bytes,
+            "cuda_graphs": self.graphs_bytes,
+            "workspace": self.workspace_bytes,
+            "kv_cache": self.kv_cache_bytes,
+            "other": self.other_bytes,
+            "free_below_limit": self.free_below_limit_bytes,
+            "free_above_limit": self.free_above_limit_bytes,
+        }
+
+    def __str__(self) -> str:
+        """One line for people. What is zero is left out."""
+        graphs = "graphs"
+        if self.expected_graphs_bytes:
+            graphs = f"graphs ({size(self.expected_graphs_bytes)} expected)"
+        named = (
+            ("weights", self.weights_bytes),
+            ("activations", self.activations_bytes),
+            (graphs, self.graphs_bytes),
+            ("workspace", self.workspace_bytes),
+            (f"KV cache ({self.kv_cache_tokens:,} tokens)", self.kv_cache_bytes),
+            ("others", self.other_bytes),
+        )
+        taken = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in named if nbytes)
+        free = f"free {size(self.free_bytes)} of {size(self.total_bytes)}"
+        if above := self.free_above_limit_bytes:
+            free += f" ({size(above)} of it above gpu_memory_utilization)"
+        return f"{self.name}: {taken}, {free}"
+
+
+def size(nbytes: int) -> str:
+    """12.3 GiB, 310 MiB, 0.4 MiB."""
+    if nbytes >= 0.995 * GIB:
+        return f"{nbytes / GIB:.1f} GiB"
+    return f"{nbytes / MIB:.0f} MiB" if nbytes >= 10 * MIB else f"{nbytes / MIB:.1f} MiB"
