@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from termgen.engine.events import EngineSnapshot, EventRing
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.startup_phases import StartupPhase
 from termgen.errors import EngineError
 
 Message = Mapping[str, Any]
@@ -135,6 +136,8 @@ class ModelInfo:
     """Unix seconds at load."""
     default_params: Mapping[str, Any] = field(default_factory=dict)
     """Sampling defaults from the model's generation_config.json."""
+    startup: tuple[StartupPhase, ...] = ()
+    """What starting the engine took, phase by phase."""
 
 
 class EngineClient(Protocol):

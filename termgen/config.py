@@ -97,6 +97,10 @@ class EngineConfig:
         "steps recorded as CUDA graphs: none, those of decodes, or all",
         choices=CUDAGRAPH_MODES,
     )
+    capture_in_background: bool = setting(
+        False,
+        "record most CUDA graphs in idle moments, to be ready sooner (in a chat: on)",
+    )
     enforce_eager: bool = setting(False, "never use CUDA graphs: --cudagraph-mode none")
     seed: int = setting(
         0,

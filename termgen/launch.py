@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -168,12 +169,14 @@ async def _bench(name: str, options: Any, config: EngineConfig) -> int:
     from termgen.bench import report
     from termgen.bench.latency import run_latency
     from termgen.bench.throughput import run_throughput
+    from termgen.engine.startup_phases import describe_startup
 
     holder = EngineHolder(config)
     try:
         with _progress() as progress:
             find_model(config, progress)
             client = await holder.start(progress)
+        print(f"termgen: {describe_startup(client.model.startup)}", file=sys.stderr)
         run: Any = run_latency if name == "latency" else run_throughput
         result = await run(client, options, seed=config.seed)
     finally:

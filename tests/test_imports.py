@@ -31,6 +31,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.delivery",
         "engine.gguf_file",
         "engine.gguf_bytes",
+        "engine.startup_phases",
     ),
     "client": ("client",),
     "catalog": ("catalog", "fetch"),

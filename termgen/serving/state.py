@@ -40,6 +40,7 @@ class ServerState:
         """Begin to serve this engine. Once."""
         assert self.engine is None, "a server has one engine"
         self.metrics = ServerMetrics(self.names_for(engine)[0])
+        self.metrics.on_startup(engine.model.startup)
         self._ring = engine.events(EVENT_RING_CAPACITY)
         self.engine = engine
 

@@ -26,6 +26,15 @@ from termgen.engine.runner import resolve
 from termgen.engine.runner.cuda_graphs import CudaRecorder
 from termgen.engine.runner.dispatch import CudaGraphDispatcher, decode_sizes, mixed_sizes
 from termgen.engine.runner.model_runner import ModelRunner
+from termgen.engine.runner.warm_up import warm_up
+from termgen.engine.startup_phases import (
+    COMPILING_KERNELS,
+    LOADING_WEIGHTS,
+    READING_CONFIG,
+    READY,
+    RECORDING_GRAPHS,
+    SIZING_CACHE,
+)
 from termgen.engine.step import DeviceInfo
 from termgen.errors import ModelError
 
@@ -45,6 +54,7 @@ def build_runner(
 ) -> tuple[ModelRunner, DeviceInfo]:
     """Load the model at `path` and size everything around it. Raises ConfigError or ModelError."""
     started = time.perf_counter()
+    on_progress(READING_CONFIG, 0.0)
     device = resolve.resolve_device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(resolve.resolve_threads(config.threads))
@@ -57,7 +67,7 @@ def build_runner(
     )
     if passed_over and device.type == "cuda":  # on a CPU nothing else is expected
         logger.warning("%s; using %s", passed_over, attention.name)
-    on_progress("loading weights", 0.0)
+    on_progress(LOADING_WEIGHTS, 0.0)
     try:
         model, model_bytes = _load_model(
             config, path, model_config, attention, dtype, device, on_progress
@@ -81,9 +91,9 @@ def build_runner(
         block_size=config.block_size,
         num_eos_ids=MAX_EOS_IDS,
     )
-    on_progress("warming up", 0.0)
     info = _size_and_warm_up(config, runner, limits, on_progress)
-    on_progress("ready", 1.0)
+    runner.be_ready()
+    on_progress(READY, 1.0)
     load_seconds = time.perf_counter() - started
     return runner, replace(info, load_seconds=load_seconds, model_bytes=model_bytes)
 
@@ -115,9 +125,7 @@ def _load_model(
         if checkpoint is None:
             load_dummy(model, config.seed)
         else:
-            load_weights(
-                model, checkpoint, progress=lambda done: on_progress("loading weights", done)
-            )
+            load_weights(model, checkpoint, progress=lambda done: on_progress(LOADING_WEIGHTS, done))
     model_bytes = sum(p.nbytes for p in model.parameters())
     model.finalize()
     return model, model_bytes
@@ -162,8 +170,10 @@ def _size_and_warm_up(
     device = runner.device
     dispatcher = _make_dispatcher(config, runner, limits)
     runner.init_kv_cache(2)
+    on_progress(COMPILING_KERNELS, 0.0)
+    warm_up(runner, dispatcher, lambda done: on_progress(COMPILING_KERNELS, done))
+    on_progress(SIZING_CACHE, 0.0)
     runner.dummy_run(limits.max_num_batched_tokens if device.type == "cuda" else 32)
-    on_progress("warming up", 0.5)
     free = resolve.free_memory_bytes(config, device) - _graph_bytes(runner, dispatcher)
     num_blocks = resolve.resolve_num_blocks(
         config,
@@ -177,8 +187,9 @@ def _size_and_warm_up(
     runner.dummy_run(1)
     runner.graphs = runner.make_graphs(dispatcher)
     if dispatcher.sizes:
-        recorder = CudaRecorder(device)
-        runner.graphs.record_all(recorder, lambda done: on_progress("recording graphs", done))
+        in_background = config.capture_in_background
+        record = runner.graphs.record_useful if in_background else runner.graphs.record_all
+        record(CudaRecorder(device), lambda done: on_progress(RECORDING_GRAPHS, done))
     return _describe(config, runner, limits, num_blocks=num_blocks, max_model_len=max_model_len)
 
 

@@ -139,6 +139,8 @@ def step_line(step: StepRecord | None, steps: Sequence[StepRecord], width: int) 
     if step.num_padded_tokens:
         parts.append((f"  pad {step.num_padded_tokens}", "muted"))
     parts.append((f"  {milliseconds(step_ms(step))} ms", "latency"))
+    if step.num_late_compiles:
+        parts.append((f"  compiled while serving: {step.num_late_compiles}", "bad"))
     host_us = step.schedule_us + step.apply_us
     tail: list[list[Span]] = [
         [(f"  host {milliseconds(host_us / 1000)} ms", "muted")],
