@@ -125,7 +125,9 @@ def _load_model(
         if checkpoint is None:
             load_dummy(model, config.seed)
         else:
-            load_weights(model, checkpoint, progress=lambda done: on_progress(LOADING_WEIGHTS, done))
+            load_weights(
+                model, checkpoint, progress=lambda done: on_progress(LOADING_WEIGHTS, done)
+            )
     model_bytes = sum(p.nbytes for p in model.parameters())
     model.finalize()
     return model, model_bytes

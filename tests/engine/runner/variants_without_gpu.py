@@ -79,7 +79,7 @@ def small_gemm_choice(num_rows: int, spec: LinearSpec) -> SmallGemmConfig | None
     return SmallGemmConfig("mma", max(16, rows), 64, 64, 4, 3, splits)
 
 
-NUM_REQUESTS = 60
+NUM_REQUESTS = 35
 
 
 class PlanExecutor:
@@ -159,9 +159,7 @@ def serve(core: EngineCore, seed: int, *, longest: int, batches: list[int]) -> N
         count += 1
         params = SamplingParams(max_tokens=max_tokens, seed=count, ignore_eos=True, **kind)
         core.submit(
-            GenerationRequest(
-                request_id=str(count), prompt_token_ids=tuple(prompt), params=params
-            ),
+            GenerationRequest(request_id=str(count), prompt_token_ids=tuple(prompt), params=params),
             0,
         )
         return str(count)
