@@ -81,4 +81,4 @@ def describe_startup(phases: Iterable[StartupPhase]) -> str:
     rest = total - sum(p.seconds for p in large)
     if len(large) < len(phases):
         parts.append(f"other {rest:.1f}")
-    return f"ready in {total:.1f} s: " + ", ".join(parts)
+    return f"ready in {total:.1f} s" + (": " + ", ".join(parts) if parts else "")

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from triton import knobs
+from triton.runtime.jit import JITFunction
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +34,33 @@ Missing = dict[tuple[str, str], tuple[Any, str]]
 
 @contextmanager
 def collect_missing() -> Iterator[Missing]:
-    """Within the block a kernel that is not compiled yet is not launched but written down.
+    """Within the block this thread launches nothing; what would have to be compiled is written down.
 
-    What such a launch should have written keeps its old value. Kernels that are compiled run.
+    None is launched, compiled or not, because one may run for ever on what another left unwritten.
+    Outputs keep their old values.
     """
     missing: Missing = {}
+    thread = threading.get_ident()
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        if threading.get_ident() != thread:
+            return False
         missing[f"{fn.module}.{fn.name}", key] = (fn.jit_function, compile["specialization_data"])
-        return True  # makes Triton leave the launch out
+        return True  # makes Triton leave it at that
+
+    run = JITFunction.run
+
+    def prepare(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        is_ours = threading.get_ident() == thread
+        return run(self, *args, grid=grid, warmup=warmup or is_ours, **options)
 
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = note
+    JITFunction.run = prepare  # type: ignore[method-assign]
     try:
         yield missing
     finally:
+        JITFunction.run = run  # type: ignore[method-assign]
         knobs.runtime.jit_cache_hook = before
 
 

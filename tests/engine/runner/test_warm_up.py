@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from termgen.engine.runner.warm_up import size_classes  # noqa: E402
+from termgen.engine.runner.warm_up import size_classes
 
 PROGRAM = Path(__file__).with_name("variants_without_gpu.py")
 
