@@ -34,7 +34,7 @@ Missing = dict[tuple[str, str], tuple[Any, str]]
 
 @contextmanager
 def collect_missing() -> Iterator[Missing]:
-    """Within the block this thread launches nothing; what would have to be compiled is written down.
+    """Within the block this thread launches nothing; what it would have to compile is written down.
 
     None is launched, compiled or not, because one may run for ever on what another left unwritten.
     Outputs keep their old values.
@@ -56,11 +56,11 @@ def collect_missing() -> Iterator[Missing]:
 
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = note
-    JITFunction.run = prepare  # type: ignore[method-assign]
+    JITFunction.run = prepare
     try:
         yield missing
     finally:
-        JITFunction.run = run  # type: ignore[method-assign]
+        JITFunction.run = run
         knobs.runtime.jit_cache_hook = before
 
 

@@ -172,8 +172,9 @@ def _size_and_warm_up(
     device = runner.device
     dispatcher = _make_dispatcher(config, runner, limits)
     runner.init_kv_cache(2)
-    on_progress(COMPILING_KERNELS, 0.0)
-    warm_up(runner, dispatcher, lambda done: on_progress(COMPILING_KERNELS, done))
+    if runner.uses_kernels:
+        on_progress(COMPILING_KERNELS, 0.0)
+        warm_up(runner, dispatcher, lambda done: on_progress(COMPILING_KERNELS, done))
     on_progress(SIZING_CACHE, 0.0)
     runner.dummy_run(limits.max_num_batched_tokens if device.type == "cuda" else 32)
     free = resolve.free_memory_bytes(config, device) - _graph_bytes(runner, dispatcher)

@@ -139,8 +139,6 @@ def step_line(step: StepRecord | None, steps: Sequence[StepRecord], width: int) 
     if step.num_padded_tokens:
         parts.append((f"  pad {step.num_padded_tokens}", "muted"))
     parts.append((f"  {milliseconds(step_ms(step))} ms", "latency"))
-    if step.num_late_compiles:
-        parts.append((f"  compiled while serving: {step.num_late_compiles}", "bad"))
     host_us = step.schedule_us + step.apply_us
     tail: list[list[Span]] = [
         [(f"  host {milliseconds(host_us / 1000)} ms", "muted")],
@@ -149,6 +147,8 @@ def step_line(step: StepRecord | None, steps: Sequence[StepRecord], width: int) 
     ]
     if step.graph_reason:
         tail.append([(f"  no graph: {step.graph_reason}", "muted")])
+    if step.num_late_compiles:
+        tail.insert(0, [(f"  compiled while serving: {step.num_late_compiles}", "bad")])
     used = sum(len(text) for text, _ in parts)
     for piece in tail:
         cells = sum(len(text) for text, _ in piece)

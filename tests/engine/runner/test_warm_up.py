@@ -14,11 +14,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
+import torch
+import triton_device
+from mixed_load import run_mixed_load
 
-pytest.importorskip("triton", reason="triton is not installed")
+triton_device.require_triton()
 
-from termgen.engine.runner.warm_up import size_classes
+from termgen.config import EngineConfig  # noqa: E402
+from termgen.engine.engine import SyncEngine  # noqa: E402
+from termgen.engine.runner.dispatch import CudaGraphDispatcher  # noqa: E402
+from termgen.engine.runner.warm_up import (  # noqa: E402
+    run_steps,
+    size_classes,
+    warm_up_steps,
+)
 
 PROGRAM = Path(__file__).with_name("variants_without_gpu.py")
 
@@ -75,6 +84,50 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
         assert len(found["kernels"]) == 14, found["kernels"]
         assert found["largest_step"] >= 1024 or case is cases[0]
         assert found["prefix_hit_tokens"]
+
+
+def test_warm_up_leaves_no_trace(tiny_model_dir: Callable[[str], Path]) -> None:
+    """Its steps run for real, with the kernels interpreted where there is no GPU."""
+
+    def make_engine() -> tuple[SyncEngine, Any]:
+        engine = SyncEngine(
+            EngineConfig(
+                model=str(tiny_model_dir("llama")),
+                device="cpu",
+                threads=1,
+                max_num_seqs=3,
+                max_num_batched_tokens=24,
+                num_gpu_blocks_override=30,
+                max_model_len=20,  # less than a step may hold: its tokens are spread over rows
+                skip_tokenizer_init=True,
+            )
+        )
+        return engine, engine.core.executor._runner  # type: ignore[attr-defined]
+
+    def generate(engine: SyncEngine) -> dict[str, list[int]]:
+        outputs, _ = run_mixed_load(engine, 5, num_requests=6, longest_prompt=9, most_tokens=6)
+        return outputs
+
+    expected = generate(make_engine()[0])
+    engine, runner = make_engine()
+    if triton_device.IS_INTERPRETED:
+        runner.use_fused_sampler(3)
+        runner.state.fused = runner.buffers.fused = True
+    before = {name: t.clone() for name, t in state_tensors(runner).items()}
+    dispatcher = CudaGraphDispatcher((1, 2, 3), mixed=(16,), max_num_seqs=3)
+    num_steps = 0
+    for step in warm_up_steps(runner, dispatcher):
+        run_steps(runner, [step])
+        num_steps += 1
+    assert num_steps > 15
+    for name, tensor in state_tensors(runner).items():
+        assert torch.equal(tensor, before[name]), name
+    assert runner.state.output_counts is None
+    assert generate(engine) == expected
+
+
+def state_tensors(runner: Any) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in vars(runner.state).items() if isinstance(v, torch.Tensor)}
 
 
 def test_size_classes_are_the_powers_of_two_and_the_limit() -> None:
