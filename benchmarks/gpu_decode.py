@@ -1,11 +1,12 @@
 """Speed of the engine on one GPU: random weights, real shapes, vLLM's measured figures beside.
 
-    python benchmarks/gpu_decode.py [--models NAME ...] [--parts decode job prefill]
+    python benchmarks/gpu_decode.py [--models NAME ...] [--parts decode job prefill start]
     python benchmarks/gpu_decode.py --option kv_cache_dtype=fp8
 
 decode    time per step: prompts of 512 tokens, mean over 192 steps in which every row decodes
 job       256 requests of 100 to 1024 prompt and output tokens, drawn with seed 0: output tokens/s
 prefill   32 prompts of 2048 tokens, one output token each: prompt tokens/s
+start     birth of a process to its first token, with no kernel cached and with all
 
 Needs a CUDA device and no tokenizer. Each model runs in a process of its own. Those that vLLM was
 not measured with run when they are named. The weights of qwen3-30b-a3b leave an 80 GB device room
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
 import subprocess
 import sys
@@ -36,7 +38,7 @@ from termgen.engine.events import EventRing, StepRecord
 from termgen.engine.request import GenerationRequest
 from termgen.engine.sampling_params import SamplingParams
 
-PARTS = ("decode", "job", "prefill")
+PARTS = ("decode", "job", "prefill", "start")
 PROMPT, STEPS, WARM_STEPS = 512, 192, 16
 VLLM = {  # vLLM 0.25.1 on one H100, same protocol: milliseconds per decode step by batch size
     "qwen3-0.6b": {1: 1.66, 8: 1.77, 32: 2.63, 128: 5.22, 256: 8.48},
@@ -234,11 +236,40 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
     return result
 
 
+def starts(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
+    """Two starts in fresh processes that share a cache of kernels, at first an empty one."""
+    program = Path(__file__).with_name("start_time.py")
+    found = []
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as folder:
+        model = write_config(Path(folder), name)
+        for _ in range(2):
+            command = [sys.executable, str(program), str(model), repr(time.time()), *args.option]
+            done = subprocess.run(
+                command,
+                env={**os.environ, "TRITON_CACHE_DIR": cache},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+    return found
+
+
+def print_starts(found: list[dict[str, Any]]) -> None:
+    for cached, start in zip(("nothing cached", "kernels cached"), found, strict=True):
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in start["phases"])
+        print(
+            f"  start, {cached}: first token {start['first_token_s']:.1f} s "
+            f"(imports {start['imports_s']:.1f}, {phases}; {start['graphs'][0]} graphs)"
+        )
+
+
 def print_result(result: dict[str, Any]) -> None:
-    print(f"{result['model']}: started in {result['start_s']:.1f} s")
-    if result["decode"]:
+    started = f": started in {result['start_s']:.1f} s" if "start_s" in result else ""
+    print(f"{result['model']}{started}")
+    if result.get("decode"):
         print("  batch  ms/step   vLLM  floor  % of floor  graphs  schedule us  apply us")
-    for c in result["decode"]:
+    for c in result.get("decode", ()):
         vllm = f"{c['vllm_ms']:6.2f}" if c["vllm_ms"] else "     -"
         print(
             f"  {c['batch']:5d} {c['ms']:8.3f} {vllm} {c['floor_ms']:6.2f} "
@@ -252,6 +283,8 @@ def print_result(result: dict[str, Any]) -> None:
             shares = sorted(result[f"{part}_graphs"].items())
             graphs = ", ".join(f"{100 * share:.0f}% {mode}" for mode, share in shares)
             print(f"  {part}: {result[part]:,.0f} {unit}{beside}; steps {graphs}")
+    if "start" in result:
+        print_starts(result["start"])
     sys.stdout.flush()
 
 
@@ -262,12 +295,17 @@ def main() -> None:
         return
     results = []
     for name in args.models:
-        command = [sys.executable, *sys.argv, "--child", "--models", name]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            print(f"{name}: failed with code {done.returncode}")
-            continue
-        results.append(json.loads(done.stdout.splitlines()[-1]))
+        result: dict[str, Any] = {"model": name}
+        if set(args.parts) - {"start"}:
+            command = [sys.executable, *sys.argv, "--child", "--models", name]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            if done.returncode:
+                print(f"{name}: failed with code {done.returncode}")
+                continue
+            result = json.loads(done.stdout.splitlines()[-1])
+        if "start" in args.parts:  # after the child has left the device's memory
+            result["start"] = starts(args, name)
+        results.append(result)
         print_result(results[-1])
     if args.output_json:
         import torch

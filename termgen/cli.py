@@ -182,7 +182,10 @@ def _layers(args: argparse.Namespace) -> SettingLayers:
 
 
 def chat_command(args: argparse.Namespace) -> int:
-    config, ui = (layers := _layers(args)).resolve(EngineConfig), layers.resolve(UIConfig)
+    layers = _layers(args)
+    # who chats alone has moments to spare, and waits for the start
+    config = layers.resolve(EngineConfig, capture_in_background=True)
+    ui = layers.resolve(UIConfig)
     _need_terminal("termgen chat", "use `termgen generate` for scripts and pipes")
     from termgen.launch import run_chat
 

@@ -14,6 +14,7 @@ from termgen.engine.events import EngineSnapshot, EventRing
 from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.startup_phases import StartupPhase
 from termgen.errors import EngineError
 
 Message = Mapping[str, Any]
@@ -140,6 +141,8 @@ class ModelInfo:
     """Whose code runs the model: termgen's, or that of transformers."""
     memory: MemoryLedger | None = None
     """What the device's memory is taken by; None where only the other end knows."""
+    startup: tuple[StartupPhase, ...] = ()
+    """What starting the engine took, phase by phase."""
 
 
 class EngineClient(Protocol):

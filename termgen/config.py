@@ -120,6 +120,10 @@ class EngineConfig:
         "piecewise; none: no graphs",
         choices=CUDAGRAPH_MODES,
     )
+    capture_in_background: bool = setting(
+        False,
+        "record most CUDA graphs in idle moments, to be ready sooner (in a chat: on)",
+    )
     enforce_eager: bool = setting(False, "never use CUDA graphs: --cudagraph-mode none")
     debug: bool = setting(
         False, "check at each replay of a CUDA graph that nothing it reads has moved"

@@ -169,6 +169,7 @@ async def _bench(name: str, options: Any, config: EngineConfig) -> int:
     from termgen.bench import report
     from termgen.bench.latency import run_latency
     from termgen.bench.throughput import run_throughput
+    from termgen.engine.startup_phases import describe_startup
 
     holder = EngineHolder(config)
     try:
@@ -177,6 +178,7 @@ async def _bench(name: str, options: Any, config: EngineConfig) -> int:
             client = await holder.start(progress)
         if client.model.memory is not None:
             print(f"termgen: {client.model.memory}", file=sys.stderr)
+        print(f"termgen: {describe_startup(client.model.startup)}", file=sys.stderr)
         run: Any = run_latency if name == "latency" else run_throughput
         result = await run(client, options, seed=config.seed)
     finally:

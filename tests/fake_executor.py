@@ -12,7 +12,7 @@ from termgen.engine.delivery import StepDelivery
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
-from termgen.engine.step import AddedRow, DeviceInfo, StepPlan, StepResult
+from termgen.engine.step import AddedRow, DeviceInfo, GraphStatus, StepPlan, StepResult
 
 
 class _Handle:
@@ -33,6 +33,8 @@ class FakeExecutor:
         self.plans: list[StepPlan] = []
         self.fail_steps: dict[int, Exception] = {}
         self.on_submit: Callable[[StepPlan], None] | None = None
+        self.num_idle_jobs = 0
+        """Pieces of work for idle moments."""
         self._rows: dict[int, tuple[AddedRow, list[int]]] = {}
         self._computed: dict[int, int] = {}
         self._finished: set[int] = set()
@@ -78,6 +80,15 @@ class FakeExecutor:
         if (token in row.stop_token_ids and past_minimum) or len(tokens) >= row.max_total_tokens:
             self._finished.add(slot)
         return token
+
+    def idle(self) -> bool:
+        if not self.num_idle_jobs:
+            return False
+        self.num_idle_jobs -= 1
+        return True
+
+    def graph_status(self) -> GraphStatus:
+        return GraphStatus(0, self.num_idle_jobs)
 
     def shutdown(self) -> None:
         self.plans.clear()

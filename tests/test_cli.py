@@ -17,6 +17,7 @@ import pytest
 
 import termgen
 from termgen import catalog, cli, generate
+from termgen.config import EngineConfig
 from termgen.engine.sampling_params import SamplingParams
 
 HEAVY = {"torch", "transformers", "tokenizers", "textual", "starlette", "uvicorn", "numpy", "tqdm"}
@@ -151,6 +152,31 @@ def test_variables_and_file_reach_the_command(
     path.write_text("[engine]\nmodel = '/from/the/file'\n")
     error = one_line_error(capsys, "generate", "hi", "--config", str(path))
     assert "/from/the/file" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "in_background"),
+    [
+        (["chat"], True),
+        (["chat", "--no-capture-in-background"], False),
+        (["serve"], False),
+        (["serve", "--capture-in-background"], True),
+    ],
+)
+def test_only_a_chat_records_graphs_in_the_background_unasked(
+    argv: list[str], in_background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[EngineConfig] = []
+
+    def start(config: EngineConfig, *rest: object) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr("termgen.launch.run_chat", start)
+    monkeypatch.setattr("termgen.launch.run_serve", start)
+    monkeypatch.setattr("termgen.cli._need_terminal", lambda *words: None)
+    assert cli.main(argv) == 0
+    assert configs[0].capture_in_background is in_background
 
 
 def test_chat_without_a_terminal_points_to_generate(capsys: pytest.CaptureFixture[str]) -> None:
@@ -406,6 +432,7 @@ def test_bench_writes_its_figures(
     assert figures["engine_config"]["enable_prefix_caching"] is False
     assert "output tokens/s" in out
     assert "termgen: memory: weights " in err and "KV cache (" in err
+    assert "termgen: ready in " in err and "weights " in err
     iterations = ["--batch-size", "2", "--num-iters", "2", "--num-iters-warmup", "1"]
     code, out, err = run(capsys, "bench", "latency", *iterations, *shape, *engine)
     assert code == 0, err

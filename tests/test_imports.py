@@ -32,6 +32,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.memory_ledger",
         "engine.gguf_file",
         "engine.gguf_bytes",
+        "engine.startup_phases",
     ),
     "client": ("client",),
     "catalog": ("catalog", "fetch"),

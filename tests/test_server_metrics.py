@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_harness import app_client, chat_body, eventually
 
 from termgen.engine.events import EngineSnapshot
+from termgen.engine.startup_phases import StartupPhase
 from termgen.errors import EngineDeadError
 from termgen.serving.metrics import ServerMetrics
 
@@ -133,6 +134,24 @@ async def test_steps_are_counted_by_graph_and_reason() -> None:
     assert value(text, "engine_steps_total", graph_mode="PIECEWISE", reason="") == 1
     assert value(text, "engine_step_tokens_total") == 5 + 5 + 42 + 42
     assert value(text, "engine_padded_tokens_total") == 3 + 6
+
+
+async def test_start_up_graphs_and_late_compilations_are_shown() -> None:
+    engine = FakeEngine(
+        model=make_model_info(startup=(StartupPhase("weights", 1.5), StartupPhase("kernels", 3.0)))
+    )
+    engine.scripted_snapshot = make_snapshot(num_graphs_recorded=20, num_graphs=68)
+    async with app_client(engine) as client:
+        engine.bus.publish(make_step_record())
+        text = (await client.get("/metrics")).text
+        assert value(text, "late_compiles_total") == 0
+        engine.bus.publish(make_step_record(num_late_compiles=2))
+        text = (await client.get("/metrics")).text
+    assert value(text, "late_compiles_total") == 2
+    assert value(text, "startup_seconds", phase="weights") == 1.5
+    assert value(text, "startup_seconds", phase="kernels") == 3.0
+    assert value(text, "cuda_graphs", state="recorded") == 20
+    assert value(text, "cuda_graphs", state="waiting") == 48
 
 
 async def test_lost_events_are_counted() -> None:

@@ -158,6 +158,10 @@ class EngineCore:
         self._deliver_finished()
         return False
 
+    def use_idle_time(self) -> bool:
+        """Do one piece of work that can wait; False when there is none. Only without other work."""
+        return not self.has_work and self.executor.idle()
+
     def _launch(self) -> bool:
         planned_ns = time.perf_counter_ns()
         plan = self.scheduler.schedule(planned_ns)
@@ -323,6 +327,7 @@ class EngineCore:
             record=self._last_record,
             plan=self._last_plan if self._in_flight else self._idle_plan(),
             last_progress_ns=self.last_progress_ns,
+            graphs=self.executor.graph_status(),
         )
 
     def _idle_plan(self) -> StepPlan | None:

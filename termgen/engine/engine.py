@@ -80,8 +80,9 @@ class SyncEngine:
             self.core.abort(engine_id)
 
     def step(self) -> list[TokenDelta]:
-        """Run one engine step and return its news; [] when idle."""
-        self.core.step()
+        """Run one engine step and return its news; [] when idle, when what can wait is done."""
+        if not self.core.step():
+            self.core.use_idle_time()
         deltas: list[TokenDelta] = []
         while self._deliveries:
             deltas += self._parts.output_processor.process(self._deliveries.popleft())
@@ -280,7 +281,7 @@ class AsyncEngine:
             parts.core.executor.shutdown()
 
     def _serve(self, parts: EngineParts) -> None:
-        """Step while there is work; sleep, using no CPU, while there is none."""
+        """Step while there is work; else do what can wait; then sleep, using no CPU."""
         core = parts.core
         collected = time.monotonic()
         num_collections = 0
@@ -292,7 +293,7 @@ class AsyncEngine:
                     num_collections += 1
                     gc.collect(1 if num_collections % FULL_COLLECTIONS else 2)
                     collected = time.monotonic()
-            elif not core.has_work:
+            elif not core.has_work and not core.use_idle_time():
                 gc.enable()
                 core.wait_for_work()
 

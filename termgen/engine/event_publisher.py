@@ -85,6 +85,7 @@ class EventPublisher:
             prefix_hit_tokens=stats.prefix_hit_tokens,
             num_preemptions=stats.num_preemptions,
             graph_reason=result.graph_reason,
+            num_late_compiles=result.num_late_compiles,
         )
         self._bus.publish(record)
         self._first_tokens(applied, times.landed_ns)

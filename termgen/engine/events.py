@@ -46,6 +46,8 @@ class StepRecord(NamedTuple):
     graph_reason: str = ""
     """Why no CUDA graph was replayed, or only pieces of the step were where a whole one might have
     been; empty otherwise."""
+    num_late_compiles: int = 0
+    """Kernels compiled since the engine was ready. Anything but 0 is a fault."""
 
 
 class RequestEventKind(enum.StrEnum):
@@ -186,3 +188,6 @@ class EngineSnapshot:
     max_num_batched_tokens: int
     last_progress_ns: int
     """perf_counter_ns of the last applied step, for watchdogs."""
+    num_graphs_recorded: int = 0
+    num_graphs: int = 0
+    """CUDA graphs recorded, and those still to be recorded in idle moments."""

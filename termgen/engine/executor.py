@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from termgen.config import EngineConfig
-from termgen.engine.step import DeviceInfo, StepPlan, StepResult
+from termgen.engine.startup_phases import LOADING_LIBRARIES
+from termgen.engine.step import DeviceInfo, GraphStatus, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from termgen.engine.runner.model_runner import ModelRunner
@@ -38,6 +39,13 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step. Never raises for a failure of the step itself: `result` does."""
         ...
+
+    def idle(self) -> bool:
+        """Do one piece of the work that can wait. Only with no step in flight, and short enough for
+        a request to wait for it. False when there is none left."""
+        ...
+
+    def graph_status(self) -> GraphStatus: ...
 
     def shutdown(self) -> None: ...
 
@@ -79,6 +87,7 @@ class LocalExecutor:
     def start(self, on_progress: Callable[[str, float], None]) -> DeviceInfo:
         """Load the model and size the caches. Raises ConfigError or ModelError."""
         calm_openmp()
+        on_progress(LOADING_LIBRARIES, 0.0)
         from termgen.engine.runner.build import build_runner  # torch: seconds
 
         self._runner, info = build_runner(self._config, self._path, on_progress)
@@ -103,6 +112,12 @@ class LocalExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         assert self._runner is not None
         return self._runner.execute(plan).result()
+
+    def idle(self) -> bool:
+        return self._runner is not None and self._runner.record_next()
+
+    def graph_status(self) -> GraphStatus:
+        return self._runner.graphs.status if self._runner is not None else GraphStatus(0, 0)
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from termgen.engine.events import EngineSnapshot, RequestView, StepRecord
 from termgen.engine.request import Request, RequestStatus
 from termgen.engine.scheduler import Scheduler
-from termgen.engine.step import StepPlan
+from termgen.engine.step import GraphStatus, StepPlan
 
 MAX_LISTED = 256
 
@@ -21,6 +21,7 @@ def build_snapshot(
     record: StepRecord | None,
     plan: StepPlan | None,
     last_progress_ns: int,
+    graphs: GraphStatus,
 ) -> EngineSnapshot:
     """`plan` is the newest plan, for the tokens each request has in it."""
     now = time.perf_counter_ns()
@@ -60,6 +61,8 @@ def build_snapshot(
         max_num_seqs=scheduler.config.max_num_seqs,
         max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
         last_progress_ns=last_progress_ns,
+        num_graphs_recorded=graphs.num_recorded,
+        num_graphs=graphs.num_graphs,
     )
 
 

@@ -5,9 +5,10 @@ The composition root of the engine, used by both of its faces in engine.py.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from termgen.catalog import CATALOG, LocalModel, resolve_model
@@ -21,9 +22,12 @@ from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.output import OutputProcessor
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
+from termgen.engine.startup_phases import LOADING_TOKENIZER, PhaseClock, describe_startup
 from termgen.engine.step import DeviceInfo
 from termgen.engine.tokenizer import Tokenizer, load_tokenizer
 from termgen.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 
@@ -53,20 +57,23 @@ def build_engine(
 
     The model must already be on disk: fetching is `termgen pull`'s business.
     """
-    progress = on_progress or (lambda phase, fraction: None)
+    progress = PhaseClock(on_progress or (lambda phase, fraction: None))
     local = resolve_model(config.model)
     tokenizer = None
     if not config.skip_tokenizer_init:
-        progress("loading tokenizer", 0.0)
+        progress(LOADING_TOKENIZER, 0.0)
         source = resolve_model(config.tokenizer) if config.tokenizer else local
         tokenizer = load_tokenizer(source.path)
     executor = LocalExecutor(config, local.path)
     info = executor.start(progress)
     try:
-        return _assemble(config, local, tokenizer, executor, info, on_delivery)
+        parts = _assemble(config, local, tokenizer, executor, info, on_delivery)
     except BaseException:
         executor.shutdown()
         raise
+    model = replace(parts.model, startup=progress.stop())
+    logger.info("%s", describe_startup(model.startup))
+    return replace(parts, model=model)
 
 
 def _assemble(

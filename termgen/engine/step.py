@@ -9,6 +9,7 @@ dropped. That rule settles most of what can go wrong when steps run ahead.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +117,16 @@ class StepResult:
     num_padded_tokens: int = 0
     graph_reason: str = ""
     """Why nothing was replayed, or only pieces where a whole step might have been."""
+    num_late_compiles: int = 0
+    """Kernels compiled since the engine was ready, which should be none: each is a stall."""
+
+
+class GraphStatus(NamedTuple):
+    """How far the recording of CUDA graphs is."""
+
+    num_recorded: int
+    num_graphs: int
+    """Those recorded and those that wait for an idle moment."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from termgen.client import RequestTimings, TokenDelta
 from termgen.engine.events import EngineEvent, EngineSnapshot, StepRecord
 from termgen.engine.memory_ledger import MemoryLedger
+from termgen.engine.startup_phases import StartupPhase
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -47,6 +48,7 @@ class _SinceStart:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     num_preemptions: int = 0
+    num_late_compiles: int = 0
     num_dropped: int = 0
 
 
@@ -71,6 +73,11 @@ class _SinceStartCollector(Collector):
                 counts.prefix_hit_tokens,
             ),
             ("num_preemptions", "Requests preempted", counts.num_preemptions),
+            (
+                "late_compiles",
+                "Kernels compiled while requests ran; anything but 0 is a fault",
+                counts.num_late_compiles,
+            ),
             (
                 "event_stream_dropped",
                 "Engine events that came too fast to be counted here",
@@ -101,6 +108,18 @@ class ServerMetrics:
             "termgen_memory_bytes",
             "The device's memory when the engine was ready, by what it is taken by",
             ["model", "kind"],
+            registry=self._registry,
+        )
+        self._graphs = Gauge(
+            "termgen_cuda_graphs",
+            "CUDA graphs recorded, and those still to be recorded in idle moments",
+            ["model", "state"],
+            registry=self._registry,
+        )
+        self._startup = Gauge(
+            "termgen_startup_seconds",
+            "What starting the engine took, by phase",
+            ["model", "phase"],
             registry=self._registry,
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests begun")
@@ -202,6 +221,7 @@ class ServerMetrics:
             self.step_tokens.inc(event.num_decode_rows + event.num_prefill_tokens)
             self.padded_tokens.inc(event.num_padded_tokens)
         if newest is not None:
+            self._since_start.num_late_compiles = newest.num_late_compiles
             self._on_state(newest)
 
     def on_memory(self, ledger: MemoryLedger) -> None:
@@ -209,8 +229,15 @@ class ServerMetrics:
         for kind, nbytes in ledger.parts().items():
             self._memory.labels(self._model, kind).set(nbytes)
 
+    def on_startup(self, phases: Iterable[StartupPhase]) -> None:
+        for phase in phases:
+            self._startup.labels(self._model, phase.name).set(phase.seconds)
+
     def on_snapshot(self, snapshot: EngineSnapshot) -> None:
         self._on_state(snapshot)
+        recorded = snapshot.num_graphs_recorded
+        self._graphs.labels(self._model, "recorded").set(recorded)
+        self._graphs.labels(self._model, "waiting").set(snapshot.num_graphs - recorded)
 
     def _on_state(self, state: StepRecord | EngineSnapshot) -> None:
         self.num_running.set(state.num_running)

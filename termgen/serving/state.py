@@ -42,6 +42,7 @@ class ServerState:
         self.metrics = ServerMetrics(self.names_for(engine)[0])
         if engine.model.memory is not None:
             self.metrics.on_memory(engine.model.memory)
+        self.metrics.on_startup(engine.model.startup)
         self._ring = engine.events(EVENT_RING_CAPACITY)
         self.engine = engine
 

@@ -115,3 +115,20 @@ def test_every_step_in_flight_is_waited_for_once_also_behind_a_failure(depth: in
     submit(core, "b")
     run(core)
     assert executor.waited == list(range(len(executor.plans)))
+
+
+def test_work_that_can_wait_is_done_only_without_other_work() -> None:
+    executor = FakeExecutor(next_token)
+    executor.num_idle_jobs = 2
+    core = make_core(executor, [], depth=2)
+    submit(core, "a")
+    while core.has_work:
+        assert not core.use_idle_time()
+        core.step()
+    assert (core.snapshot().num_graphs_recorded, core.snapshot().num_graphs) == (0, 2)
+    assert core.use_idle_time()
+    submit(core, "b")
+    assert not core.use_idle_time(), "a request waits"
+    run(core)
+    assert core.use_idle_time() and not core.use_idle_time()
+    assert core.snapshot().num_graphs == 0

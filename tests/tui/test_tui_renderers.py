@@ -152,6 +152,15 @@ def test_batch_says_why_a_step_replayed_no_graph() -> None:
     assert "no full graph: log-probabilities" in told
 
 
+def test_batch_shows_late_compilations_as_a_fault() -> None:
+    records = steps(30)
+    told = batch_panel(records, Frame(100, 7, False), COLOUR_GLYPHS)[-1]
+    assert "compiled" not in row_text(told)
+    records[-1] = records[-1]._replace(num_late_compiles=2)
+    told = batch_panel(records, Frame(100, 7, False), COLOUR_GLYPHS)[-1]
+    assert ("  compiled while serving: 2", "bad") in told
+
+
 def test_column_cells_share_the_height() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")

@@ -3,9 +3,10 @@
 Nothing outside this package imports triton, and whoever uses a kernel imports its module where the
 path is chosen, after `why_unusable`, so that a machine without triton loads everything else.
 
-A launcher waits for nothing and takes its lengths from device memory. Counts that change from step
-to step never choose a compiled variant (`do_not_specialize`): what a launcher can compile is
-settled by the model, so running each launcher once per model compiles everything.
+A launcher waits for nothing and takes its lengths from device memory. Of the counts that change
+from step to step, none reaches the compiler as a value (`do_not_specialize`); one may choose among
+constants by its next power of two, or by a limit that is a power of two and at most 1024. So
+`runner.warm_up` can run one step of each class and have compiled everything.
 """
 
 from __future__ import annotations

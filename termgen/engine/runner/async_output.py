@@ -47,6 +47,8 @@ class AsyncOutput:
         dispatch: Dispatch,
         started_ns: int,
         copy_stream: torch.cuda.Stream | None,
+        *,
+        num_late_compiles: int = 0,
     ) -> None:
         self._step_id = plan.step_id
         self._num_rows = plan.num_rows
@@ -54,6 +56,7 @@ class AsyncOutput:
         self._dispatch = dispatch
         self._tensors = tensors
         self._started_ns = started_ns
+        self._num_late_compiles = num_late_compiles
         self._event: torch.cuda.Event | None = None
         if copy_stream is None:
             self._host = tensors.all()
@@ -82,4 +85,5 @@ class AsyncOutput:
             graph_mode=self._dispatch.mode.value,
             graph_reason=self._dispatch.reason,
             num_padded_tokens=self._dispatch.num_padded(self._num_tokens),
+            num_late_compiles=self._num_late_compiles,
         )

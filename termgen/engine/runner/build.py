@@ -25,6 +25,15 @@ from termgen.engine.runner.memory import MemoryAccount, weight_bytes
 from termgen.engine.runner.memory_meter import MemoryMeter, make_meter
 from termgen.engine.runner.model_runner import ModelRunner
 from termgen.engine.runner.recording import expect_recordings, log_implementation, record_steps
+from termgen.engine.runner.warm_up import warm_up
+from termgen.engine.startup_phases import (
+    COMPILING_KERNELS,
+    LOADING_WEIGHTS,
+    READING_CONFIG,
+    READY,
+    RECORDING_GRAPHS,
+    SIZING_CACHE,
+)
 from termgen.engine.step import DeviceInfo
 
 logger = logging.getLogger(__name__)
@@ -44,6 +53,7 @@ def build_runner(
 ) -> tuple[ModelRunner, DeviceInfo]:
     """Load the model at `path` and size everything around it. Raises ConfigError or ModelError."""
     started = time.perf_counter()
+    on_progress(READING_CONFIG, 0.0)
     device = resolve.resolve_device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(resolve.resolve_threads(config.threads))
@@ -59,7 +69,7 @@ def build_runner(
     assert shape.block_size is not None
     if passed_over and device.type == "cuda":  # on a CPU nothing else is expected
         logger.warning("%s; using %s", passed_over, attention.name)
-    on_progress("loading weights", 0.0)
+    on_progress(LOADING_WEIGHTS, 0.0)
     with memory.loading_weights(str(dtype).removeprefix("torch.")):
         model = load_model(
             config,
@@ -67,7 +77,7 @@ def build_runner(
             model_config,
             attention,
             shape,
-            lambda done: on_progress("loading weights", done),
+            lambda done: on_progress(LOADING_WEIGHTS, done),
         )
     memory.weights = weight_bytes(model)
     with memory.making("workspace"):
@@ -85,10 +95,10 @@ def build_runner(
             num_eos_ids=MAX_EOS_IDS,
             debug=config.debug,
         )
-    on_progress("warming up", 0.0)
     info = _size_and_warm_up(config, runner, limits, memory, on_progress)
     logger.info("%s", info.memory)
-    on_progress("ready", 1.0)
+    runner.be_ready()
+    on_progress(READY, 1.0)
     return runner, replace(info, load_seconds=time.perf_counter() - started)
 
 
@@ -129,8 +139,11 @@ def _size_and_warm_up(
         model=runner.model,
     )
     runner.init_kv_cache(2)
+    if runner.uses_kernels:
+        on_progress(COMPILING_KERNELS, 0.0)
+        warm_up(runner, dispatcher, lambda done: on_progress(COMPILING_KERNELS, done))
+    on_progress(SIZING_CACHE, 0.0)
     memory.measure_activations(runner.run_largest_steps)
-    on_progress("warming up", 0.5)
     recorder = None
     if not dispatcher.is_empty:
         recorder = CudaRecorder(runner.device)
@@ -158,7 +171,11 @@ def _size_and_warm_up(
     else:
         with memory.recording_graphs():
             runner.graphs = record_steps(
-                runner, dispatcher, recorder, lambda done: on_progress("recording graphs", done)
+                runner,
+                dispatcher,
+                recorder,
+                lambda done: on_progress(RECORDING_GRAPHS, done),
+                in_background=config.capture_in_background,
             )
         runner.run_largest_steps()  # the first real steps find their memory in place again
     log_implementation(runner)

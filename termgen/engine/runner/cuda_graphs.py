@@ -8,27 +8,42 @@ rows are those of the step before uploads nothing at all.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 import torch
 
 from termgen.engine.runner.address_check import AddressCheck
+from termgen.engine.runner.capture_order import next_larger, split_by_use
 from termgen.engine.runner.dispatch import (
     BatchDescriptor,
     CudaGraphDispatcher,
     Dispatch,
+    GraphMode,
     SamplingNeeds,
 )
 from termgen.engine.runner.input_batch import InputBatch
 from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs, Recorder
 from termgen.engine.runner.row_header import RowHeader
 from termgen.engine.runner.token_ring import TokenRing
-from termgen.engine.step import StepPlan
+from termgen.engine.step import GraphStatus, StepPlan
+
+logger = logging.getLogger(__name__)
 
 DeviceStep = Callable[[torch.Tensor, torch.Tensor, BatchDescriptor, TokenRing], object]
 """(slots [B], num_tokens [B], descriptor, ring for the tokens); see ModelRunner.step_on_device."""
+
+Recording = BatchDescriptor | int
+"""What tells recordings apart: of a whole step its descriptor, of pieces their token count."""
+
+RING_SIZE = 16
+"""Steps whose tokens are kept: more than ever are in flight."""
+
+MOST_PADDING = 2
+"""How many times as many tokens a recording may have that stands in for a missing one."""
 
 
 class RecordingError(Exception):
@@ -38,10 +53,6 @@ class RecordingError(Exception):
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-RING_SIZE = 16
-"""Steps whose tokens are kept: more than ever are in flight."""
 
 
 class CudaRecorder:
@@ -110,42 +121,99 @@ class FullGraphs:
         self._device_step = step
         self._check = address_check
         self._replays: dict[BatchDescriptor, Callable[[], None]] = {}
+        self._waiting: deque[Recording] = deque()
+        """To be recorded in idle moments."""
+        self._recorder: Recorder | None = None
         self._next_ring_row = 0
 
+    @property
+    def status(self) -> GraphStatus:
+        num_recorded = len(self._replays) + len(self.pieces.recorded)
+        return GraphStatus(num_recorded, num_recorded + len(self._waiting))
+
     def dispatch(self, plan: StepPlan, needs: SamplingNeeds) -> Dispatch:
-        return self.dispatcher.dispatch(
+        found = self.dispatcher.dispatch(
             num_rows=plan.num_rows, num_tokens=plan.total_tokens, sampling=needs.variant
         )
+        if found.mode is GraphMode.NONE or self._has(found):
+            return found
+        other = self._stand_in(found)
+        if other is None:
+            why = "not recorded yet" if self._waiting else "not recorded for lack of memory"
+            return Dispatch(GraphMode.NONE, reason=why)
+        return other
+
+    def _has(self, found: Dispatch) -> bool:
+        if found.descriptor is not None:
+            return found.descriptor in self._replays
+        return found.padded_tokens in self.pieces.recorded
+
+    def _stand_in(self, found: Dispatch) -> Dispatch | None:
+        """A larger recording in place of one that is not made yet."""
+        if found.descriptor is not None:
+            other = next_larger(found.descriptor, tuple(self._replays), most_padding=MOST_PADDING)
+            return None if other is None else Dispatch(GraphMode.FULL, other, other.num_tokens)
+        assert found.padded_tokens is not None
+        least, most = found.padded_tokens, MOST_PADDING * found.padded_tokens
+        size = min((n for n in self.pieces.recorded if least <= n <= most), default=None)
+        if size is None:
+            return None
+        return Dispatch(GraphMode.PIECEWISE, padded_tokens=size, reason=found.reason)
+
+    def record_all(self, recorder: Recorder, on_progress: Callable[[float], None]) -> None:
+        """Make every recording, of each kind the largest first. No step may be in flight."""
+        self._record([*self.pieces.sizes, *self.dispatcher.descriptors()], recorder, on_progress)
+
+    def record_useful(self, recorder: Recorder, on_progress: Callable[[float], None]) -> None:
+        """Make the recordings that most steps need; `record_next` makes the others."""
+        first, later = split_by_use(self.dispatcher.descriptors())
+        sizes = self.pieces.sizes
+        self._record([*sizes[:1], *first], recorder, on_progress)
+        self._waiting, self._recorder = deque([*later, *reversed(sizes[1:])]), recorder
+
+    def record_next(self) -> bool:
+        """Make one of the recordings that wait; False when none does. No step may be in flight."""
+        if not self._waiting:
+            return False
+        assert self._recorder is not None
+        try:
+            self._record([self._waiting[0]], self._recorder, lambda done: None)
+        except torch.OutOfMemoryError:
+            logger.warning("no memory for more CUDA graphs; %d are not made", len(self._waiting))
+            self._waiting.clear()
+        else:
+            self._waiting.popleft()
+        return True
 
     @torch.inference_mode()
-    def record_all(self, recorder: Recorder, on_progress: Callable[[float], None]) -> None:
-        """Make every recording, of each kind the largest first. All rows are padding meanwhile."""
-        work = [partial(self._record_pieces, recorder, size) for size in self.pieces.sizes]
-        work += [partial(self._record, recorder, d) for d in self.dispatcher.descriptors()]
+    def _record(
+        self,
+        recordings: Sequence[Recording],
+        recorder: Recorder,
+        on_progress: Callable[[float], None],
+    ) -> None:
+        self.header.clear()  # while recording, all rows are padding
         collects_garbage = gc.isenabled()
         gc.disable()  # freeing a tensor of another stream is not allowed while recording
         try:
-            for i, record in enumerate(work):
-                on_progress(i / len(work))
-                record()
+            for i, recording in enumerate(recordings):
+                on_progress(i / len(recordings))
+                if isinstance(recording, int):
+                    self.pieces.record(recording, recorder)
+                else:
+                    self._replays[recording] = recorder(partial(self.run_padding, recording))
+                if self._check is not None:
+                    self._check.note(recording)
         finally:
             if collects_garbage:
                 gc.enable()
-        # Recording ran the operations, or only seemed to: start the ring anew in either case.
-        self._ring.restart()
-        self._next_ring_row = 0
+            # Recording ran the operations, or only seemed to: start the ring anew in either case.
+            self._ring.restart()
+            self._next_ring_row = 0
 
-    def _record(self, recorder: Recorder, descriptor: BatchDescriptor) -> None:
-        self._replays[descriptor] = recorder(partial(self._step, descriptor))
-        if self._check is not None:
-            self._check.note(descriptor)
-
-    def _record_pieces(self, recorder: Recorder, size: int) -> None:
-        self.pieces.record(size, recorder)
-        if self._check is not None:
-            self._check.note(size)
-
-    def _step(self, descriptor: BatchDescriptor) -> None:
+    def run_padding(self, descriptor: BatchDescriptor) -> None:
+        """The operations of a recording. Their rows are those of the last upload, at first padding:
+        run like this, a step computes for nobody."""
         slots, num_tokens = self.header.rows(descriptor.num_rows)
         self._device_step(slots, num_tokens, descriptor, self._ring)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,7 @@ from termgen.engine.sampling.sampler import Sampler
 from termgen.engine.step import StepPlan
 
 if TYPE_CHECKING:
+    from termgen.engine.kernels.compilation import CompileCounter
     from termgen.engine.sampling.fused import FusedSampler
 
 
@@ -97,6 +99,7 @@ class ModelRunner:
             device=device,
         )
         self._copy_stream = make_copy_stream(device)
+        self._late_compiles: CompileCounter | None = None
         self.graphs = self.make_graphs(
             CudaGraphDispatcher((), disabled_reason="no graphs recorded")
         )
@@ -108,6 +111,27 @@ class ModelRunner:
         self.fused_sampler = FusedSampler(
             max_rows=max_num_seqs, vocab_size=self.config.vocab_size, device=self.device
         )
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether steps run kernels that have to be compiled."""
+        return self.fused_sampler is not None
+
+    def be_ready(self) -> None:
+        """From now on no step should compile anything: those that do are counted."""
+        if self.uses_kernels:
+            from termgen.engine.kernels.compilation import CompileCounter
+
+            self._late_compiles = CompileCounter()
+
+    @property
+    def num_late_compiles(self) -> int:
+        """Kernels compiled since `be_ready`."""
+        return self._late_compiles.count if self._late_compiles is not None else 0
+
+    def watch_compiles(self) -> AbstractContextManager[object]:
+        """Around whatever runs once the engine is ready."""
+        return self._late_compiles if self._late_compiles is not None else nullcontext()
 
     def bytes_per_block(self) -> int:
         """KV bytes of one block over all layers."""
@@ -180,21 +204,34 @@ class ModelRunner:
         yield from tensors_of("header", header)
         yield from tensors_of("pieces", pieces)
 
+    def record_next(self) -> bool:
+        """Record one graph that was left for idle moments; False when none is left."""
+        with self.watch_compiles():
+            return self.graphs.record_next()
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> AsyncOutput:
         """Launch one step. On CUDA it returns before the device is done."""
         started_ns = time.perf_counter_ns()
-        self.state.update(plan)
-        needs = SamplingNeeds.of(plan)
-        dispatch = self.graphs.dispatch(plan, needs)
-        if dispatch.descriptor is not None:
-            tensors = StepTensors(self.graphs.replay(dispatch.descriptor, plan), None)
-        elif dispatch.padded_tokens is not None:
-            batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
-            tensors = self._sample(batch, self.model.compute_logits(hidden), needs)
-        else:
-            tensors = self._compute(self.buffers.prepare(plan, self.state), needs)
-        return AsyncOutput(plan, tensors, dispatch, started_ns, self._copy_stream)
+        with self.watch_compiles():
+            self.state.update(plan)
+            needs = SamplingNeeds.of(plan)
+            dispatch = self.graphs.dispatch(plan, needs)
+            if dispatch.descriptor is not None:
+                tensors = StepTensors(self.graphs.replay(dispatch.descriptor, plan), None)
+            elif dispatch.padded_tokens is not None:
+                batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
+                tensors = self._sample(batch, self.model.compute_logits(hidden), needs)
+            else:
+                tensors = self._compute(self.buffers.prepare(plan, self.state), needs)
+        return AsyncOutput(
+            plan,
+            tensors,
+            dispatch,
+            started_ns,
+            self._copy_stream,
+            num_late_compiles=self.num_late_compiles,
+        )
 
     def step_on_device(
         self,

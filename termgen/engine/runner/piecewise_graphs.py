@@ -74,6 +74,11 @@ class PiecewiseGraphs:
         self.hidden = torch.zeros(shape, dtype=dtype, device=state.device)
         """[B, hidden]: the normed hidden state of each row's last token."""
 
+    @property
+    def recorded(self) -> tuple[int, ...]:
+        """The sizes recorded so far."""
+        return tuple(self._replays)
+
     def max_rows(self, size: int) -> int:
         """The rows of the recordings of a size: as many as can be."""
         return min(size, self._max_num_seqs)

@@ -50,11 +50,17 @@ def record_steps(
     dispatcher: CudaGraphDispatcher,
     recorder: Recorder,
     on_progress: Callable[[float], None],
+    *,
+    in_background: bool = False,
 ) -> FullGraphs:
-    """Recordings of the runner's steps; none, as above, of code that cannot be recorded."""
+    """Recordings of the runner's steps; none, as above, of code that cannot be recorded.
+
+    in_background: only the most useful now, the others in idle moments.
+    """
     graphs = runner.make_graphs(dispatcher)
+    record = graphs.record_useful if in_background else graphs.record_all
     try:
-        graphs.record_all(recorder, on_progress)
+        record(recorder, on_progress)
     except RecordingError as error:
         return runner.make_graphs(_without_recordings(runner, error))
     return graphs

@@ -147,7 +147,8 @@ class RequestState:
         """Take in a step's samples and count its tokens as computed.
 
         Returns the tokens, and pushes them to the ring: -1 for a row whose sample does not count,
-        because it has not computed its newest token yet or was finished before.
+        because it has not computed its newest token yet or was finished before. Steps with a ring
+        hold no row with penalties, so nothing is counted for them.
         """
         if self.fused:
             return self._append_fused(slots, num_tokens, sampled, ring)
@@ -163,7 +164,7 @@ class RequestState:
         self.finished[slots] |= takes & stopped
         self.total_len[slots] = total
         self.num_computed[slots] = computed
-        if self.output_counts is not None:
+        if self.output_counts is not None and ring is None:
             self.output_counts.index_put_((slots, sampled), takes.to(torch.int32), accumulate=True)
         tokens = torch.where(takes, sampled, -1).to(torch.int32)
         if ring is not None:
@@ -190,6 +191,6 @@ class RequestState:
             limit=self.limit,
             finished=self.finished,
             stop_ids=self.stop_ids,
-            output_counts=self.output_counts,
+            output_counts=self.output_counts if ring is None else None,
             ring=ring,
         )

@@ -30,6 +30,12 @@ class RowHeader:
         """slots [size] and num_tokens [size], int64, as they are at any time."""
         return self.tensor[0, :size], self.tensor[1, :size]
 
+    def clear(self) -> None:
+        """Make all rows padding."""
+        self.tensor[0].fill_(self._pad_row)
+        self.tensor[1].zero_()
+        self._size_on_device = 0
+
     def upload(self, plan: StepPlan, size: int) -> None:
         """Make the first `size` rows those of a plan and padding after them."""
         old_slots, old_tokens = self._rows_on_device

@@ -1,0 +1,121 @@
+"""When Triton compiles: all variants ahead of time, in parallel, and counted when one comes late.
+
+Used by the runner while it starts (`collect_missing`, `compile_all`) and around each step later
+(`CompileCounter`). Triton tells of compilations by global hooks; each is set for the length of a
+`with` block and then put back, so that nothing of one engine stays behind for another.
+
+To Triton, a kernel that lies in its cache on disk is compiled too, only faster: whoever waits for
+it waits all the same, so it counts like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+logger = logging.getLogger(__name__)
+
+MAX_THREADS = 16
+"""More do not help: a third of the work holds the interpreter lock."""
+
+Missing = dict[tuple[str, str], tuple[Any, str]]
+"""(kernel, specialisation) -> what Triton needs to compile it without its arguments."""
+
+
+@contextmanager
+def collect_missing() -> Iterator[Missing]:
+    """Within the block this thread launches nothing; what it would have to compile is written down.
+
+    None is launched, compiled or not, because one may run for ever on what another left unwritten.
+    Outputs keep their old values.
+    """
+    missing: Missing = {}
+    thread = threading.get_ident()
+
+    def note(*, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        if threading.get_ident() != thread:
+            return False
+        missing[f"{fn.module}.{fn.name}", key] = (fn.jit_function, compile["specialization_data"])
+        return True  # makes Triton leave it at that
+
+    run = JITFunction.run
+
+    def prepare(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        is_ours = threading.get_ident() == thread
+        return run(self, *args, grid=grid, warmup=warmup or is_ours, **options)
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = note
+    JITFunction.run = prepare
+    try:
+        yield missing
+    finally:
+        JITFunction.run = run
+        knobs.runtime.jit_cache_hook = before
+
+
+def compile_all(
+    missing: Missing, device: torch.device, on_progress: Callable[[float], None]
+) -> None:
+    """Compile what was collected, several at once: passes and assembler run without the lock."""
+    if not missing:
+        return
+
+    def begin() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # Triton compiles for the thread's own device
+
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_threads = min(MAX_THREADS, cpus, len(missing))
+    with ThreadPoolExecutor(num_threads, "termgen-compile", initializer=begin) as pool:
+        jobs = [pool.submit(kernel.preload, data) for kernel, data in missing.values()]
+        try:
+            for done, job in enumerate(as_completed(jobs)):
+                job.result()
+                on_progress((done + 1) / len(jobs))
+        except BaseException:  # start-up was stopped: do not compile the rest first
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+class CompileCounter:
+    """Counts the compilations within its `with` blocks; enter it around work that needs none.
+
+    Only those of the thread that entered: another engine may be starting beside this one.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: Any = None
+        self._thread: int | None = None
+
+    def __enter__(self) -> CompileCounter:
+        self._thread = threading.get_ident()
+        self._before = knobs.runtime.jit_post_compile_hook
+        knobs.runtime.jit_post_compile_hook = self._on_compile
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        knobs.runtime.jit_post_compile_hook = self._before
+        self._before = self._thread = None
+
+    def _on_compile(self, *, repr: str, **event: Any) -> object:
+        if self._thread == threading.get_ident():
+            self.count += 1
+            logger.warning("a kernel was compiled while requests ran, which held them up: %s", repr)
+        return self._before(repr=repr, **event) if self._before is not None else None

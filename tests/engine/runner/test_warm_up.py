@@ -1,0 +1,136 @@
+"""Warm-up reaches every kernel variant that serving does, seen without a GPU.
+
+`variants_without_gpu` runs in a process of its own: the interpreter, in which the other tests run
+kernels, has no variants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton_device
+from mixed_load import run_mixed_load
+
+triton_device.require_triton()
+
+from termgen.config import EngineConfig  # noqa: E402
+from termgen.engine.engine import SyncEngine  # noqa: E402
+from termgen.engine.runner.dispatch import CudaGraphDispatcher  # noqa: E402
+from termgen.engine.runner.warm_up import (  # noqa: E402
+    run_steps,
+    size_classes,
+    warm_up_steps,
+)
+
+PROGRAM = Path(__file__).with_name("variants_without_gpu.py")
+
+
+def reach(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), json.dumps(cases)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def test_serving_reaches_no_variant_that_warm_up_did_not(
+    tiny_model_dir: Callable[[str], Path],
+) -> None:
+    seed = 11
+    print("seed", seed)
+    settings = {"max_num_batched_tokens": 1100, "max_model_len": 512, "skip_tokenizer_init": True}
+    common = {"seed": seed, "graphs": True}
+    cases = [
+        {  # odd sizes: nothing that is cut from a buffer by rows stays aligned
+            **common,
+            "folder": str(tiny_model_dir("llama", vocab_size=5001)),
+            "settings": {**settings, "max_num_seqs": 19},
+            "batches": list(range(1, 20)),
+            "num_blocks": 45,
+        },
+        {
+            **common,
+            "folder": str(tiny_model_dir("mistral")),
+            "settings": {**settings, "max_num_seqs": 6},
+            "batches": list(range(1, 7)),
+            "num_blocks": 120,
+            "graphs": False,
+        },
+        {  # more rows than the plans of attention are compiled for at least
+            **common,
+            "folder": str(tiny_model_dir("qwen3")),
+            "settings": {**settings, "max_num_seqs": 301},
+            "batches": [3, 257, 301],
+            "num_blocks": 330,
+        },
+    ]
+    results = reach(cases)
+    assert any(found["num_preemptions"] for found in results)
+    for case, found in zip(cases, results, strict=True):
+        assert not found["late"], (case, found["late"])
+        assert found["modes"] == (["FULL", "NONE"] if case["graphs"] else ["NONE"])
+        assert len(found["kernels"]) == 14, found["kernels"]
+        assert found["largest_step"] >= 1024 or case is cases[0]
+        assert found["prefix_hit_tokens"]
+
+
+def test_warm_up_leaves_no_trace(tiny_model_dir: Callable[[str], Path]) -> None:
+    """Its steps run for real, with the kernels interpreted where there is no GPU."""
+
+    def make_engine() -> tuple[SyncEngine, Any]:
+        engine = SyncEngine(
+            EngineConfig(
+                model=str(tiny_model_dir("llama")),
+                device="cpu",
+                threads=1,
+                max_num_seqs=3,
+                max_num_batched_tokens=24,
+                num_gpu_blocks_override=30,
+                max_model_len=20,  # less than a step may hold: its tokens are spread over rows
+                skip_tokenizer_init=True,
+            )
+        )
+        return engine, engine.core.executor._runner  # type: ignore[attr-defined]
+
+    def generate(engine: SyncEngine) -> dict[str, list[int]]:
+        outputs, _ = run_mixed_load(engine, 5, num_requests=6, longest_prompt=9, most_tokens=6)
+        return outputs
+
+    expected = generate(make_engine()[0])
+    engine, runner = make_engine()
+    if triton_device.IS_INTERPRETED:
+        runner.use_fused_sampler(3)
+        runner.state.fused = runner.buffers.fused = True
+    before = {name: t.clone() for name, t in state_tensors(runner).items()}
+    dispatcher = CudaGraphDispatcher((1, 2, 3), mixed=(16,), max_num_seqs=3)
+    num_steps = 0
+    for step in warm_up_steps(runner, dispatcher):
+        run_steps(runner, [step])
+        num_steps += 1
+    assert num_steps > 15
+    for name, tensor in state_tensors(runner).items():
+        assert torch.equal(tensor, before[name]), name
+    assert runner.state.output_counts is None
+    assert generate(engine) == expected
+
+
+def state_tensors(runner: Any) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in vars(runner.state).items() if isinstance(v, torch.Tensor)}
+
+
+def test_size_classes_are_the_powers_of_two_and_the_limit() -> None:
+    assert size_classes(1) == [1]
+    assert size_classes(19) == [1, 2, 4, 8, 16, 19]
+    assert size_classes(64) == [1, 2, 4, 8, 16, 32, 64]

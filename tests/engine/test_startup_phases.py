@@ -1,0 +1,55 @@
+"""Phases of start-up, from the reports that name them."""
+
+from __future__ import annotations
+
+from termgen.engine.startup_phases import (
+    COMPILING_KERNELS,
+    LOADING_TOKENIZER,
+    LOADING_WEIGHTS,
+    READY,
+    RECORDING_GRAPHS,
+    PhaseClock,
+    StartupPhase,
+    describe_startup,
+)
+
+
+def test_a_phase_lasts_until_the_next_one_is_named() -> None:
+    now = 10.0
+    seen: list[tuple[str, float]] = []
+    clock = PhaseClock(lambda phase, fraction: seen.append((phase, fraction)), lambda: now)
+    for seconds, phase, fraction in (
+        (0.25, LOADING_TOKENIZER, 0.0),
+        (1.0, LOADING_WEIGHTS, 0.0),
+        (0.5, LOADING_WEIGHTS, 0.7),
+        (3.0, COMPILING_KERNELS, 0.0),
+        (1.0, RECORDING_GRAPHS, 0.0),
+        (0.5, LOADING_WEIGHTS, 1.0),
+        (9.0, READY, 1.0),
+    ):
+        clock(phase, fraction)
+        now += seconds
+    phases = clock.stop()
+    assert phases == (
+        StartupPhase("tokenizer", 0.25),
+        StartupPhase("weights", 2.0),
+        StartupPhase("kernels", 3.0),
+        StartupPhase("graphs", 1.0),
+    )
+    assert seen[2] == (LOADING_WEIGHTS, 0.7) and len(seen) == 7
+    assert clock.stop() == phases
+
+
+def test_small_phases_are_added_up() -> None:
+    phases = [
+        StartupPhase("config", 0.1),
+        StartupPhase("weights", 1.2),
+        StartupPhase("kernels", 3.0),
+        StartupPhase("KV cache", 0.2),
+        StartupPhase("graphs", 1.4),
+    ]
+    assert describe_startup(phases) == (
+        "ready in 5.9 s: weights 1.2, kernels 3.0, graphs 1.4, other 0.3"
+    )
+    assert describe_startup(phases[1:2]) == "ready in 1.2 s: weights 1.2"
+    assert describe_startup(()) == "ready in 0.0 s"
