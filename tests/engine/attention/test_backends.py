@@ -115,13 +115,19 @@ def test_half_types(dtype: torch.dtype, where: Where) -> None:
 
 
 FP8 = torch.float8_e4m3fn
+READS_FP8 = [name for name in BACKENDS if name not in EXTRAS]
+with_fp8 = pytest.mark.parametrize(
+    "where", [*on(CPU, *READS_FP8), *on(CUDA, *READS_FP8)], indirect=True
+)
 
 
+@with_fp8
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_fp8_cache(dtype: torch.dtype, head_dim: int, where: Where) -> None:
-    if dtype is torch.bfloat16 and where[1].type == "cpu" and where[0].name == "triton":
-        pytest.skip("the interpreter rounds no bfloat16")
+    assert FP8 in where.backend.capabilities.kv_cache_dtypes
+    if dtype not in where.dtypes:
+        pytest.skip(f"{where.backend.name} is not asked for {dtype} on {where.device}")
     rows = [(15, 1), (16, 1), (17, 1), (300, 1), (0, 9), (16, 5), (3, 70)]
     sizes = {"num_heads": 6, "head_dim": head_dim, "block_size": 16}
     case = make_case(where, rows, dtype=dtype, kv_cache_dtype=FP8, **sizes)
@@ -130,6 +136,7 @@ def test_an_fp8_cache(dtype: torch.dtype, head_dim: int, where: Where) -> None:
     case.check(sliding_window=5)
 
 
+@with_fp8
 def test_an_fp8_cache_is_near_an_exact_one(where: Where) -> None:
     """Three bits of mantissa: an error of 1/16 at most in each number, 3% or so in the mean."""
     rows = [(15, 1), (300, 1), (0, 9), (3, 70)]

@@ -27,6 +27,7 @@ EXTRA = [("flashinfer", "flashinfer"), ("flash_attn", "flash-attn")]
 def cuda_shape(**changes: object) -> AttentionShape:
     """A shape both packages run, on a device that need not be there."""
     usual = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "block_size": 256}
+    usual["kv_cache_dtype"] = torch.bfloat16
     return dataclasses.replace(AttentionCase([(0, 1)]).shape, **{**usual, **changes})
 
 
@@ -92,7 +93,8 @@ def test_installed_packages_are_no_default(monkeypatch: pytest.MonkeyPatch) -> N
     with_capability(monkeypatch, 9, 0)
     without(monkeypatch, "triton")
     monkeypatch.setattr(
-        "termgen.engine.attention.registry.why_unusable", lambda device: "no kernels here"
+        "termgen.engine.attention.registry.why_unusable",
+        lambda device, dtype: "no kernels here",
     )
     assert make_backend(None, cuda_shape())[0].name == "torch_reference"
 

@@ -154,7 +154,7 @@ def test_samples_are_taken_in_as_by_torch(
     rng = random.Random(seed)
     fused = make_state(rng, 16, device=device)
     if with_counts:
-        fused._make_penalty_tables()
+        fused.make_penalty_tables()
     fused.fused = True
     plain = copy.deepcopy(fused)
     plain.fused = False

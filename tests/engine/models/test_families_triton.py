@@ -81,6 +81,7 @@ def _attention(
             max_num_seqs=4,
             max_num_tokens=128,
             dtype=dtype,
+            kv_cache_dtype=dtype,
             device=device,
         )
     )

@@ -84,6 +84,7 @@ def load_on_kernels(folder: Path, dtype: torch.dtype, device: torch.device) -> C
         max_num_seqs=4,
         max_num_tokens=256,
         dtype=dtype,
+        kv_cache_dtype=dtype,
         device=device,
     )
     attention = TritonPagedAttention(shape)

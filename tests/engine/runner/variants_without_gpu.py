@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +68,7 @@ def pretend_a_gpu() -> None:
     why_not = kernels.why_unusable
     for module in list(sys.modules.values()):
         if getattr(module, "why_unusable", None) is why_not:
-            module.why_unusable = lambda device: ""  # type: ignore[attr-defined]
+            module.why_unusable = lambda device, dtype=None: ""  # type: ignore[attr-defined]
 
 
 def small_gemm_choice(num_rows: int, spec: LinearSpec) -> SmallGemmConfig | None:
@@ -122,7 +123,9 @@ def make_runner(config: EngineConfig, folder: Path) -> model_runner.ModelRunner:
     device = torch.device("cpu")
     model_config = build.load_model_config(folder)
     limits = resolve.resolve_limits(config, model_config, device)
-    shape = build._attention_shape(model_config, limits, config.block_size, torch.float16, device)
+    shape = build._attention_shape(config, model_config, limits, torch.float16, device)
+    block_size = TritonPagedAttention.capabilities.preferred_block_size
+    shape = replace(shape, block_size=config.block_size or block_size)
     attention = TritonPagedAttention(shape)
     model = registry._resolve(registry.MODELS[model_config.architecture])(
         model_config,
@@ -139,11 +142,12 @@ def make_runner(config: EngineConfig, folder: Path) -> model_runner.ModelRunner:
         model_config,
         attention,
         dtype=torch.float16,
+        kv_cache_dtype=torch.float16,
         device=device,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
-        block_size=config.block_size,
+        block_size=shape.block_size,
         num_eos_ids=8,
     )
 
