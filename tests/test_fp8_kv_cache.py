@@ -93,7 +93,7 @@ def test_tokens_do_not_depend_on_batching_or_caching(
     assert plain.snapshot().prefix_hit_tokens > 100
     assert run(engine(enable_prefix_caching=False, async_scheduling=True)) == expected
     assert run(engine(max_num_batched_tokens=16)) == expected
-    small = engine(num_gpu_blocks_override=14)
+    small = engine(num_gpu_blocks_override=14, block_size=16)
     assert run(small) == expected
     assert small.snapshot().num_preemptions > 0
     assert run(engine(kv_cache_dtype="fp8_e4m3")) == expected

@@ -165,7 +165,7 @@ def test_smollm2_with_a_cache_so_small_that_requests_are_preempted(
     # The longest prompt and its answer just fit; all of them together do not.
     longest = max(map(len, smollm2_prompts)) + NUM_TOKENS
     blocks = longest // 16 + 6
-    engine = engines(smollm2_gguf, device=device, num_gpu_blocks_override=blocks)
+    engine = engines(smollm2_gguf, device=device, num_gpu_blocks_override=blocks, block_size=16)
     assert run(engine, smollm2_prompts, GREEDY) == smollm2_expected
     assert engine.snapshot().num_preemptions > 0
 
@@ -205,8 +205,13 @@ def family_case(tiny_model_dir: Callable[[str], Path]) -> FamilyCase:
     [
         {},
         {"max_num_batched_tokens": 16},
-        {"num_gpu_blocks_override": 14, "max_model_len": 128},
-        {"async_scheduling": True, "num_gpu_blocks_override": 14, "max_model_len": 128},
+        {"num_gpu_blocks_override": 14, "block_size": 16, "max_model_len": 128},
+        {
+            "async_scheduling": True,
+            "num_gpu_blocks_override": 14,
+            "block_size": 16,
+            "max_model_len": 128,
+        },
         {"enable_prefix_caching": False, "long_prefill_token_threshold": 10},
     ],
     ids=["plain", "chunked", "preempted", "async-preempted", "no-cache"],

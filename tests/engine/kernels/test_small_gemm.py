@@ -184,7 +184,7 @@ def test_overlapping_launches_give_the_same_bits() -> None:
 def test_other_row_counts_compile_nothing() -> None:
     from termgen.engine.kernels import small_gemm as module
 
-    kernels = (module._mma_kernel, module._gemv_kernel)
+    kernels = (module._mma_kernel, module.gemv_kernel, module.held_kernel)
 
     def compiled() -> int:
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
@@ -194,7 +194,7 @@ def test_other_row_counts_compile_nothing() -> None:
         case.x = case.x.contiguous()
         case.check(CONFIGS[name])
 
-    for name in ("mma16", "gemv4"):
+    for name in ("mma16", "gemv4", "held8"):
         run(2, name)
     before = compiled()
     for m in (1, 3, 4):

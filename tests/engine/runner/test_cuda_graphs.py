@@ -64,7 +64,7 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
     assert recorded == reference
     synchronous, _ = mixed_load(make_engine(folder, async_scheduling=False), seed)
     assert synchronous == recorded
-    small, steps = mixed_load(make_engine(folder, num_gpu_blocks_override=24), seed)
+    small, steps = mixed_load(make_engine(folder, num_gpu_blocks_override=9), seed)
     assert steps[-1].num_preemptions > 0
     assert small == recorded
 

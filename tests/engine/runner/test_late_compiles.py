@@ -151,7 +151,7 @@ def test_nothing_is_compiled_after_ready(options: dict[str, Any], tiny_model_dir
                 "max_num_seqs": 19,
                 "max_num_batched_tokens": 1100,
                 "max_model_len": 512,
-                "num_gpu_blocks_override": 90,
+                "num_gpu_blocks_override": 25,
                 "skip_tokenizer_init": True,
                 **options,
             }

@@ -76,8 +76,10 @@ def small_gemm_choice(num_rows: int, spec: LinearSpec) -> SmallGemmConfig | None
     rows = 1 << (num_rows - 1).bit_length()
     if rows <= 4:
         return SmallGemmConfig("gemv", rows, 4, 1024, 4)
-    splits = 2 if rows == 8 else 1
-    return SmallGemmConfig("mma", max(16, rows), 64, 64, 4, 3, splits)
+    if rows == 8:
+        return SmallGemmConfig("held", rows, 16, 16, 4)
+    splits = 2 if rows == 16 else 1
+    return SmallGemmConfig("mma", rows, 64, 64, 4, 3, splits)
 
 
 NUM_REQUESTS = 35
