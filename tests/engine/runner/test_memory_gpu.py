@@ -141,6 +141,6 @@ def test_what_is_short_is_named(meter: CudaMeter, model: Callable[..., Path]) ->
     eager = {"enforce_eager": True}
     assert refused(small, kv_cache_gib=total / GIB, **eager).param == "kv_cache_gib"
     long = refused(small, kv_cache_gib=0.01, max_model_len=4096, **eager)
-    assert long.param == "max_model_len" and "needs a KV cache of 64 MiB" in str(long)
+    assert long.param == "max_model_len" and "needs a KV cache of 32 MiB" in str(long)
     full = refused(small, gpu_memory_utilization=(total - free + 300 * MIB) / total, **eager)
     assert full.param == "gpu_memory_utilization" and "weights" in str(full)
