@@ -5,14 +5,19 @@ Runs once at start, on the device side. Results are returned, never written back
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from termgen.config import EngineConfig
 from termgen.engine.models.config import ModelConfig
 from termgen.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "float32": torch.float32,
@@ -32,14 +37,30 @@ class Limits:
 
 def resolve_device(name: str) -> torch.device:
     """`auto` takes a GPU when there is one. Raises ConfigError when CUDA is asked for in vain."""
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        built = f"this torch ({torch.__version__}) " + (
-            "finds no usable NVIDIA GPU or driver" if torch.version.cuda else "has no CUDA support"
-        )
-        raise ConfigError(f"device cuda: {built}; use device cpu", param="device")
-    return torch.device("cuda:0" if name == "cuda" else name)
+    if name == "cpu":
+        return torch.device("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the same is said below, in one line
+        is_available = torch.cuda.is_available()
+    if is_available:
+        return torch.device("cuda:0")
+    if name == "cuda":
+        raise ConfigError(f"device cuda: {_why_no_cuda()}; use device cpu", param="device")
+    if Path("/dev/nvidia0").exists():
+        logger.warning("there is an NVIDIA GPU, but %s; using the CPU", _why_no_cuda())
+    return torch.device("cpu")
+
+
+def _why_no_cuda() -> str:
+    """What torch says of a GPU it cannot use: a driver that is missing or too old, as a rule."""
+    torch_is = f"this torch ({torch.__version__})"
+    if torch.version.cuda is None:
+        return f"{torch_is} has no CUDA support"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        return f"{torch_is} cannot use it: {' '.join(str(error).split())[:300]}"
+    return f"{torch_is} finds no usable NVIDIA GPU"
 
 
 def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
