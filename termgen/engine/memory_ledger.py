@@ -24,7 +24,8 @@ class MemoryLedger:
     activations_bytes: int
     """The most that a step takes besides what is always held, and gives back at its end."""
     graphs_bytes: int
-    """What CUDA graphs took: their pool and what the driver keeps for them."""
+    """What CUDA graphs take: their pool and what the driver keeps for them; while some are left for
+    idle moments, what is set aside for all."""
     workspace_bytes: int
     """Buffers that are always held: request rows, inputs, plans and scratch of attention, products
     and sampling."""

@@ -138,10 +138,12 @@ def _size_and_warm_up(
         attention=runner.attention,
         model=runner.model,
     )
-    runner.init_kv_cache(2)
+    with memory.making("workspace"):
+        runner.init_kv_cache(2)
     if runner.uses_kernels:
         on_progress(COMPILING_KERNELS, 0.0)
-        warm_up(runner, dispatcher, lambda done: on_progress(COMPILING_KERNELS, done))
+        with memory.making("activations"):
+            warm_up(runner, dispatcher, lambda done: on_progress(COMPILING_KERNELS, done))
     on_progress(SIZING_CACHE, 0.0)
     memory.measure_activations(runner.run_largest_steps)
     recorder = None
@@ -179,7 +181,11 @@ def _size_and_warm_up(
             )
         runner.run_largest_steps()  # the first real steps find their memory in place again
     log_implementation(runner)
-    ledger = memory.ledger(kv_bytes=kv_bytes, kv_tokens=(num_blocks - 1) * block_size)
+    ledger = memory.ledger(
+        kv_bytes=kv_bytes,
+        kv_tokens=(num_blocks - 1) * block_size,
+        are_graphs_made=not runner.graphs.num_waiting,
+    )
     return _describe(config, runner, limits, ledger, num_blocks, max_model_len)
 
 

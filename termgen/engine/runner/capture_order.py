@@ -32,6 +32,15 @@ def split_by_use(
     return first + useful, [d for d in others if not _is_useful(d)]
 
 
+def split_pieces_by_use(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The same of recordings cut at attention. A power of two stands in for those down to its half,
+    so the small ones serve all short steps."""
+    ordered = sorted(sizes)
+    small = [n for n in ordered[:-1] if n <= USEFUL_TOKENS and n & (n - 1) == 0]
+    first = ordered[-1:] + small
+    return first, [n for n in ordered if n not in first]
+
+
 def _is_useful(descriptor: BatchDescriptor) -> bool:
     most = USEFUL_DECODES if descriptor.is_decode else USEFUL_TOKENS
     return descriptor.num_tokens <= most

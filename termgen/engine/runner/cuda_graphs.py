@@ -17,7 +17,11 @@ from functools import partial
 import torch
 
 from termgen.engine.runner.address_check import AddressCheck
-from termgen.engine.runner.capture_order import next_larger, split_by_use
+from termgen.engine.runner.capture_order import (
+    next_larger,
+    split_by_use,
+    split_pieces_by_use,
+)
 from termgen.engine.runner.dispatch import (
     BatchDescriptor,
     CudaGraphDispatcher,
@@ -26,6 +30,7 @@ from termgen.engine.runner.dispatch import (
     SamplingNeeds,
 )
 from termgen.engine.runner.input_batch import InputBatch
+from termgen.engine.runner.memory import is_out_of_memory
 from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs, Recorder
 from termgen.engine.runner.row_header import RowHeader
 from termgen.engine.runner.token_ring import TokenRing
@@ -74,17 +79,18 @@ class CudaRecorder:
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            operations()  # compiles kernels and fills caches: neither is allowed while recording
-            self._stream.synchronize()
+            try:
+                operations()  # compiles kernels and fills caches: not allowed while recording
+            finally:
+                self._stream.synchronize()  # steps may follow, whatever became of this one
             graph.capture_begin(pool=self._pool)
             try:
                 operations()
                 graph.capture_end()
-            except torch.OutOfMemoryError:
-                self._abandon(graph)
-                raise
             except RuntimeError as error:
                 self._abandon(graph)
+                if is_out_of_memory(error):
+                    raise
                 raise RecordingError(_first_line(error)) from error
         torch.cuda.current_stream().wait_stream(self._stream)
         replay: Callable[[], None] = graph.replay
@@ -124,12 +130,18 @@ class FullGraphs:
         self._waiting: deque[Recording] = deque()
         """To be recorded in idle moments."""
         self._recorder: Recorder | None = None
+        self._why_missing = "not recorded yet"
         self._next_ring_row = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Recordings left for idle moments."""
+        return len(self._waiting)
 
     @property
     def status(self) -> GraphStatus:
         num_recorded = len(self._replays) + len(self.pieces.recorded)
-        return GraphStatus(num_recorded, num_recorded + len(self._waiting))
+        return GraphStatus(num_recorded, num_recorded + self.num_waiting)
 
     def dispatch(self, plan: StepPlan, needs: SamplingNeeds) -> Dispatch:
         found = self.dispatcher.dispatch(
@@ -138,10 +150,7 @@ class FullGraphs:
         if found.mode is GraphMode.NONE or self._has(found):
             return found
         other = self._stand_in(found)
-        if other is None:
-            why = "not recorded yet" if self._waiting else "not recorded for lack of memory"
-            return Dispatch(GraphMode.NONE, reason=why)
-        return other
+        return Dispatch(GraphMode.NONE, reason=self._why_missing) if other is None else other
 
     def _has(self, found: Dispatch) -> bool:
         if found.descriptor is not None:
@@ -167,19 +176,28 @@ class FullGraphs:
     def record_useful(self, recorder: Recorder, on_progress: Callable[[float], None]) -> None:
         """Make the recordings that most steps need; `record_next` makes the others."""
         first, later = split_by_use(self.dispatcher.descriptors())
-        sizes = self.pieces.sizes
-        self._record([*sizes[:1], *first], recorder, on_progress)
-        self._waiting, self._recorder = deque([*later, *reversed(sizes[1:])]), recorder
+        first_pieces, later_pieces = split_pieces_by_use(self.pieces.sizes)
+        self._record([*first_pieces, *first], recorder, on_progress)
+        self._waiting, self._recorder = deque([*later, *later_pieces]), recorder
 
     def record_next(self) -> bool:
-        """Make one of the recordings that wait; False when none does. No step may be in flight."""
+        """Make one of the recordings that wait; False when none does. No step may be in flight.
+
+        Steps run without those that cannot be made: requests must not fail for a saving of time.
+        """
         if not self._waiting:
             return False
         assert self._recorder is not None
         try:
             self._record([self._waiting[0]], self._recorder, lambda done: None)
-        except torch.OutOfMemoryError:
-            logger.warning("no memory for more CUDA graphs; %d are not made", len(self._waiting))
+        except (RecordingError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                self._why_missing = "not recorded for lack of memory"
+            elif isinstance(error, RecordingError):
+                self._why_missing = f"cannot be recorded: {error}"
+            else:
+                raise
+            logger.warning("%d CUDA graphs are not made: %s", len(self._waiting), error)
             self._waiting.clear()
         else:
             self._waiting.popleft()

@@ -254,17 +254,24 @@ class MemoryAccount:
 
     # -- the outcome -----------------------------------------------------------------------
 
-    def ledger(self, *, kv_bytes: int, kv_tokens: int) -> MemoryLedger:
-        """Where the memory is now. kv_bytes: of the KV cache, which is allocated."""
+    def ledger(
+        self, *, kv_bytes: int, kv_tokens: int, are_graphs_made: bool = True
+    ) -> MemoryLedger:
+        """Where the memory is now. kv_bytes: of the KV cache, which is allocated. are_graphs_made:
+        otherwise what was set aside for graphs is theirs, whether or not they have taken it."""
         free, total = self._meter.free_and_total()
         kept = self._kept()
         activations = max(self.activations, kept)
         tensors = self._meter.allocated() - self._allocated_at_start - self._graphs.live
         workspace = max(0, tensors - self.weights - kv_bytes)
-        graphs = self._graphs.total
+        taken = graphs = self._graphs.total
+        if not are_graphs_made:
+            graphs = max(taken, self.expected_graphs)
         held = self.weights + workspace + kv_bytes + activations + graphs
-        # Not free: what steps will take again, and pages of the KV cache not yet written to.
-        promised = activations - kept + (0 if self._meter.counts_tensors else kv_bytes)
+        # Not free: what steps will take again, graphs to come, and pages of the KV cache that are
+        # not yet written to.
+        promised = activations - kept + graphs - taken
+        promised += 0 if self._meter.counts_tensors else kv_bytes
         free = max(0, min(free - promised, total - held))
         return MemoryLedger(
             name=self._meter.name,

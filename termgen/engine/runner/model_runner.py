@@ -207,7 +207,11 @@ class ModelRunner:
     def record_next(self) -> bool:
         """Record one graph that was left for idle moments; False when none is left."""
         with self.watch_compiles():
-            return self.graphs.record_next()
+            made_one = self.graphs.record_next()
+        if made_one and self.device.type == "cuda" and not self.graphs.num_waiting:
+            # What trying them took is kept for the recorder's stream, where no step runs.
+            torch.cuda.empty_cache()
+        return made_one
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> AsyncOutput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ from termgen.engine.runner.capture_order import (
     USEFUL_TOKENS,
     next_larger,
     split_by_use,
+    split_pieces_by_use,
 )
+from termgen.engine.runner.cuda_graphs import RecordingError
 from termgen.engine.runner.dispatch import (
     BatchDescriptor,
     CudaGraphDispatcher,
     SamplingVariant,
     decode_sizes,
     mixed_sizes,
+    piecewise_sizes,
 )
 from termgen.engine.sampling_params import SamplingParams
 
@@ -52,6 +56,14 @@ def test_the_largest_of_each_kind_come_first_then_the_most_useful() -> None:
     assert sizes == sorted(sizes)
     assert len(first) < len(later)
     assert split_by_use([]) == ([], [])
+
+
+def test_of_pieces_the_largest_comes_first_then_all_that_short_steps_need() -> None:
+    sizes = piecewise_sizes(256, 8192)
+    first, later = split_pieces_by_use(sizes)
+    assert first == [2048, 1, 2, 4, 8, 16, 32, 64, 128]
+    assert later == sorted(later) and sorted(first + later) == sorted(sizes)
+    assert split_pieces_by_use([]) == ([], [])
 
 
 def test_what_stands_in_for_a_missing_recording() -> None:
@@ -138,24 +150,50 @@ def test_steps_are_right_before_during_and_after(tiny_model_dir: ModelDir) -> No
     assert {s.graph_reason for s in steps} == {"", "log-probabilities, penalties or min_tokens"}
 
 
-def test_no_memory_for_more_recordings_leaves_steps_eager(tiny_model_dir: ModelDir) -> None:
-    is_full = False
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("no memory"), "not recorded for lack of memory"),
+        # The driver's own memory, by torch's words for it.
+        (RuntimeError("CUDA error: out of memory"), "not recorded for lack of memory"),
+        (RecordingError("it waits"), "cannot be recorded: it waits"),
+    ],
+)
+def test_recordings_that_cannot_be_made_leave_steps_eager(
+    error: Exception, reason: str, tiny_model_dir: ModelDir
+) -> None:
+    fails = False
 
     def recorder(operations: Callable[[], None]) -> Callable[[], None]:
-        if is_full:
-            raise torch.OutOfMemoryError("no memory")
+        if fails:
+            raise error
         return operations
 
     folder = tiny_model_dir("llama")
     engine = make_engine(folder, recorder)
-    is_full = True
+    fails = True
     engine.step()
+    assert gc.isenabled()
     assert not engine.core.use_idle_time()
     status = engine.core.executor.graph_status()
     assert status.num_recorded == status.num_graphs < 18
     tokens, steps = run(engine, 1)
     assert tokens == run(make_engine(folder, None), 1)[0]
-    assert "not recorded for lack of memory" in {s.graph_reason for s in steps}
+    assert reason in {s.graph_reason for s in steps}
+
+
+def test_any_other_failure_of_a_recording_is_told(tiny_model_dir: ModelDir) -> None:
+    fails = False
+
+    def recorder(operations: Callable[[], None]) -> Callable[[], None]:
+        if fails:
+            raise RuntimeError("device-side assert triggered")
+        return operations
+
+    engine = make_engine(tiny_model_dir("llama"), recorder)
+    fails = True
+    with pytest.raises(RuntimeError, match="assert triggered"):
+        engine.step()
 
 
 @pytest.mark.gpu

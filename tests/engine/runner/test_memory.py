@@ -144,6 +144,23 @@ def test_the_parts_are_what_was_taken_and_add_up() -> None:
     assert ledger.limit_bytes == int(0.9 * 80 * GIB)
 
 
+def test_graphs_left_for_idle_moments_have_their_memory() -> None:
+    device = Device()
+    memory = account(device)
+    memory.expect_graphs(
+        lambda: Graphs(device, pool=0, driver=20 * MIB), num_recorded=4, num_wanted=40
+    )
+    with memory.recording_graphs():
+        device.driver += 60 * MIB
+    made = memory.ledger(kv_bytes=0, kv_tokens=0)
+    assert made.graphs_bytes == 60 * MIB
+    later = memory.ledger(kv_bytes=0, kv_tokens=0, are_graphs_made=False)
+    assert later.graphs_bytes == memory.expected_graphs == 220 * MIB
+    assert made.free_bytes - later.free_bytes == 160 * MIB
+    assert later.other_bytes == made.other_bytes
+    assert sum(later.parts().values()) == later.total_bytes
+
+
 def test_any_sizes_add_up_within_the_limit() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
