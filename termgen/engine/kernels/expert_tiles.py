@@ -61,11 +61,6 @@ def choose_tiles(num_tokens: int, *, num_experts: int, top_k: int, itemsize: int
     return next(tiles for most, tiles in _HALF.items() if average <= most)
 
 
-def warm_up_rows() -> tuple[int, ...]:
-    """Numbers of tokens that between them use every cut there is."""
-    return tuple(1 << power for power in range(LARGEST_ROWS.bit_length()))
-
-
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
     """Tiles of tokens that so many pairs can fill, however they fall to the experts."""
     return (num_pairs + min(num_pairs, num_experts) * (block_m - 1)) // block_m

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from termgen.engine.kernels.expert_tiles import warm_up_rows
 from termgen.engine.kernels.experts import experts
 from termgen.engine.kernels.gated_activation import gated_activation
 from termgen.engine.kernels.qk_rope_kv import qk_rope_kv
@@ -96,7 +95,3 @@ class TritonOps:
             renormalize=renormalize,
             activation=activation,
         )
-
-    @property
-    def expert_warm_up_rows(self) -> tuple[int, ...]:
-        return warm_up_rows()

@@ -55,12 +55,6 @@ class SparseMoe(nn.Module):
             activation=self._activation,
         )
 
-    @torch.inference_mode()
-    def finalize(self) -> None:
-        """Compiles whatever serving can reach; layers after the first find it compiled."""
-        for num_tokens in self._ops.expert_warm_up_rows:
-            self(self.down.new_zeros(num_tokens, self.down.shape[1]))
-
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """prefix: the checkpoint's path of the layer."""
         yield from self._router_slots(prefix)

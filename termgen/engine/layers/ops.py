@@ -85,10 +85,6 @@ class LayerOps(Protocol):
         """Each token through its top_k experts, their outputs weighted and added up. Weights are
         the router's softmax over all experts, scaled to add up to one if `renormalize`."""
 
-    @property
-    def expert_warm_up_rows(self) -> tuple[int, ...]:
-        """Numbers of tokens that between them make `experts` compile all it ever will."""
-
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
@@ -211,7 +207,3 @@ class TorchOps:
             return self.gated_activation(pair, activation)
 
         return run_experts(x, ids, weights, gate_up, down, activate)
-
-    @property
-    def expert_warm_up_rows(self) -> tuple[int, ...]:
-        return ()

@@ -301,5 +301,5 @@ class CausalDecoder(nn.Module):
     def finalize(self) -> None:
         """Prepares the loaded weights for the device. Called once, before the first step."""
         for module in self.modules():
-            if isinstance(module, Linear | SparseMoe):
+            if isinstance(module, Linear):
                 module.finalize()

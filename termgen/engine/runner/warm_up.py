@@ -19,6 +19,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from termgen.engine.layers.moe import SparseMoe
 from termgen.engine.models.decoder import CausalDecoder, DecoderLayer
 from termgen.engine.request import IntArray
 from termgen.engine.runner.cuda_graphs import FullGraphs
@@ -28,7 +29,7 @@ from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs
 from termgen.engine.step import StepPlan
 
 MOST_TOKENS = 2048
-"""A class above the last count at which any kernel chooses."""
+"""A class above the last count at which any kernel chooses but those of experts."""
 LONG_PROMPT = 65
 """Tokens of a prompt that is not among the short ones, whose attention is cut another way."""
 
@@ -87,6 +88,7 @@ def size_classes(limit: int) -> list[int]:
 def warm_up_steps(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> Iterator[Step]:
     """One of every kind that can reach a variant of its own."""
     yield partial(_append_with_counts, runner)
+    yield from _expert_steps(runner)
     graphs = runner.make_graphs(dispatcher)
     yield from _recorded_steps(graphs, dispatcher)
     yield from _recorded_pieces(graphs.pieces)
@@ -98,6 +100,20 @@ def warm_up_steps(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> Itera
             yield partial(_execute, runner, [1] * num_rows, filters=True)
     yield partial(_execute, runner, [1], logprobs=True)
     yield from _prompt_steps(runner)
+
+
+def _expert_steps(runner: ModelRunner) -> Iterator[Step]:
+    """Experts choose by counts of any size, up to the largest step: they run by themselves."""
+    found = (module for module in runner.model.modules() if isinstance(module, SparseMoe))
+    moe = next(found, None)  # all of a model are alike
+    if moe is not None:
+        for num_tokens in size_classes(len(runner.buffers.input_ids)):
+            yield partial(_run_experts, runner, moe, num_tokens)
+
+
+def _run_experts(runner: ModelRunner, moe: SparseMoe, num_tokens: int) -> None:
+    shape = (num_tokens, runner.config.hidden_size)
+    moe(torch.zeros(shape, dtype=runner.dtype, device=runner.device))
 
 
 def _recorded_steps(graphs: FullGraphs, dispatcher: CudaGraphDispatcher) -> Iterator[Step]:

@@ -13,11 +13,11 @@ from termgen.engine.kernels.expert_tiles import (  # noqa: E402
     Tile,
     choose_tiles,
     max_tiles,
-    warm_up_rows,
 )
 from termgen.engine.kernels.experts import experts  # noqa: E402
 from termgen.engine.layers.ops import TorchOps  # noqa: E402
 from termgen.engine.runner.dispatch import decode_sizes  # noqa: E402
+from termgen.engine.runner.warm_up import size_classes  # noqa: E402
 
 TILES = {
     "16": ExpertTiles(16, Tile(16, 32, 2, 2, 1), Tile(32, 64, 4, 3, 1), chunk=16, scan=64),
@@ -164,7 +164,7 @@ def test_padding_keeps_the_cut(num_experts: int, top_k: int) -> None:
         sizes = decode_sizes(max_num_seqs)
         for num_tokens in range(1, max_num_seqs + 1):
             assert cut(num_tokens) == cut(min(s for s in sizes if s >= num_tokens))
-    warmed = {cut(num_tokens) for num_tokens in warm_up_rows()}
+    warmed = {cut(num_tokens) for num_tokens in size_classes(20000)}
     assert {cut(num_tokens) for num_tokens in range(1, 20000)} <= warmed
 
 

@@ -29,6 +29,13 @@ from termgen.engine.runner.warm_up import (  # noqa: E402
     warm_up_steps,
 )
 
+MODES = {
+    "none": ["NONE"],
+    "full": ["FULL", "NONE"],
+    "piecewise": ["NONE", "PIECEWISE"],
+    "full_and_piecewise": ["FULL", "NONE", "PIECEWISE"],
+}
+"""How steps run where these graphs were asked for: some are too large for any."""
 PROGRAM = Path(__file__).with_name("variants_without_gpu.py")
 
 
@@ -51,7 +58,7 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
     seed = 11
     print("seed", seed)
     settings = {"max_num_batched_tokens": 1100, "max_model_len": 512, "skip_tokenizer_init": True}
-    common = {"seed": seed, "graphs": True}
+    common = {"seed": seed, "graphs": "full"}
     cases = [
         {  # odd sizes: nothing that is cut from a buffer by rows stays aligned
             **common,
@@ -66,7 +73,7 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
             "settings": {**settings, "max_num_seqs": 6},
             "batches": list(range(1, 7)),
             "num_blocks": 30,
-            "graphs": False,
+            "graphs": "none",
         },
         {  # more rows than the plans of attention are compiled for at least
             **common,
@@ -75,13 +82,30 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
             "batches": [3, 257, 301],
             "num_blocks": 330,
         },
+        {  # pieces beside whole steps; experts cut otherwise for 4096 tokens than below and above
+            **common,
+            "folder": str(tiny_model_dir("qwen3_moe", num_experts=256, num_experts_per_tok=1)),
+            "settings": {**settings, "max_num_seqs": 12, "max_num_batched_tokens": 8200},
+            "batches": [3, 12],
+            "num_blocks": 160,
+            "graphs": "full_and_piecewise",
+        },
+        {  # all steps in pieces, with windows and two rotations
+            **common,
+            "folder": str(tiny_model_dir("gemma3_text")),
+            "settings": {**settings, "max_num_seqs": 7},
+            "batches": [1, 2, 3, 7],
+            "num_blocks": 30,
+            "graphs": "piecewise",
+        },
     ]
     results = reach(cases)
     assert any(found["num_preemptions"] for found in results)
     for case, found in zip(cases, results, strict=True):
         assert not found["late"], (case, found["late"])
-        assert found["modes"] == (["FULL", "NONE"] if case["graphs"] else ["NONE"])
-        assert len(found["kernels"]) == 15, found["kernels"]
+        assert found["modes"] == MODES[case["graphs"]]
+        num_kernels = 15 + 3 * ("moe" in case["folder"]) - (case["graphs"] == "piecewise")
+        assert len(found["kernels"]) == num_kernels, found["kernels"]
         assert found["largest_step"] >= 1024 or case is cases[0]
         assert found["prefix_hit_tokens"]
 

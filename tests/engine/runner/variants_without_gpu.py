@@ -39,7 +39,12 @@ from termgen.engine.layers.linear import LinearSpec
 from termgen.engine.models import registry
 from termgen.engine.request import GenerationRequest
 from termgen.engine.runner import build, model_runner, resolve, warm_up
-from termgen.engine.runner.dispatch import CudaGraphDispatcher, decode_sizes, mixed_sizes
+from termgen.engine.runner.dispatch import (
+    CudaGraphDispatcher,
+    decode_sizes,
+    mixed_sizes,
+    piecewise_sizes,
+)
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
@@ -215,16 +220,23 @@ def make_core(runner: model_runner.ModelRunner, executor: PlanExecutor, blocks: 
     )
 
 
+def choose_sizes(mode: str, most_rows: int, most_tokens: int) -> CudaGraphDispatcher:
+    """As `choose_graphs` does, but for fewer whole steps, so that some of both kinds miss them."""
+    if mode == "none":
+        return CudaGraphDispatcher((), disabled_reason="--enforce-eager")
+    return CudaGraphDispatcher(
+        decode_sizes(most_rows, largest=16) if mode != "piecewise" else (),
+        mixed=mixed_sizes(most_tokens, largest=256) if mode == "full" else (),
+        piecewise=piecewise_sizes(most_rows, most_tokens) if "piecewise" in mode else (),
+        max_num_seqs=most_rows,
+    )
+
+
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     config = EngineConfig(model=case["folder"], device="cpu", **case["settings"])
     runner = make_runner(config, Path(case["folder"]))
     most_rows, most_tokens = runner.state.pad_row, len(runner.buffers.input_ids)
-    dispatcher = CudaGraphDispatcher((), disabled_reason="--enforce-eager")
-    if case["graphs"]:
-        mixed = mixed_sizes(most_tokens, largest=256)
-        dispatcher = CudaGraphDispatcher(
-            decode_sizes(most_rows, largest=16), mixed=mixed, max_num_seqs=most_rows
-        )
+    dispatcher = choose_sizes(case["graphs"], most_rows, most_tokens)
     runner.init_kv_cache(2)
     with collect_missing() as warm:
         warm_up.run_steps(runner, warm_up.warm_up_steps(runner, dispatcher))
