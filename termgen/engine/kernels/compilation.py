@@ -88,6 +88,25 @@ def compile_all(
             raise
 
 
+class _Counters:
+    """Triton's one hook, shared by the counters that are entered: their threads come and go in any
+    order, so no counter may put back what it found."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+        self.entered: dict[CompileCounter, int] = {}
+        """With the thread that entered."""
+
+    def __call__(self, *, repr: str, **event: Any) -> object:
+        here = threading.get_ident()
+        late = [counter for counter, thread in tuple(self.entered.items()) if thread == here]
+        for counter in late:
+            counter.count += 1
+        if late:
+            logger.warning("a kernel was compiled while requests ran, which held them up: %s", repr)
+        return self.before(repr=repr, **event) if self.before is not None else None
+
+
 class CompileCounter:
     """Counts the compilations within its `with` blocks; enter it around work that needs none.
 
@@ -96,13 +115,14 @@ class CompileCounter:
 
     def __init__(self) -> None:
         self.count = 0
-        self._before: Any = None
-        self._thread: int | None = None
+        self._counters: _Counters | None = None
 
     def __enter__(self) -> CompileCounter:
-        self._thread = threading.get_ident()
-        self._before = knobs.runtime.jit_post_compile_hook
-        knobs.runtime.jit_post_compile_hook = self._on_compile
+        hook = knobs.runtime.jit_post_compile_hook
+        if not isinstance(hook, _Counters):
+            hook = knobs.runtime.jit_post_compile_hook = _Counters(hook)
+        hook.entered[self] = threading.get_ident()
+        self._counters = hook
         return self
 
     def __exit__(
@@ -111,11 +131,8 @@ class CompileCounter:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        knobs.runtime.jit_post_compile_hook = self._before
-        self._before = self._thread = None
-
-    def _on_compile(self, *, repr: str, **event: Any) -> object:
-        if self._thread == threading.get_ident():
-            self.count += 1
-            logger.warning("a kernel was compiled while requests ran, which held them up: %s", repr)
-        return self._before(repr=repr, **event) if self._before is not None else None
+        counters, self._counters = self._counters, None
+        assert counters is not None
+        del counters.entered[self]
+        if not counters.entered and knobs.runtime.jit_post_compile_hook is counters:
+            knobs.runtime.jit_post_compile_hook = counters.before

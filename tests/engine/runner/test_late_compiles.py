@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,29 @@ def test_the_counter_counts_what_happens_within_its_block() -> None:
             compile_something()
     compile_something()
     assert (counter.count, other.count) == (2, 1)
+    assert knobs.runtime.jit_post_compile_hook is before
+
+
+def test_counters_of_two_engines_come_and_go_in_any_order() -> None:
+    counter, other = CompileCounter(), CompileCounter()
+    before = knobs.runtime.jit_post_compile_hook
+    for _ in range(2):
+        entered, leaves = threading.Event(), threading.Event()
+
+        def run(entered: threading.Event = entered, leaves: threading.Event = leaves) -> None:
+            with other:
+                entered.set()
+                assert leaves.wait(10)
+                compile_something()
+
+        thread = threading.Thread(target=run)
+        with counter:
+            thread.start()
+            assert entered.wait(10)
+            compile_something()
+        leaves.set()  # the one that came first has left first
+        thread.join()
+    assert (counter.count, other.count) == (2, 2)
     assert knobs.runtime.jit_post_compile_hook is before
 
 
