@@ -16,6 +16,8 @@ from termgen.engine.layers.rotary import Rotation
 class TritonOps:
     """LayerOps."""
 
+    can_record_experts = True
+
     def rotation(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float
     ) -> Rotation:

@@ -20,6 +20,9 @@ from termgen.engine.quantization.kv_cache import movable, to_cache_dtype
 
 
 class LayerOps(Protocol):
+    can_record_experts: bool
+    """Whether `experts` may be part of a CUDA graph: it does not wait for the device."""
+
     def rotation(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float
     ) -> Rotation:
@@ -118,6 +121,8 @@ def _root(value: float) -> torch.Tensor:
 
 class TorchOps:
     """LayerOps for any device, and the reference for faster ones."""
+
+    can_record_experts = False
 
     def rotation(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float

@@ -199,6 +199,11 @@ class CausalDecoder(nn.Module):
         return self.last_piece(self.attend(self.num_attentions - 1, q, ctx), carried)
 
     @property
+    def can_be_recorded(self) -> bool:
+        """Whether CUDA graphs can hold what lies between attentions."""
+        return self.config.moe is None or self._ops.can_record_experts
+
+    @property
     def num_attentions(self) -> int:
         return len(self.decoder_layers)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from termgen.config import EngineConfig
 from termgen.engine.attention.base import AttentionBackend
+from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.models.pieces import PiecewiseModel
 from termgen.engine.runner.dispatch import (
     CudaGraphDispatcher,
@@ -47,6 +48,8 @@ def choose_graphs(
         return none("--cudagraph-mode none")
     if device_type != "cuda":
         return none("no CUDA device")
+    if isinstance(model, CausalDecoder) and not model.can_be_recorded:
+        return none("experts without Triton kernels cannot be recorded")
     if mode == "piecewise":
         return pieces() if has_pieces else none("the model cannot be cut at attention")
     if "FULL" not in graph_modes:

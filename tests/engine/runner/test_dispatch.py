@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from paged_model import build
 
 from termgen.config import CUDAGRAPH_MODES, EngineConfig
 from termgen.engine.attention.torch_reference import TorchReferenceAttention
+from termgen.engine.loader import load_model_config
 from termgen.engine.runner.choose_graphs import choose_graphs
 from termgen.engine.runner.dispatch import (
     BatchDescriptor,
@@ -193,6 +197,17 @@ def test_a_model_without_pieces_still_has_its_decodes_recorded() -> None:
     assert dispatcher.sizes and not dispatcher.piecewise
     found = dispatcher.dispatch(num_rows=1, num_tokens=9, sampling=SamplingVariant.PLAIN)
     assert (found.mode, found.reason) == (GraphMode.NONE, "a prompt is being computed")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_experts_that_wait_for_the_device_are_in_no_recording(
+    family: str, tiny_model_dir: Callable[[str], Path]
+) -> None:
+    """Without Triton on a GPU, where attention between pieces is the only kind there is."""
+    model = build(load_model_config(tiny_model_dir(family)))
+    dispatcher = choose("cuda", {"NONE", "PIECEWISE"}, model=model)
+    assert dispatcher.is_empty == (family == "qwen3_moe")
+    assert ("experts" in dispatcher.disabled_reason) == dispatcher.is_empty
 
 
 def test_the_mode_says_which_steps_are_recorded() -> None:
