@@ -45,9 +45,11 @@ def has_tma(device: torch.device) -> bool:
 def pdl_options(device: torch.device, *, enabled: bool = True) -> dict[str, bool]:
     """Launch arguments of a kernel that takes part in programmatic dependent launch.
 
-    Its contract: before `gdc_wait` it reads only what no kernel of the step writes (weights) and
-    writes nothing, every program waits, and it tells its dependents to start as early as it can,
-    for they wait for the end of it in any case. A chain gains only where all its kernels do so.
+    Its contract: before `gdc_wait` it writes nothing, and of what the step computes it reads only
+    what a launch without early start has followed since, as the embedding follows rotations and
+    plans: such a launch begins when all before it has ended, and the chain begins when it has.
+    Every program waits, and tells its dependents to start as early as it can, for they wait for the
+    end of it in any case. A chain gains only where all its kernels do so.
     """
     if enabled and has_pdl(device):
         return {"USE_PDL": True, "launch_pdl": True}
