@@ -188,8 +188,8 @@ def family_case(tiny_model_dir: Callable[[str], Path]) -> FamilyCase:
         folder = tiny_model_dir(family)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         vocab = model.config.vocab_size
-        shared = rng.integers(3, vocab, 20).tolist()
-        lengths = [1, 15, 16, 17, 33, 48, 70]
+        shared = rng.integers(3, vocab, 66).tolist()  # a whole block of any backend's size
+        lengths = [1, 15, 16, 17, 63, 64, 65, 100]
         prompts = [rng.integers(3, vocab, n).tolist() for n in lengths]
         prompts += [shared + rng.integers(3, vocab, n).tolist() for n in (1, 9)]
         prompts += [shared + [5]] * 2
@@ -229,4 +229,7 @@ def test_every_family_equals_transformers(
     assert run(engine, prompts, params) == expected
     if "num_gpu_blocks_override" in options:
         assert engine.snapshot().num_preemptions > 0
+    hits = engine.snapshot().prefix_hit_tokens
     assert run(engine, prompts, params) == expected, "a second pass over a warm cache"
+    is_cached = options.get("enable_prefix_caching", True)
+    assert (engine.snapshot().prefix_hit_tokens > hits) == is_cached
