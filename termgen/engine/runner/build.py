@@ -179,7 +179,8 @@ def _size_and_warm_up(
                 lambda done: on_progress(RECORDING_GRAPHS, done),
                 in_background=config.capture_in_background,
             )
-        runner.run_largest_steps()  # the first real steps find their memory in place again
+        with memory.making("activations"):
+            runner.run_largest_steps()  # the first real steps find their memory in place again
     log_implementation(runner)
     ledger = memory.ledger(
         kv_bytes=kv_bytes,

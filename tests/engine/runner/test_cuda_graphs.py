@@ -73,8 +73,8 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
     ("mode", "family", "decodes", "prompts"),
     [
         ("piecewise", "qwen3", {"PIECEWISE"}, {"PIECEWISE"}),
-        ("piecewise", "mistral", {"PIECEWISE"}, {"PIECEWISE"}),
-        ("full_and_piecewise", "llama", {"FULL", "PIECEWISE"}, {"PIECEWISE"}),
+        ("piecewise", "gemma3_text", {"PIECEWISE"}, {"PIECEWISE"}),
+        ("full_and_piecewise", "qwen3_moe", {"FULL", "PIECEWISE"}, {"PIECEWISE"}),
         ("full_decode_only", "llama", {"FULL", "NONE"}, {"NONE"}),
     ],
 )

@@ -69,7 +69,7 @@ def run(engine: SyncEngine, seed: int = 31) -> tuple[dict[str, list[int]], list[
     return run_mixed_load(engine, seed, num_requests=14, longest_prompt=39, most_tokens=29)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text", "qwen3_moe"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_pieces_give_the_tokens_of_eager_steps(
     family: str, asynchronous: bool, tiny_model_dir: ModelDir
