@@ -12,6 +12,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from termgen.engine.startup_phases import READY
+
 
 class TerminalProgress:
     """One bar per stage. Leave the `with` block before printing anything else."""
@@ -22,7 +24,7 @@ class TerminalProgress:
         self._bar: Any = None
 
     def __call__(self, stage: str, fraction: float) -> None:
-        if stage != self._stage:
+        if stage != self._stage and stage != READY:  # what comes next says so
             self._start(stage)
         if self._bar is not None:
             self._bar.update(min(max(fraction, 0.0), 1.0) - self._bar.n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+from termgen.engine.startup_phases import READY
 from termgen.progress import TerminalProgress
 
 
@@ -18,6 +19,7 @@ def report(stream: io.StringIO) -> str:
             progress("fetching the model", fraction)
         progress("loading weights", -1.0)
         progress("loading weights", 0.5)
+        progress(READY, 1.0)
     return stream.getvalue()
 
 

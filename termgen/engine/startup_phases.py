@@ -79,6 +79,6 @@ def describe_startup(phases: Iterable[StartupPhase]) -> str:
     large = [p for p in phases if p.seconds >= _SMALL_SHARE * total]
     parts = [f"{p.name} {p.seconds:.1f}" for p in large]
     rest = total - sum(p.seconds for p in large)
-    if len(large) < len(phases):
+    if rest >= 0.05:  # what is not 0.0 when written
         parts.append(f"other {rest:.1f}")
     return f"ready in {total:.1f} s" + (": " + ", ".join(parts) if parts else "")

@@ -21,6 +21,7 @@ import uvicorn
 from termgen import __version__
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
+from termgen.engine.startup_phases import READY
 from termgen.errors import ConfigError
 from termgen.serving.app import build_app
 from termgen.serving.middleware import is_loopback
@@ -311,7 +312,7 @@ class _PhaseLog:
         self._phase: str | None = None
 
     def __call__(self, phase: str, fraction: float) -> None:
-        if phase != self._phase:
+        if phase != self._phase and phase != READY:  # the line about the whole start says so
             self._phase = phase
             logger.info("%s", phase)
 

@@ -52,4 +52,6 @@ def test_small_phases_are_added_up() -> None:
         "ready in 5.9 s: weights 1.2, kernels 3.0, graphs 1.4, other 0.3"
     )
     assert describe_startup(phases[1:2]) == "ready in 1.2 s: weights 1.2"
+    tiny = StartupPhase("config", 0.01)
+    assert describe_startup([tiny, phases[1]]) == "ready in 1.2 s: weights 1.2"
     assert describe_startup(()) == "ready in 0.0 s"

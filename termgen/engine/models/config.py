@@ -278,7 +278,8 @@ def is_known(config: Mapping[str, Any]) -> bool:
 def unsupported_architecture(architecture: str) -> UnsupportedModelError:
     known = ", ".join(SUPPORTED_ARCHITECTURES)
     return UnsupportedModelError(
-        f"architecture {architecture!r} is not supported; supported are {known}"
+        f"termgen has no code of its own for the architecture {architecture!r}, only for {known}; "
+        "leave model_impl termgen out to run it through transformers, where that is possible"
     )
 
 

@@ -79,7 +79,9 @@ def log_implementation(runner: ModelRunner) -> None:
     code = "termgen's own code"
     if config.implementation == "transformers":
         code = "the modelling code of transformers"
-    graphs = dispatcher.disabled_reason or f"{dispatcher.num_recordings} recordings"
+    graphs = str(dispatcher.num_recordings)
+    if dispatcher.disabled_reason:
+        graphs = f"none ({dispatcher.disabled_reason})"
     logger.info(
         "%s runs through %s, %s attention; CUDA graphs: %s",
         config.architecture,

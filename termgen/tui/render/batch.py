@@ -148,7 +148,6 @@ def step_line(step: StepRecord | None, steps: Sequence[StepRecord], width: int) 
     if step.graph_reason:
         missed = "no graph" if step.graph_mode == "NONE" else "no full graph"
         tail.append([(f"  {missed}: {step.graph_reason}", "muted")])
-        tail.append([(f"  no graph: {step.graph_reason}", "muted")])
     if step.num_late_compiles:
         tail.insert(0, [(f"  compiled while serving: {step.num_late_compiles}", "bad")])
     used = sum(len(text) for text, _ in parts)

@@ -34,13 +34,13 @@ def model_words(model: ModelInfo) -> str:
     return f"{clean_line(model.model_id)} {model.quantization or model.dtype}"
 
 
-def memory_words(memory: MemoryLedger) -> str:
-    """`memory 71.2 of 79.1 GiB, KV 60.1 GiB`."""
+def memory_words(memory: MemoryLedger) -> tuple[str, str]:
+    """`memory 71.2 of 79.1 GiB, KV 60.1 GiB`, and the end of it for narrow screens."""
     used = size(memory.total_bytes - memory.free_bytes)
-    total, kv = size(memory.total_bytes), size(memory.kv_cache_bytes)
+    total, kv = size(memory.total_bytes), f"KV {size(memory.kv_cache_bytes)}"
     if used[-3:] == total[-3:]:
         used = used[:-4]
-    return f"memory {used} of {total}, KV {kv}"
+    return f"memory {used} of {total}, {kv}", kv
 
 
 def header(model: ModelInfo, view: DashboardView, live: LiveState, width: int) -> Row:
@@ -50,17 +50,21 @@ def header(model: ModelInfo, view: DashboardView, live: LiveState, width: int) -
         ("engine  ", "text/b"),
         (model_words(model), "text"),
     ]
-    details = [f" · {clean_line(model.device_name)}"]
-    details.append(f" · {count(model.max_model_len)} context")
-    details.append(f" · block {model.block_size}")
+    details: list[tuple[str, ...]] = [
+        (clean_line(model.device_name),),
+        (f"{count(model.max_model_len)} context",),
+        (f"block {model.block_size}",),
+    ]
     if model.memory is not None:
-        details.append(f" · {memory_words(model.memory)}")
+        details.append(memory_words(model.memory))
     right = _live_words(view, live, width)
     room = width - row_width(tuple(right)) - 2
-    for detail in details:
-        if row_width((*left, (detail, "muted"))) > room:
+    for forms in details:  # each in the first form that fits
+        spans: list[Span] = [(f" · {form}", "muted") for form in forms]
+        fitting = [span for span in spans if row_width((*left, span)) <= room]
+        if not fitting:
             break
-        left.append((detail, "muted"))
+        left.append(fitting[0])
     return spread(left, right, width)
 
 
