@@ -134,11 +134,12 @@ def build_parser() -> FlagParser:
 
     _add_bench(commands)
 
-    models = commands.add_parser("models", help="list known models and those on disk")
+    text = "list known models and those on disk"
+    models = commands.add_parser("models", help=text, description=text)
     models.add_argument("--json", action="store_true", help="print JSON")
     models.set_defaults(run=models_command)
 
-    pull = commands.add_parser("pull", help="fetch a model")
+    pull = commands.add_parser("pull", help="fetch a model", description="fetch a model")
     pull.add_argument("name", help="name from `termgen models`, or a hub id such as org/name")
     pull.set_defaults(run=pull_command)
     return parser
@@ -159,11 +160,13 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure speed, without a server")
+    text = "measure speed, without a server"
+    bench = commands.add_parser("bench", help=text, description=text)
     bench.set_defaults(help_of=bench)
     kinds = bench.add_subparsers(title="benches", metavar="BENCH")
     for name, options in (("latency", LatencyOptions), ("throughput", ThroughputOptions)):
-        text = (options.__doc__ or "").strip()
+        text = (options.__doc__ or "").strip().removesuffix(".")
+        text = text[:1].lower() + text[1:]
         parser = _command(kinds, name, text, bench_command)
         parser.set_defaults(bench=name)
         add_flags(parser, options, title=name)

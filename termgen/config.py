@@ -50,12 +50,16 @@ class EngineConfig:
     )
     model_impl: str = setting(
         "auto",
-        "whose code runs the model: termgen's, that of transformers, or termgen's where it has any",
+        "whose code runs the model; auto: termgen's where it has any, else that of transformers",
         choices=("auto", *MODEL_IMPLS),
     )
     skip_tokenizer_init: bool = setting(False, "no tokenizer: token ids in, token ids out")
-    device: str = setting("auto", "where to run", choices=DEVICES)
-    dtype: str = setting("auto", "type of weights and activations", choices=DTYPES)
+    device: str = setting("auto", "where to run; auto: on a GPU if there is one", choices=DEVICES)
+    dtype: str = setting(
+        "auto",
+        "type of weights and activations; auto: float32 on a CPU, a 16-bit type on a GPU",
+        choices=DTYPES,
+    )
     quantization: str | None = setting(
         None, "int8: 8-bit weights, on the CPU", choices=QUANTIZATIONS
     )
@@ -63,13 +67,22 @@ class EngineConfig:
         None, "CPU threads (default: physical cores)", minimum=1, maximum=1024
     )
     max_model_len: int | None = setting(
-        None, "longest prompt plus answer, in tokens", minimum=2, maximum=MAX_INT
+        None,
+        "longest prompt plus answer, in tokens (default: the model's, if the KV cache holds it)",
+        minimum=2,
+        maximum=MAX_INT,
     )
     max_num_seqs: int | None = setting(
-        None, "requests that may run at once", minimum=1, maximum=65536
+        None,
+        "requests that may run at once (default: 256 on a GPU, 32 on a CPU)",
+        minimum=1,
+        maximum=65536,
     )
     max_num_batched_tokens: int | None = setting(
-        None, "token budget of one step", minimum=1, maximum=MAX_INT
+        None,
+        "most tokens that one step computes (default: 8192 on a GPU, 512 on a CPU)",
+        minimum=1,
+        maximum=MAX_INT,
     )
     long_prefill_token_threshold: int = setting(
         0,
@@ -79,7 +92,8 @@ class EngineConfig:
     )
     block_size: int | None = setting(
         None,
-        "tokens in one KV block, a power of two (default: what the attention reads fastest)",
+        "tokens in one KV block, a power of two "
+        "(default: 64 with triton attention, 256 with flash_attn, else 16)",
         minimum=1,
         maximum=256,
     )
@@ -88,18 +102,22 @@ class EngineConfig:
     )
     kv_cache_gib: float | None = setting(
         None,
-        "size of the KV cache in GiB (default: what gpu_memory_utilization leaves)",
+        "size of the KV cache in GiB (default: what gpu_memory_utilization leaves; on a CPU 1, or "
+        "more for one full context)",
         above=0.0,
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "type of keys and values; fp8 (e4m3): half the bytes of a 16-bit type, less exact",
+        "type of keys and values; auto: that of the activations; fp8 (e4m3): half the bytes of a "
+        "16-bit type, less exact",
         choices=KV_CACHE_DTYPES,
     )
     num_gpu_blocks_override: int | None = setting(
         None, "number of KV blocks, for experiments", minimum=2, maximum=MAX_INT
     )
-    enable_prefix_caching: bool = setting(True, "reuse the KV of shared prompt prefixes")
+    enable_prefix_caching: bool = setting(
+        True, "reuse the KV of shared prompt prefixes (default: yes, but not in a bench)"
+    )
     scheduling_policy: str = setting(
         "fcfs",
         "who runs first: arrival order, or lower priority value",
@@ -115,18 +133,19 @@ class EngineConfig:
     )
     cudagraph_mode: str = setting(
         "full",
-        "CUDA graphs: full: whole steps; full_decode_only: those without prompts; piecewise: steps "
-        "without their attention and sampling; full_and_piecewise: full without prompts, else "
-        "piecewise; none: no graphs",
+        "what a GPU records as CUDA graphs. full: whole steps; full_decode_only: whole steps, "
+        "those without prompts; piecewise: steps cut at attention; full_and_piecewise: steps "
+        "without prompts whole, others cut at attention; none: nothing",
         choices=CUDAGRAPH_MODES,
     )
     capture_in_background: bool = setting(
         False,
-        "record most CUDA graphs in idle moments, to be ready sooner (in a chat: on)",
+        "record most CUDA graphs in idle moments, to be ready sooner (default: in a chat)",
     )
-    enforce_eager: bool = setting(False, "never use CUDA graphs: --cudagraph-mode none")
+    enforce_eager: bool = setting(False, "no CUDA graphs, as --cudagraph-mode none")
     debug: bool = setting(
-        False, "check at each replay of a CUDA graph that nothing it reads has moved"
+        False,
+        "for debugging: check at each replay of a CUDA graph that nothing it reads has moved",
     )
     seed: int = setting(
         0,
@@ -218,12 +237,15 @@ class ServerConfig:
 class UIConfig:
     """How the terminal screens look, and what a chat starts with."""
 
-    theme: str | None = setting(None, "name of a colour theme")
+    theme: str | None = setting(None, "name of a colour theme (default: termgen-dark)")
     system_prompt: str | None = setting(
         None, "instructions given to the model before the conversation", flag="--system"
     )
     temperature: float | None = setting(
-        None, "0: always the likeliest token (default: the model's own)", minimum=0.0, maximum=2.0
+        None,
+        "randomness; 0: always the likeliest token (default: the model's own)",
+        minimum=0.0,
+        maximum=2.0,
     )
     max_tokens: int | None = setting(
         None,
@@ -238,7 +260,7 @@ class UIConfig:
         maximum=1.0,
     )
     dashboard_hz: float = setting(
-        4.0, "how often the dashboard is redrawn each second", above=0.0, maximum=10.0
+        4.0, "redraws of the dashboard per second", above=0.0, maximum=10.0
     )
 
     def __post_init__(self) -> None:
