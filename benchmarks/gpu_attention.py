@@ -26,9 +26,8 @@ HEADS = {
     "llama-3.1-8b": (32, 8, 128),
     "gemma-3-1b": (4, 1, 256),
 }
-DECODE = [[600], [600] * 8, [600] * 32, [600] * 256, [8192] * 8, [32768] + [512] * 31]
+DECODE = [[600], [600] * 8, [600] * 32, [850] * 128, [600] * 256, [8192] * 8, [32768] + [512] * 31]
 PREFILL = [[2048] * 8, [512] * 8, [8192]]
-BLOCK = 64
 DTYPE = torch.bfloat16
 CHAIN_BYTES = 200 * 2**20
 
@@ -51,9 +50,11 @@ def decode_configs(head_dim: int, kv_dtype: torch.dtype, every: bool) -> Iterato
             yield config
 
 
-def prefill_configs(head_dim: int, group: int, every: bool) -> Iterator[PrefillConfig]:
+def prefill_configs(
+    head_dim: int, group: int, block_size: int, every: bool
+) -> Iterator[PrefillConfig]:
     own = prefill_plan.default_config(
-        head_dim, DTYPE, group=group, max_query_len=4096, block_size=BLOCK
+        head_dim, DTYPE, group=group, max_query_len=4096, block_size=block_size
     )
     yield own
     if not every:
@@ -74,10 +75,11 @@ class Batch:
         new: list[int],
         heads: tuple[int, int, int],
         kv_dtype: torch.dtype,
+        block_size: int,
     ) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = heads
         self.lengths, self.new = lengths, new
-        blocks = [-(-n // BLOCK) for n in lengths]
+        blocks = [-(-n // block_size) for n in lengths]
         order = (torch.randperm(sum(blocks)) + 1).to(torch.int32)
         table = torch.zeros((len(lengths), max(blocks)), dtype=torch.int32)
         for row, part in enumerate(order.split(blocks)):
@@ -87,7 +89,7 @@ class Batch:
         starts = torch.tensor([0, *new]).cumsum(0).to(torch.int32)
         self.starts = starts.cuda()
         self.q = torch.randn(sum(new), *heads[::2], device="cuda").to(DTYPE)
-        memory = (1 + sum(blocks), heads[1], 2, BLOCK, heads[2])
+        memory = (1 + sum(blocks), heads[1], 2, block_size, heads[2])
         self.kv_bytes = 2 * sum(lengths) * heads[1] * heads[2] * kv_dtype.itemsize
         copies = max(2, min(64, CHAIN_BYTES // self.kv_bytes + 1))
         self.caches = [
@@ -197,6 +199,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("decode", "prefill"))
     parser.add_argument("--models", nargs="+", choices=HEADS, default=list(HEADS))
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--block-size", type=int, default=64, help="tokens of a KV block")
     parser.add_argument("--all", action="store_true", help="every configuration")
     args = parser.parse_args()
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, DTYPE)
@@ -204,7 +207,7 @@ def main() -> None:
     for model in args.models:
         heads = HEADS[model]
         for lengths in DECODE if args.part != "prefill" else []:
-            batch = Batch(lengths, [1] * len(lengths), heads, kv_dtype)
+            batch = Batch(lengths, [1] * len(lengths), heads, kv_dtype, args.block_size)
             results = []
             for config in decode_configs(heads[2], kv_dtype, args.all):
                 us = time_decode(batch, config)
@@ -213,10 +216,11 @@ def main() -> None:
                 report(shape_name(model, lengths), config, us, batch.kv_bytes / 1e6, "TB/s")
             del batch
         for lengths in PREFILL if args.part != "decode" else []:
-            batch = Batch(lengths, lengths, heads, kv_dtype)
+            batch = Batch(lengths, lengths, heads, kv_dtype, args.block_size)
             flops = sum(4 * n * n / 2 for n in lengths) * heads[0] * heads[2]
             results = []
-            for pconfig in prefill_configs(heads[2], heads[0] // heads[1], args.all):
+            group = heads[0] // heads[1]
+            for pconfig in prefill_configs(heads[2], group, args.block_size, args.all):
                 us = time_prefill(batch, pconfig)
                 results.append((us if us is not None else -1.0, str(pconfig), pconfig, us))
             for _, _, pconfig, us in [results[0], *sorted(results[1:])[:5]]:

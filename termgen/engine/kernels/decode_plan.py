@@ -39,8 +39,6 @@ class DecodeConfig:
     programs_per_sm: int
     min_tiles: int = 1
     """Tiles a program takes at least: fewer partial sums when contexts are short."""
-    max_registers: int | None = None
-    """Of a thread, so that as many programs as there should be fit on a multiprocessor."""
 
 
 def default_config(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> DecodeConfig:

@@ -262,7 +262,6 @@ def paged_decode(
             PREFETCH_TILES=_prefetch_tiles(cache, config.tile),
             THREADS=32 * config.num_warps,
             num_warps=config.num_warps,
-            maxnreg=config.max_registers,
             **pdl_options(q.device, enabled=pdl),
         )
     return out
