@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from termgen.engine.events import EngineSnapshot, EventRing
 from termgen.engine.memory_ledger import MemoryLedger
@@ -33,6 +33,10 @@ class ChatPrompt:
 
 Prompt = str | Sequence[int] | ChatPrompt
 """Raw text, token ids, or a conversation."""
+
+
+PauseMode = Literal["wait", "abort", "keep"]
+"""What becomes of the requests an engine holds when it is paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +193,26 @@ class EngineClient(Protocol):
 
     def close_events(self, ring: EventRing) -> None: ...
 
-    async def control(self, command: str) -> None:
-        """Administrative commands: `reset_prefix_cache`. Raises `RequestError` for unknown ones."""
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """Start no new request until `resume`; returns when the engine has come to rest.
+
+        `wait`: running requests go on to their end. `abort`: running and waiting requests end now,
+        with finish_reason ABORT. `keep`: running requests stand still and go on after `resume`.
+        New requests wait in the queue. A second pause changes the mode. Raises `RequestError` for
+        an unknown mode, `EngineError` if `resume` comes before the engine is at rest.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`; does nothing without one."""
+        ...
+
+    async def reset_prefix_cache(self, *, force: bool = False) -> bool:
+        """Forget the cached prefixes that no request uses; whether those were all.
+
+        With `force` running requests give up their part of the cache and compute it again, so that
+        all of it goes.
+        """
         ...
 
     @property

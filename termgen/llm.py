@@ -107,9 +107,9 @@ class LLM:
         """What the model's authors recommend, from its generation_config.json."""
         return SamplingParams(**self.model.default_params)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
-        self._engine.reset_prefix_cache()
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. False if some are in use, which is never so at rest."""
+        return self._engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Free the model. May be called again; nothing else may."""

@@ -25,6 +25,7 @@ import numpy as np
 from termgen.client import (
     ChatPrompt,
     ModelInfo,
+    PauseMode,
     Prompt,
     RequestTimings,
     TokenDelta,
@@ -209,6 +210,7 @@ class FakeEngine:
         """Requests that were closed, cancelled or aborted before their end."""
         self.finished: list[str] = []
         self.controls: list[str] = []
+        """Pauses, resumes and resets, which change nothing else here."""
         self.release = asyncio.Event()
         self.bus = EventBus()
         self.scripted_snapshot: EngineSnapshot | None = None
@@ -294,10 +296,15 @@ class FakeEngine:
     def close_events(self, ring: EventRing) -> None:
         self.bus.unsubscribe(ring)
 
-    async def control(self, command: str) -> None:
-        if command != "reset_prefix_cache":
-            raise RequestError(f"unknown command {command!r}", param="command")
-        self.controls.append(command)
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        self.controls.append(f"pause {mode}")
+
+    async def resume(self) -> None:
+        self.controls.append("resume")
+
+    async def reset_prefix_cache(self, *, force: bool = False) -> bool:
+        self.controls.append("reset_prefix_cache force" if force else "reset_prefix_cache")
+        return force or not self._live
 
     def _checked_prompt(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         ids = render(prompt)

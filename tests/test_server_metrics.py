@@ -205,6 +205,13 @@ async def test_failures_and_aborts_have_their_reason() -> None:
     assert value(text, "request_success_total", finished_reason="abort") == 1
 
 
+def test_a_pause_is_told() -> None:
+    metrics = ServerMetrics("m")
+    for paused in (True, False):
+        metrics.on_snapshot(make_snapshot(paused=paused))
+        assert value(metrics.render().decode(), "engine_paused") == paused
+
+
 def test_labels_are_closed_sets() -> None:
     """No user, key or request id can make new series."""
     metrics = ServerMetrics("m")

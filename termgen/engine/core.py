@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from termgen.engine.control import EngineControl, finish_all
 from termgen.engine.delivery import FinishedRow, StartedRow, StepDelivery
 from termgen.engine.event_publisher import EventPublisher, StepTimes
 from termgen.engine.events import EngineSnapshot, EventBus, StepRecord
@@ -86,6 +87,12 @@ class EngineCore:
         self._in_flight: deque[_InFlight] = deque()
         self._started: list[StartedRow] = []
         self._finished: list[FinishedRow] = []
+        self.control = EngineControl(
+            scheduler,
+            on_ended=lambda rows: self._finished.extend(rows),
+            on_preempted=self._tell_preempted,
+        )
+        """Pause, resume and reset; on the engine thread only."""
         self._last_record: StepRecord | None = None
         self._last_plan: StepPlan | None = None
         self.last_progress_ns = time.perf_counter_ns()
@@ -110,8 +117,12 @@ class EngineCore:
         return future
 
     def close(self, error: EngineError) -> None:
-        """No step will follow: calls that wait, and those still to come, end with this error."""
+        """No step will follow: calls that wait, and those still to come, end with this error.
+
+        Engine thread only.
+        """
         self._closed = error
+        self.control.close(error)
         self._fail_calls(error)
 
     def wake(self) -> None:
@@ -142,25 +153,41 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Requests, steps in flight, mail, or news not yet delivered."""
-        return bool(self.scheduler.has_requests or self._in_flight or self._inbox or self._finished)
+        """Requests that are not paused, steps in flight, mail, or news not yet delivered."""
+        if self._in_flight or self._inbox or self._finished or self.control.is_waiting:
+            return True
+        return self.scheduler.has_requests and not self.control.is_resting
 
     def step(self) -> bool:
         """One turn: fill the pipeline, land its oldest step. False when there was nothing to do."""
         self._read_inbox()
         self._run_calls()
-        while len(self._in_flight) < self._depth and self._launch():
+        may_launch = self.control.may_launch
+        while may_launch and len(self._in_flight) < self._depth and self._launch():
             pass
-        if self._in_flight:
+        is_busy = bool(self._in_flight)
+        if is_busy:
             self._land()
-            return True
-        assert not self.scheduler.has_requests, "requests are queued, but nothing can run"
-        self._deliver_finished()
-        return False
+        else:
+            stuck = self.scheduler.has_requests and may_launch and not self.control.is_paused
+            assert not stuck, "requests are queued, but nothing can run"
+            self._deliver_finished()
+        self.control.settle()
+        return is_busy
 
     def use_idle_time(self) -> bool:
         """Do one piece of work that can wait; False when there is none. Only without other work."""
-        return not self.has_work and self.executor.idle()
+        return not (self.has_work or self.scheduler.has_requests) and self.executor.idle()
+
+    def drain(self) -> None:
+        """The last turn: wait for steps in flight and end every request; nothing is held then.
+
+        Nobody is told of the endings here: `close` comes next.
+        """
+        self._run_out()
+        self.scheduler.land_all()
+        finish_all(self.scheduler)
+        self._finished.clear()
 
     def _launch(self) -> bool:
         planned_ns = time.perf_counter_ns()
@@ -195,12 +222,7 @@ class EngineCore:
 
     def _fail(self, step: _InFlight, cause: Exception) -> None:
         """End the failed step's requests; let later steps run out unread; go on with the rest."""
-        for later in self._in_flight:
-            try:
-                later.handle.result()
-            except Exception:  # it depends on the failed step, whose cause is told
-                continue
-        self._in_flight.clear()
+        self._run_out()
         table = self.scheduler.slots
         rows = zip(step.plan.slots.tolist(), step.plan.epochs.tolist(), strict=True)
         ids = tuple(
@@ -219,6 +241,14 @@ class EngineCore:
         self._finished += self.scheduler.fail(step.plan, error)
         self._tell_preempted("a step failed")
         self._deliver_finished()
+
+    def _run_out(self) -> None:
+        """Wait for the steps in flight; nobody reads what they computed."""
+        while self._in_flight:
+            try:
+                self._in_flight.popleft().handle.result()
+            except Exception:  # of a step behind a failed one, whose cause is told, or of the last
+                continue
 
     def _tell_preempted(self, why: str) -> None:
         self._publisher.preempted(self.scheduler.preempted, why)
@@ -328,6 +358,7 @@ class EngineCore:
             plan=self._last_plan if self._in_flight else self._idle_plan(),
             last_progress_ns=self.last_progress_ns,
             graphs=self.executor.graph_status(),
+            paused=self.control.is_paused,
         )
 
     def _idle_plan(self) -> StepPlan | None:

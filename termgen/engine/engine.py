@@ -15,9 +15,11 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
-from termgen.client import ModelInfo, Prompt, TokenDelta
+from termgen.client import ModelInfo, PauseMode, Prompt, TokenDelta
 from termgen.config import EngineConfig
+from termgen.engine.control import EngineControl
 from termgen.engine.delivery import StepDelivery
 from termgen.engine.events import EngineSnapshot, EventRing
 from termgen.engine.input_processor import InputProcessor
@@ -38,6 +40,10 @@ FULL_COLLECTIONS = 20
 """Every so many of those collections look at old garbage too, or it would pile up for ever."""
 
 
+Settled = TypeVar("Settled", bool, None)
+"""What a command answers once it has taken effect."""
+
+
 def _submit(parts: EngineParts, request: GenerationRequest, arrival_ns: int) -> None:
     """Hand a request's completions to text processing and to the loop."""
     for completion in parts.output_processor.expect(request, arrival_ns):
@@ -53,6 +59,7 @@ class SyncEngine:
             config, on_delivery=self._deliveries.append, on_progress=on_progress
         )
         self.core = self._parts.core
+        self._news: list[TokenDelta] = []
 
     @property
     def model(self) -> ModelInfo:
@@ -68,7 +75,8 @@ class SyncEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        return self.core.has_work
+        """Whether `step` has something to do or to tell. Paused requests do not count."""
+        return bool(self.core.has_work or self._news)
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request."""
@@ -81,23 +89,45 @@ class SyncEngine:
 
     def step(self) -> list[TokenDelta]:
         """Run one engine step and return its news; [] when idle, when what can wait is done."""
-        if not self.core.step():
+        if not self._turn():
             self.core.use_idle_time()
-        deltas: list[TokenDelta] = []
+        news, self._news = self._news, []
+        return news
+
+    def _turn(self) -> bool:
+        was_busy = self.core.step()
         while self._deliveries:
-            deltas += self._parts.output_processor.process(self._deliveries.popleft())
+            self._news += self._parts.output_processor.process(self._deliveries.popleft())
         for request_id in self._parts.output_processor.take_aborts():
             self.core.abort(request_id)
-        return deltas
+        return was_busy
+
+    def _settled(self, command: Callable[[EngineControl], Future[Settled]]) -> Settled:
+        """Step until a command has taken effect; the next `step` returns the news of these."""
+        asked = self.core.call(lambda: command(self.core.control))
+        while not (asked.done() and (asked.exception() or asked.result().done())):
+            self._turn()
+        settled: Future[Settled] = asked.result()
+        return settled.result()
 
     def snapshot(self) -> EngineSnapshot:
         return self.core.snapshot()
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
-        self.core.scheduler.reset_prefix_cache()
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """See `EngineClient.pause`."""
+        self._settled(lambda control: control.pause(mode))
+
+    def resume(self) -> None:
+        """See `EngineClient.resume`."""
+        self.core.control.resume()
+
+    def reset_prefix_cache(self, *, force: bool = False) -> bool:
+        """See `EngineClient.reset_prefix_cache`."""
+        return self._settled(lambda control: control.reset_prefix_cache(force))
 
     def shutdown(self) -> None:
+        """Free the model; whatever still runs or waits is dropped. May be called again."""
+        self.core.drain()
         self.core.executor.shutdown()
 
 
@@ -237,11 +267,25 @@ class AsyncEngine:
     def close_events(self, ring: EventRing) -> None:
         self.parts.core.bus.unsubscribe(ring)
 
-    async def control(self, command: str) -> None:
-        if command != "reset_prefix_cache":
-            raise RequestError(f"unknown command {command!r}", param="command")
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """See `EngineClient.pause`."""
+        await self._settled(lambda control: control.pause(mode))
+
+    async def resume(self) -> None:
+        """See `EngineClient.resume`."""
         core = self.parts.core
-        await asyncio.wrap_future(core.call(core.scheduler.reset_prefix_cache))
+        await asyncio.wrap_future(core.call(core.control.resume))
+
+    async def reset_prefix_cache(self, *, force: bool = False) -> bool:
+        """See `EngineClient.reset_prefix_cache`."""
+        return await self._settled(lambda control: control.reset_prefix_cache(force))
+
+    async def _settled(self, command: Callable[[EngineControl], Future[Settled]]) -> Settled:
+        """Give a command on the engine's thread and wait until it has taken effect there."""
+        core = self.parts.core
+        settled: Future[Settled]
+        settled = await asyncio.wrap_future(core.call(lambda: command(core.control)))
+        return await asyncio.wrap_future(settled)
 
     @property
     def is_healthy(self) -> bool:
@@ -272,6 +316,7 @@ class AsyncEngine:
         death = EngineDeadError("the engine was shut down")
         try:
             self._serve(parts)
+            parts.core.drain()
         except BaseException as cause:  # thread top: every stream is told, health turns red
             death = _death_of(cause)
         finally:

@@ -191,3 +191,5 @@ class EngineSnapshot:
     num_graphs_recorded: int = 0
     num_graphs: int = 0
     """CUDA graphs recorded, and those still to be recorded in idle moments."""
+    paused: bool = False
+    """`EngineClient.pause` holds back new requests, or all steps."""

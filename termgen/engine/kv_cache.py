@@ -108,11 +108,13 @@ class BlockPool:
             self._is_hashed[block] = 1
             self._by_hash.setdefault(block_hash, []).append(block)
 
-    def forget_all(self) -> None:
-        """Drop every hash: nothing is found by `lookup` until registered again."""
+    def forget_idle(self) -> bool:
+        """Drop the hashes of blocks nobody uses; whether `lookup` finds nothing any more."""
         for blocks in list(self._by_hash.values()):
             for block in list(blocks):
-                self._forget(block)
+                if self.is_free(block):
+                    self._forget(block)
+        return not self._by_hash
 
     def states(self) -> npt.NDArray[np.uint8]:
         """[num_blocks] BlockState of every block."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from termgen.engine.request import Request
+from termgen.engine.request import Request, RequestStatus
 
 
 class RequestQueue(Protocol):
@@ -18,8 +18,6 @@ class RequestQueue(Protocol):
         ...
 
     def peek(self) -> Request: ...
-
-    def pop(self) -> Request: ...
 
     def remove(self, request: Request) -> None: ...
 
@@ -42,9 +40,6 @@ class FCFSQueue:
 
     def peek(self) -> Request:
         return self._queue[0]
-
-    def pop(self) -> Request:
-        return self._queue.popleft()
 
     def remove(self, request: Request) -> None:
         self._queue.remove(request)
@@ -75,10 +70,10 @@ class PriorityQueue:
     def peek(self) -> Request:
         return self._heap[0][1]
 
-    def pop(self) -> Request:
-        return heapq.heappop(self._heap)[1]
-
     def remove(self, request: Request) -> None:
+        if self._heap[0][1] is request:
+            heapq.heappop(self._heap)
+            return
         self._heap.remove((priority_key(request), request))
         heapq.heapify(self._heap)
 
@@ -87,6 +82,11 @@ class PriorityQueue:
 
     def __iter__(self) -> Iterator[Request]:
         return (request for _, request in sorted(self._heap, key=lambda item: item[0]))
+
+
+def first_begun(queue: RequestQueue) -> Request | None:
+    """The first of those that have run before and wait to go on."""
+    return next((r for r in queue if r.status is RequestStatus.PREEMPTED), None)
 
 
 def make_queue(policy: str) -> RequestQueue:

@@ -20,7 +20,7 @@ from termgen.engine.integrity import check_scheduler
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.plan_builder import PlanBuilder
 from termgen.engine.request import FinishReason, IntArray, Request, RequestStatus
-from termgen.engine.request_queue import make_queue, priority_key
+from termgen.engine.request_queue import first_begun, make_queue, priority_key
 from termgen.engine.scheduler_types import AppliedStep, SchedulerConfig, SchedulerStats
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import StepPlan, StepResult
@@ -45,6 +45,8 @@ class Scheduler:
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
         self.fence = Fence()
+        self.admits_new = True
+        """False: only requests that have run before are given a slot."""
         self._next_step = 0
         self._threshold = config.long_prefill_token_threshold or config.max_num_batched_tokens
 
@@ -87,6 +89,11 @@ class Scheduler:
     @property
     def has_requests(self) -> bool:
         return bool(self.requests)
+
+    @property
+    def newest_step(self) -> int:
+        """Id of the step planned last; -1 before the first."""
+        return self._next_step - 1
 
     # -- planning --------------------------------------------------------------------------
 
@@ -191,12 +198,12 @@ class Scheduler:
         slots: list[int] = []
         counts: list[int] = []
         while budget > 0 and len(self.waiting) and self.free_slots:
-            request = self.waiting.peek()
-            cached = self.kv.try_fit(request)
-            if cached is None:
+            request = self.waiting.peek() if self.admits_new else first_begun(self.waiting)
+            cached = None if request is None else self.kv.try_fit(request)
+            if request is None or cached is None:
                 break
             num_tokens = len(request.token_ids)
-            self.waiting.pop()
+            self.waiting.remove(request)
             slot = self.free_slots.pop()
             self._start(request, slot, cached, builder, now_ns)
             num_computed = len(cached) * self.kv.block_size
@@ -307,20 +314,30 @@ class Scheduler:
         AddedRow for a row it believes taken. The failed step's KV was already published as
         findable, so the prefix cache is forgotten with it.
         """
-        self._land(self._next_step - 1)
+        self.land_all()
         alive = plan.slots[self.slots.epoch[plan.slots] == plan.epochs]
         finished = [
             self._finished(self._release_slot(int(s)), FinishReason.ERROR, error=error)
             for s in alive
         ]
-        for slot in self.slots.running[::-1].tolist():
-            self._preempt(slot)
-        self.reset_prefix_cache()
+        self.recompute_all()
         return finished
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix. Running requests are not touched."""
-        self.kv.pool.forget_all()
+    def land_all(self) -> None:
+        """No step runs any more, read or not: what they held back is free."""
+        self._land(self.newest_step)
+
+    def recompute_all(self) -> None:
+        """Preempt whoever runs and forget every prefix. Call it when no step runs any more."""
+        self.land_all()
+        for slot in self.slots.running[::-1].tolist():
+            self._preempt(slot)
+        is_empty = self.reset_prefix_cache()
+        assert is_empty, "a block is in use, but nothing runs"
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes that nobody uses; whether those were all."""
+        return self.kv.pool.forget_idle()
 
     def _finished(
         self,

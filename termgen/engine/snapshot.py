@@ -22,6 +22,7 @@ def build_snapshot(
     plan: StepPlan | None,
     last_progress_ns: int,
     graphs: GraphStatus,
+    paused: bool,
 ) -> EngineSnapshot:
     """`plan` is the newest plan, for the tokens each request has in it."""
     now = time.perf_counter_ns()
@@ -63,6 +64,7 @@ def build_snapshot(
         last_progress_ns=last_progress_ns,
         num_graphs_recorded=graphs.num_recorded,
         num_graphs=graphs.num_graphs,
+        paused=paused,
     )
 
 

@@ -100,6 +100,7 @@ class ServerMetrics:
 
         self.num_running = self._gauge("num_requests_running", "Requests in the batch")
         self.num_waiting = self._gauge("num_requests_waiting", "Requests in the queue")
+        self.paused = self._gauge("engine_paused", "1 while the engine is paused, else 0")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Used share of the KV cache, 0 to 1")
         self._kv_blocks = Gauge(
             "termgen_kv_blocks", "KV blocks by state", ["model", "state"], registry=self._registry
@@ -235,6 +236,7 @@ class ServerMetrics:
 
     def on_snapshot(self, snapshot: EngineSnapshot) -> None:
         self._on_state(snapshot)
+        self.paused.set(snapshot.paused)
         recorded = snapshot.num_graphs_recorded
         self._graphs.labels(self._model, "recorded").set(recorded)
         self._graphs.labels(self._model, "waiting").set(snapshot.num_graphs - recorded)

@@ -188,7 +188,7 @@ async def test_after_shutdown_everything_is_refused_and_nothing_waits(
         with pytest.raises(EngineDeadError):
             await engine.snapshot()
         with pytest.raises(EngineDeadError):
-            await engine.control("reset_prefix_cache")
+            await engine.reset_prefix_cache()
     assert not engine.is_healthy
     await engine.shutdown()
 
@@ -204,7 +204,7 @@ async def test_calls_that_wait_when_the_engine_dies_are_answered(
     monkeypatch.setattr(core, "_run_calls", broken)
     async with asyncio.timeout(10):
         with pytest.raises(EngineDeadError, match="a bug"):
-            await engine.control("reset_prefix_cache")
+            await engine.reset_prefix_cache()
 
 
 async def test_a_start_that_was_given_up_ends_its_thread(

@@ -323,17 +323,18 @@ def test_a_slot_is_admitted_once() -> None:
         kv.admit(0, 4, [])
 
 
-def test_forget_all_spares_the_users() -> None:
+def test_forget_idle_spares_what_is_in_use() -> None:
     kv = make_kv()
     take(kv, 0, run_of(0, 12))
     take(kv, 1, run_of(50, 12))
     give_back(kv, 1)
-    kv.pool.forget_all()
-    assert hits(kv, run_of(0, 13)) == [] and hits(kv, run_of(50, 13)) == []
+    assert not kv.pool.forget_idle(), "slot 0 still uses some"
+    assert len(hits(kv, run_of(0, 13))) == 3 and hits(kv, run_of(50, 13)) == []
     assert kv.pool.num_cached == 0 and kv.pool.num_used == 3
     kv.pool.check_integrity(users_of(kv))
     assert give_back(kv, 0) == [3, 2, 1]
-    assert kv.pool.num_cached == 0, "forgotten blocks come back empty"
+    assert kv.pool.num_cached == 3 and kv.pool.forget_idle() and kv.pool.num_cached == 0
+    assert hits(kv, run_of(0, 13)) == []
     take(kv, 2, run_of(0, 12))
     assert len(hits(kv, run_of(0, 13))) == 3
 

@@ -124,11 +124,13 @@ def test_resetting_the_cache_leaves_running_requests_alone() -> None:
     driver.add(make_request("a", prompt, max_tokens=20), make_request("o", other, max_tokens=20))
     for _ in range(5):
         driver.step()
-    driver.scheduler.reset_prefix_cache()
+    assert not driver.scheduler.reset_prefix_cache(), "their blocks are still found"
     driver.scheduler.check_integrity()
     driver.add(make_request("b", prompt, max_tokens=20))
     driver.run()
-    assert driver.records["b"].num_cached_tokens == 0
+    assert driver.records["b"].num_cached_tokens == 12
     assert driver.scheduler.stats.num_preemptions == 0
     driver.assert_reference()
     driver.assert_drained()
+    assert driver.scheduler.reset_prefix_cache()
+    assert driver.scheduler.kv.pool.num_cached == 0

@@ -15,7 +15,8 @@ def test_first_come_first_served() -> None:
     a, b, c = (make_request(name, [1], priority=-i) for i, name in enumerate("abc"))
     for request in (a, b, c):
         queue.push(request)
-    assert queue.peek() is a and queue.pop() is a
+    assert queue.peek() is a
+    queue.remove(a)
     queue.push_front(a)
     queue.remove(b)
     assert list(queue) == [a, c] and len(queue) == 2
@@ -45,8 +46,11 @@ def test_priority_queue_stays_in_order_under_removal(seed: int) -> None:
         else:
             held.sort(key=priority_key)
             assert queue.peek() is held[0]
-            assert queue.pop() is held.pop(0)
+            queue.remove(held.pop(0))
         assert list(queue) == sorted(held, key=priority_key)
         assert len(queue) == len(held)
     held.sort(key=priority_key)
-    assert [queue.pop() for _ in held] == held
+    for request in held:
+        assert queue.peek() is request
+        queue.remove(request)
+    assert not len(queue)

@@ -106,6 +106,17 @@ def test_gauges_show_the_numbers() -> None:
     assert "TTFT p50 / p99" in shown
 
 
+def test_a_paused_engine_says_so_at_every_size() -> None:
+    view = busy_view()
+    assert view.snapshot is not None
+    assert "paused" not in text(overview.gauges_tile(view, Frame(40, 6, True)))
+    assert "paused" not in row_text(overview.numbers_line(view, 60))
+    view = replace(view, snapshot=replace(view.snapshot, paused=True))
+    assert "paused  2 waiting" in text(overview.gauges_tile(view, Frame(40, 6, True)))
+    assert "paused" in text(overview.gauges_tile(view, Frame(20, 6, True)))
+    assert row_text(overview.numbers_line(view, 60)).startswith(" paused  out ")
+
+
 def test_batch_has_a_column_and_a_letter_for_every_step() -> None:
     records = steps(40)
     rows = batch_panel(records, Frame(60, 9, True), COLOUR_GLYPHS)

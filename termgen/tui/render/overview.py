@@ -126,8 +126,16 @@ def gauges_tile(view: DashboardView, frame: Frame) -> list[Row]:
     ttft = f"{milliseconds(view.ttft_p50_ms)} / {milliseconds(view.ttft_p99_ms)} ms"
     name = "TTFT p50 / p99" if frame.width >= ROOMY_TILE else "TTFT"
     rows.append(spread([(name, "muted")], [(ttft, "text")], width))
-    waiting: list[Span] = [(f"{view.num_waiting} waiting", "warn" if view.num_waiting else "muted")]
-    return frame.draw([("now", "text/b")], waiting, rows)
+    right: list[Span] = [(f"{view.num_waiting} waiting", "warn" if view.num_waiting else "muted")]
+    if _is_paused(view):
+        is_roomy = frame.width >= ROOMY_TILE
+        right = [("paused  ", "warn/b"), *right] if is_roomy else [("paused", "warn/b")]
+    return frame.draw([("now", "text/b")], right, rows)
+
+
+def _is_paused(view: DashboardView) -> bool:
+    """The engine, not the picture of it."""
+    return view.snapshot is not None and view.snapshot.paused
 
 
 def _gauge(name: str, share: float, value: str, role: str, width: int) -> Row:
@@ -151,7 +159,7 @@ def numbers_line(view: DashboardView, width: int) -> Row:
             (" ms", "muted"),
         ],
     ]
-    spans: list[Span] = []
+    spans: list[Span] = [(" paused ", "warn/b")] if _is_paused(view) else []
     for group in groups:
         if row_width((*spans, *group)) >= width:
             break
