@@ -206,7 +206,7 @@ async def test_failures_and_aborts_have_their_reason() -> None:
 
 
 def test_a_pause_is_told() -> None:
-    metrics = ServerMetrics("m")
+    metrics = ServerMetrics("fake/model-1")
     for paused in (True, False):
         metrics.on_snapshot(make_snapshot(paused=paused))
         assert value(metrics.render().decode(), "engine_paused") == paused

@@ -57,11 +57,6 @@ class EngineControl:
         """False while the steps in flight are to be the last for now."""
         return self._mode in (None, "wait") and not any(r.force for r in self._resets)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Somebody waits for steps to land."""
-        return bool(self._pauses or self._resets)
-
     def pause(self, mode: PauseMode) -> Future[None]:
         """See `EngineClient.pause`. A later mode takes the place of an earlier one."""
         if mode not in get_args(PauseMode):
@@ -91,7 +86,10 @@ class EngineControl:
         return reset.done
 
     def settle(self) -> None:
-        """A turn of the loop is over and its news delivered: answer whoever waited for that."""
+        """A turn of the loop is over and its news delivered: answer whoever waited for that.
+
+        With nothing in flight and nothing running nobody is left waiting, so the loop may sleep.
+        """
         landed = self._scheduler.fence.landed_step
         if self._resets:
             due = [reset for reset in self._resets if reset.last_step <= landed]

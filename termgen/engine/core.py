@@ -154,9 +154,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Requests that are not paused, steps in flight, mail, or news not yet delivered."""
-        if self._in_flight or self._inbox or self._finished or self.control.is_waiting:
-            return True
-        return self.scheduler.has_requests and not self.control.is_resting
+        is_due = self.scheduler.has_requests and not self.control.is_resting
+        return bool(is_due or self._in_flight or self._inbox or self._finished)
 
     def step(self) -> bool:
         """One turn: fill the pipeline, land its oldest step. False when there was nothing to do."""
