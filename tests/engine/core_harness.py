@@ -42,8 +42,14 @@ class ScriptedExecutor:
         self.fail_steps: set[int] = set()
         self.on_result: Callable[[StepPlan], None] | None = None
         """Called while a step is being waited for: where another thread would come in."""
+        self.breach: AssertionError | None = None
+        """What the device found wrong with a plan; the core takes it for a failed step."""
         self._waiting: deque[tuple[StepPlan, list[StepResult]]] = deque()
         self._is_broken = False
+        self._blocks: dict[int, set[int]] = {}
+        """Blocks of each slot as of the newest plan."""
+        self._touched: list[set[int]] = []
+        """Blocks that each plan may read or write."""
 
     def start(self, on_progress: Callable[[str, float], None]) -> DeviceInfo:
         raise AssertionError("the test builds the core itself")
@@ -52,11 +58,28 @@ class ScriptedExecutor:
         if self._is_broken and self.num_landed == len(self.plans):
             self.device.recover(plan.step_id)
             self._is_broken = False
+        self._check_reuse(plan)
         self.plans.append(plan)
         self.landed_at.append(self.num_landed)
         handle = ScriptedHandle(self, plan)
         self._waiting.append((plan, handle.answer))
         return handle
+
+    def _check_reuse(self, plan: StepPlan) -> None:
+        """No slot or block that a step in flight touches is given to somebody new."""
+        added = {row.slot: row.num_computed_tokens // self.device.block_size for row in plan.added}
+        for slot in (*plan.released_slots, *added):
+            self._blocks[slot] = set()
+        new = set()
+        places = (plan.block_slots.tolist(), plan.block_positions.tolist(), plan.block_ids.tolist())
+        for slot, position, block in zip(*places, strict=True):
+            self._blocks[slot].add(block)
+            if position >= added.get(slot, 0):  # those before are shared prefixes
+                new.add(block)
+        for other, touched in zip(self.in_flight, self._touched[self.num_landed :], strict=True):
+            assert not new & touched, "a block was given away while a step in flight touches it"
+            assert not added.keys() & set(other.slots.tolist()), "so was a slot"
+        self._touched.append(set().union(*(self._blocks[slot] for slot in plan.slots.tolist())))
 
     @property
     def in_flight(self) -> list[StepPlan]:
@@ -73,6 +96,9 @@ class ScriptedExecutor:
                 answer.append(self.device.execute(first, fails=first.step_id in self.fail_steps))
             except DeviceFailure:
                 self._is_broken = True
+            except AssertionError as breach:
+                self.breach = breach
+                raise
         if self.on_result is not None:
             self.on_result(plan)
 
@@ -118,10 +144,23 @@ class Bearer:
     num_cached_tokens: int = 0
     num_logprobs: int = 0
     ending: FinishedRow | None = None
+    is_aborted: bool = False
+    """Its reader asked for an abort, before it was told an end."""
 
     @property
     def reason(self) -> FinishReason | None:
         return None if self.ending is None else self.ending.reason
+
+
+class _Reader(list[StepDelivery]):
+    """Reads each delivery at once, as a front end that is never behind."""
+
+    def __init__(self, read: Callable[[StepDelivery], None]) -> None:
+        super().__init__()
+        self._read = read
+
+    def append(self, news: StepDelivery) -> None:
+        self._read(news)
 
 
 class CoreDriver:
@@ -151,10 +190,9 @@ class CoreDriver:
         self.eos = eos
         self.max_model_len = max_model_len
         self.executor = ScriptedExecutor(device)
-        self.news: list[StepDelivery] = []
         self.core = make_core(
             self.executor,
-            self.news,
+            _Reader(self._read),
             depth=depth,
             num_blocks=num_blocks,
             block_size=block_size,
@@ -192,11 +230,18 @@ class CoreDriver:
         self.core.submit(request, len(self.bearers))
         return bearer
 
+    def abort(self, name: str) -> None:
+        """From now on no token of its bearer may come; also while a step is being waited for."""
+        bearer = self._by_name.get(name)
+        if bearer is not None and bearer.ending is None:
+            bearer.is_aborted = True
+        self.core.abort(name)
+
     def step(self) -> bool:
         worked = self.core.step()
+        if self.executor.breach is not None:
+            raise self.executor.breach
         self.scheduler.check_integrity()
-        while self.news:
-            self._read(self.news.pop(0))
         return worked
 
     def run(self, max_steps: int = 10_000) -> None:
@@ -216,6 +261,7 @@ class CoreDriver:
         for row, token in zip(rows, news.token_ids.tolist(), strict=True):
             bearer = self._by_row[row]
             assert bearer.ending is None, "a token after the end"
+            assert not bearer.is_aborted, "a token after the abort"
             assert row == bearer.residencies[-1], "a token of a residency that is over"
             bearer.tokens.append(token)
         if news.logprobs is not None:
@@ -227,6 +273,8 @@ class CoreDriver:
             bearer = self._by_name[end.request_id]
             assert bearer.ending is None, "a request ends once"
             bearer.ending = end
+            if bearer.is_aborted:
+                assert end.reason in (FinishReason.ABORT, FinishReason.ERROR)
             assert end.num_output_tokens == len(bearer.tokens), "a token was lost or made up"
 
     def computed(self, bearer: Bearer) -> list[int]:

@@ -114,13 +114,13 @@ class Schedule:
         """An abort, also of what has ended or never was, also while a step is waited for."""
         if self.rng.random() < self.p_abort:
             names = [b.request.request_id for b in self.alive()]
-            self.driver.core.abort(str(self.rng.choice([*names, "nobody"])))
+            self.driver.abort(str(self.rng.choice([*names, "nobody"])))
 
     def read(self) -> None:
         """What a front end does that looks for something in the text."""
         for bearer in self.alive():
             if self.cuts.get(bearer) in bearer.tokens:
-                self.driver.core.abort(bearer.request.request_id)
+                self.driver.abort(bearer.request.request_id)
 
     def check(self) -> None:
         for bearer in self.driver.bearers:
@@ -130,6 +130,7 @@ class Schedule:
     def check_output(self, bearer: Bearer) -> None:
         driver, name = self.driver, bearer.request.request_id
         expected, tokens = driver.reference(bearer), bearer.tokens
+        assert bearer.reason is not FinishReason.ERROR or driver.executor.fail_steps, name
         if bearer.reason in (FinishReason.ABORT, FinishReason.ERROR):
             assert tokens == expected[: len(tokens)], name
             cut = self.cuts.get(bearer)

@@ -28,7 +28,7 @@ def test_a_name_used_again_while_its_last_bearer_is_in_flight_gets_its_own_token
     other = driver.submit("other", [6, 7], max_tokens=30)
     for _ in range(5):
         driver.step()
-    driver.core.abort("a")
+    driver.abort("a")
     driver.step()
     assert old.reason is FinishReason.ABORT
     rows = [row for plan in driver.executor.in_flight for row in residencies(plan)]
@@ -175,7 +175,7 @@ def test_the_engine_has_work_until_every_step_in_flight_has_landed(depth: int) -
     alone = driver.submit("alone", [3, 4, 5], max_tokens=60)
     driver.step()
     assert len(driver.executor.in_flight) == depth - 1
-    driver.core.abort("alone")
+    driver.abort("alone")
     driver.step()
     assert alone.reason is FinishReason.ABORT and not driver.scheduler.has_requests
     while driver.executor.in_flight:
@@ -192,8 +192,8 @@ def test_endings_without_a_next_step_are_told_and_free_everything(depth: int) ->
     aborted = driver.submit("aborted", [3, 4, 5], max_tokens=60)
     waits = driver.submit("waits", [3, 4], max_tokens=60)
     driver.step()
-    driver.core.abort("waits")
-    driver.core.abort("aborted")
+    driver.abort("waits")
+    driver.abort("aborted")
     driver.run()
     assert aborted.reason is waits.reason is FinishReason.ABORT
     driver.assert_drained()
@@ -216,8 +216,8 @@ def test_seats_of_ended_requests_in_flight_come_back_to_those_who_wait(depth: in
     for i in range(0, 12, 2):
         while not all(b.residencies for b in driver.bearers[i : i + 2]):
             driver.step()
-        driver.core.abort(f"r{i}")
-        driver.core.abort(f"r{i + 1}")
+        driver.abort(f"r{i}")
+        driver.abort(f"r{i + 1}")
         driver.step()
         assert driver.scheduler.num_running <= 2
     last = driver.submit("last", [7], max_tokens=5)
