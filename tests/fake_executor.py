@@ -9,6 +9,7 @@ import numpy as np
 
 from termgen.engine.core import EngineCore
 from termgen.engine.delivery import StepDelivery
+from termgen.engine.executor import Executor
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
@@ -95,7 +96,7 @@ class FakeExecutor:
 
 
 def make_core(
-    executor: FakeExecutor,
+    executor: Executor,
     deliveries: list[StepDelivery],
     *,
     depth: int = 1,
