@@ -62,6 +62,8 @@ class Schedule:
         """Requests whose reader gives up at a token of its own choice, as for a stop string."""
         self.answers: list[tuple[str, Future[Future[Any]]]] = []
         """Of pauses and resets, by the name of the command."""
+        self.in_flight_at_rest: list[int] = []
+        """Steps in flight when a pause was said to have taken effect."""
         self.driver.executor.on_result = lambda _: self.meanwhile()
 
     def run(self) -> None:
@@ -94,7 +96,16 @@ class Schedule:
             core.call(core.control.resume)
         elif rng.random() < self.p_pause:
             mode: PauseMode = MODES[int(rng.integers(len(MODES)))]
-            self.answers.append((f"pause {mode}", core.call(lambda: core.control.pause(mode))))
+            self.answers.append((f"pause {mode}", core.call(lambda: self.pause(mode))))
+
+    def pause(self, mode: PauseMode) -> Future[Any]:
+        def note(paused: Future[None]) -> None:
+            if paused.exception() is None:
+                self.in_flight_at_rest.append(len(self.driver.executor.in_flight))
+
+        paused = self.driver.core.control.pause(mode)
+        paused.add_done_callback(note)
+        return paused
 
     def alive(self) -> list[Bearer]:
         return [b for b in self.driver.bearers if b.ending is None]
@@ -149,6 +160,7 @@ class Schedule:
         for bearer in self.driver.bearers:
             self.check_output(bearer)
             self.check_computed(bearer)
+        assert not any(self.in_flight_at_rest)
         for name, asked in self.answers:
             answer = asked.result(0)
             assert answer.done(), f"{name} was never answered"
