@@ -39,6 +39,7 @@ class ScriptedExecutor:
         self.landed_at: list[int] = []
         """How many steps had landed when each plan was submitted."""
         self.num_landed = 0
+        self.most_in_flight = 0
         self.fail_steps: set[int] = set()
         self.on_result: Callable[[StepPlan], None] | None = None
         """Called while a step is being waited for: where another thread would come in."""
@@ -61,6 +62,7 @@ class ScriptedExecutor:
         self._check_reuse(plan)
         self.plans.append(plan)
         self.landed_at.append(self.num_landed)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         handle = ScriptedHandle(self, plan)
         self._waiting.append((plan, handle.answer))
         return handle
@@ -178,6 +180,7 @@ class CoreDriver:
         max_model_len: int = 128,
         max_num_batched_tokens: int = 64,
         policy: str = "fcfs",
+        run_ahead_ms: float = 0.0,
     ) -> None:
         device = ScriptedDevice(
             num_blocks=num_blocks,
@@ -201,6 +204,7 @@ class CoreDriver:
             max_num_batched_tokens=max_num_batched_tokens,
             policy=policy,
             eos=eos,
+            run_ahead_ms=run_ahead_ms,
         )
         self.scheduler = self.core.scheduler
         self.bearers: list[Bearer] = []

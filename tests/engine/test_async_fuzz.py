@@ -1,5 +1,8 @@
 """Random traffic through the whole loop, 1 to 8 steps ahead, compared with each request alone.
 
+Requests come, stop, are cut off, aborted or preempted, steps fail, and the engine is paused and its
+cache reset in between.
+
 Every choice comes from the seed in the test's name; rerun one with `-k "seed-17"`. More of them:
 TERMGEN_FUZZ_SCHEDULES=5000 pytest tests/engine/test_async_fuzz.py
 """
@@ -8,17 +11,21 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from concurrent.futures import Future
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from core_harness import Bearer, CoreDriver
 from scripted_device import VOCAB
 
+from termgen.client import PauseMode
 from termgen.engine.request import FinishReason
 
 NUM_SCHEDULES = int(os.environ.get("TERMGEN_FUZZ_SCHEDULES", "320"))
 SCHEDULES_PER_TEST = 8
 NUM_TURNS = 40
+MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 
 class Schedule:
@@ -42,16 +49,21 @@ class Schedule:
             "max_model_len": longest,
             "max_num_batched_tokens": max_num_seqs + int(rng.choice([0, 3, 16, 100])),
             "policy": str(rng.choice(["fcfs", "priority"])),
+            "run_ahead_ms": float(rng.choice([0.0, 20.0])),
         }
         self.driver = CoreDriver(**self.setting)  # type: ignore[arg-type]
         self.p_add = float(rng.choice([0.2, 0.5, 0.8]))
         self.p_abort = float(rng.choice([0.0, 0.05, 0.2]))
         self.p_fail = float(rng.choice([0.0, 0.0, 0.02]))
         self.p_reset = float(rng.choice([0.0, 0.1]))
+        self.p_pause = float(rng.choice([0.0, 0.1]))
         self.prefix = rng.integers(0, VOCAB, self.max_prompt).tolist()
         self.cuts: dict[Bearer, int] = {}
         """Requests whose reader gives up at a token of its own choice, as for a stop string."""
-        self.num_resets = 0
+        self.answers: list[tuple[str, Future[Future[Any]]]] = []
+        """Of pauses and resets, by the name of the command."""
+        self.in_flight_at_rest: list[int] = []
+        """Steps in flight when a pause was said to have taken effect."""
         self.driver.executor.on_result = lambda _: self.meanwhile()
 
     def run(self) -> None:
@@ -60,18 +72,40 @@ class Schedule:
             while rng.random() < self.p_add and len(self.alive()) < 12:
                 self.add()
             self.meanwhile()
-            if rng.random() < self.p_reset:
-                driver.core.call(driver.scheduler.reset_prefix_cache)
-                self.num_resets += 1
+            self.command()
             if rng.random() < self.p_fail:
                 driver.executor.fail_steps.add(len(driver.executor.plans))
             driver.step()
             self.read()
         driver.executor.on_result = None
+        driver.core.call(driver.core.control.resume)
         while driver.core.has_work:
             driver.step()
             self.read()
         driver.assert_drained()
+
+    def command(self) -> None:
+        """Resets, forced or not, and pauses that end after a while."""
+        rng, core = self.rng, self.driver.core
+        if rng.random() < self.p_reset:
+            force = bool(rng.random() < 0.5)
+            self.answers.append(
+                (f"reset {force}", core.call(lambda: core.control.reset_prefix_cache(force)))
+            )
+        if core.control.is_paused and rng.random() < 0.3:
+            core.call(core.control.resume)
+        elif rng.random() < self.p_pause:
+            mode: PauseMode = MODES[int(rng.integers(len(MODES)))]
+            self.answers.append((f"pause {mode}", core.call(lambda: self.pause(mode))))
+
+    def pause(self, mode: PauseMode) -> Future[Any]:
+        def note(paused: Future[None]) -> None:
+            if paused.exception() is None:
+                self.in_flight_at_rest.append(len(self.driver.executor.in_flight))
+
+        paused = self.driver.core.control.pause(mode)
+        paused.add_done_callback(note)
+        return paused
 
     def alive(self) -> list[Bearer]:
         return [b for b in self.driver.bearers if b.ending is None]
@@ -126,6 +160,11 @@ class Schedule:
         for bearer in self.driver.bearers:
             self.check_output(bearer)
             self.check_computed(bearer)
+        assert not any(self.in_flight_at_rest)
+        for name, asked in self.answers:
+            answer = asked.result(0)
+            assert answer.done(), f"{name} was never answered"
+            assert answer.exception() is None or name.startswith("pause"), name
 
     def check_output(self, bearer: Bearer) -> None:
         driver, name = self.driver, bearer.request.request_id
@@ -157,7 +196,7 @@ class Schedule:
         if bearer.reason is FinishReason.LENGTH:
             assert total == useful
         elif bearer.reason is FinishReason.STOP:
-            assert useful <= total <= useful + self.driver.depth - 1
+            assert useful <= total <= useful + self.driver.executor.most_in_flight - 1
 
     def counts(self) -> Counter[str]:
         scheduler, plans = self.driver.scheduler, self.driver.executor.plans
@@ -167,7 +206,8 @@ class Schedule:
         seen["hits"] = scheduler.stats.prefix_hit_tokens
         seen["evictions"] = scheduler.kv.pool.num_evictions
         seen["chunks"] = sum(bool((p.num_tokens > 1).any()) for p in plans if not p.added)
-        seen["resets"] = self.num_resets
+        seen.update(name for name, _ in self.answers)
+        seen["run ahead"] = self.driver.executor.most_in_flight - self.driver.depth
         seen["cut"] = sum(cut in bearer.tokens for bearer, cut in self.cuts.items())
         names = Counter(bearer.request.request_id for bearer in self.driver.bearers)
         seen["names used again"] = sum(count - 1 for count in names.values())
@@ -194,5 +234,6 @@ def test_the_schedules_reach_what_they_are_for() -> None:
         totals += schedule.counts()
     assert totals["steps"] > 600
     wanted = {"stop", "length", "abort", "error", "preemptions", "hits", "evictions", "chunks"}
-    wanted |= {"resets", "cut", "names used again"}
+    wanted |= {"reset True", "reset False", "run ahead", *(f"pause {mode}" for mode in MODES)}
+    wanted |= {"cut", "names used again"}
     assert wanted <= set(totals), totals

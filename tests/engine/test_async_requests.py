@@ -96,21 +96,23 @@ def test_a_forced_preemption_drops_exactly_the_tokens_in_flight(depth: int) -> N
     driver.assert_drained()
 
 
+@pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 8])
-def test_a_cache_reset_with_steps_in_flight_drops_nothing(depth: int) -> None:
+def test_a_cache_reset_with_steps_in_flight_drops_nothing(depth: int, force: bool) -> None:
+    """Forced, it lets them land first: whoever is preempted then has nothing in flight."""
     driver = CoreDriver(depth=depth)
     first = driver.submit("first", [5] * 9, max_tokens=20)
     for _ in range(4):
         driver.step()
-    landed = len(first.tokens)
-    done = driver.core.call(driver.scheduler.reset_prefix_cache)
-    second = driver.submit("second", [5] * 9, max_tokens=4)
-    driver.step()
-    assert done.result(0) is False and len(first.tokens) == landed + 1
+    landed, ahead = len(first.tokens), len(driver.executor.in_flight)
+    asked = driver.core.call(lambda: driver.core.control.reset_prefix_cache(force))
     driver.run()
-    assert second.num_cached_tokens == 8, "blocks in use stay, unless the reset is forced"
-    assert driver.computed(first) == [9 + 19] and driver.computed(second) == [9 - 8 + 3]
-    assert driver.scheduler.stats.num_preemptions == 0
+    assert asked.result(0).result(0) is force, "else its own blocks stay, and it says so"
+    if force:
+        assert driver.computed(first) == [9 + landed + ahead - 1, 9 + 19]
+    else:
+        assert driver.computed(first) == [9 + 19]
+    assert driver.scheduler.stats.num_preemptions == force
     driver.assert_reference()
     driver.assert_drained()
 
