@@ -34,6 +34,8 @@ class RunAhead:
 
     def planned(self, plan: StepPlan) -> None:
         """See whether a step decodes the rows of the step before it, and nothing else."""
+        if not self._run_ahead_ns:
+            return
         last, self._last_plan = self._last_plan, plan
         self._is_steady = (
             last is not None
@@ -47,6 +49,8 @@ class RunAhead:
 
     def landed(self, plan: StepPlan, result: StepResult) -> None:
         """Measure a step, and let the queue grow by one step if nothing speaks against it."""
+        if not self._run_ahead_ns:
+            return
         started_ns = max(result.started_ns, self._last_ended_ns)
         self._last_ended_ns = result.ended_ns
         if plan.total_tokens > plan.num_rows:
@@ -65,7 +69,5 @@ class RunAhead:
 
     def _most(self) -> int:
         """The step that runs, and as many behind it as last for the time asked for."""
-        if not self._run_ahead_ns:
-            return self._base
         behind = math.ceil(min(self._run_ahead_ns / max(self._step_ns, 1.0), MAX_STEPS_IN_FLIGHT))
         return max(self._base, min(1 + behind, MAX_STEPS_IN_FLIGHT))

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from paged_cache import make_paged_cache
 from triton_device import (
     DEVICES,
     DEVICES_AND_DTYPES,
@@ -48,25 +49,16 @@ class Case:
         heads_first: bool = False,
         max_rows: int = 64,
     ) -> None:
-        rng = random.Random(len(seq_lens) + head_dim)
-        num_blocks = 1 + sum(-(-length // block_size) for length in seq_lens)
-        free = list(range(1, num_blocks))
-        rng.shuffle(free)
-        width = max(1, max(-(-length // block_size) for length in seq_lens)) + 1
-        table = torch.full((len(seq_lens), width), 2**30, dtype=torch.int32)
-        shape = (num_blocks, block_size, 2, num_kv_heads, head_dim)
-        cache = poison(*shape, dtype=dtype, device="cpu")
-        for row, length in enumerate(seq_lens):
-            for start in range(0, length, block_size):
-                block = free.pop()
-                table[row, start // block_size] = block
-                used = min(block_size, length - start)
-                cache[block, :used] = torch.randn(used, 2, num_kv_heads, head_dim).to(dtype)
-        if heads_first:
-            cache = cache.permute(0, 3, 2, 1, 4).contiguous().permute(0, 3, 2, 1, 4)
-        self.cache = cache.to(device)
-        assert self.cache.stride() == cache.stride()
-        self.table = table.to(device)
+        self.cache, self.table = make_paged_cache(
+            seq_lens,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+            heads_first=heads_first,
+            seed=len(seq_lens) + head_dim,
+        )
         self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
         self.q = normal(len(seq_lens), num_heads, head_dim, dtype=dtype, device=device, seed=1)
         self.scale = head_dim**-0.5

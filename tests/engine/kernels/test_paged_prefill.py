@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from paged_cache import make_paged_cache
 from triton_device import (
     DEVICES,
     DEVICES_AND_DTYPES,
@@ -48,25 +49,17 @@ class Case:
         config: PrefillConfig | None = None,
         heads_first: bool = False,
     ) -> None:
-        rng = random.Random(len(rows) + head_dim)
         lengths = [computed + new for computed, new in rows]
-        num_blocks = 1 + sum(-(-length // block_size) for length in lengths)
-        free = list(range(1, num_blocks))
-        rng.shuffle(free)
-        width = 1 + max(-(-length // block_size) for length in lengths)
-        table = torch.full((len(rows), width), 2**30, dtype=torch.int32)
-        shape = (num_blocks, block_size, 2, num_kv_heads, head_dim)
-        cache = poison(*shape, dtype=dtype, device="cpu")
-        for row, length in enumerate(lengths):
-            for start in range(0, length, block_size):
-                block = free.pop()
-                table[row, start // block_size] = block
-                used = min(block_size, length - start)
-                cache[block, :used] = torch.randn(used, 2, num_kv_heads, head_dim).to(dtype)
-        if heads_first:
-            cache = cache.permute(0, 3, 2, 1, 4).contiguous().permute(0, 3, 2, 1, 4)
-        self.cache = cache.to(device)
-        self.table = table.to(device)
+        self.cache, self.table = make_paged_cache(
+            lengths,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+            heads_first=heads_first,
+            seed=len(rows) + head_dim,
+        )
         self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
         new = torch.tensor([0] + [n for _, n in rows])
         self.starts = new.cumsum(0).to(device, torch.int32)
