@@ -228,6 +228,9 @@ class ServerConfig:
     force_include_usage: bool = setting(
         False, "end every stream with its token counts, asked for or not"
     )
+    enable_tokenizer_info: bool = setting(
+        False, "answer /tokenizer_info, which shows the chat template"
+    )
     drain_timeout: float = setting(
         30.0, "seconds that running requests get to finish when the server stops", minimum=0.0
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,16 +24,16 @@ from termgen.api.completions import (
     parse_completion,
 )
 from termgen.api.errors import http_reply, model_not_found
-from termgen.api.fields import ignored_header, parse_json
+from termgen.api.fields import ignored_header
 from termgen.api.models import model_list, model_object, resolve_model
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
-from termgen.errors import RequestError
+from termgen.serving.admin_routes import ADMIN_ROUTES
 from termgen.serving.generation import Generation
 from termgen.serving.metrics import CONTENT_TYPE
 from termgen.serving.middleware import ApiKeyCheck, BodyLimit, HostCheck, RequestContext
+from termgen.serving.reading import names_for, read_json, state_of
 from termgen.serving.responses import (
-    ClientDisconnected,
     CompleteResponse,
     EventStreamResponse,
     Headers,
@@ -41,6 +41,7 @@ from termgen.serving.responses import (
     error_response,
 )
 from termgen.serving.state import ServerState
+from termgen.serving.token_routes import TOKEN_ROUTES
 
 T = TypeVar("T")
 
@@ -68,6 +69,8 @@ def build_app(state: ServerState) -> Starlette:
             Route("/ready", ready),
             Route("/metrics", metrics),
             Route("/version", version),
+            *TOKEN_ROUTES,
+            *ADMIN_ROUTES,
         ],
         middleware=[
             Middleware(RequestContext),
@@ -109,19 +112,14 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     return error_response(http_reply(error.status_code, detail, error.headers))
 
 
-def _state(request: Request) -> ServerState:
-    state: ServerState = request.app.state.server
-    return state
-
-
 # -- generation ----------------------------------------------------------------------------
 
 
 async def chat_completions(request: Request) -> ASGIApp:
-    state, engine = _state(request), _state(request).require_engine()
+    state, engine = state_of(request), state_of(request).require_engine()
     chat = await _parse_body(request, engine, parse_chat)
     headers = _answer_headers(state, chat.ignored)
-    generation = Generation(state, engine, [chat.job])
+    generation = Generation(state, engine, [chat.job], names_for(request, chat.options.id))
     if chat.options.stream:
         return EventStreamResponse(state, generation, headers, chunks=ChatStream(chat))
     return CompleteResponse(
@@ -130,11 +128,13 @@ async def chat_completions(request: Request) -> ASGIApp:
 
 
 async def completions(request: Request) -> ASGIApp:
-    state, engine = _state(request), _state(request).require_engine()
+    state, engine = state_of(request), state_of(request).require_engine()
     completion = await _parse_body(request, engine, parse_completion)
     headers = _answer_headers(state, completion.ignored)
     echoes = await _echoes(engine, completion)
-    generation = Generation(state, engine, completion.jobs)
+    generation = Generation(
+        state, engine, completion.jobs, names_for(request, completion.options.id)
+    )
     if completion.options.stream:
         chunks = CompletionStream(completion, echoes)
         return EventStreamResponse(state, generation, headers, chunks=chunks)
@@ -148,7 +148,7 @@ async def completions(request: Request) -> ASGIApp:
 
 async def _parse_body(request: Request, engine: EngineClient, parse: Callable[..., T]) -> T:
     """What `parse`, one of the two endpoints', makes of the body."""
-    state = _state(request)
+    state = state_of(request)
     data = await read_json(request)
     return parse(
         data,
@@ -156,27 +156,6 @@ async def _parse_body(request: Request, engine: EngineClient, parse: Callable[..
         defaults=engine.model.default_params,
         force_include_usage=state.config.force_include_usage,
     )
-
-
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body of a POST, which must say that it is JSON.
-
-    Browsers may send other types across sites without asking first, JSON they may not.
-    """
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
-        raise RequestError(
-            "Send the body as JSON, with `content-type: application/json`",
-            param="content-type",
-        )
-    parts: list[bytes] = []
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return parse_json(b"".join(parts))
 
 
 async def _echoes(engine: EngineClient, completion: CompletionRequest) -> Sequence[str]:
@@ -205,13 +184,13 @@ def _answer_headers(state: ServerState, ignored: tuple[str, ...]) -> Headers:
 
 
 async def list_models(request: Request) -> Response:
-    state = _state(request)
+    state = state_of(request)
     engine = state.require_engine()
     return JSONReply(model_list(engine.model, state.names_for(engine)))
 
 
 async def get_model(request: Request) -> Response:
-    state = _state(request)
+    state = state_of(request)
     engine = state.require_engine()
     name = request.path_params["id"]
     if name not in state.names_for(engine):
@@ -220,22 +199,30 @@ async def get_model(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Liveness: 503 while loading, and when the engine is dead or stands still with work."""
-    status = _state(request).status
-    is_alive = status in ("ok", "draining")
-    return JSONReply({"status": status}, status_code=200 if is_alive else 503)
+    """Liveness: 503 while loading, and when the engine is dead, stuck or does not react."""
+    state = state_of(request)
+    status = state.status
+    if state.engine is None:
+        return JSONReply({"status": status}, status_code=503)
+    reason = await state.engine.why_unhealthy()
+    if reason is None:
+        return JSONReply({"status": status})
+    return JSONReply({"status": "engine_dead", "reason": reason}, status_code=503)
 
 
 async def ready(request: Request) -> Response:
-    """Whether a new request would be taken now."""
-    status = _state(request).status
+    """Whether a new request would be taken now, and begun without waiting for an administrator."""
+    state = state_of(request)
+    status = state.status
+    if status == "ok" and state.engine is not None and state.engine.is_paused:
+        status = "paused"
     if status == "ok":
         return JSONReply({"status": status})
     return JSONReply({"status": status}, status_code=503, headers={"retry-after": "5"})
 
 
 async def metrics(request: Request) -> Response:
-    body = await _state(request).render_metrics()
+    body = await state_of(request).render_metrics()
     return Response(body, headers={"content-type": CONTENT_TYPE})
 
 

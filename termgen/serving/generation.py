@@ -18,6 +18,7 @@ from termgen.api.job import Job
 from termgen.client import EngineClient, TokenDelta, merge_deltas
 from termgen.engine.request import FinishReason
 from termgen.errors import EngineError
+from termgen.serving.identity import Names
 from termgen.serving.metrics import RequestMeter
 from termgen.serving.state import ServerState
 
@@ -25,7 +26,11 @@ from termgen.serving.state import ServerState
 class Generation:
     """Use as an async context manager; then `wait`, `take`, until `is_complete`."""
 
-    def __init__(self, state: ServerState, engine: EngineClient, jobs: Sequence[Job]) -> None:
+    def __init__(
+        self, state: ServerState, engine: EngineClient, jobs: Sequence[Job], names: Names
+    ) -> None:
+        """Raises RequestError while the engine sleeps."""
+        state.check_awake()
         self._state = state
         self._engine = engine
         self._jobs = jobs
@@ -33,6 +38,7 @@ class Generation:
         self._pending: dict[int, list[TokenDelta]] = {}
         self._news = asyncio.Event()
         self._error: BaseException | None = None
+        self.names = names
         self._num_open = sum(job.params.n for job in jobs)
         self.num_choices = self._num_open
         self.num_output_tokens = 0

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from termgen.api.errors import body_too_large, host_not_allowed, invalid_api_key, reply_for
 from termgen.errors import TermgenError
+from termgen.serving.identity import REQUEST_ID, key_of
 from termgen.serving.responses import ClientDisconnected, error_response
 
 logger = logging.getLogger("termgen.server")
@@ -59,6 +60,7 @@ class RequestContext:
         given = header(scope, b"x-request-id")
         is_usable = given is not None and _REQUEST_ID.fullmatch(given)
         request_id = given if given is not None and is_usable else uuid.uuid4().hex
+        scope[REQUEST_ID] = request_id
         status = 0
         begun = time.perf_counter()
 
@@ -147,11 +149,10 @@ class ApiKeyCheck:
         await self.app(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
-        scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        digest = hashlib.sha256(key_of(scope).encode("latin-1")).digest()
         # every key is compared, so that the time taken tells nothing about which one was close
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        return any(matches)
 
 
 class BodyLimit:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from termgen.api.errors import unavailable
+from termgen.api.errors import request_aborted, unavailable
 from termgen.api.models import served_names
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.engine.events import EventRing
 from termgen.errors import EngineDeadError, EngineError
+from termgen.serving.identity import Names
 from termgen.serving.metrics import ServerMetrics
 
 EVENT_RING_CAPACITY = 16_384
@@ -18,7 +19,10 @@ SNAPSHOT_TIMEOUT_S = 1.0
 
 
 class Cancellable(Protocol):
-    """An answer under way, as far as stopping the server is concerned."""
+    """An answer under way, as far as stopping it is concerned."""
+
+    @property
+    def names(self) -> Names: ...
 
     def fail(self, error: Exception) -> None: ...
 
@@ -57,12 +61,14 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """`ok`, or why new requests are refused: loading, draining, engine_dead."""
+        """`ok`, or why new requests are refused: loading, draining, engine_dead, asleep."""
         if self.engine is None:
             return "loading"
         if not self.engine.is_healthy:
             return "engine_dead"
-        return "draining" if self.is_draining else "ok"
+        if self.is_draining:
+            return "draining"
+        return "asleep" if self.engine.sleep_level else "ok"
 
     def require_engine(self) -> EngineClient:
         """The engine, if a new request may be given to it now."""
@@ -75,6 +81,11 @@ class ServerState:
             raise unavailable("draining", "The server is shutting down")
         assert self.engine is not None
         return self.engine
+
+    def check_awake(self) -> None:
+        """Raises RequestError while the engine sleeps: a new answer would wait for who knows."""
+        if self.status == "asleep":
+            raise unavailable("asleep", "The engine sleeps; try again when it has been woken up")
 
     def require_metrics(self) -> ServerMetrics:
         assert self.metrics is not None, "metrics exist from attach() on"
@@ -120,6 +131,13 @@ class ServerState:
         except TimeoutError:
             return False
         return True
+
+    def cancel(self, owner: bytes, name: str) -> bool:
+        """End this owner's answers of that name; whether there are any."""
+        found = [a for a in self._answers if a.names.owner == owner and name in a.names.ids]
+        for answer in found:
+            answer.fail(request_aborted())
+        return bool(found)
 
     def fail_all(self) -> None:
         """End every answer under way: an error frame in streams, 503 elsewhere."""
