@@ -34,7 +34,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.gguf_bytes",
         "engine.startup_phases",
     ),
-    "client": ("client",),
+    "client": ("client", "telemetry"),
     "catalog": ("catalog", "fetch"),
     "host": ("engine",),  # whatever of the engine is not named elsewhere
     "device": (

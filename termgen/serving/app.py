@@ -29,6 +29,7 @@ from termgen.api.models import model_list, model_object, resolve_model
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.serving.admin_routes import ADMIN_ROUTES
+from termgen.serving.event_routes import EVENT_ROUTES
 from termgen.serving.generation import Generation
 from termgen.serving.metrics import CONTENT_TYPE
 from termgen.serving.middleware import ApiKeyCheck, BodyLimit, HostCheck, RequestContext
@@ -71,6 +72,7 @@ def build_app(state: ServerState) -> Starlette:
             Route("/version", version),
             *TOKEN_ROUTES,
             *ADMIN_ROUTES,
+            *EVENT_ROUTES,
         ],
         middleware=[
             Middleware(RequestContext),

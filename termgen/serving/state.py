@@ -11,6 +11,7 @@ from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.engine.events import EventRing
 from termgen.errors import EngineDeadError, EngineError
+from termgen.serving.event_hub import EventHub
 from termgen.serving.identity import Names
 from termgen.serving.metrics import ServerMetrics
 
@@ -35,6 +36,8 @@ class ServerState:
         self.engine: EngineClient | None = None
         self.metrics: ServerMetrics | None = None
         self.is_draining = False
+        self.hub: EventHub | None = None
+        """Of those who listen to the engine's events."""
         self._ring: EventRing | None = None
         self._answers: set[Cancellable] = set()
         self._is_idle = asyncio.Event()
@@ -48,13 +51,20 @@ class ServerState:
             self.metrics.on_memory(engine.model.memory)
         self.metrics.on_startup(engine.model.startup)
         self._ring = engine.events(EVENT_RING_CAPACITY)
+        self.hub = EventHub(engine)
         self.engine = engine
 
     def detach(self) -> None:
         """Let go of the engine's events."""
+        self.close_hub()
         if self.engine is not None and self._ring is not None:
             self.engine.close_events(self._ring)
             self._ring = None
+
+    def close_hub(self) -> None:
+        """End the streams of events; new ones end at once."""
+        if self.hub is not None:
+            self.hub.close()
 
     def names_for(self, engine: EngineClient) -> tuple[str, ...]:
         return served_names(engine.model, self.config.served_model_name)
@@ -90,6 +100,10 @@ class ServerState:
     def require_metrics(self) -> ServerMetrics:
         assert self.metrics is not None, "metrics exist from attach() on"
         return self.metrics
+
+    def require_hub(self) -> EventHub:
+        assert self.hub is not None, "there is one from attach() on"
+        return self.hub
 
     def drain_events(self) -> None:
         """Feed the metrics with what the engine has published."""
