@@ -29,10 +29,17 @@ from termgen.api.models import model_list, model_object, resolve_model
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.serving.admin_routes import ADMIN_ROUTES
+from termgen.serving.bridge_routes import BRIDGE_ROUTES
 from termgen.serving.event_routes import EVENT_ROUTES
 from termgen.serving.generation import Generation
 from termgen.serving.metrics import CONTENT_TYPE
-from termgen.serving.middleware import ApiKeyCheck, BodyLimit, HostCheck, RequestContext
+from termgen.serving.middleware import (
+    ApiKeyCheck,
+    BodyLimit,
+    HostCheck,
+    RequestContext,
+    for_path,
+)
 from termgen.serving.reading import names_for, read_json, state_of
 from termgen.serving.responses import (
     CompleteResponse,
@@ -71,6 +78,7 @@ def build_app(state: ServerState) -> Starlette:
             Route("/metrics", metrics),
             Route("/version", version),
             *TOKEN_ROUTES,
+            *BRIDGE_ROUTES,
             *ADMIN_ROUTES,
             *EVENT_ROUTES,
         ],
@@ -111,7 +119,9 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """Errors of the router: no such path, wrong method."""
     assert isinstance(error, HTTPException)
     detail = f"{error.detail}: {request.method} {request.scope['path'][:200]}"
-    return error_response(http_reply(error.status_code, detail, error.headers))
+    return error_response(
+        for_path(request.scope, http_reply(error.status_code, detail, error.headers))
+    )
 
 
 # -- generation ----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class ClientDisconnected(Exception):
 
 
 class ChunkStream(Protocol):
-    """`ChatStream` or `CompletionStream`."""
+    """`ChatStream`, `CompletionStream`, or what another endpoint makes of the former."""
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]: ...
 
@@ -128,12 +128,19 @@ class EventStreamResponse:
     """Streams chunks as they come; several deltas that pile up behind a slow client become one."""
 
     def __init__(
-        self, state: ServerState, generation: Generation, headers: Headers, *, chunks: ChunkStream
+        self,
+        state: ServerState,
+        generation: Generation,
+        headers: Headers,
+        *,
+        chunks: ChunkStream,
+        wire: sse.Wire = sse.CHAT_WIRE,
     ) -> None:
         self._state = state
         self._generation = generation
         self._headers = {**sse.HEADERS, **headers}
         self._chunks = chunks
+        self._wire = wire
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._run(send)
@@ -154,7 +161,7 @@ class EventStreamResponse:
                     raise  # still a plain error response
                 if not isinstance(error, TermgenError):
                     logger.exception("a stream failed")  # the client learns only that it did
-                await writer.write(sse.error_frames(error), is_last=True)
+                await writer.write(self._wire.error_frames(error), is_last=True)
             finally:
                 writer.close()
 
@@ -162,20 +169,20 @@ class EventStreamResponse:
         while True:
             await generation.wait()
             data = b"".join(
-                _frames(self._chunks.feed(choice, delta)) for choice, delta in generation.take()
+                self._frames(self._chunks.feed(choice, delta))
+                for choice, delta in generation.take()
             )
             if generation.is_complete:
-                data += _frames(self._chunks.end()) + sse.DONE
+                data += self._frames(self._chunks.end()) + self._wire.done
                 await writer.write(data, is_last=True)
                 return
             if data:
                 await writer.write(data)
             elif writer.is_ping_due:
-                await writer.write(sse.PING)
+                await writer.write(self._wire.ping)
 
-
-def _frames(chunks: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(sse.frame(chunk) for chunk in chunks)
+    def _frames(self, chunks: Iterable[dict[str, Any]]) -> bytes:
+        return b"".join(self._wire.frame(chunk) for chunk in chunks)
 
 
 class EventWriter:
