@@ -55,6 +55,7 @@ REFUSED: dict[str, Check] = {
 }
 
 NAMES = {
+    "parameters": "input_schema",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",

@@ -7,6 +7,7 @@ latter come down to.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 from termgen.api.chat import ChatRequest, ChatStream, chat_response, parse_chat
 from termgen.client import TokenDelta
 from termgen.errors import RequestError
+
+_TOOL = re.compile(r"^(tools\[\d+\])\.function")
+"""Both endpoints have a tool's fields at its top."""
 
 
 def parse_as_chat(
@@ -38,12 +42,14 @@ def parse_as_chat(
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     """The error with the client's name of the field; the longest name that fits counts."""
-    param, message = error.param or "", str(error)
+    param = _TOOL.sub(r"\1", error.param or "")
     for ours, theirs in sorted(names.items(), key=lambda pair: -len(pair[0])):
         if param == ours or param.startswith((f"{ours}.", f"{ours}[")):
-            message = message.replace(param, theirs + param[len(ours) :], 1)
             param = theirs + param[len(ours) :]
             break
+    if "parameters" in names:
+        param = param.replace("].parameters", f"].{names['parameters']}")
+    message = str(error).replace(error.param, param, 1) if error.param else str(error)
     return RequestError(
         message, param=param or None, code=error.code, status=error.status, type=error.type
     )

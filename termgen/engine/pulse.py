@@ -29,7 +29,8 @@ class Pulse:
     def why_stuck(self, core: EngineCore) -> str | None:
         """By what is known without asking."""
         silent_s = (time.perf_counter_ns() - core.last_progress_ns) / 1e9
-        if not core.has_work or silent_s < STALL_SECONDS:
+        is_asked = self._question is not None and not self._question.done()
+        if not (core.has_work or is_asked) or silent_s < STALL_SECONDS:
             return None
         return f"the engine stands still: nothing has come of its work for {silent_s:.0f} s"
 
