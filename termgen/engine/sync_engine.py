@@ -108,6 +108,11 @@ class SyncEngine:
         """See `EngineClient.wake_up`."""
         wake_up(self.core)
 
+    @property
+    def sleep_level(self) -> int:
+        """See `EngineClient.sleep_level`."""
+        return self.core.control.sleep_level
+
     def shutdown(self) -> None:
         """Free the model; whatever still runs or waits is dropped. May be called again."""
         self.core.drain()

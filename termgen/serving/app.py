@@ -23,7 +23,7 @@ from termgen.api.completions import (
     completion_response,
     parse_completion,
 )
-from termgen.api.errors import http_reply, model_not_found
+from termgen.api.errors import http_reply, model_not_found, not_supported
 from termgen.api.fields import ignored_header
 from termgen.api.models import model_list, model_object, resolve_model
 from termgen.client import EngineClient
@@ -73,6 +73,7 @@ def build_app(state: ServerState) -> Starlette:
             Route("/v1/models/{id:path}", get_model),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/health", health),
             Route("/ready", ready),
             Route("/metrics", metrics),
@@ -208,6 +209,10 @@ async def get_model(request: Request) -> Response:
     if name not in state.names_for(engine):
         raise model_not_found(name)
     return JSONReply(model_object(engine.model, name))
+
+
+async def embeddings(request: Request) -> Response:
+    raise not_supported("This server generates text; it makes no embeddings")
 
 
 async def health(request: Request) -> Response:
