@@ -112,7 +112,7 @@ class LLM:
         return self._engine.reset_prefix_cache()
 
     def sleep(self, level: SleepLevel = 1) -> None:
-        """Give memory back until `wake_up`: the KV cache, and at level 1 the weights of a GPU, which
+        """Give memory back until `wake_up`: the KV cache, and at level 1 a GPU's weights, which
         main memory keeps; at level 2 all weights, which are read again. Nothing is generated
         meanwhile."""
         self._engine.sleep(level)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,52 @@ def test_offloaded_weights_come_back_with_all_that_shares_them() -> None:
     assert model.head.tolist() == torch.arange(12.0).view(3, 4).tolist()
     assert model.scale.tolist() == [2.0, 3.0] and model.half.tolist() == [4, 5, 6, 7]
     assert model.half.data_ptr() == model.packed.data_ptr() + 4
+
+
+def test_recordings_are_made_again_for_the_new_addresses(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`debug` compares what every recording reads with where that lies, at each replay."""
+    from termgen.engine.runner import sleep as device_sleep
+    from termgen.engine.runner.dispatch import CudaGraphDispatcher
+
+    made = 0
+
+    def recorder(operations: Callable[[], None]) -> Callable[[], None]:
+        nonlocal made
+        made += 1
+        operations()
+        return operations
+
+    monkeypatch.setattr(device_sleep, "CudaRecorder", lambda device: recorder)
+    engine = SyncEngine(
+        EngineConfig(
+            model=str(tiny_llama_dir),
+            device="cpu",
+            threads=1,
+            max_num_seqs=2,
+            kv_cache_gib=0.01,
+            debug=True,
+        )
+    )
+    told = generate(engine, "eager")
+    executor: Any = engine.core.executor
+    graphs = executor._runner.make_graphs(CudaGraphDispatcher((1, 2), max_num_seqs=2))
+    executor._runner.graphs = graphs
+    graphs.record_all(recorder, lambda done: None)
+    ring = engine.core.bus.subscribe()
+    assert generate(engine, "recorded") == told
+    num_made, status = made, executor.graph_status()
+    assert num_made == 4 and status.num_recorded == 4
+    gone = weakref.ref(graphs)
+    del graphs
+    engine.sleep(1)
+    assert gone() is None and executor.graph_status().num_recorded == 0
+    assert not executor.idle()
+    engine.wake_up()
+    assert made == 2 * num_made and executor.graph_status() == status
+    ring.drain()
+    assert generate(engine, "again") == told
+    modes = [event.graph_mode for event in ring.drain() if hasattr(event, "graph_mode")]
+    assert "FULL" in modes
+    engine.shutdown()
