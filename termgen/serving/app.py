@@ -73,7 +73,7 @@ def build_app(state: ServerState) -> Starlette:
             Route("/v1/models/{id:path}", get_model),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/embeddings", embeddings, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"], include_in_schema=False),
             Route("/health", health),
             Route("/ready", ready),
             Route("/metrics", metrics),

@@ -224,4 +224,4 @@ def _timeless(snapshot: EngineSnapshot) -> tuple[object, ...]:
     return (requests, *(getattr(snapshot, name) for name in sorted(others)))
 
 
-EVENT_ROUTES = (Route("/v1/events", events),)
+EVENT_ROUTES = (Route("/v1/events", events, include_in_schema=False),)
