@@ -111,7 +111,7 @@ def _check_includes(value: Any) -> None:
     if value is not None and not isinstance(value, list):
         raise wrong_type("include", "a list", value)
     for name in value or ():
-        if name not in HARMLESS_INCLUDES:
+        if not isinstance(name, str) or name not in HARMLESS_INCLUDES:
             raise unsupported("include", f"include: {str(name)[:60]!r} is not supported here")
 
 

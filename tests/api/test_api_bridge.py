@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from termgen.api import anthropic, anthropic_input, responses, responses_input
 from termgen.api.chat_bridge import CallNews, ChatNews, EndNews, News, TextNews, Usage, _news_of
@@ -361,3 +364,43 @@ def test_a_cut_answer_is_incomplete_and_a_failure_failed(monkeypatch: pytest.Mon
     assert failed["sequence_number"] == len(begun)
     assert failed["response"]["status"] == "failed"
     assert failed["response"]["error"] == {"code": "aborted", "message": "gone"}
+
+
+# -- anything at all -----------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+KINDS = ["text", "tool_use", "tool_result", "thinking", "image", "message", "function_call"]
+KINDS += ["function_call_output", "input_text", "output_text", "function", "custom", "json_schema"]
+KEYS = ["type", "role", "content", "text", "id", "name", "input", "arguments", "call_id", "output"]
+KEYS += ["tool_use_id", "format", "schema", "effort", "input_schema", "parameters"]
+PIECES = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(KINDS) | JSON,
+        "role": st.sampled_from(["user", "assistant", "system", "tool"]) | JSON,
+        **{key: JSON | st.lists(JSON, max_size=2) for key in KEYS[2:]},
+    },
+)
+VALUES = JSON | PIECES | st.lists(PIECES, max_size=3)
+MESSAGES_FIELDS = ["messages", "system", "tools", "tool_choice", "output_config", "thinking"]
+MESSAGES_FIELDS += ["stop_sequences", "max_tokens", "top_k", "temperature", "context_management"]
+RESPONSES_FIELDS = ["input", "instructions", "tools", "tool_choice", "text", "reasoning", "include"]
+RESPONSES_FIELDS += ["max_output_tokens", "temperature", "metadata", "store", "truncation"]
+
+
+@given(st.dictionaries(st.sampled_from(MESSAGES_FIELDS), VALUES, max_size=4))
+@settings(max_examples=80, deadline=None)
+def test_messages_refuse_nothing_but_by_name(fields: dict[str, Any]) -> None:
+    with suppress(RequestError):
+        messages(**fields)
+
+
+@given(st.dictionaries(st.sampled_from(RESPONSES_FIELDS), VALUES, max_size=4))
+@settings(max_examples=80, deadline=None)
+def test_responses_refuse_nothing_but_by_name(fields: dict[str, Any]) -> None:
+    with suppress(RequestError):
+        ask(**fields)
