@@ -126,6 +126,14 @@ class EngineConfig:
     async_scheduling: bool | None = setting(
         None, "plan the next step while one runs (default: on a GPU)"
     )
+    run_ahead_ms: float = setting(
+        20.0,
+        "with async scheduling: milliseconds of work that are queued while nobody waits and the "
+        "batch stays the same, so that a pause of this process does not stop the GPU; a new "
+        "request may wait so long. 0: never more than two steps",
+        minimum=0.0,
+        maximum=1000.0,
+    )
     attention_backend: str | None = setting(
         None,
         "attention implementation (default: triton on a GPU, torch_reference elsewhere)",

@@ -106,6 +106,7 @@ def make_core(
     max_num_batched_tokens: int = 64,
     policy: str = "fcfs",
     eos: int = 1,
+    run_ahead_ms: float = 0.0,
 ) -> EngineCore:
     kv = KVCacheManager(
         num_blocks=num_blocks,
@@ -131,4 +132,5 @@ def make_core(
         eos_token_ids=frozenset({eos}),
         seed=0,
         on_delivery=deliveries.append,
+        run_ahead_ms=run_ahead_ms,
     )

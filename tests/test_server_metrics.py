@@ -136,6 +136,20 @@ async def test_steps_are_counted_by_graph_and_reason() -> None:
     assert value(text, "engine_padded_tokens_total") == 3 + 6
 
 
+async def test_launches_are_counted_by_queue_depth_and_wasted_tokens_told() -> None:
+    engine = FakeEngine()
+    async with app_client(engine) as client:
+        for depth in (0, 1, 1, 7):
+            engine.bus.publish(make_step_record(queue_depth=depth, launch_us=50.0))
+        engine.bus.publish(make_step_record(queue_depth=7, num_wasted_tokens=5))
+        text = (await client.get("/metrics")).text
+    assert value(text, "engine_launches_total", queue_depth="0") == 1
+    assert value(text, "engine_launches_total", queue_depth="1") == 2
+    assert value(text, "engine_launches_total", queue_depth="7") == 2
+    assert value(text, "engine_step_seconds_sum", phase="launch") == pytest.approx(0.0002)
+    assert value(text, "engine_wasted_tokens_total") == 5
+
+
 async def test_start_up_graphs_and_late_compilations_are_shown() -> None:
     engine = FakeEngine(
         model=make_model_info(startup=(StartupPhase("weights", 1.5), StartupPhase("kernels", 3.0)))

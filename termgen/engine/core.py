@@ -23,6 +23,7 @@ from termgen.engine.event_publisher import EventPublisher, StepTimes
 from termgen.engine.events import EngineSnapshot, EventBus, StepRecord
 from termgen.engine.executor import Executor, StepHandle
 from termgen.engine.request import FinishReason, GenerationRequest, Request
+from termgen.engine.run_ahead import RunAhead
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import AppliedStep
 from termgen.engine.snapshot import build_snapshot
@@ -36,6 +37,8 @@ class _InFlight:
     handle: StepHandle
     planned_ns: int
     submitted_ns: int
+    launched_ns: int
+    queue_depth: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +72,13 @@ class EngineCore:
         seed: int,
         on_delivery: Callable[[StepDelivery], None],
         bus: EventBus | None = None,
+        run_ahead_ms: float = 0.0,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.bus = bus or EventBus()
         self._publisher = EventPublisher(self.bus, scheduler)
-        self._depth = max_in_flight
+        self._run_ahead = RunAhead(max_in_flight, run_ahead_ms)
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._seeds = random.Random(seed)
@@ -149,7 +153,7 @@ class EngineCore:
         """One turn: fill the pipeline, land its oldest step. False when there was nothing to do."""
         self._read_inbox()
         self._run_calls()
-        while len(self._in_flight) < self._depth and self._launch():
+        while len(self._in_flight) < self._allowed_depth() and self._launch():
             pass
         if self._in_flight:
             self._land()
@@ -157,6 +161,14 @@ class EngineCore:
         assert not self.scheduler.has_requests, "requests are queued, but nothing can run"
         self._deliver_finished()
         return False
+
+    def _allowed_depth(self) -> int:
+        """Only two steps or one if something waits, or if more would preempt somebody."""
+        scheduler = self.scheduler
+        room = scheduler.kv.pool.num_free >= scheduler.num_running
+        return self._run_ahead.allowed(
+            is_wanted=room and not self._inbox and not len(scheduler.waiting)
+        )
 
     def use_idle_time(self) -> bool:
         """Do one piece of work that can wait; False when there is none. Only without other work."""
@@ -173,7 +185,11 @@ class EngineCore:
         self.scheduler.started.clear()
         submitted_ns = time.perf_counter_ns()
         handle = self.executor.submit(plan)
-        self._in_flight.append(_InFlight(plan, handle, planned_ns, submitted_ns))
+        launched_ns = time.perf_counter_ns()
+        self._run_ahead.planned(plan)
+        self._in_flight.append(
+            _InFlight(plan, handle, planned_ns, submitted_ns, launched_ns, len(self._in_flight))
+        )
         self._last_plan = plan
         return True
 
@@ -185,11 +201,20 @@ class EngineCore:
             self._fail(step, cause)
             return
         landed_ns = time.perf_counter_ns()
+        self._run_ahead.landed(step.plan, result)
         self._read_inbox()  # an abort that is already here wins over the step's own ending
         applied = self.scheduler.apply(step.plan, result)
         self.last_progress_ns = time.perf_counter_ns()
-        times = StepTimes(step.planned_ns, step.submitted_ns, landed_ns, self.last_progress_ns)
-        self._last_record = self._publisher.step(step.plan, result, applied, times)
+        times = StepTimes(
+            planned_ns=step.planned_ns,
+            submitted_ns=step.submitted_ns,
+            launched_ns=step.launched_ns,
+            landed_ns=landed_ns,
+            applied_ns=self.last_progress_ns,
+        )
+        self._last_record = self._publisher.step(
+            step.plan, result, applied, times, queue_depth=step.queue_depth
+        )
         self._finished += applied.finished
         self._deliver(step.plan.step_id, landed_ns, applied, result.logprobs)
 

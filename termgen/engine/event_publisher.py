@@ -25,6 +25,7 @@ class StepTimes:
 
     planned_ns: int
     submitted_ns: int
+    launched_ns: int
     landed_ns: int
     applied_ns: int
 
@@ -54,7 +55,13 @@ class EventPublisher:
             self._tell_ended(row, RequestEventKind.FINISHED, time_ns, row.reason.value)
 
     def step(
-        self, plan: StepPlan, result: StepResult, applied: AppliedStep, times: StepTimes
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        applied: AppliedStep,
+        times: StepTimes,
+        *,
+        queue_depth: int,
     ) -> StepRecord:
         """A landed step, and the first tokens in it."""
         scheduler = self._scheduler
@@ -86,6 +93,10 @@ class EventPublisher:
             num_preemptions=stats.num_preemptions,
             graph_reason=result.graph_reason,
             num_late_compiles=result.num_late_compiles,
+            landed_ns=times.landed_ns,
+            launch_us=(times.launched_ns - times.submitted_ns) / 1e3,
+            queue_depth=queue_depth,
+            num_wasted_tokens=stats.wasted_tokens,
         )
         self._bus.publish(record)
         self._first_tokens(applied, times.landed_ns)

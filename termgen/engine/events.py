@@ -23,6 +23,7 @@ class StepRecord(NamedTuple):
     planned_ns: int
     submitted_ns: int
     started_ns: int
+    """When the device began the step: by its own clock where it has one."""
     ended_ns: int
     applied_ns: int
     schedule_us: float
@@ -48,6 +49,14 @@ class StepRecord(NamedTuple):
     been; empty otherwise."""
     num_late_compiles: int = 0
     """Kernels compiled since the engine was ready. Anything but 0 is a fault."""
+    landed_ns: int = 0
+    """When the host had the step's results."""
+    launch_us: float = 0.0
+    """Host time to hand the step to the device."""
+    queue_depth: int = 0
+    """Steps in flight when this one was submitted. 0: the device may have had nothing to do."""
+    num_wasted_tokens: int = 0
+    """Since start: computed for requests whose end, or loss of the slot, was not known yet."""
 
 
 class RequestEventKind(enum.StrEnum):

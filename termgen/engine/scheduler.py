@@ -275,6 +275,8 @@ class Scheduler:
         self._land(plan.step_id)
         table = self.slots
         alive = table.epoch[plan.slots] == plan.epochs
+        if not alive.all():
+            self.stats.wasted_tokens += int(plan.num_tokens[~alive].sum())
         sampled = result.num_sampled > 0
         rows = np.flatnonzero(alive & sampled).astype(np.int32)
         slots = plan.slots[rows]

@@ -30,6 +30,8 @@ class SchedulerStats:
     prompt_tokens: int = 0
     """Prompt tokens computed (cache hits left out, recomputation counted)."""
     generation_tokens: int = 0
+    wasted_tokens: int = 0
+    """Computed for requests whose end, or loss of the slot, was not known when planned."""
 
 
 @dataclass(slots=True, eq=False)

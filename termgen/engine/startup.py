@@ -139,6 +139,7 @@ def _build_core(
         executor,
         Scheduler(limits, kv),
         max_in_flight=info.max_in_flight,
+        run_ahead_ms=config.run_ahead_ms,
         max_model_len=info.max_model_len,
         eos_token_ids=eos,
         seed=config.seed,

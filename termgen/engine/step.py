@@ -20,6 +20,9 @@ from termgen.engine.sampling_params import SamplingParams
 
 FloatArray = npt.NDArray[np.float32]
 
+MAX_STEPS_IN_FLIGHT = 24
+"""Most steps that are ever submitted and not yet landed; a device keeps the tokens of so many."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddedRow:
@@ -110,7 +113,7 @@ class StepResult:
     """[sum(num_sampled)] sampled tokens, row after row."""
     logprobs: StepLogprobs | None
     started_ns: int
-    """perf_counter_ns when the device began the step."""
+    """perf_counter_ns when the device began the step: by its own clock where it has one."""
     ended_ns: int
     graph_mode: str = "NONE"
     """FULL, PIECEWISE or NONE: how much of the step was replayed."""

@@ -49,6 +49,7 @@ class _SinceStart:
     prefix_hit_tokens: int = 0
     num_preemptions: int = 0
     num_late_compiles: int = 0
+    num_wasted_tokens: int = 0
     num_dropped: int = 0
 
 
@@ -77,6 +78,11 @@ class _SinceStartCollector(Collector):
                 "late_compiles",
                 "Kernels compiled while requests ran; anything but 0 is a fault",
                 counts.num_late_compiles,
+            ),
+            (
+                "engine_wasted_tokens",
+                "Tokens that steps computed for requests whose end was not known yet",
+                counts.num_wasted_tokens,
             ),
             (
                 "event_stream_dropped",
@@ -145,6 +151,12 @@ class ServerMetrics:
             ["model", "graph_mode", "reason"],
             registry=self._registry,
         )
+        self._launches = Counter(
+            "termgen_engine_launches",
+            "Engine steps by how many were in flight when they were launched",
+            ["model", "queue_depth"],
+            registry=self._registry,
+        )
         self.step_tokens = self._counter("engine_step_tokens", "Tokens that steps computed")
         self.padded_tokens = self._counter(
             "engine_padded_tokens", "Tokens that steps computed for nobody, to fit a recording"
@@ -180,7 +192,7 @@ class ServerMetrics:
         )
         self._step_phases = {
             phase: self._steps.labels(self._model, phase)
-            for phase in ("schedule", "device", "apply", "total")
+            for phase in ("schedule", "launch", "device", "apply", "total")
         }
 
     def _gauge(self, name: str, help_text: str) -> Gauge:
@@ -214,6 +226,8 @@ class ServerMetrics:
                 continue
             newest = event
             phases["schedule"].observe(event.schedule_us / 1e6)
+            phases["launch"].observe(event.launch_us / 1e6)
+            self._launches.labels(self._model, str(event.queue_depth)).inc()
             phases["device"].observe(max(0, event.ended_ns - event.started_ns) / 1e9)
             phases["apply"].observe(event.apply_us / 1e6)
             phases["total"].observe(max(0, event.applied_ns - event.planned_ns) / 1e9)
@@ -222,6 +236,7 @@ class ServerMetrics:
             self.padded_tokens.inc(event.num_padded_tokens)
         if newest is not None:
             self._since_start.num_late_compiles = newest.num_late_compiles
+            self._since_start.num_wasted_tokens = newest.num_wasted_tokens
             self._on_state(newest)
 
     def on_memory(self, ledger: MemoryLedger) -> None:

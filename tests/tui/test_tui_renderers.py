@@ -163,6 +163,17 @@ def test_batch_shows_late_compilations_as_a_fault() -> None:
     assert ("  compiled while serving: 2", "bad") in told
 
 
+def test_batch_says_how_many_steps_were_queued_before_the_marked_one() -> None:
+    records = steps(30)
+    assert "queued" not in row_text(batch_panel(records, Frame(100, 7, False), COLOUR_GLYPHS)[-1])
+    records[-1] = records[-1]._replace(queue_depth=7)
+    told = row_text(batch_panel(records, Frame(100, 7, False), COLOUR_GLYPHS)[-1])
+    assert "  queued 7 " in told
+    assert "queued" not in row_text(
+        batch_panel(records, Frame(100, 7, False), COLOUR_GLYPHS, cursor=1)[-1]
+    )
+
+
 def test_column_cells_share_the_height() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")

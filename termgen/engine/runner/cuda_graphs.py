@@ -34,7 +34,7 @@ from termgen.engine.runner.memory import is_out_of_memory
 from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs, Recorder
 from termgen.engine.runner.row_header import RowHeader
 from termgen.engine.runner.token_ring import TokenRing
-from termgen.engine.step import GraphStatus, StepPlan
+from termgen.engine.step import MAX_STEPS_IN_FLIGHT, GraphStatus, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,9 @@ DeviceStep = Callable[[torch.Tensor, torch.Tensor, BatchDescriptor, TokenRing], 
 Recording = BatchDescriptor | int
 """What tells recordings apart: of a whole step its descriptor, of pieces their token count."""
 
-RING_SIZE = 16
+RING_SIZE = 32
 """Steps whose tokens are kept: more than ever are in flight."""
+assert RING_SIZE > MAX_STEPS_IN_FLIGHT
 
 MOST_PADDING = 2
 """How many times as many tokens a recording may have that stands in for a missing one."""

@@ -142,6 +142,7 @@ def step_line(step: StepRecord | None, steps: Sequence[StepRecord], width: int) 
     host_us = step.schedule_us + step.apply_us
     tail: list[list[Span]] = [
         [(f"  host {milliseconds(host_us / 1000)} ms", "muted")],
+        *([[(f"  queued {step.queue_depth}", "muted")]] if step.queue_depth else []),
         [(f"  {_mode_text(steps)}", "muted")],
         [(f"  pad {percent(padding_share(steps))}", "muted")],
     ]
