@@ -45,7 +45,7 @@ def make_engine(
 
 
 def run(engine: SyncEngine, seed: int) -> tuple[dict[str, list[int]], list[StepRecord]]:
-    return run_mixed_load(engine, seed, num_requests=14, longest_prompt=39, most_tokens=29)
+    return run_mixed_load(engine, seed, num_requests=28, longest_prompt=39, most_tokens=29)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
