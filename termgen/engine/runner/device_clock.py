@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,8 +25,8 @@ class TimingEvent(Protocol):
 
     def synchronize(self) -> None: ...
 
-    def elapsed_time(self, end: TimingEvent, /) -> float:
-        """Milliseconds from this event to another, both of which have happened."""
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from this event to another of its kind; both have happened."""
         ...
 
 
