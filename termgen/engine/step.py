@@ -113,7 +113,7 @@ class StepResult:
     """[sum(num_sampled)] sampled tokens, row after row."""
     logprobs: StepLogprobs | None
     started_ns: int
-    """perf_counter_ns when the device began the step."""
+    """perf_counter_ns when the device began the step: by its own clock where it has one."""
     ended_ns: int
     graph_mode: str = "NONE"
     """FULL, PIECEWISE or NONE: how much of the step was replayed."""

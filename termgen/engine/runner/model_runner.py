@@ -29,6 +29,7 @@ from termgen.engine.models.transformers_backend import TransformersDecoder
 from termgen.engine.runner.address_check import AddressCheck, NamedTensor, tensors_of
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
 from termgen.engine.runner.cuda_graphs import FullGraphs
+from termgen.engine.runner.device_clock import DeviceClock
 from termgen.engine.runner.dispatch import (
     EVERYTHING,
     NEEDS,
@@ -99,6 +100,7 @@ class ModelRunner:
             device=device,
         )
         self._copy_stream = make_copy_stream(device)
+        self._clock = DeviceClock() if device.type == "cuda" else None
         self._late_compiles: CompileCounter | None = None
         self.graphs = self.make_graphs(
             CudaGraphDispatcher((), disabled_reason="no graphs recorded")
@@ -221,6 +223,8 @@ class ModelRunner:
             self.state.update(plan)
             needs = SamplingNeeds.of(plan)
             dispatch = self.graphs.dispatch(plan, needs)
+            # Here and not before: what the host does until now may leave the device idle.
+            start = self._clock.start() if self._clock is not None else None
             if dispatch.descriptor is not None:
                 tensors = StepTensors(self.graphs.replay(dispatch.descriptor, plan), None)
             elif dispatch.padded_tokens is not None:
@@ -234,6 +238,7 @@ class ModelRunner:
             dispatch,
             started_ns,
             self._copy_stream,
+            device_start=start,
             num_late_compiles=self.num_late_compiles,
         )
 
