@@ -76,7 +76,8 @@ class EngineCore:
         self.scheduler = scheduler
         self.bus = bus or EventBus()
         self._publisher = EventPublisher(self.bus, scheduler)
-        self._run_ahead = RunAhead(max_in_flight, run_ahead_ms)
+        self.run_ahead = RunAhead(max_in_flight, run_ahead_ms)
+        """May be replaced between two steps."""
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._seeds = random.Random(seed)
@@ -186,7 +187,7 @@ class EngineCore:
         """Only two steps or one if something waits, or if more would preempt somebody."""
         scheduler = self.scheduler
         room = scheduler.kv.pool.num_free >= scheduler.num_running
-        return self._run_ahead.allowed(
+        return self.run_ahead.allowed(
             is_wanted=room and not self._inbox and not len(scheduler.waiting)
         )
 
@@ -216,7 +217,7 @@ class EngineCore:
         submitted_ns = time.perf_counter_ns()
         handle = self.executor.submit(plan)
         launched_ns = time.perf_counter_ns()
-        self._run_ahead.planned(plan)
+        self.run_ahead.planned(plan)
         times = StepTimes(planned_ns, submitted_ns, launched_ns, len(self._in_flight))
         self._in_flight.append(_InFlight(plan, handle, times))
         self._last_plan = plan
@@ -235,7 +236,7 @@ class EngineCore:
         times.host_ns = self._host_ns + times.waited_ns - self._turn_ns
         times.busy_since_ns = self._busy_since_ns
         self._turn_ns = times.landed_ns
-        self._run_ahead.landed(step.plan, result)
+        self.run_ahead.landed(step.plan, result)
         self._read_inbox()  # an abort that is already here wins over the step's own ending
         applied = self.scheduler.apply(step.plan, result)
         times.applied_ns = self.last_progress_ns = time.perf_counter_ns()
