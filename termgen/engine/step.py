@@ -20,7 +20,7 @@ from termgen.engine.sampling_params import SamplingParams
 
 FloatArray = npt.NDArray[np.float32]
 
-MAX_STEPS_IN_FLIGHT = 15
+MAX_STEPS_IN_FLIGHT = 31
 """Most steps that are ever submitted and not yet landed; a device keeps the tokens of so many."""
 
 

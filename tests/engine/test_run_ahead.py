@@ -84,13 +84,11 @@ def test_whatever_waits_ends_the_run_ahead_at_once() -> None:
     assert depths(policy, plans[8:10], 1.0) == [3, 4]
 
 
-def test_another_batch_ends_the_run_ahead() -> None:
+def test_who_joins_or_reads_a_prompt_ends_the_run_ahead() -> None:
     policy = RunAhead(2, 20.0)
     plans = decode_plans(12)
     assert depths(policy, plans[:8], 1.0)[-1] == 9
     changes: list[Callable[[StepPlan], StepPlan]] = [
-        lambda plan: replace(plan, slots=plan.slots + 1),
-        lambda plan: replace(plan, epochs=plan.epochs + 1),
         lambda plan: replace(plan, num_tokens=plan.num_tokens + 1),
         lambda plan: replace(plan, added=plans[0].added),
     ]
@@ -101,6 +99,25 @@ def test_another_batch_ends_the_run_ahead() -> None:
         assert policy.allowed(is_wanted=True) == 2
         depths(policy, plans[8:12], 1.0)
         assert policy.allowed(is_wanted=True) > 2
+
+
+def test_who_leaves_does_not_end_the_run_ahead() -> None:
+    core, executor, deliveries = loop(never_ends, ms=8.0)
+    submit(core, "short", [5, 6], max_tokens=20)
+    submit(core, "long", [7, 8, 9], max_tokens=60)
+    ring = core.bus.subscribe()
+    run(core)
+    assert [len(tokens) for tokens in outputs(deliveries).values()] == [20, 60]
+    records = [event for event in ring.drain() if isinstance(event, StepRecord)]
+    assert {r.queue_depth for r in records[18:50]} == {8}
+    assert records[18].num_decode_rows == 2 and records[50].num_decode_rows == 1
+
+
+def test_a_queue_of_20_ms_fits_steps_of_1_ms() -> None:
+    core, executor, _ = loop(never_ends, ms=20.0)
+    submit(core, "a", [5, 6], max_tokens=60)
+    run(core)
+    assert executor.deepest == 21 < MAX_STEPS_IN_FLIGHT
 
 
 def test_time_in_the_queue_is_not_time_of_a_step() -> None:
@@ -240,6 +257,47 @@ def test_a_new_request_waits_for_the_queued_steps_and_no_more() -> None:
     assert len(executor.in_flight) <= 2 <= queued
     run(core)
     assert endings(deliveries)["late"].reason is FinishReason.LENGTH
+
+
+class Machine(FakeExecutor):
+    """Host and device on one clock: a launch takes the host 0.1 ms, a step the device 1 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(never_ends)
+        self.now_ns = self.free_ns = 0
+        self.idle_ns = 0
+        """Time of the device without a step, since the first."""
+
+    def submit(self, plan: StepPlan) -> StepHandle:  # type: ignore[override]
+        self.now_ns += MS // 10
+        result = super().submit(plan).result()
+        start = max(self.now_ns, self.free_ns)
+        self.idle_ns += start - self.free_ns if self.free_ns else 0
+        self.free_ns = start + MS
+        return _Landing(self, replace(result, started_ns=start, ended_ns=self.free_ns))
+
+
+class _Landing:
+    def __init__(self, machine: Machine, result: StepResult) -> None:
+        self._machine, self._result = machine, result
+
+    def result(self) -> StepResult:
+        self._machine.now_ns = max(self._machine.now_ns, self._result.ended_ns)
+        return self._result
+
+
+@pytest.mark.parametrize("ms, idle_ms", [(0.0, 95.5), (20.0, 0.5), (10.0, 50.5)])
+def test_a_pause_of_the_host_costs_the_device_what_is_not_queued(ms: float, idle_ms: float) -> None:
+    """Five pauses of 20 ms among steps of 1 ms. The launch after each is 0.1 ms."""
+    machine = Machine()
+    core = make_core(machine, [], depth=2, run_ahead_ms=ms, max_model_len=600, num_blocks=200)
+    submit(core, "a", [5, 6], max_tokens=500)
+    for turn in range(1, 500):
+        core.step()
+        if turn % 80 == 0 and turn <= 400:
+            machine.now_ns += 20 * MS
+    run(core)
+    assert machine.idle_ns / MS == idle_ms
 
 
 def test_stops_found_late_waste_no_more_than_the_queued_steps() -> None:
