@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import os
 import pty
 import random
@@ -49,19 +48,6 @@ class FrontSizes:
     rounds: int
     max_tokens: int
     vocab: int
-
-
-def write_tokenizer(folder: Path, vocab: int) -> None:
-    """Bytes and made-up words, one for every id, so that any token has a text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*alphabet, *(f"Ġw{index}" for index in range(vocab - len(alphabet) - 1)), "</s>"]
-    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
 
 
 class Watch:

@@ -33,6 +33,7 @@ from typing import Any
 
 from gpu_shapes import MODELS, write_config
 from machine import machine_facts
+from made_up_model import TINY, write_tiny, write_tokenizer
 
 ENGINE_PARTS = ("idle", "host", "sync", "hold")
 SCREEN_PARTS = ("dashboard", "terminal", "sse")
@@ -42,21 +43,6 @@ NEEDED = {
     "sse": ("starlette", "uvicorn", "prometheus_client"),
 }
 SWITCH_INTERVAL_S = 1e-4  # as the command line sets it
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 2048,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 16384,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-}
 
 
 def parse_args() -> argparse.Namespace:
@@ -107,16 +93,12 @@ def engine_config(args: argparse.Namespace, folder: Path, *, has_tokenizer: bool
         "run_ahead_ms": args.run_ahead_ms,
     }
     if args.device == "cpu":
-        target = folder / "tiny"
-        target.mkdir()
-        (target / "config.json").write_text(json.dumps(TINY))
+        target = write_tiny(folder)
         options |= {"kv_cache_gib": 0.1, "threads": 1, "max_num_seqs": 16}
         options |= {"max_num_batched_tokens": 512}
     else:
         target = write_config(folder, args.model)
     if has_tokenizer:
-        from async_screen_parts import write_tokenizer
-
         write_tokenizer(target, vocab_size(args))
     return EngineConfig(**{"model": str(target), **options, **engine_options(args.option)})
 

@@ -119,7 +119,7 @@ async def test_the_screens_parts_run_and_are_printed(
 def test_made_up_tokens_have_a_text_for_every_id(modules: Modules, tmp_path: Path) -> None:
     from termgen.engine.tokenizer import load_tokenizer
 
-    modules[2].write_tokenizer(tmp_path, 1000)
+    modules[0].write_tokenizer(tmp_path, 1000)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.vocab_size == 1000
     assert tokenizer.decode([256, 300, 998], skip_special_tokens=True) == " w0 w44 w742"
