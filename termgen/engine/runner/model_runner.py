@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -166,7 +167,11 @@ class ModelRunner:
         return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
     def make_graphs(self, dispatcher: CudaGraphDispatcher) -> FullGraphs:
-        """An empty set of recordings of this runner's steps."""
+        """An empty set of recordings of this runner's steps.
+
+        They hold the runner weakly: it holds them, and its memory is to go as soon as it is left.
+        """
+        runner = weakref.proxy(self)
         size, pad_row = max(1, dispatcher.max_rows), self.state.pad_row
         header = RowHeader(size, pad_row=pad_row, device=self.device)
         pieces = PiecewiseGraphs(
@@ -183,9 +188,10 @@ class ModelRunner:
         )
         check = None
         if self.debug:
-            check = AddressCheck(partial(self._recorded_tensors, header, pieces))
+            tensors = partial(ModelRunner._recorded_tensors, runner, header, pieces)
+            check = AddressCheck(tensors)
         return FullGraphs(
-            self.step_on_device,
+            partial(ModelRunner.step_on_device, runner),
             dispatcher,
             header,
             pieces,
