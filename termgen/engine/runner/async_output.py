@@ -68,7 +68,10 @@ class AsyncOutput:
             return
         compute = torch.cuda.current_stream()
         with torch.cuda.stream(copy_stream):
-            copy_stream.wait_stream(compute)
+            if self._device_end is None:
+                copy_stream.wait_stream(compute)
+            else:  # recorded behind the step: no need for an event more
+                copy_stream.wait_event(self._device_end)  # type: ignore[arg-type]
             self._host = tuple(t.to("cpu", non_blocking=True) for t in tensors.all())
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(copy_stream)
