@@ -383,6 +383,28 @@ def test_tokens_do_not_depend_on_run_ahead(blocks: int) -> None:
         assert deepest > depth or depth == 8 or not ms
 
 
+@pytest.mark.parametrize("asynchronous, shown", [(True, 20.0), (False, 0.0)])
+def test_the_bound_is_said_where_steps_run_ahead(
+    tiny_model_dir: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
+    asynchronous: bool,
+    shown: float,
+) -> None:
+    config = EngineConfig(
+        model=str(tiny_model_dir("llama")),
+        device="cpu",
+        threads=1,
+        num_gpu_blocks_override=40,
+        skip_tokenizer_init=True,
+        async_scheduling=asynchronous,
+    )
+    with caplog.at_level("INFO", logger="termgen"):
+        engine = SyncEngine(config)
+    assert engine.model.run_ahead_ms == shown
+    assert ("runs up to 20 ms ahead" in caplog.text) == asynchronous
+    engine.shutdown()
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_a_real_model_gives_the_same_tokens_however_far_it_runs_ahead(
     tiny_model_dir: Callable[[str], Path], prefix_caching: bool
