@@ -405,10 +405,14 @@ def test_the_bound_is_said_where_steps_run_ahead(
     engine.shutdown()
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize(
+    "device, prefix_caching",
+    [("cpu", True), ("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)],
+)
 def test_a_real_model_gives_the_same_tokens_however_far_it_runs_ahead(
-    tiny_model_dir: Callable[[str], Path], prefix_caching: bool
+    tiny_model_dir: Callable[[str], Path], device: str, prefix_caching: bool
 ) -> None:
+    """On a GPU the tokens of 31 steps in flight lie in a ring of 32."""
     seed = 4
     print(f"seed {seed}")
 
@@ -416,9 +420,11 @@ def test_a_real_model_gives_the_same_tokens_however_far_it_runs_ahead(
         engine = SyncEngine(
             EngineConfig(
                 model=str(tiny_model_dir("llama")),
-                device="cpu",
+                device=device,
+                dtype="float32",
                 threads=1,
                 max_num_seqs=4,
+                block_size=16,
                 num_gpu_blocks_override=40,
                 max_model_len=128,
                 skip_tokenizer_init=True,
@@ -432,8 +438,9 @@ def test_a_real_model_gives_the_same_tokens_however_far_it_runs_ahead(
         tokens: dict[str, list[int]] = {}
         for i in range(6):
             prompt = tuple(rng.randrange(2, 60) for _ in range(rng.randrange(2, 30)))
+            num_tokens = 95 if i == 5 else rng.randrange(20, 60)
             params = SamplingParams(
-                max_tokens=rng.randrange(20, 60), seed=i, temperature=float(i % 2), ignore_eos=True
+                max_tokens=num_tokens, seed=i, temperature=float(i % 2), ignore_eos=True
             )
             engine.add(GenerationRequest(request_id=str(i), prompt_token_ids=prompt, params=params))
         while engine.has_unfinished:
@@ -445,7 +452,7 @@ def test_a_real_model_gives_the_same_tokens_however_far_it_runs_ahead(
 
     expected, deepest = once(asynchronous=False)
     assert deepest == 0
-    for ms, bounds in ((0.0, (1, 1)), (1000.0, (4, MAX_STEPS_IN_FLIGHT - 1))):
+    for ms, others in ((0.0, 1), (1000.0, MAX_STEPS_IN_FLIGHT - 1)):
         tokens, deepest = once(asynchronous=True, ms=ms)
         assert tokens == expected
-        assert bounds[0] <= deepest <= bounds[1]
+        assert deepest == others
