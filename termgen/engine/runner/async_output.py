@@ -60,7 +60,7 @@ class AsyncOutput:
         self._tensors = tensors
         self._started_ns = started_ns
         self._device_start = device_start
-        self._device_end = device_start.clock.mark() if device_start is not None else None
+        self._device_end = device_start.clock.end() if device_start is not None else None
         self._num_late_compiles = num_late_compiles
         self._event: torch.cuda.Event | None = None
         if copy_stream is None:

@@ -25,6 +25,10 @@ class TimingEvent(Protocol):
 
     def synchronize(self) -> None: ...
 
+    def query(self) -> bool:
+        """Whether it has happened."""
+        ...
+
     def elapsed_time(self, end: Any, /) -> float:
         """Milliseconds from this event to another of its kind; both have happened."""
         ...
@@ -52,6 +56,7 @@ class DeviceClock:
         self._reference.synchronize()
         self._reference_ns = float(now_ns())
         self._least_delay_ns = math.inf
+        self._last_end: TimingEvent | None = None
 
     def mark(self) -> TimingEvent:
         """An event that happens when everything launched so far is done."""
@@ -61,6 +66,16 @@ class DeviceClock:
 
     def start(self) -> DeviceStart:
         return DeviceStart(self, self.mark())
+
+    def end(self) -> TimingEvent:
+        """A mark behind the operations of a step."""
+        self._last_end = self.mark()
+        return self._last_end
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is on the device still."""
+        return self._last_end is not None and not self._last_end.query()
 
     def read(self, start: TimingEvent, end: TimingEvent, seen_ns: int) -> tuple[int, int]:
         """Host times of two marks that have happened, as the host saw at `seen_ns`."""

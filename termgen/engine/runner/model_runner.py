@@ -226,11 +226,14 @@ class ModelRunner:
         """Launch one step. On CUDA it returns before the device is done."""
         started_ns = time.perf_counter_ns()
         with self.watch_compiles():
+            # A busy device comes to the rows without a pause; one at rest begins with the step.
+            clock = self._clock
+            start = clock.start() if clock is not None and clock.is_busy else None
             self.state.update(plan)
             needs = SamplingNeeds.of(plan)
             dispatch = self.graphs.dispatch(plan, needs)
-            # Here and not before: what the host does until now may leave the device idle.
-            start = self._clock.start() if self._clock is not None else None
+            if clock is not None and start is None:
+                start = clock.start()
             if dispatch.descriptor is not None:
                 tensors = StepTensors(self.graphs.replay(dispatch.descriptor, plan), None)
             elif dispatch.padded_tokens is not None:

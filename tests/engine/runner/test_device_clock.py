@@ -46,6 +46,9 @@ class ScriptedEvent:
     def synchronize(self) -> None:
         self._world.now += 30 * US
 
+    def query(self) -> bool:
+        return self.device_ns <= self._world.now * self._world.rate
+
     def elapsed_time(self, end: ScriptedEvent, /) -> float:
         return float(np.float32((end.device_ns - self.device_ns) / MS))
 
@@ -82,6 +85,19 @@ def test_device_times_stay_right_over_hours_of_clocks_that_drift(rate: float) ->
         assert max(map(abs, settled)) < 300 * US
         assert max(map(abs, durations)) < 2 * US
         world.now += 3600 * SECOND  # which makes 72 ms of drift
+
+
+def test_a_device_is_busy_until_the_last_step_has_ended() -> None:
+    world = World(1.0)
+    clock = DeviceClock(world.event, lambda: round(world.now))
+    assert not clock.is_busy, "before the first step"
+    ends = [clock.end(), clock.end()]
+    for end, length in zip(ends, (1 * MS, 5 * MS), strict=True):
+        assert isinstance(end, ScriptedEvent)
+        end.device_ns = world.now + length
+    for wait, is_busy in ((0, True), (2 * MS, True), (4 * MS, False)):
+        world.now += wait
+        assert clock.is_busy == is_busy
 
 
 def test_without_a_device_clock_a_step_begins_when_the_host_began_it() -> None:
