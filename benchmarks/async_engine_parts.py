@@ -214,11 +214,12 @@ def profiled_gaps(work: Callable[[], object]) -> dict[str, float]:
 
 def gaps_between_replays(events: Sequence[dict[str, Any]]) -> dict[str, float]:
     """events: of the device, by their begin; `ts` and `dur` in microseconds."""
-    replays: dict[int, list[float]] = {}
+    replays: dict[int | None, list[float]] = {}
     for event in events:
         begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
-        span = replays.setdefault(event["args"]["correlation"], [begin, end, 0.0])
+        span = replays.setdefault(event.get("args", {}).get("correlation"), [begin, end, 0.0])
         span[1], span[2] = max(span[1], end), span[2] + 1
+    replays.pop(None, None)
     steps = sorted(span for span in replays.values() if span[2] > 8)
     if len(steps) < 3:
         return {"profiled_gap_us": float("nan"), "profiled_idle_share": float("nan")}

@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,15 +139,18 @@ def run_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for _ in range(2):  # clocks, allocator
             with parts.Decode(core, min(8, most), sizes, parts.depth("ahead", ms)) as decode:
                 decode.run()
-        if "idle" in args.parts:
-            found["idle"] = parts.idle(core, sizes, ms, can_profile=not is_tiny)
-        if "host" in args.parts:
-            found["host"] = parts.host(core, sizes, ms)
-        if "sync" in args.parts:
-            found["sync"] = parts.compare(core, sizes, ms, names=("sync", "two", "ahead"))
-        if "hold" in args.parts:
-            longer = replace(sizes, seconds=max(1.0, sizes.seconds) if not is_tiny else 0.3)
-            found["hold"] = parts.compare(core, longer, ms, names=("two", "ahead"), holds=True)
+        longer = replace(sizes, seconds=max(1.0, sizes.seconds) if not is_tiny else 0.3)
+        works: dict[str, Callable[[], Any]] = {
+            "idle": lambda: parts.idle(core, sizes, ms, can_profile=not is_tiny),
+            "host": lambda: parts.host(core, sizes, ms),
+            "sync": lambda: parts.compare(core, sizes, ms, names=("sync", "two", "ahead")),
+            "hold": lambda: parts.compare(core, longer, ms, names=("two", "ahead"), holds=True),
+        }
+        for part in args.parts:
+            try:
+                found[part] = works[part]()
+            except Exception as error:  # told with the others' figures, which took minutes
+                found[part] = {"failed": repr(error)}
     return found
 
 
@@ -164,6 +168,10 @@ def run_screens(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     config = engine_config(args, folder, has_tokenizer=True)
     return run_screen_parts(args.parts, config, sizes)
+
+
+def failed(found: dict[str, Any]) -> list[str]:
+    return [part for part, result in found.items() if "failed" in result]
 
 
 def missing_for(part: str) -> list[str]:
@@ -231,6 +239,9 @@ def print_front(part: str, cells: list[dict[str, Any]]) -> None:
 
 
 def print_found(found: dict[str, Any]) -> None:
+    for part in failed(found):
+        print(f"{part}: failed: {found[part]['failed']}")
+    found = {part: result for part, result in found.items() if part not in failed(found)}
     if "idle" in found:
         print_idle(found["idle"])
     if "host" in found:
@@ -271,6 +282,7 @@ def main() -> None:
             continue
         found = json.loads(done.stdout.splitlines()[-1])
         print_found(found)
+        is_complete = is_complete and not failed(found)
         results |= found
     if args.output_json:
         facts = machine_facts()

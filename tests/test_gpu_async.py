@@ -99,7 +99,7 @@ async def test_the_screens_parts_run_and_are_printed(
     sizes = parts.FrontSizes(streams=2, prompt=8, seconds=0.2, rounds=1, max_tokens=4000, vocab=512)
     engine = await AsyncEngine.start(config(long_llama_dir))
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             found = {
                 "dashboard": await parts.screen_part(engine, sizes, stalls=False),
                 "terminal": await parts.screen_part(engine, sizes, stalls=True),
