@@ -232,7 +232,7 @@ class EngineCore:
         except Exception as cause:  # whatever a device can throw; reported with its requests
             self._fail(step, cause)
             return
-        times.landed_ns = time.perf_counter_ns()
+        times.landed_ns = result.seen_ns or time.perf_counter_ns()
         times.host_ns = self._host_ns + times.waited_ns - self._turn_ns
         times.busy_since_ns = self._busy_since_ns
         self._turn_ns = times.landed_ns

@@ -122,6 +122,8 @@ class StepResult:
     """Why nothing was replayed, or only pieces where a whole step might have been."""
     num_late_compiles: int = 0
     """Kernels compiled since the engine was ready, which should be none: each is a stall."""
+    seen_ns: int = 0
+    """perf_counter_ns when whoever waited for the step went on; 0: when it had this result."""
 
     def by_row(self) -> IntArray:
         """[num_rows] sampled token of each row, -1 where it sampled none."""

@@ -73,6 +73,26 @@ def test_idle_is_the_time_between_two_steps_while_there_is_work(depth: int) -> N
     assert len(set(expected)) == 3
 
 
+def test_making_a_result_of_what_was_waited_for_is_work() -> None:
+    seen: dict[int, int] = {}
+
+    class Handle(TimedHandle):
+        def result(self) -> StepResult:
+            result = replace(super().result(), seen_ns=time.perf_counter_ns())
+            seen[result.step_id] = result.seen_ns
+            time.sleep(WAIT_S)
+            return result
+
+    class Executor(TimedExecutor):
+        def submit(self, plan: StepPlan) -> TimedHandle:  # type: ignore[override]
+            return Handle(super().submit(plan).result())
+
+    executor = Executor()
+    records = run(make_core(executor, [], depth=2), executor, "a")
+    assert {r.step_id: r.landed_ns for r in records} == seen
+    assert all(r.host_us > WAIT_S * 1e6 for r in records[1:])
+
+
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_the_loop_works_or_waits_and_nothing_is_counted_twice(depth: int) -> None:
     executor = TimedExecutor()

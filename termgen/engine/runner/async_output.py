@@ -81,6 +81,7 @@ class AsyncOutput:
         if self._event is not None:
             self._event.synchronize()
         started_ns, ended_ns = self._started_ns, time.perf_counter_ns()
+        seen_ns = ended_ns if self._event is not None else 0
         if self._device_start is not None and self._device_end is not None:
             start = self._device_start
             started_ns, ended_ns = start.clock.read(start.mark, self._device_end, ended_ns)
@@ -97,4 +98,5 @@ class AsyncOutput:
             graph_reason=self._dispatch.reason,
             num_padded_tokens=self._dispatch.num_padded(self._num_tokens),
             num_late_compiles=self._num_late_compiles,
+            seen_ns=seen_ns,
         )
