@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from termgen.api import anthropic_input, responses_input
 from termgen.api.anthropic import MESSAGES_WIRE, MessageStream, message_response
 from termgen.api.anthropic_input import parse_messages
+from termgen.api.chat_bridge import renamed
 from termgen.api.fields import ignored_header
 from termgen.api.models import resolve_model
 from termgen.api.responses import (
@@ -20,6 +22,7 @@ from termgen.api.responses import (
     responses_wire,
 )
 from termgen.api.responses_input import parse_responses
+from termgen.errors import RequestError
 from termgen.serving.generation import Generation
 from termgen.serving.reading import names_for, read_json, state_of
 from termgen.serving.responses import (
@@ -39,10 +42,14 @@ async def messages(request: Request) -> ASGIApp:
     generation = Generation(state, engine, [chat.job], names_for(request, chat.options.id))
     if chat.options.stream:
         stream = MessageStream(asked)
-        return EventStreamResponse(state, generation, headers, chunks=stream, wire=MESSAGES_WIRE)
-    return CompleteResponse(
-        state, generation, headers, build=lambda answers: message_response(asked, answers)
-    )
+        answer: ASGIApp = EventStreamResponse(
+            state, generation, headers, chunks=stream, wire=MESSAGES_WIRE
+        )
+    else:
+        answer = CompleteResponse(
+            state, generation, headers, build=lambda answers: message_response(asked, answers)
+        )
+    return _renaming(answer, anthropic_input.NAMES)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -59,11 +66,28 @@ async def responses(request: Request) -> ASGIApp:
     generation = Generation(state, engine, [chat.job], names_for(request, chat.options.id))
     if chat.options.stream:
         stream = ResponseStream(asked)
-        wire = responses_wire(stream)
-        return EventStreamResponse(state, generation, headers, chunks=stream, wire=wire)
-    return CompleteResponse(
-        state, generation, headers, build=lambda answers: response_object(asked, answers)
-    )
+        answer: ASGIApp = EventStreamResponse(
+            state, generation, headers, chunks=stream, wire=responses_wire(stream)
+        )
+    else:
+        answer = CompleteResponse(
+            state, generation, headers, build=lambda answers: response_object(asked, answers)
+        )
+    return _renaming(answer, responses_input.NAMES)
+
+
+def _renaming(answer: ASGIApp, names: Mapping[str, str]) -> ASGIApp:
+    """What the engine finds wrong before it begins, by the names that fields have here."""
+
+    async def answer_renamed(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await answer(scope, receive, send)
+        except RequestError as error:
+            if error.param is None:
+                raise
+            raise renamed(error, names) from None
+
+    return answer_renamed
 
 
 async def _parse(request: Request, parse: Callable[..., T], **options: bool) -> T:
