@@ -51,7 +51,7 @@ def message_response(request: MessagesRequest, answers: list[TokenDelta]) -> dic
     return {
         **_empty_message(request.chat),
         "content": content or [{"type": "text", "text": ""}],
-        **_stop_fields(end),
+        **_stop_fields(end, has_calls=any(block["type"] == "tool_use" for block in content)),
         "usage": _usage(usage),
     }
 
@@ -75,10 +75,13 @@ def _empty_message(chat: ChatRequest) -> dict[str, Any]:
     }
 
 
-def _stop_fields(end: EndNews) -> dict[str, Any]:
+def _stop_fields(end: EndNews, *, has_calls: bool) -> dict[str, Any]:
+    """has_calls: a chat that was made to call by name ends with `stop`, a message never does."""
+    if has_calls and end.finish_reason != "length":
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     if end.finish_reason == "stop" and isinstance(end.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
-    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    reasons = {"stop": "end_turn", "length": "max_tokens"}
     return {"stop_reason": reasons.get(end.finish_reason, "end_turn"), "stop_sequence": None}
 
 
@@ -106,6 +109,7 @@ class MessageStream:
         """Of the newest block."""
         self._open: int | str | None = None
         """The open block: `text`, or the number of its call."""
+        self._has_calls = False
         self._end = EndNews("stop", None)
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
@@ -121,7 +125,8 @@ class MessageStream:
             events += self._begin("text", {"type": "text", "text": ""})
         events += self._stop_block()
         usage = _usage(self._news.usage)
-        events.append({"type": "message_delta", "delta": _stop_fields(self._end), "usage": usage})
+        stop = _stop_fields(self._end, has_calls=self._has_calls)
+        events.append({"type": "message_delta", "delta": stop, "usage": usage})
         return [*events, {"type": "message_stop"}]
 
     def _start(self) -> list[dict[str, Any]]:
@@ -138,6 +143,7 @@ class MessageStream:
                 events = self._begin("text", {"type": "text", "text": ""})
                 return [*events, self._delta({"type": "text_delta", "text": text})]
             case CallNews(number, call_id, name, arguments):
+                self._has_calls = True
                 block: dict[str, Any] = {"type": "tool_use", "id": call_id, "name": name}
                 block["input"] = {}
                 events = self._begin(number, block)

@@ -227,6 +227,15 @@ def test_a_stream_of_text_and_calls_has_anthropics_order(monkeypatch: pytest.Mon
     }
 
 
+@pytest.mark.parametrize(
+    ("reason", "told"), [("stop", "tool_use"), ("tool_calls", "tool_use"), ("length", "max_tokens")]
+)
+def test_what_ends_with_a_call(reason: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    news: list[News] = [CallNews(0, "call_a", "weather", "{}"), EndNews(reason, None)]
+    events = play(anthropic.MessageStream(messages(stream=True)), news, monkeypatch)
+    assert events[-2]["delta"]["stop_reason"] == told
+
+
 def test_an_answer_without_text_still_has_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     events = play(
         anthropic.MessageStream(messages(stream=True)), [EndNews("length", None)], monkeypatch
