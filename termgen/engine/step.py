@@ -85,6 +85,11 @@ class StepPlan:
         return len(self.slots)
 
     @property
+    def changes_rows(self) -> bool:
+        """Whether rows of the device must be brought up to this plan before it can run."""
+        return bool(self.released_slots or self.added or len(self.block_ids))
+
+    @property
     def total_tokens(self) -> int:
         return int(np.add.reduce(self.num_tokens))  # half the time of `sum`
 

@@ -28,14 +28,20 @@ from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.models.transformers_backend import TransformersDecoder
 from termgen.engine.runner.address_check import AddressCheck, NamedTensor, tensors_of
-from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
-from termgen.engine.runner.cuda_graphs import FullGraphs
+from termgen.engine.runner.async_output import (
+    AsyncOutput,
+    RecordedOutput,
+    StepTensors,
+    make_copy_stream,
+)
+from termgen.engine.runner.cuda_graphs import RING_SIZE, FullGraphs
 from termgen.engine.runner.device_clock import DeviceClock
 from termgen.engine.runner.dispatch import (
     EVERYTHING,
     NEEDS,
     BatchDescriptor,
     CudaGraphDispatcher,
+    Dispatch,
     SamplingNeeds,
 )
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers
@@ -101,7 +107,9 @@ class ModelRunner:
             device=device,
         )
         self._copy_stream = make_copy_stream(device)
-        self._clock = DeviceClock() if device.type == "cuda" else None
+        self._clock = None
+        if device.type == "cuda":
+            self._clock = DeviceClock(stream=torch.cuda.current_stream(device))
         self._late_compiles: CompileCounter | None = None
         self.graphs = self.make_graphs(
             CudaGraphDispatcher((), disabled_reason="no graphs recorded")
@@ -186,6 +194,9 @@ class ModelRunner:
             max_num_seqs=dispatcher.max_num_seqs,
             dtype=self.dtype,
         )
+        # Only kernels of ours can write the host's memory.
+        is_mapped = self.state.fused and self.device.type == "cuda"
+        ring = TokenRing(RING_SIZE, size, self.device, is_mapped=is_mapped)
         check = None
         if self.debug:
             tensors = partial(ModelRunner._recorded_tensors, runner, header, pieces)
@@ -195,7 +206,7 @@ class ModelRunner:
             dispatcher,
             header,
             pieces,
-            device=self.device,
+            ring=ring,
             address_check=check,
         )
 
@@ -221,35 +232,54 @@ class ModelRunner:
             torch.cuda.empty_cache()
         return made_one
 
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> AsyncOutput:
-        """Launch one step. On CUDA it returns before the device is done."""
+    def execute(self, plan: StepPlan) -> RecordedOutput:
+        """Launch one step. On CUDA it returns before the device is done.
+
+        Between two steps of the same rows lies no more than this, so it calls little of torch.
+        """
         started_ns = time.perf_counter_ns()
-        with self.watch_compiles():
-            # A busy device comes to the rows without a pause; one at rest begins with the step.
-            clock = self._clock
-            start = clock.start() if clock is not None and clock.is_busy else None
-            self.state.update(plan)
+        # A busy device comes to the rows without a pause; one at rest begins with the step.
+        clock = self._clock
+        start = clock.start() if clock is not None and clock.is_busy else None
+        with torch.inference_mode():
+            if plan.changes_rows:
+                with self.watch_compiles():
+                    self.state.update(plan)
             needs = SamplingNeeds.of(plan)
             dispatch = self.graphs.dispatch(plan, needs)
             if clock is not None and start is None:
                 start = clock.start()
-            if dispatch.descriptor is not None:
-                tensors = StepTensors(self.graphs.replay(dispatch.descriptor, plan), None)
-            elif dispatch.padded_tokens is not None:
-                batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
-                tensors = self._sample(batch, self.model.compute_logits(hidden), needs)
+            if dispatch.descriptor is not None:  # compiles nothing
+                tokens = self.graphs.replay(dispatch.descriptor, plan)
+                if isinstance(tokens, np.ndarray):
+                    return RecordedOutput(
+                        plan,
+                        tokens,
+                        dispatch,
+                        started_ns,
+                        device_start=start,
+                        num_late_compiles=self.num_late_compiles,
+                    )
+                tensors = StepTensors(tokens, None)
             else:
-                tensors = self._compute(self.buffers.prepare(plan, self.state), needs)
-        return AsyncOutput(
-            plan,
-            tensors,
-            dispatch,
-            started_ns,
-            self._copy_stream,
-            device_start=start,
-            num_late_compiles=self.num_late_compiles,
-        )
+                with self.watch_compiles():
+                    tensors = self._launch(plan, dispatch, needs)
+            return AsyncOutput(
+                plan,
+                tensors,
+                dispatch,
+                started_ns,
+                self._copy_stream,
+                device_start=start,
+                num_late_compiles=self.num_late_compiles,
+            )
+
+    def _launch(self, plan: StepPlan, dispatch: Dispatch, needs: SamplingNeeds) -> StepTensors:
+        """A step that is not recorded as a whole."""
+        if dispatch.padded_tokens is None:
+            return self._compute(self.buffers.prepare(plan, self.state), needs)
+        batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
+        return self._sample(batch, self.model.compute_logits(hidden), needs)
 
     def step_on_device(
         self,

@@ -109,14 +109,14 @@ def test_a_late_compilation_reaches_the_records_of_steps(tiny_model_dir: ModelDi
     runner = engine.core.executor._runner  # type: ignore[attr-defined]
     runner.use_fused_sampler(2)
     runner.be_ready()
-    update = runner.state.update
+    prepare = runner.buffers.prepare
 
-    def update_and_compile(plan: Any) -> None:
+    def prepare_and_compile(plan: Any, state: Any) -> Any:
         if plan.step_id == 2:
             compile_something()
-        update(plan)
+        return prepare(plan, state)
 
-    runner.state.update = update_and_compile
+    runner.buffers.prepare = prepare_and_compile
     ring = engine.core.bus.subscribe()
     add(engine, "a", [5, 6, 7], {"temperature": 0.0}, 5)
     while engine.has_unfinished:
