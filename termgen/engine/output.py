@@ -10,13 +10,14 @@ engine still delivers for it is dropped.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from termgen.client import RequestTimings, TokenDelta, TokenLogprob
 from termgen.engine.completion import Completion
-from termgen.engine.delivery import FinishedRow, StartedRow, StepDelivery
+from termgen.engine.delivery import FinishedRow, PromptLogprobs, StartedRow, StepDelivery
 from termgen.engine.detokenizer import Detokenizer, StopAutomaton
 from termgen.engine.request import FinishReason, GenerationRequest
 from termgen.engine.request_output import CompletionOutput, RequestOutput, RequestOutputBuilder
@@ -38,7 +39,9 @@ __all__ = [
 def fan_out(request: GenerationRequest) -> list[GenerationRequest]:
     """The engine requests behind one submitted request: itself, or `n` children of it.
 
-    Child `i` is called `<id>-<i>` and, where the request has a seed, draws with `seed + i`.
+    Child `i` is called `<id>-<i>` and, where the request has a seed, draws with `seed + i`. Their
+    prompt is computed once: the first child does, the others find its blocks. So only the first
+    reports log-probabilities of the prompt.
     """
     params = request.params
     if params.n == 1:
@@ -47,7 +50,12 @@ def fan_out(request: GenerationRequest) -> list[GenerationRequest]:
         replace(
             request,
             request_id=f"{request.request_id}-{index}",
-            params=replace(params, n=1, seed=_child_seed(params.seed, index)),
+            params=replace(
+                params,
+                n=1,
+                seed=_child_seed(params.seed, index),
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            ),
         )
         for index in range(params.n)
     ]
@@ -112,6 +120,10 @@ class OutputProcessor:
             eos_token_ids=self._eos_token_ids,
             detokenizer=self._detokenizer(request),
         )
+        if completion.prompt_logprobs is not None:
+            first = request.prompt_token_ids[0]
+            entry = TokenLogprob(first, *self._token(first), math.nan, rank=0)
+            completion.prompt_logprobs.put(0, [entry])
         self._completions[request.request_id] = completion
         if parent_id is not None:
             self._children.setdefault(parent_id, []).append(request.request_id)
@@ -120,6 +132,8 @@ class OutputProcessor:
         """One step's deltas, at most one per completion, in row order."""
         for started in delivery.started:
             self._start(started)
+        for part in delivery.prompt_logprobs:
+            self._keep_prompt_logprobs(part)
         finished = {row.request_id: row for row in delivery.finished}
         self._lingering.difference_update(finished)
         deltas: list[TokenDelta] = []
@@ -198,6 +212,14 @@ class OutputProcessor:
             completion.first_scheduled_ns = started.first_scheduled_ns
         completion.row = (started.slot, started.epoch)
         self._rows[completion.row] = completion
+
+    def _keep_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        completion = self._rows.get((part.slot, part.epoch))
+        scores = completion.prompt_logprobs if completion is not None else None
+        if completion is None or scores is None:
+            return
+        rows = _LogprobRows(part.logprobs)
+        scores.put(part.start, self._logprobs(rows, 0, len(rows), scores.num_top))
 
     def _advance(
         self,
@@ -302,6 +324,10 @@ def _delta(
     logprobs: tuple[TokenLogprob, ...] | None,
 ) -> TokenDelta:
     prompt_token_ids, completion.prompt_token_ids = completion.prompt_token_ids, None
+    scores = completion.prompt_logprobs
+    prompt_logprobs = scores.take() if scores is not None else None
+    if prompt_logprobs is not None:
+        completion.prompt_logprobs = None
     return TokenDelta(
         request_id=completion.stream_id,
         index=completion.index,
@@ -314,4 +340,5 @@ def _delta(
         num_cached_tokens=completion.num_cached_tokens,
         num_output_tokens=completion.num_output_tokens,
         prompt_token_ids=prompt_token_ids,
+        prompt_logprobs=prompt_logprobs,
     )

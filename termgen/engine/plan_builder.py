@@ -11,7 +11,7 @@ import numpy as np
 
 from termgen.engine.request import IntArray, Request
 from termgen.engine.slot_table import SlotTable
-from termgen.engine.step import AddedRow, StepPlan
+from termgen.engine.step import AddedRow, PromptSpan, StepPlan
 
 
 @dataclass(slots=True)
@@ -42,6 +42,7 @@ class PlanBuilder:
                 stop_token_ids=tuple(sorted(request.stop_token_ids)),
                 params=request.params,
                 seed=request.seed,
+                bad_token_ids=request.bad_token_ids,
             )
         )
 
@@ -61,6 +62,8 @@ class PlanBuilder:
         order = np.argsort(counts > 1, kind="stable")
         slots, counts = slots[order], counts[order]
         max_logprobs = int(table.num_logprobs[slots].max())
+        max_prompt_logprobs = int(table.num_prompt_logprobs[slots].max())
+        spans = _prompt_spans(table, slots, counts) if max_prompt_logprobs >= 0 else ()
         return StepPlan(
             step_id=step_id,
             slots=slots,
@@ -79,4 +82,18 @@ class PlanBuilder:
             needs_sampling=bool(table.is_random[slots].any()),
             needs_top_k_top_p=bool(table.has_filter[slots].any()),
             needs_min_tokens=bool(table.has_minimum[slots].any()),
+            needs_logit_edits=bool(table.has_edits[slots].any()),
+            prompt_spans=spans,
+            max_prompt_logprobs=max(0, max_prompt_logprobs),
         )
+
+
+def _prompt_spans(table: SlotTable, slots: IntArray, counts: IntArray) -> tuple[PromptSpan, ...]:
+    """What this step computes of prompts whose log-probabilities are owed.
+
+    The last token of a prompt is in no span: what follows it is generated.
+    """
+    starts = table.num_computed[slots] - counts
+    wanted = np.minimum(counts, table.num_prompt[slots] - 1 - starts)
+    rows = np.flatnonzero((table.num_prompt_logprobs[slots] >= 0) & (wanted > 0))
+    return tuple(PromptSpan(int(row), int(starts[row]), int(wanted[row])) for row in rows)

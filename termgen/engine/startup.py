@@ -95,7 +95,12 @@ def _assemble(
         info=info,
         model=_model_info(config, local, info, tokenizer, generation_config),
         tokenizer=tokenizer,
-        input_processor=InputProcessor(tokenizer, info.max_model_len, info.vocab_size),
+        input_processor=InputProcessor(
+            tokenizer,
+            info.max_model_len,
+            info.vocab_size,
+            has_priorities=config.scheduling_policy == "priority",
+        ),
         output_processor=OutputProcessor(tokenizer, tuple(eos)),
     )
 

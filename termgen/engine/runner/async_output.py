@@ -21,9 +21,11 @@ class StepTensors:
 
     tokens: torch.Tensor  # [B] int32, -1 for a row that sampled none
     logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # [B,1+K], [B,1+K], [B]
+    prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """The same for the N prompt tokens of the plan's spans."""
 
     def all(self) -> tuple[torch.Tensor, ...]:
-        return (self.tokens, *(self.logprobs or ()))
+        return (self.tokens, *(self.logprobs or ()), *(self.prompt_logprobs or ()))
 
 
 def make_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -73,7 +75,9 @@ class AsyncOutput:
         if self._event is not None:
             self._event.synchronize()
         ended_ns = time.perf_counter_ns()
-        tokens, *logprobs = (t.numpy() for t in self._host)
+        tokens, *arrays = (t.numpy() for t in self._host)
+        logprobs = arrays[:3] if self._tensors.logprobs is not None else None
+        of_prompts = arrays[-3:] if self._tensors.prompt_logprobs is not None else None
         tokens = tokens[: self._num_rows]
         return StepResult(
             step_id=self._step_id,
@@ -86,4 +90,5 @@ class AsyncOutput:
             graph_reason=self._dispatch.reason,
             num_padded_tokens=self._dispatch.num_padded(self._num_tokens),
             num_late_compiles=self._num_late_compiles,
+            prompt_logprobs=StepLogprobs(*of_prompts) if of_prompts else None,
         )

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ from termgen.engine.runner.dispatch import (
 )
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs
+from termgen.engine.runner.prompt_logprobs import NO_RECORDING, prompt_logprobs
 from termgen.engine.runner.request_state import RequestState
 from termgen.engine.runner.row_header import RowHeader
 from termgen.engine.runner.token_ring import TokenRing
@@ -220,14 +222,14 @@ class ModelRunner:
         with self.watch_compiles():
             self.state.update(plan)
             needs = SamplingNeeds.of(plan)
-            dispatch = self.graphs.dispatch(plan, needs)
+            dispatch = NO_RECORDING if plan.prompt_spans else self.graphs.dispatch(plan, needs)
             if dispatch.descriptor is not None:
                 tensors = StepTensors(self.graphs.replay(dispatch.descriptor, plan), None)
             elif dispatch.padded_tokens is not None:
                 batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
                 tensors = self._sample(batch, self.model.compute_logits(hidden), needs)
             else:
-                tensors = self._compute(self.buffers.prepare(plan, self.state), needs)
+                tensors = self._compute_eagerly(plan, needs)
         return AsyncOutput(
             plan,
             tensors,
@@ -236,6 +238,13 @@ class ModelRunner:
             self._copy_stream,
             num_late_compiles=self.num_late_compiles,
         )
+
+    def _compute_eagerly(self, plan: StepPlan, needs: SamplingNeeds) -> StepTensors:
+        batch = self.buffers.prepare(plan, self.state)
+        hidden = self._hidden(batch)
+        logits = self.model.compute_logits(batch.last_tokens(hidden))
+        of_prompts = prompt_logprobs(plan, hidden, self.state, self.model.compute_logits)
+        return replace(self._sample(batch, logits, needs), prompt_logprobs=of_prompts)
 
     def step_on_device(
         self,
@@ -268,7 +277,7 @@ class ModelRunner:
     def _compute(
         self, batch: InputBatch, needs: SamplingNeeds, ring: TokenRing | None = None
     ) -> StepTensors:
-        """Model, sampling and state update."""
+        """Model, sampling and state update, from device memory alone."""
         return self._sample(batch, self._forward(batch), needs, ring)
 
     def _sample(
@@ -292,10 +301,14 @@ class ModelRunner:
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
         """[B, V] logits of each row's last token, in the model's type."""
+        return self.model.compute_logits(batch.last_tokens(self._hidden(batch)))
+
+    def _hidden(self, batch: InputBatch) -> torch.Tensor:
+        """[T, H] normed hidden states of all tokens."""
         self.attention.prepare(batch.metadata)
         context = ForwardContext(metadata=batch.metadata, kv_caches=self.kv_caches)
-        hidden = self.model(batch.input_ids, batch.positions, context)
-        return self.model.compute_logits(batch.last_tokens(hidden))
+        hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, context)
+        return hidden
 
     def _sampling_metadata(self, batch: InputBatch, needs: SamplingNeeds) -> SamplingMetadata:
         state, slots = self.state, batch.slots
@@ -320,6 +333,7 @@ class ModelRunner:
             all_greedy=needs.all_greedy,
             needs_penalties=needs.penalties,
             needs_top_k_top_p=needs.filters,
+            edits=state.edits_of(slots) if needs.edits else None,
             suppress_any=needs.min_tokens,
             max_logprobs=needs.max_logprobs,
         )
@@ -378,8 +392,9 @@ class ModelRunner:
             max_seq_len=tokens_per_row,
         )
         state.make_penalty_tables()
+        state.make_edit_tables()
         try:
             metadata = self._sampling_metadata(batch, EVERYTHING)
             self.sampler(self._forward(batch).float(), metadata)
         finally:
-            state.drop_penalty_tables()
+            state.drop_tables()

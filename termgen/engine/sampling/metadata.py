@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from termgen.engine.sampling.logit_edits import LogitEdits
+
 
 @dataclass(slots=True, kw_only=True)
 class SamplingMetadata:
@@ -46,6 +48,8 @@ class SamplingMetadata:
     needs_penalties: bool
     needs_top_k_top_p: bool
     """Some row limits by top-k, top-p or min-p."""
+    edits: LogitEdits | None = None
+    """None: no row has any."""
     suppress_any: bool | None = None
     """False: no row of `suppress_stop` is set. None: the host does not know."""
     max_logprobs: int | None = None

@@ -2,7 +2,8 @@
 
 Owns the order of operations, which is part of the output and pinned by a test:
 
-    stop mask (min_tokens) -> penalties -> temperature -> min-p -> top-k -> top-p -> Gumbel-max
+    logit edits -> stop mask (min_tokens) -> penalties -> temperature -> min-p -> top-k -> top-p
+    -> Gumbel-max
 
 Log-probabilities are taken from the logits as they came. The runner calls this once per step with
 one row per token to draw; the host half never sees it. What no row of a step asks for is skipped
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from termgen.engine.sampling.gumbel import gumbel_argmax
+from termgen.engine.sampling.logit_edits import edit_logits
 from termgen.engine.sampling.logprobs import LogprobTensors, gather_logprobs
 from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.penalties import apply_penalties
@@ -68,6 +70,8 @@ class Sampler:
 
 def _process(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
     """What changes the argmax too, and so also holds for greedy rows."""
+    if meta.edits is not None:
+        logits = edit_logits(logits, meta.edits)
     if meta.suppress_any is not False:
         logits = mask_stop_tokens(logits, meta.stop_token_ids, meta.suppress_stop)
     if meta.needs_penalties:
