@@ -148,7 +148,11 @@ class FullGraphs:
         found = self.dispatcher.dispatch(
             num_rows=plan.num_rows, num_tokens=plan.total_tokens, sampling=needs.variant
         )
-        if found.mode is GraphMode.NONE or self._has(found):
+        if found.mode is GraphMode.NONE:
+            return found
+        if plan.prompt_spans:  # recordings keep the hidden states of each row's last token alone
+            return Dispatch(GraphMode.NONE, reason="log-probabilities of a prompt")
+        if self._has(found):
             return found
         other = self._stand_in(found)
         return Dispatch(GraphMode.NONE, reason=self._why_missing) if other is None else other

@@ -39,7 +39,7 @@ from termgen.engine.runner.dispatch import (
 )
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs
-from termgen.engine.runner.prompt_logprobs import NO_RECORDING, prompt_logprobs
+from termgen.engine.runner.prompt_logprobs import prompt_logprobs
 from termgen.engine.runner.request_state import RequestState
 from termgen.engine.runner.row_header import RowHeader
 from termgen.engine.runner.token_ring import TokenRing
@@ -222,7 +222,7 @@ class ModelRunner:
         with self.watch_compiles():
             self.state.update(plan)
             needs = SamplingNeeds.of(plan)
-            dispatch = NO_RECORDING if plan.prompt_spans else self.graphs.dispatch(plan, needs)
+            dispatch = self.graphs.dispatch(plan, needs)
             if dispatch.descriptor is not None:
                 tensors = StepTensors(self.graphs.replay(dispatch.descriptor, plan), None)
             elif dispatch.padded_tokens is not None:

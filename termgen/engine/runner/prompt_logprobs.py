@@ -11,12 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from termgen.engine.runner.dispatch import Dispatch, GraphMode
 from termgen.engine.runner.request_state import RequestState
 from termgen.engine.sampling.logprobs import LogprobTensors, gather_logprobs
 from termgen.engine.step import StepPlan
-
-NO_RECORDING = Dispatch(GraphMode.NONE, reason="log-probabilities of a prompt")
 
 
 def prompt_logprobs(
