@@ -82,7 +82,10 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
 
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition("=")
-    return int(token_id), float(bias)  # argparse turns the ValueError into its message
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be ID=BIAS, not {text!r}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ class Completion:
         "first_token_ns",
         "index",
         "num_cached_tokens",
+        "num_copies",
         "num_logprobs",
         "num_output_tokens",
         "num_prompt_tokens",
@@ -83,6 +84,8 @@ class Completion:
         """Until they are out."""
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = PromptScores(params.prompt_logprobs, self.num_prompt_tokens)
+        self.num_copies = 1
+        """Completions that this one stands for."""
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self.arrival_ns = arrival_ns

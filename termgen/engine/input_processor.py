@@ -129,12 +129,16 @@ class InputProcessor:
     def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
         tokenizer = self._need_tokenizer("messages")
         self._check_size(_message_chars(prompt.messages), tokenizer, "messages")
-        return tokenizer.apply_chat_template(
+        variables = _template_variables(prompt.template_kwargs)
+        ids = tokenizer.apply_chat_template(
             prompt.messages,
             add_generation_prompt=prompt.add_generation_prompt,
             continue_final_message=prompt.continue_final_message,
-            **_template_variables(prompt.template_kwargs),
+            **variables,
         )
+        if variables:
+            tokenizer.refuse_unread_variables(variables)
+        return ids
 
     def _check_ids(self, prompt: Sequence[int]) -> list[int]:
         if not isinstance(prompt, Sequence):

@@ -41,11 +41,14 @@ def fan_out(request: GenerationRequest) -> list[GenerationRequest]:
 
     Child `i` is called `<id>-<i>` and, where the request has a seed, draws with `seed + i`. Their
     prompt is computed once: the first child does, the others find its blocks. So only the first
-    reports log-probabilities of the prompt.
+    reports log-probabilities of the prompt. Greedy completions would all be alike: one is run, and
+    the output processor copies it.
     """
     params = request.params
     if params.n == 1:
         return [request]
+    if params.is_greedy:
+        return [replace(request, params=replace(params, n=1))]
     return [
         replace(
             request,
@@ -101,6 +104,8 @@ class OutputProcessor:
             is_same = completion.request_id == request.request_id
             parent_id = None if is_same else request.request_id
             self.add(completion, arrival_ns, index=index, parent_id=parent_id)
+        if len(completions) < request.params.n:
+            self._completions[completions[0].request_id].num_copies = request.params.n
         return completions
 
     def add(
@@ -129,7 +134,7 @@ class OutputProcessor:
             self._children.setdefault(parent_id, []).append(request.request_id)
 
     def process(self, delivery: StepDelivery) -> list[TokenDelta]:
-        """One step's deltas, at most one per completion, in row order."""
+        """One step's deltas, at most one per completion and copy of it, in row order."""
         for started in delivery.started:
             self._start(started)
         for part in delivery.prompt_logprobs:
@@ -156,12 +161,14 @@ class OutputProcessor:
                     entries = self._logprobs(logprobs, first, count, completion.num_logprobs)
                 ended = finished.pop(completion.request_id, None)
                 tokens = tuple(token_ids[start : start + count])
-                deltas.append(self._advance(completion, tokens, entries, ended, delivery.time_ns))
+                delta = self._advance(completion, tokens, entries, ended, delivery.time_ns)
+                deltas += _copies(delta, completion.num_copies)
             start += count
         for ended in finished.values():
             completion = self._completions.get(ended.request_id)
             if completion is not None:
-                deltas.append(self._end(completion, (), None, "", ended, delivery.time_ns))
+                delta = self._end(completion, (), None, "", ended, delivery.time_ns)
+                deltas += _copies(delta, completion.num_copies)
         return deltas
 
     def take_aborts(self) -> list[str]:
@@ -315,6 +322,14 @@ class _LogprobRows:
 
     def __len__(self) -> int:
         return len(self.ranks)
+
+
+def _copies(delta: TokenDelta, count: int) -> list[TokenDelta]:
+    """The same news of every completion; what is told of the prompt is told once."""
+    if count == 1:
+        return [delta]
+    bare = replace(delta, prompt_token_ids=None, prompt_logprobs=None)
+    return [delta, *(replace(bare, index=index) for index in range(1, count))]
 
 
 def _delta(

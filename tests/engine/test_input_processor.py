@@ -216,7 +216,44 @@ class TestWithoutTokenizer:
         bare.process([1], SamplingParams(stop_token_ids=(3,)))
 
 
+class TestBadWords:
+    def test_a_word_is_forbidden_alone_and_after_a_space(self, processor: InputProcessor) -> None:
+        request = processor.process([1], SamplingParams(bad_words=("he", " he", "lo")))
+        spelled = [TOKENIZER.decode(ids) for ids in request.bad_token_ids]
+        assert spelled == ["he", " he", "lo", " lo"], "each once"
+        assert processor.process([1], SamplingParams()).bad_token_ids == ()
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"bad_words": ["x y z " * 40]}, "1 to 32 are allowed"),
+            ({"bad_words": ["\ud800"]}, "surrogate"),
+        ],
+    )
+    def test_faults(self, processor: InputProcessor, options: dict[str, Any], words: str) -> None:
+        with pytest.raises(RequestError, match=words) as raised:
+            processor.process([1], SamplingParams(**options))
+        assert raised.value.param == "bad_words"
+
+    def test_all_allowed_ids_forbidden(self, processor: InputProcessor) -> None:
+        (only,) = TOKENIZER.encode("h", add_special_tokens=False)
+        params = SamplingParams(bad_words=("h",), allowed_token_ids=(only,))
+        with pytest.raises(RequestError, match="forbid all"):
+            processor.process([1], params)
+
+    def test_they_need_a_tokenizer(self, bare: InputProcessor) -> None:
+        with pytest.raises(RequestError, match="need a tokenizer"):
+            bare.process([1], SamplingParams(bad_words=("x",)))
+
+
 class TestEnvelope:
+    def test_a_priority_needs_a_scheduler_that_reads_it(self) -> None:
+        processor = InputProcessor(None, MAX_LEN, vocab_size=50, has_priorities=False)
+        assert processor.process([1], SamplingParams(), priority=0).priority == 0
+        with pytest.raises(RequestError, match="--scheduling-policy") as raised:
+            processor.process([1], SamplingParams(), priority=1)
+        assert raised.value.param == "priority"
+
     def test_given_values_are_kept(self, processor: InputProcessor) -> None:
         request = processor.process(
             [1], SamplingParams(), request_id="mine", priority=-3, cache_salt="team-A_1"
