@@ -58,7 +58,7 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
     }
 )
 
-CHAT_HARMLESS = HARMLESS | {"parallel_tool_calls", "best_of"}
+CHAT_HARMLESS = HARMLESS | {"parallel_tool_calls"}
 CHAT_REFUSED: dict[str, Check] = {
     **REFUSED,
     "tools": is_empty,

@@ -174,7 +174,9 @@ class SamplingParams:
 def _bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
     """Any mapping or pairs, sorted by id, each value within +-MAX_BIAS."""
     name = "logit_bias"
-    pairs: Iterable[object] = given.items() if isinstance(given, Mapping) else given or ()  # type: ignore[assignment]
+    pairs = given.items() if isinstance(given, Mapping) else () if given is None else given
+    if not isinstance(pairs, Iterable) or isinstance(pairs, str):
+        raise RequestError(f"{name} must map token ids to numbers", param=name)
     biases: dict[int, float] = {}
     for pair in pairs:
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
