@@ -58,9 +58,14 @@ class SamplingNeeds:
         )
 
     @property
+    def is_simple(self) -> bool:
+        """Nothing that kernels do not sample with, once single logits are changed."""
+        return not (self.penalties or self.min_tokens or self.max_logprobs is not None)
+
+    @property
     def variant(self) -> SamplingVariant | None:
         """The recording that does this, if any does."""
-        if self.penalties or self.min_tokens or self.edits or self.max_logprobs is not None:
+        if self.edits or not self.is_simple:
             return None
         return SamplingVariant.FILTERED if self.filters else SamplingVariant.PLAIN
 

@@ -23,6 +23,8 @@ class LogitEditTables:
         self._edited: set[int] = set()
         """Slots whose rows are not neutral."""
         words = (rows, MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS)
+        self.counts = torch.zeros((rows, 2), dtype=torch.int32, device=device)
+        """How many biases and how many bad words a slot has: the first ones of its row."""
         self.bias_ids = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.int32, device=device)
         self.biases = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.float32, device=device)
         num_bytes = -(-vocab_size // 8)
@@ -49,6 +51,8 @@ class LogitEditTables:
         words = np.full(self.bad_words.shape[1:], NOTHING, np.int32)
         for i, sequence in enumerate(row.bad_token_ids):
             words[i, words.shape[1] - len(sequence) :] = sequence
+        counts = np.asarray((len(pairs), len(row.bad_token_ids)), np.int32)
+        self._write(self.counts, slot, counts)
         self._write(self.bias_ids, slot, bias_ids)
         self._write(self.biases, slot, biases)
         self._write(self.bad_words, slot, words)

@@ -272,13 +272,8 @@ class ModelRunner:
                 max_query_len=descriptor.num_tokens,
                 max_seq_len=self.max_model_len,
             )
-        return self._compute(batch, NEEDS[descriptor.sampling], ring).tokens
-
-    def _compute(
-        self, batch: InputBatch, needs: SamplingNeeds, ring: TokenRing | None = None
-    ) -> StepTensors:
-        """Model, sampling and state update, from device memory alone."""
-        return self._sample(batch, self._forward(batch), needs, ring)
+        needs = NEEDS[descriptor.sampling]
+        return self._sample(batch, self._forward(batch), needs, ring).tokens
 
     def _sample(
         self,
@@ -290,7 +285,9 @@ class ModelRunner:
         """Sampling and state update."""
         slots, num_tokens = batch.slots, batch.num_tokens
         logprobs = None
-        if self.fused_sampler is not None and needs.variant is not None:
+        if self.fused_sampler is not None and needs.is_simple:
+            if needs.edits:
+                logits = self.state.edit_logits(slots, logits)
             token_ids = self.fused_sampler(
                 logits, slots, num_tokens, self.state, filters=needs.filters
             )
@@ -333,7 +330,7 @@ class ModelRunner:
             all_greedy=needs.all_greedy,
             needs_penalties=needs.penalties,
             needs_top_k_top_p=needs.filters,
-            edits=state.edits_of(slots) if needs.edits else None,
+            edit=partial(state.edit_logits, slots) if needs.edits else None,
             suppress_any=needs.min_tokens,
             max_logprobs=needs.max_logprobs,
         )

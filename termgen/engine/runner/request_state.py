@@ -15,7 +15,7 @@ import torch
 from termgen.engine.kernels import why_unusable
 from termgen.engine.runner.logit_edit_tables import LogitEditTables
 from termgen.engine.runner.token_ring import TokenRing
-from termgen.engine.sampling.logit_edits import LogitEdits
+from termgen.engine.sampling.logit_edits import edit_logits as edit_gathered
 from termgen.engine.sampling_params import MAX_STOP_TOKEN_IDS
 from termgen.engine.step import AddedRow, StepPlan
 
@@ -149,11 +149,17 @@ class RequestState:
     def make_edit_tables(self) -> None:
         self.edits = LogitEditTables(len(self.total_len), self.vocab_size, self.device)
 
-    def edits_of(self, slots: torch.Tensor) -> LogitEdits:
-        """slots [B] int64, of which one has edits, or had."""
-        assert self.edits is not None
+    def edit_logits(self, slots: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """New logits [B, V] of the same type, where rows have edits; slots [B] int64."""
+        tables, tokens = self.edits, self.token_ids
+        assert tables is not None
         lengths = {"total_len": self.total_len, "prompt_len": self.prompt_len}
-        return self.edits.gather(slots, token_ids=self.token_ids, **lengths)
+        if self.fused:
+            from termgen.engine.kernels.edit_logits import edit_logits
+
+            return edit_logits(logits, slots, tables, token_ids=tokens, **lengths)
+        edits = tables.gather(slots, token_ids=tokens, **lengths)
+        return edit_gathered(logits.float(), edits).to(logits.dtype)
 
     def drop_tables(self) -> None:
         """Of penalties and of logit edits."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 
 from termgen.engine.sampling.gumbel import gumbel_argmax
-from termgen.engine.sampling.logit_edits import edit_logits
 from termgen.engine.sampling.logprobs import LogprobTensors, gather_logprobs
 from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.penalties import apply_penalties
@@ -70,8 +69,8 @@ class Sampler:
 
 def _process(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
     """What changes the argmax too, and so also holds for greedy rows."""
-    if meta.edits is not None:
-        logits = edit_logits(logits, meta.edits)
+    if meta.edit is not None:
+        logits = meta.edit(logits)
     if meta.suppress_any is not False:
         logits = mask_stop_tokens(logits, meta.stop_token_ids, meta.suppress_stop)
     if meta.needs_penalties:
