@@ -8,7 +8,7 @@ filled in. Every fault is a `RequestError` naming the field. Stateless, so any t
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,12 +35,14 @@ class InputProcessor:
         max_model_len: int,
         vocab_size: int,
         *,
+        eos_token_ids: Collection[int] = (),
         has_priorities: bool = True,
     ) -> None:
         """has_priorities: the scheduler looks at them."""
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._has_priorities = has_priorities
 
     def process(
@@ -69,6 +71,7 @@ class InputProcessor:
                 param="stop",
             )
         bad_token_ids = self._bad_token_ids(params)
+        self._check_allowed(params, bad_token_ids)
         ids = self.tokenize(prompt)
         params = self._complete(params, num_prompt=len(ids), param=_param_of(prompt))
         return GenerationRequest(
@@ -102,10 +105,20 @@ class InputProcessor:
                     )
                 self._check_range(ids, "bad_words")
                 sequences[ids] = None
-        forbidden = {ids[0] for ids in sequences if len(ids) == 1}
-        if params.allowed_token_ids is not None and forbidden.issuperset(params.allowed_token_ids):
-            raise RequestError("bad_words forbid all of allowed_token_ids", param="bad_words")
         return tuple(sequences)
+
+    def _check_allowed(self, params: SamplingParams, bad: tuple[tuple[int, ...], ...]) -> None:
+        """Some allowed id must be one that nothing ever forbids, or there might be none to draw."""
+        if params.allowed_token_ids is None:
+            return
+        left = set(params.allowed_token_ids) - {ids[-1] for ids in bad}
+        if params.min_tokens:
+            left -= {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        if not left:
+            raise RequestError(
+                "bad_words and min_tokens leave none of allowed_token_ids to be drawn",
+                param="allowed_token_ids",
+            )
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """The ids `process` would submit for this prompt; may be longer than the context."""

@@ -99,6 +99,7 @@ def _assemble(
             tokenizer,
             info.max_model_len,
             info.vocab_size,
+            eos_token_ids=eos,
             has_priorities=config.scheduling_policy == "priority",
         ),
         output_processor=OutputProcessor(tokenizer, tuple(eos)),

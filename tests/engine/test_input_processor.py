@@ -235,10 +235,25 @@ class TestBadWords:
             processor.process([1], SamplingParams(**options))
         assert raised.value.param == "bad_words"
 
-    def test_all_allowed_ids_forbidden(self, processor: InputProcessor) -> None:
+    def test_something_must_be_left_to_draw(self) -> None:
+        vocab_size = TOKENIZER.vocab_size
+        processor = InputProcessor(TOKENIZER, MAX_LEN, vocab_size, eos_token_ids=(5,))
         (only,) = TOKENIZER.encode("h", add_special_tokens=False)
-        params = SamplingParams(bad_words=("h",), allowed_token_ids=(only,))
-        with pytest.raises(RequestError, match="forbid all"):
+        for params in (
+            SamplingParams(bad_words=("h",), allowed_token_ids=(only,)),
+            SamplingParams(bad_words=("hhh",), allowed_token_ids=(only,)),
+            SamplingParams(min_tokens=1, allowed_token_ids=(5,)),
+            SamplingParams(min_tokens=1, allowed_token_ids=(7, 5), stop_token_ids=(7,)),
+            SamplingParams(min_tokens=1, allowed_token_ids=(only, 5), bad_words=("h",)),
+        ):
+            with pytest.raises(RequestError, match="leave none") as raised:
+                processor.process([1], params)
+            assert raised.value.param == "allowed_token_ids"
+        for params in (
+            SamplingParams(allowed_token_ids=(5,)),
+            SamplingParams(min_tokens=1, ignore_eos=True, allowed_token_ids=(5,)),
+            SamplingParams(bad_words=("h",), allowed_token_ids=(only, 9)),
+        ):
             processor.process([1], params)
 
     def test_they_need_a_tokenizer(self, bare: InputProcessor) -> None:
