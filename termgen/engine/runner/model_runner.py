@@ -241,9 +241,11 @@ class ModelRunner:
 
     def _compute_eagerly(self, plan: StepPlan, needs: SamplingNeeds) -> StepTensors:
         batch = self.buffers.prepare(plan, self.state)
-        hidden = self._hidden(batch)
-        logits = self.model.compute_logits(batch.last_tokens(hidden))
+        if not plan.prompt_spans:
+            return self._sample(batch, self._forward(batch), needs)
+        hidden = self._hidden(batch, None)
         of_prompts = prompt_logprobs(plan, hidden, self.state, self.model.compute_logits)
+        logits = self.model.compute_logits(batch.last_tokens(hidden))
         return replace(self._sample(batch, logits, needs), prompt_logprobs=of_prompts)
 
     def step_on_device(
@@ -298,12 +300,12 @@ class ModelRunner:
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
         """[B, V] logits of each row's last token, in the model's type."""
-        return self.model.compute_logits(batch.last_tokens(self._hidden(batch)))
+        return self.model.compute_logits(self._hidden(batch, batch.logits_indices))
 
-    def _hidden(self, batch: InputBatch) -> torch.Tensor:
-        """[T, H] normed hidden states of all tokens."""
+    def _hidden(self, batch: InputBatch, wanted: torch.Tensor | None) -> torch.Tensor:
+        """[N, H] normed hidden states of the wanted tokens; None for all."""
         self.attention.prepare(batch.metadata)
-        context = ForwardContext(metadata=batch.metadata, kv_caches=self.kv_caches)
+        context = ForwardContext(batch.metadata, self.kv_caches, wanted)
         hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, context)
         return hidden
 

@@ -21,13 +21,11 @@ def prompt_logprobs(
     hidden: torch.Tensor,  # [T, H]
     state: RequestState,
     compute_logits: Callable[[torch.Tensor], torch.Tensor],  # [N, H] -> [N, V]
-) -> LogprobTensors | None:
+) -> LogprobTensors:
     """Of the tokens behind those in the plan's spans, in the spans' order.
 
     Never more rows of logits are in memory than a step may have rows: memory is planned for those.
     """
-    if not plan.prompt_spans:
-        return None
     chunk_size = state.pad_row
     ends = np.cumsum(plan.num_tokens)
     parts = []
