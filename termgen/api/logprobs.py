@@ -106,6 +106,8 @@ class TextLogprobs:
         """A token's text; pieces of characters, which all read U+FFFD, by their bytes."""
         if self._tokens_as_ids:
             return f"token_id:{token_id}"
+        if "\ufffd" not in token:
+            return token
         try:
             token_bytes.decode("utf-8")
         except UnicodeDecodeError:

@@ -74,6 +74,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
+        self._names = _TokenNames(tokenizer)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._completions: dict[str, Completion] = {}
         self._rows: dict[tuple[int, int], Completion] = {}
@@ -127,7 +128,7 @@ class OutputProcessor:
         )
         if completion.prompt_logprobs is not None:
             first = request.prompt_token_ids[0]
-            entry = TokenLogprob(first, *self._token(first), math.nan, rank=0)
+            entry = TokenLogprob(first, *self._names[first], math.nan, rank=0)
             completion.prompt_logprobs.put(0, [entry])
         self._completions[request.request_id] = completion
         if parent_id is not None:
@@ -294,20 +295,29 @@ class OutputProcessor:
     def _logprobs(
         self, rows: _LogprobRows, first: int, count: int, num_top: int
     ) -> tuple[TokenLogprob, ...]:
-        return tuple(self._logprob(rows, first + i, num_top) for i in range(count))
+        names, end = self._names, num_top + 1
+        entries = []
+        for row in range(first, first + count):
+            ids, values = rows.token_ids[row][:end], rows.logprobs[row][:end]
+            chosen, *top = [(i, *names[i], v) for i, v in zip(ids, values, strict=True)]
+            entries.append(TokenLogprob(*chosen, rank=rows.ranks[row], top=tuple(top)))
+        return tuple(entries)
 
-    def _logprob(self, rows: _LogprobRows, row: int, num_top: int) -> TokenLogprob:
-        ids, values = rows.token_ids[row], rows.logprobs[row]
-        named = [(i, *self._token(i), v) for i, v in zip(ids, values, strict=True)][: num_top + 1]
-        token_id, token, token_bytes, logprob = named[0]
-        return TokenLogprob(
-            token_id, token, token_bytes, logprob, rank=rows.ranks[row], top=tuple(named[1:])
-        )
 
-    def _token(self, token_id: int) -> tuple[str, bytes]:
-        if self._tokenizer is None:
-            return "", b""
-        return self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
+class _TokenNames(dict[int, tuple[str, bytes]]):
+    """Text and bytes of tokens, found once each: a long prompt names the same ones many times."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> tuple[str, bytes]:
+        tokenizer = self._tokenizer
+        name = ("", b"")
+        if tokenizer is not None:
+            name = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        self[token_id] = name
+        return name
 
 
 class _LogprobRows:
