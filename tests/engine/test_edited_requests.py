@@ -22,7 +22,6 @@ from termgen.engine.engine import SyncEngine
 from termgen.engine.request import GenerationRequest
 from termgen.engine.sampling_params import SamplingParams
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NUM_TOKENS = 12
 
 
@@ -158,21 +157,33 @@ def check(engine: SyncEngine, cases: list[Case]) -> None:
     assert engine.snapshot().num_used_blocks == 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "async": {"async_scheduling": True},
+    "chunked": {"max_num_batched_tokens": 16, "async_scheduling": True},
+    "preempted": {"num_gpu_blocks_override": 9, "block_size": 16},
+    "async-preempted": {
+        "num_gpu_blocks_override": 9,
+        "block_size": 16,
+        "async_scheduling": True,
+    },
+    "no-cache": {"enable_prefix_caching": False, "long_prefill_token_threshold": 10},
+}
+ON_A_GPU = ("async", "async-preempted", "no-cache")  # each start records graphs
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("device", "options"),
     [
-        {},
-        {"async_scheduling": True},
-        {"max_num_batched_tokens": 16, "async_scheduling": True},
-        {"num_gpu_blocks_override": 9, "block_size": 16},
-        {"num_gpu_blocks_override": 9, "block_size": 16, "async_scheduling": True},
-        {"enable_prefix_caching": False, "long_prefill_token_threshold": 10},
+        *(pytest.param("cpu", options, id=f"cpu-{name}") for name, options in OPTIONS.items()),
+        *(
+            pytest.param("cuda", OPTIONS[name], id=f"cuda-{name}", marks=pytest.mark.gpu)
+            for name in ON_A_GPU
+        ),
     ],
-    ids=["plain", "async", "chunked", "preempted", "async-preempted", "no-cache"],
 )
 def test_edits_and_prompt_logprobs_equal_transformers(
-    engines: Callable[..., SyncEngine], cases: list[Case], options: dict[str, Any], device: str
+    engines: Callable[..., SyncEngine], cases: list[Case], device: str, options: dict[str, Any]
 ) -> None:
     engine = engines(device=device, **options)
     check(engine, cases)
