@@ -72,7 +72,8 @@ def build_engine(
         executor.shutdown()
         raise
     model = replace(parts.model, startup=progress.stop())
-    logger.info("%s", describe_startup(model.startup))
+    ahead = f"; runs up to {model.run_ahead_ms:g} ms ahead" if model.run_ahead_ms else ""
+    logger.info("%s%s", describe_startup(model.startup), ahead)
     return replace(parts, model=model)
 
 
@@ -195,6 +196,7 @@ def _model_info(
         default_params=_default_params(local, generation_config),
         implementation=info.implementation,
         memory=info.memory,
+        run_ahead_ms=config.run_ahead_ms if info.max_in_flight > 1 else 0.0,
     )
 
 

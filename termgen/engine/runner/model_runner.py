@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -30,6 +31,7 @@ from termgen.engine.models.transformers_backend import TransformersDecoder
 from termgen.engine.runner.address_check import AddressCheck, NamedTensor, tensors_of
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
 from termgen.engine.runner.cuda_graphs import FullGraphs
+from termgen.engine.runner.device_clock import DeviceClock
 from termgen.engine.runner.dispatch import (
     EVERYTHING,
     NEEDS,
@@ -42,8 +44,8 @@ from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs
 from termgen.engine.runner.prompt_logprobs import prompt_logprobs
 from termgen.engine.runner.request_state import RequestState
 from termgen.engine.runner.row_header import RowHeader
+from termgen.engine.runner.sampling_inputs import sampling_metadata
 from termgen.engine.runner.token_ring import TokenRing
-from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.sampler import Sampler
 from termgen.engine.step import StepPlan
 
@@ -101,6 +103,7 @@ class ModelRunner:
             device=device,
         )
         self._copy_stream = make_copy_stream(device)
+        self._clock = DeviceClock() if device.type == "cuda" else None
         self._late_compiles: CompileCounter | None = None
         self.graphs = self.make_graphs(
             CudaGraphDispatcher((), disabled_reason="no graphs recorded")
@@ -166,7 +169,11 @@ class ModelRunner:
         return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
     def make_graphs(self, dispatcher: CudaGraphDispatcher) -> FullGraphs:
-        """An empty set of recordings of this runner's steps."""
+        """An empty set of recordings of this runner's steps.
+
+        They hold the runner weakly: it holds them, and its memory is to go as soon as it is left.
+        """
+        runner = weakref.proxy(self)
         size, pad_row = max(1, dispatcher.max_rows), self.state.pad_row
         header = RowHeader(size, pad_row=pad_row, device=self.device)
         pieces = PiecewiseGraphs(
@@ -183,9 +190,10 @@ class ModelRunner:
         )
         check = None
         if self.debug:
-            check = AddressCheck(partial(self._recorded_tensors, header, pieces))
+            tensors = partial(ModelRunner._recorded_tensors, runner, header, pieces)
+            check = AddressCheck(tensors)
         return FullGraphs(
-            self.step_on_device,
+            partial(ModelRunner.step_on_device, runner),
             dispatcher,
             header,
             pieces,
@@ -220,9 +228,14 @@ class ModelRunner:
         """Launch one step. On CUDA it returns before the device is done."""
         started_ns = time.perf_counter_ns()
         with self.watch_compiles():
+            # A busy device comes to the rows without a pause; one at rest begins with the step.
+            clock = self._clock
+            start = clock.start() if clock is not None and clock.is_busy else None
             self.state.update(plan)
             needs = SamplingNeeds.of(plan)
             dispatch = self.graphs.dispatch(plan, needs)
+            if clock is not None and start is None:
+                start = clock.start()
             if dispatch.descriptor is not None:
                 tensors = StepTensors(self.graphs.replay(dispatch.descriptor, plan), None)
             elif dispatch.padded_tokens is not None:
@@ -236,6 +249,7 @@ class ModelRunner:
             dispatch,
             started_ns,
             self._copy_stream,
+            device_start=start,
             num_late_compiles=self.num_late_compiles,
         )
 
@@ -294,7 +308,7 @@ class ModelRunner:
                 logits, slots, num_tokens, self.state, filters=needs.filters
             )
         else:
-            output = self.sampler(logits.float(), self._sampling_metadata(batch, needs))
+            output = self.sampler(logits.float(), sampling_metadata(self.state, batch, needs))
             token_ids, logprobs = output.token_ids, output.logprobs
         return StepTensors(self.state.append_sampled(slots, num_tokens, token_ids, ring), logprobs)
 
@@ -308,34 +322,6 @@ class ModelRunner:
         context = ForwardContext(batch.metadata, self.kv_caches, wanted)
         hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, context)
         return hidden
-
-    def _sampling_metadata(self, batch: InputBatch, needs: SamplingNeeds) -> SamplingMetadata:
-        state, slots = self.state, batch.slots
-        output_counts = prompt_mask = None
-        if needs.penalties:
-            assert state.output_counts is not None and state.prompt_mask is not None
-            output_counts, prompt_mask = state.output_counts[slots], state.prompt_mask[slots]
-        return SamplingMetadata(
-            temperature=state.temperature[slots],
-            top_k=state.top_k[slots],
-            top_p=state.top_p[slots],
-            min_p=state.min_p[slots],
-            seeds=state.seeds[slots],
-            positions=batch.last_tokens(batch.positions) + 1,
-            repetition_penalty=state.repetition_penalty[slots],
-            presence_penalty=state.presence_penalty[slots],
-            frequency_penalty=state.frequency_penalty[slots],
-            output_counts=output_counts,
-            prompt_mask=prompt_mask,
-            stop_token_ids=state.stop_ids[slots],
-            suppress_stop=state.total_len[slots] < state.min_total[slots],
-            all_greedy=needs.all_greedy,
-            needs_penalties=needs.penalties,
-            needs_top_k_top_p=needs.filters,
-            edit=partial(state.edit_logits, slots) if needs.edits else None,
-            suppress_any=needs.min_tokens,
-            max_logprobs=needs.max_logprobs,
-        )
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int) -> None:
@@ -393,7 +379,7 @@ class ModelRunner:
         state.make_penalty_tables()
         state.make_edit_tables()
         try:
-            metadata = self._sampling_metadata(batch, EVERYTHING)
+            metadata = sampling_metadata(state, batch, EVERYTHING)
             self.sampler(self._forward(batch).float(), metadata)
         finally:
             state.drop_tables()
