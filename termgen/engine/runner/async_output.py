@@ -23,9 +23,11 @@ class StepTensors:
 
     tokens: torch.Tensor  # [B] int32, -1 for a row that sampled none
     logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # [B,1+K], [B,1+K], [B]
+    prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """The same for the N prompt tokens of the plan's spans."""
 
     def all(self) -> tuple[torch.Tensor, ...]:
-        return (self.tokens, *(self.logprobs or ()))
+        return (self.tokens, *(self.logprobs or ()), *(self.prompt_logprobs or ()))
 
 
 def make_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -64,10 +66,15 @@ class RecordedOutput:
         """Wait for the end of the step, with the GIL released, and hand out plain arrays."""
         if self._device_end is not None:
             self._device_end.synchronize()
-        return self._make_result(self._tokens, None, was_waited_for=self._device_end is not None)
+        return self._make_result(self._tokens, was_waited_for=self._device_end is not None)
 
     def _make_result(
-        self, tokens: IntArray, logprobs: StepLogprobs | None, *, was_waited_for: bool
+        self,
+        tokens: IntArray,
+        logprobs: StepLogprobs | None = None,
+        prompt_logprobs: StepLogprobs | None = None,
+        *,
+        was_waited_for: bool,
     ) -> StepResult:
         started_ns, ended_ns = self._started_ns, time.perf_counter_ns()
         seen_ns = ended_ns if was_waited_for else 0
@@ -87,6 +94,7 @@ class RecordedOutput:
             graph_reason=self._dispatch.reason,
             num_padded_tokens=self._dispatch.num_padded(self._num_tokens),
             num_late_compiles=self._num_late_compiles,
+            prompt_logprobs=prompt_logprobs,
             seen_ns=seen_ns,
         )
 
@@ -136,6 +144,10 @@ class AsyncOutput(RecordedOutput):
         """Wait for the copies and hand out plain arrays."""
         if self._event is not None:
             self._event.synchronize()
-        tokens, *logprobs = (t.numpy() for t in self._host)
-        found = StepLogprobs(*logprobs) if logprobs else None
-        return self._make_result(tokens, found, was_waited_for=self._event is not None)
+        tokens, *arrays = (t.numpy() for t in self._host)
+        logprobs = StepLogprobs(*arrays[:3]) if self._tensors.logprobs is not None else None
+        of_prompts = None
+        if self._tensors.prompt_logprobs is not None:
+            of_prompts = StepLogprobs(*arrays[-3:])
+        is_waited_for = self._event is not None
+        return self._make_result(tokens, logprobs, of_prompts, was_waited_for=is_waited_for)

@@ -136,7 +136,7 @@ class FullGraphs:
         self._why_missing = "not recorded yet"
         self._next_ring_row = 0
         self._last: tuple[object, Dispatch] | None = None
-        """The last step's row count, token count and variant, and what was found for it."""
+        """What the last step was found by, and what was found."""
 
     @property
     def num_waiting(self) -> int:
@@ -149,18 +149,26 @@ class FullGraphs:
         return GraphStatus(num_recorded, num_recorded + self.num_waiting)
 
     def dispatch(self, plan: StepPlan, needs: SamplingNeeds) -> Dispatch:
-        kind = (plan.num_rows, plan.total_tokens, needs.variant)
+        kind = (plan.num_rows, plan.total_tokens, needs.variant, bool(plan.prompt_spans))
         if self._last is None or self._last[0] != kind:
             self._last = kind, self._dispatch(*kind)
         return self._last[1]
 
     def _dispatch(
-        self, num_rows: int, num_tokens: int, sampling: SamplingVariant | None
+        self,
+        num_rows: int,
+        num_tokens: int,
+        sampling: SamplingVariant | None,
+        wants_prompts: bool,
     ) -> Dispatch:
         found = self.dispatcher.dispatch(
             num_rows=num_rows, num_tokens=num_tokens, sampling=sampling
         )
-        if found.mode is GraphMode.NONE or self._has(found):
+        if found.mode is GraphMode.NONE:
+            return found
+        if wants_prompts:  # recordings keep the hidden states of each row's last token alone
+            return Dispatch(GraphMode.NONE, reason="log-probabilities of a prompt")
+        if self._has(found):
             return found
         other = self._stand_in(found)
         return Dispatch(GraphMode.NONE, reason=self._why_missing) if other is None else other

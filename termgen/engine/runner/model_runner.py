@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -46,10 +47,11 @@ from termgen.engine.runner.dispatch import (
 )
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs
+from termgen.engine.runner.prompt_logprobs import prompt_logprobs
 from termgen.engine.runner.request_state import RequestState
 from termgen.engine.runner.row_header import RowHeader
+from termgen.engine.runner.sampling_inputs import sampling_metadata
 from termgen.engine.runner.token_ring import TokenRing
-from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.sampler import Sampler
 from termgen.engine.step import StepPlan
 
@@ -277,9 +279,18 @@ class ModelRunner:
     def _launch(self, plan: StepPlan, dispatch: Dispatch, needs: SamplingNeeds) -> StepTensors:
         """A step that is not recorded as a whole."""
         if dispatch.padded_tokens is None:
-            return self._compute(self.buffers.prepare(plan, self.state), needs)
+            return self._compute_eagerly(plan, needs)
         batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
         return self._sample(batch, self.model.compute_logits(hidden), needs)
+
+    def _compute_eagerly(self, plan: StepPlan, needs: SamplingNeeds) -> StepTensors:
+        batch = self.buffers.prepare(plan, self.state)
+        if not plan.prompt_spans:
+            return self._sample(batch, self._forward(batch), needs)
+        hidden = self._hidden(batch, None)
+        of_prompts = prompt_logprobs(plan, hidden, self.state, self.model.compute_logits)
+        logits = self.model.compute_logits(batch.last_tokens(hidden))
+        return replace(self._sample(batch, logits, needs), prompt_logprobs=of_prompts)
 
     def step_on_device(
         self,
@@ -307,13 +318,8 @@ class ModelRunner:
                 max_query_len=descriptor.num_tokens,
                 max_seq_len=self.max_model_len,
             )
-        return self._compute(batch, NEEDS[descriptor.sampling], ring).tokens
-
-    def _compute(
-        self, batch: InputBatch, needs: SamplingNeeds, ring: TokenRing | None = None
-    ) -> StepTensors:
-        """Model, sampling and state update."""
-        return self._sample(batch, self._forward(batch), needs, ring)
+        needs = NEEDS[descriptor.sampling]
+        return self._sample(batch, self._forward(batch), needs, ring).tokens
 
     def _sample(
         self,
@@ -325,48 +331,27 @@ class ModelRunner:
         """Sampling and state update."""
         slots, num_tokens = batch.slots, batch.num_tokens
         logprobs = None
-        if self.fused_sampler is not None and needs.variant is not None:
+        if self.fused_sampler is not None and needs.is_simple:
+            if needs.edits:
+                logits = self.state.edit_logits(slots, logits)
             token_ids = self.fused_sampler(
                 logits, slots, num_tokens, self.state, filters=needs.filters
             )
         else:
-            output = self.sampler(logits.float(), self._sampling_metadata(batch, needs))
+            output = self.sampler(logits.float(), sampling_metadata(self.state, batch, needs))
             token_ids, logprobs = output.token_ids, output.logprobs
         return StepTensors(self.state.append_sampled(slots, num_tokens, token_ids, ring), logprobs)
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
         """[B, V] logits of each row's last token, in the model's type."""
-        self.attention.prepare(batch.metadata)
-        context = ForwardContext(batch.metadata, self.kv_caches, batch.logits_indices)
-        hidden = self.model(batch.input_ids, batch.positions, context)
-        return self.model.compute_logits(hidden)
+        return self.model.compute_logits(self._hidden(batch, batch.logits_indices))
 
-    def _sampling_metadata(self, batch: InputBatch, needs: SamplingNeeds) -> SamplingMetadata:
-        state, slots = self.state, batch.slots
-        output_counts = prompt_mask = None
-        if needs.penalties:
-            assert state.output_counts is not None and state.prompt_mask is not None
-            output_counts, prompt_mask = state.output_counts[slots], state.prompt_mask[slots]
-        return SamplingMetadata(
-            temperature=state.temperature[slots],
-            top_k=state.top_k[slots],
-            top_p=state.top_p[slots],
-            min_p=state.min_p[slots],
-            seeds=state.seeds[slots],
-            positions=batch.last_tokens(batch.positions) + 1,
-            repetition_penalty=state.repetition_penalty[slots],
-            presence_penalty=state.presence_penalty[slots],
-            frequency_penalty=state.frequency_penalty[slots],
-            output_counts=output_counts,
-            prompt_mask=prompt_mask,
-            stop_token_ids=state.stop_ids[slots],
-            suppress_stop=state.total_len[slots] < state.min_total[slots],
-            all_greedy=needs.all_greedy,
-            needs_penalties=needs.penalties,
-            needs_top_k_top_p=needs.filters,
-            suppress_any=needs.min_tokens,
-            max_logprobs=needs.max_logprobs,
-        )
+    def _hidden(self, batch: InputBatch, wanted: torch.Tensor | None) -> torch.Tensor:
+        """[N, H] normed hidden states of the wanted tokens; None for all."""
+        self.attention.prepare(batch.metadata)
+        context = ForwardContext(batch.metadata, self.kv_caches, wanted)
+        hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, context)
+        return hidden
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int) -> None:
@@ -422,8 +407,9 @@ class ModelRunner:
             max_seq_len=tokens_per_row,
         )
         state.make_penalty_tables()
+        state.make_edit_tables()
         try:
-            metadata = self._sampling_metadata(batch, EVERYTHING)
+            metadata = sampling_metadata(state, batch, EVERYTHING)
             self.sampler(self._forward(batch).float(), metadata)
         finally:
-            state.drop_penalty_tables()
+            state.drop_tables()

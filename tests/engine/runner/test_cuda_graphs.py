@@ -13,6 +13,7 @@ from termgen.config import EngineConfig
 from termgen.engine.engine import SyncEngine
 from termgen.engine.events import StepRecord
 from termgen.engine.request import GenerationRequest
+from termgen.engine.runner.dispatch import BEYOND_RECORDINGS
 from termgen.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -91,7 +92,7 @@ def test_every_mode_gives_the_tokens_of_eager_steps(
     assert {s.graph_mode for s in steps if s.num_prefill_tokens} == prompts
     assert any(s.num_prefill_tokens and s.num_decode_rows for s in steps)
     for step in steps:
-        unusual = "log-probabilities, penalties or min_tokens"
+        unusual = BEYOND_RECORDINGS
         is_odd = not step.num_prefill_tokens and step.graph_mode != "FULL" and "full" in mode
         assert (step.graph_reason == unusual) == is_odd
 
