@@ -89,13 +89,12 @@ async def test_tokens_arrive_while_the_engine_still_works() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-@pytest.mark.parametrize(
-    ("hold_after", "stage"), [(0, "before_first_token"), (2, "decode")], ids=["waiting", "decode"]
-)
+@pytest.mark.parametrize(("hold_after", "stage"), [(0, "queue"), (0, "prefill"), (2, "decode")])
 async def test_a_client_that_leaves_aborts_its_request(
     stream: bool, path: str, hold_after: int, stage: str
 ) -> None:
-    engine = FakeEngine(script=Script(hold_after=hold_after))
+    script = Script(hold_after=hold_after, waits_in_queue=stage == "queue")
+    engine = FakeEngine(script=script)
     async with serving(engine) as server:
         reader, writer = await connect(server)
         body = {**chat_body(), "prompt": "x", "stream": stream, "n": 2}

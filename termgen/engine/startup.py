@@ -189,6 +189,7 @@ def _model_info(
         default_params=_default_params(local, generation_config),
         implementation=info.implementation,
         memory=info.memory,
+        max_num_seqs=info.max_num_seqs,
     )
 
 

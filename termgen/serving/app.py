@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -23,15 +24,16 @@ from termgen.api.completions import (
     completion_response,
     parse_completion,
 )
-from termgen.api.errors import http_reply, model_not_found
+from termgen.api.errors import body_too_slow, http_reply, model_not_found
 from termgen.api.fields import ignored_header, parse_json
 from termgen.api.models import model_list, model_object, resolve_model
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.errors import RequestError
+from termgen.serving.access import ApiKeyCheck, OriginCheck
 from termgen.serving.generation import Generation
 from termgen.serving.metrics import CONTENT_TYPE
-from termgen.serving.middleware import ApiKeyCheck, BodyLimit, HostCheck, RequestContext
+from termgen.serving.middleware import BodyLimit, HostCheck, RequestContext
 from termgen.serving.responses import (
     ClientDisconnected,
     CompleteResponse,
@@ -43,6 +45,9 @@ from termgen.serving.responses import (
 from termgen.serving.state import ServerState
 
 T = TypeVar("T")
+
+BODY_TIMEOUT_S = 60.0
+"""A body that takes longer to arrive is not waited for."""
 
 EVENT_INTERVAL_S = 1.0
 """How often engine events are counted; their ring holds many seconds of them."""
@@ -70,9 +75,11 @@ def build_app(state: ServerState) -> Starlette:
             Route("/version", version),
         ],
         middleware=[
-            Middleware(RequestContext),
+            *_cross_origin(config),
+            Middleware(RequestContext, on_refused=state.refused),
             Middleware(HostCheck, host=config.host, allowed=config.allowed_host),
-            Middleware(ApiKeyCheck, keys=config.api_key),
+            Middleware(OriginCheck, allowed=config.allowed_origin),
+            Middleware(ApiKeyCheck, keys=state.keys),
             Middleware(BodyLimit, max_bytes=config.max_body_bytes),
         ],
         exception_handlers={HTTPException: on_http_exception},
@@ -81,6 +88,21 @@ def build_app(state: ServerState) -> Starlette:
     app.router.redirect_slashes = False
     app.state.server = state
     return app
+
+
+def _cross_origin(config: ServerConfig) -> list[Middleware]:
+    """Tells browsers which pages may use the server. Nothing, unless asked for."""
+    if not config.allowed_origin:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=[origin.rstrip("/") for origin in config.allowed_origin],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-termgen-ignored", "retry-after", "retry-after-ms"],
+        )
+    ]
 
 
 @asynccontextmanager
@@ -149,6 +171,7 @@ async def completions(request: Request) -> ASGIApp:
 async def _parse_body(request: Request, engine: EngineClient, parse: Callable[..., T]) -> T:
     """What `parse`, one of the two endpoints', makes of the body."""
     state = _state(request)
+    state.admission.check_room()
     data = await read_json(request)
     return parse(
         data,
@@ -169,14 +192,22 @@ async def read_json(request: Request) -> dict[str, Any]:
             "Send the body as JSON, with `content-type: application/json`",
             param="content-type",
         )
+    return parse_json(await _read_body(request))
+
+
+async def _read_body(request: Request) -> bytes:
     parts: list[bytes] = []
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return parse_json(b"".join(parts))
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected
+                parts.append(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise body_too_slow(BODY_TIMEOUT_S) from None
 
 
 async def _echoes(engine: EngineClient, completion: CompletionRequest) -> Sequence[str]:
@@ -228,7 +259,10 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """Whether a new request would be taken now."""
-    status = _state(request).status
+    state = _state(request)
+    status = state.status
+    if status == "ok" and state.admission.is_full:
+        status = "queue_full"
     if status == "ok":
         return JSONReply({"status": status})
     return JSONReply({"status": status}, status_code=503, headers={"retry-after": "5"})

@@ -18,6 +18,8 @@ from termgen.api.job import Job
 from termgen.client import EngineClient, TokenDelta, merge_deltas
 from termgen.engine.request import FinishReason
 from termgen.errors import EngineError
+from termgen.serving.access import Caller
+from termgen.serving.admission import Ticket
 from termgen.serving.metrics import RequestMeter
 from termgen.serving.state import ServerState
 
@@ -34,11 +36,17 @@ class Generation:
         self._news = asyncio.Event()
         self._error: BaseException | None = None
         self._num_open = sum(job.params.n for job in jobs)
+        self._ticket: Ticket | None = None
+        self.caller: Caller | None = None
+        """Whose it is; to be said before the generation is entered."""
         self.num_choices = self._num_open
         self.num_output_tokens = 0
 
     async def __aenter__(self) -> Generation:
+        assert self.caller is not None, "who asks must be known"
+        self._ticket = self._state.admission.admit(self._jobs)
         self._state.begin(self)
+        self._ticket.limit_wait(self.fail)
         for position, job in enumerate(self._jobs):
             task = asyncio.create_task(self._pump(position, job))
             task.add_done_callback(self._on_pump_done)
@@ -52,12 +60,24 @@ class Generation:
         traceback: TracebackType | None,
     ) -> None:
         try:
+            if not self.is_complete:
+                self._state.drain_events()  # how far it came is known only while it is
             for task in self._tasks:
                 task.cancel()
             if self._tasks:
                 await asyncio.wait(self._tasks)
         finally:
+            if self._ticket is not None:
+                self._ticket.close()
             self._state.end(self)
+
+    @property
+    def stage(self) -> str:
+        """How far it has come: `queue`, `prefill` or `decode`."""
+        if self.num_output_tokens:
+            return "decode"
+        has_begun = self._ticket is not None and self._ticket.has_begun
+        return "prefill" if has_begun else "queue"
 
     @property
     def is_complete(self) -> bool:
@@ -88,6 +108,8 @@ class Generation:
         self._news.set()
 
     async def _pump(self, position: int, job: Job) -> None:
+        assert self.caller is not None and self._ticket is not None
+        ticket, is_new = self._ticket, True
         first_choice = position * job.params.n
         if not job.generates:
             await self._prompt_only(first_choice, job)
@@ -98,11 +120,16 @@ class Generation:
             job.params,
             request_id=job.request_id,
             priority=job.priority,
-            cache_salt=job.cache_salt,
+            cache_salt=self.caller.salt(job.cache_salt),
         )
         async with aclosing(stream):
             async for delta in stream:
+                if is_new:
+                    is_new = False
+                    self._state.admission.on_prompt(job.prompt, delta.num_prompt_tokens)
                 meter.on_delta(delta)
+                ticket.begin(job.request_id, delta.index)
+                ticket.num_ended += delta.finish_reason is not None
                 self._put(first_choice + delta.index, delta)
 
     async def _prompt_only(self, first_choice: int, job: Job) -> None:

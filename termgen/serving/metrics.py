@@ -146,6 +146,12 @@ class ServerMetrics:
             ["model", "stage"],
             registry=self._registry,
         )
+        self._rejected = Counter(
+            "termgen_rejected",
+            "Requests turned away before the engine saw them, by the code of the error",
+            ["model", "reason"],
+            registry=self._registry,
+        )
         self._graph_steps = Counter(
             "termgen_engine_steps",
             "Engine steps by CUDA graph mode: FULL, PIECEWISE or NONE, and why it was no more",
@@ -214,8 +220,12 @@ class ServerMetrics:
         self._success.labels(self._model, reason).inc()
 
     def disconnected(self, stage: str) -> None:
-        """`stage`: `before_first_token` or `decode`."""
+        """`stage`: `queue`, `prefill` or `decode`."""
         self._disconnects.labels(self._model, stage).inc()
+
+    def rejected(self, reason: str) -> None:
+        """`reason`: a code of `termgen.api.errors` or of admission."""
+        self._rejected.labels(self._model, reason).inc()
 
     def on_events(self, events: Iterable[EngineEvent], *, num_dropped: int = 0) -> None:
         """Account for what the engine published since the last call."""

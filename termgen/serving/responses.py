@@ -19,6 +19,7 @@ from termgen.api import sse
 from termgen.api.errors import ErrorReply
 from termgen.client import TokenDelta, merge_deltas
 from termgen.errors import TermgenError
+from termgen.serving.access import caller_of
 from termgen.serving.generation import Generation
 from termgen.serving.state import ServerState
 
@@ -83,13 +84,17 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def _while_connected(
-    state: ServerState, generation: Generation, receive: Receive, work: Coroutine[Any, Any, None]
+    state: ServerState,
+    generation: Generation,
+    scope: Scope,
+    receive: Receive,
+    work: Coroutine[Any, Any, None],
 ) -> None:
+    generation.caller = caller_of(scope)
     try:
         await until_disconnect(receive, work)
     except ClientDisconnected:
-        stage = "decode" if generation.num_output_tokens else "before_first_token"
-        state.require_metrics().disconnected(stage)
+        state.require_metrics().disconnected(generation.stage)
         raise
 
 
@@ -111,7 +116,7 @@ class CompleteResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._run(scope, receive, send)
-        await _while_connected(self._state, self._generation, receive, work)
+        await _while_connected(self._state, self._generation, scope, receive, work)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._generation as generation:
@@ -137,7 +142,7 @@ class EventStreamResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._run(send)
-        await _while_connected(self._state, self._generation, receive, work)
+        await _while_connected(self._state, self._generation, scope, receive, work)
 
     async def _run(self, send: Send) -> None:
         interval_s = self._state.config.sse_ping_interval

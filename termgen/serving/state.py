@@ -11,6 +11,8 @@ from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.engine.events import EventRing
 from termgen.errors import EngineDeadError, EngineError
+from termgen.serving.access import KeyRing
+from termgen.serving.admission import AdmissionControl
 from termgen.serving.metrics import ServerMetrics
 
 EVENT_RING_CAPACITY = 16_384
@@ -31,6 +33,10 @@ class ServerState:
         self.engine: EngineClient | None = None
         self.metrics: ServerMetrics | None = None
         self.is_draining = False
+        self.keys = KeyRing(config)
+        self.admission = AdmissionControl(
+            config, drain_events=self.drain_events, on_refused=self.refused
+        )
         self._ring: EventRing | None = None
         self._answers: set[Cancellable] = set()
         self._is_idle = asyncio.Event()
@@ -43,6 +49,7 @@ class ServerState:
         if engine.model.memory is not None:
             self.metrics.on_memory(engine.model.memory)
         self.metrics.on_startup(engine.model.startup)
+        self.admission.num_seats = engine.model.max_num_seqs
         self._ring = engine.events(EVENT_RING_CAPACITY)
         self.engine = engine
 
@@ -81,9 +88,16 @@ class ServerState:
         return self.metrics
 
     def drain_events(self) -> None:
-        """Feed the metrics with what the engine has published."""
+        """Tell admission and metrics what the engine has published."""
         if self._ring is not None and self.metrics is not None:
-            self.metrics.on_events(self._ring.drain(), num_dropped=self._ring.num_dropped)
+            events = self._ring.drain()
+            self.admission.on_events(events)
+            self.metrics.on_events(events, num_dropped=self._ring.num_dropped)
+
+    def refused(self, reason: str) -> None:
+        """Count a request that was turned away."""
+        if self.metrics is not None:
+            self.metrics.rejected(reason)
 
     async def render_metrics(self) -> bytes:
         """Prometheus text; with an engine that does not answer, what is known of it."""
