@@ -197,7 +197,7 @@ def _dechunk(raw: bytes) -> bytes:
 
 
 async def test_a_stalled_client_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("termgen.serving.responses.STALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("termgen.serving.connection.STALL_TIMEOUT_S", 0.2)
     engine = FakeEngine(script=Script(pieces=["x" * 20_000] * 1000, hold_after=900))
     async with serving(engine) as server:
         host, port = server.url.removeprefix("http://").split(":")

@@ -25,9 +25,6 @@ from termgen.serving.state import ServerState
 
 logger = logging.getLogger("termgen.server")
 
-STALL_TIMEOUT_S = 60.0
-"""A client that takes no data for this long counts as gone."""
-
 T = TypeVar("T")
 Headers = Mapping[str, str]
 
@@ -66,9 +63,9 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     gone = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done() and not task.cancelled():
+        if task.done():
             return task.result()
-        raise ClientDisconnected  # cancelled by itself: the client took no data
+        raise ClientDisconnected
     finally:
         task.cancel()
         gone.cancel()
@@ -184,9 +181,9 @@ def _frames(chunks: Iterable[dict[str, Any]]) -> bytes:
 
 
 class EventWriter:
-    """Writes to the client, and keeps time: when a ping is due, when the client has stalled.
+    """Writes to the client, and keeps time: when a ping is due.
 
-    One timer per stream looks at two stamps now and then, so that a token costs no timer.
+    One timer per stream looks at a stamp now and then, so that a token costs no timer.
     """
 
     def __init__(
@@ -197,12 +194,12 @@ class EventWriter:
         self._ping_interval_s = ping_interval_s
         self._wake = wake
         self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
         self._wrote_at = self._loop.time()
         self._is_blocked = False
         self.has_started = False
-        self._interval_s = min(ping_interval_s or STALL_TIMEOUT_S, STALL_TIMEOUT_S)
-        self._timer = self._loop.call_later(self._interval_s, self._look)
+        self._timer: asyncio.TimerHandle | None = None
+        if ping_interval_s:
+            self._timer = self._loop.call_later(ping_interval_s, self._look)
 
     @property
     def is_ping_due(self) -> bool:
@@ -227,15 +224,14 @@ class EventWriter:
         self._wrote_at = self._loop.time()
 
     def close(self) -> None:
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _look(self) -> None:
         silence_s = self._loop.time() - self._wrote_at
-        if self._is_blocked and silence_s >= STALL_TIMEOUT_S and self._task is not None:
-            logger.warning("a client took no data for %.0f s; its request is aborted", silence_s)
-            self._task.cancel()
-            return
         if not self._is_blocked and self.is_ping_due:
             self._wake()
-        wait_s = self._interval_s - silence_s
-        self._timer = self._loop.call_later(wait_s if wait_s > 0 else self._interval_s, self._look)
+        wait_s = self._ping_interval_s - silence_s
+        self._timer = self._loop.call_later(
+            wait_s if wait_s > 0 else self._ping_interval_s, self._look
+        )

@@ -24,6 +24,7 @@ from termgen.config import ServerConfig, is_loopback
 from termgen.engine.startup_phases import READY
 from termgen.errors import ConfigError
 from termgen.serving.app import build_app
+from termgen.serving.connection import Connection
 from termgen.serving.state import ServerState
 
 logger = logging.getLogger("termgen.server")
@@ -76,6 +77,7 @@ class Server:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 build_app(self._state),
+                http=Connection,
                 log_config=None,
                 access_log=False,
                 server_header=False,
