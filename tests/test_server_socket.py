@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -12,7 +14,9 @@ import pytest
 from fake_engine import FakeEngine, GenerateCall, Script
 from server_harness import chat_body, chat_text, eventually, read_events, serving, socket_client
 
+from termgen.client import TokenDelta
 from termgen.config import ServerConfig
+from termgen.engine.stream import DeltaStream
 from termgen.errors import ConfigError, EngineError
 from termgen.server import Server
 
@@ -159,10 +163,30 @@ async def test_a_half_sent_body_is_dropped_quietly(caplog: pytest.LogCaptureFixt
     assert "Traceback" not in caplog.text
 
 
+class MergingEngine(FakeEngine):
+    """Reads its script at its own pace and merges what is not taken, as the real engine does."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[TokenDelta, None]:
+        stream = DeltaStream(1)
+
+        async def play() -> None:
+            async with aclosing(FakeEngine.generate(self, *args, **kwargs)) as deltas:
+                async for delta in deltas:
+                    stream.push(delta)
+
+        playing = asyncio.create_task(play())
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            playing.cancel()
+            await asyncio.wait([playing])
+
+
 async def test_a_slow_client_gets_larger_chunks_and_holds_nobody_up() -> None:
     """The engine finishes at its own pace; what piled up arrives merged, and complete."""
     pieces = [f"{i:05d}" + "·" * 10_000 for i in range(1000)]
-    engine = FakeEngine(script=Script(pieces=pieces))
+    engine = MergingEngine(script=Script(pieces=pieces))
     async with serving(engine) as server:
         host, port = server.url.removeprefix("http://").split(":")
         sock = socket.socket()

@@ -4,6 +4,8 @@
 - One that takes no data is given up: its connection ends, which aborts its request. Taking little
   by little is fine.
 - What is not HTTP gets its answer as JSON, like every other error.
+
+And one thing about speed: a stream may hand over its chunks here, past the layers between.
 """
 
 from __future__ import annotations
@@ -25,11 +27,32 @@ STALL_TIMEOUT_S = 60.0
 """A client that takes no data for this long counts as gone."""
 
 
+WRITE_CHUNK = "termgen.write_chunk"
+"""Key in the ASGI scope's `extensions`: `(data) -> bool`, for the body of a stream whose head was
+sent. Every layer would only pass it on, at half of what a token costs. False: `send` it instead."""
+
+
 class Connection(H11Protocol):
     """uvicorn's connection with two timers, both off while a request is under way as it should."""
 
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._inner = self.app
+        self.app = self._run
+
+    async def _run(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["http_version"] == "1.1":  # others know no chunks
+            scope["extensions"] = {WRITE_CHUNK: self._write_chunk}
+        await self._inner(scope, receive, send)
+
+    def _write_chunk(self, data: bytes) -> bool:
+        if self.flow.write_paused or self.cycle.disconnected or not data:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

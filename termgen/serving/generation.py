@@ -1,21 +1,22 @@
-"""One HTTP request's generation: every engine request behind it, merged into one flow of deltas.
+"""One HTTP request's generation: the engine requests behind it, and who is told of their deltas.
 
-A task per engine request reads it as fast as it comes, so the engine never waits for a client; what
-the client has not taken yet lies in one list per choice and is merged when taken. That is bounded
-by the request itself. Leaving the context closes every engine stream, which aborts what still runs.
+`run` hands every delta to one function, in the task that asks: with a single prompt, no task and no
+queue lies between the engine's stream and the client. A function that waits for a slow client holds
+up nobody else: the engine's stream merges what comes meanwhile. Leaving the context closes every
+engine stream, which aborts what still runs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
 
 from termgen.api.errors import request_aborted
 from termgen.api.job import Job
-from termgen.client import EngineClient, TokenDelta, merge_deltas
+from termgen.client import EngineClient, TokenDelta
 from termgen.engine.request import FinishReason
 from termgen.errors import EngineError
 from termgen.serving.access import Caller
@@ -23,17 +24,19 @@ from termgen.serving.admission import Ticket
 from termgen.serving.metrics import RequestMeter
 from termgen.serving.state import ServerState
 
+Take = Callable[[int, TokenDelta], Awaitable[None]]
+"""Is told (choice, delta)."""
+
 
 class Generation:
-    """Use as an async context manager; then `wait`, `take`, until `is_complete`."""
+    """Use as an async context manager, and `run` it once within."""
 
     def __init__(self, state: ServerState, engine: EngineClient, jobs: Sequence[Job]) -> None:
         self._state = state
         self._engine = engine
         self._jobs = jobs
-        self._tasks: list[asyncio.Task[None]] = []
-        self._pending: dict[int, list[TokenDelta]] = {}
-        self._news = asyncio.Event()
+        self._task: asyncio.Task[object] | None = None
+        """The one that is in `run`."""
         self._error: BaseException | None = None
         self._num_open = sum(job.params.n for job in jobs)
         self._ticket: Ticket | None = None
@@ -47,10 +50,6 @@ class Generation:
         self._ticket = self._state.admission.admit(self._jobs)
         self._state.begin(self)
         self._ticket.limit_wait(self.fail)
-        for position, job in enumerate(self._jobs):
-            task = asyncio.create_task(self._pump(position, job))
-            task.add_done_callback(self._on_pump_done)
-            self._tasks.append(task)
         return self
 
     async def __aexit__(
@@ -59,17 +58,11 @@ class Generation:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
-            if not self.is_complete:
-                self._state.drain_events()  # how far it came is known only while it is
-            for task in self._tasks:
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks)
-        finally:
-            if self._ticket is not None:
-                self._ticket.close()
-            self._state.end(self)
+        if self._num_open:
+            self._state.drain_events()  # how far it came is known only while it is
+        if self._ticket is not None:
+            self._ticket.close()
+        self._state.end(self)
 
     @property
     def stage(self) -> str:
@@ -81,40 +74,61 @@ class Generation:
 
     @property
     def is_complete(self) -> bool:
-        """Every choice has ended and everything was taken."""
-        return self._num_open == 0 and not self._pending
+        """Every choice has ended; true already when the last delta is told."""
+        return self._num_open == 0
 
-    async def wait(self) -> None:
-        """Until there is news, an error, the end, or a `wake`."""
-        if not self._pending and self._error is None and self._num_open:
-            self._news.clear()
-            await self._news.wait()
-
-    def wake(self) -> None:
-        """Make `wait` return although nothing happened."""
-        self._news.set()
-
-    def take(self) -> list[tuple[int, TokenDelta]]:
-        """(choice, delta) for every choice with news; raises an error once that is all there is."""
-        pending, self._pending = self._pending, {}
-        if not pending and self._error is not None:
-            raise self._error
-        return [(choice, merge_deltas(deltas)) for choice, deltas in pending.items()]
+    async def run(self, take: Take) -> None:
+        """Tell every delta until all choices have ended. Raises what ends it before."""
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        num_cancels = self._task.cancelling()
+        try:
+            if self._error is not None:
+                raise self._error
+            if len(self._jobs) == 1:
+                await self._read(0, self._jobs[0], take)
+            else:
+                await self._read_all(take)
+        except asyncio.CancelledError:
+            if self._error is not None and self._task.uncancel() <= num_cancels:
+                raise self._error from None
+            raise
+        finally:
+            self._task = None
+        if self._num_open:
+            raise EngineError("The engine ended the request without a finish reason")
 
     def fail(self, error: BaseException) -> None:
-        """End with this error, unless one came first."""
+        """End with this error, unless one came first. Called from outside of `run`."""
         if self._error is None:
             self._error = error
-        self._news.set()
+            if self._task is not None:
+                self._task.cancel()
 
-    async def _pump(self, position: int, job: Job) -> None:
-        assert self.caller is not None and self._ticket is not None
-        ticket, is_new = self._ticket, True
+    async def _read_all(self, take: Take) -> None:
+        tasks = [
+            asyncio.create_task(self._read(position, job, take))
+            for position, job in enumerate(self._jobs)
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            errors = [t.exception() for t in tasks if not t.cancelled()]
+        failed = next((error for error in errors if error is not None), None)
+        if failed is not None:
+            raise failed
+
+    async def _read(self, position: int, job: Job, take: Take) -> None:
         first_choice = position * job.params.n
         if not job.generates:
-            await self._prompt_only(first_choice, job)
+            await self._prompt_only(first_choice, job, take)
             return
+        assert self.caller is not None and self._ticket is not None
         meter = RequestMeter(self._state.require_metrics())
+        ticket, is_new = self._ticket, True
         stream = self._engine.generate(
             job.prompt,
             job.params,
@@ -128,11 +142,27 @@ class Generation:
                     is_new = False
                     self._state.admission.on_prompt(job.prompt, delta.num_prompt_tokens)
                 meter.on_delta(delta)
-                ticket.begin(job.request_id, delta.index)
-                ticket.num_ended += delta.finish_reason is not None
-                self._put(first_choice + delta.index, delta)
+                if ticket.num_waiting:
+                    ticket.begin(job.request_id, delta.index)
+                self.num_output_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    ticket.num_ended += 1
+                    delta = await self._end_choice(first_choice, delta, take)
+                await take(first_choice + delta.index, delta)
 
-    async def _prompt_only(self, first_choice: int, job: Job) -> None:
+    async def _end_choice(self, first_choice: int, delta: TokenDelta, take: Take) -> TokenDelta:
+        """Neither an abort nor a failure is a finish reason of the API: the answer ends with it."""
+        if delta.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT):
+            self._num_open -= 1
+            return delta
+        if delta.text:
+            rest = replace(delta, finish_reason=None, error=None, timings=None)
+            await take(first_choice + delta.index, rest)
+        if delta.finish_reason is FinishReason.ABORT:
+            raise request_aborted()
+        raise delta.error or EngineError("The engine failed this request")
+
+    async def _prompt_only(self, first_choice: int, job: Job, take: Take) -> None:
         """`max_tokens` 0: the counts of a completion without tokens."""
         token_ids = await self._engine.tokenize(job.prompt)
         for index in range(job.params.n):
@@ -149,30 +179,5 @@ class Generation:
                 num_output_tokens=0,
                 prompt_token_ids=tuple(token_ids) if index == 0 else None,
             )
-            self._put(first_choice + index, delta)
-
-    def _put(self, choice: int, delta: TokenDelta) -> None:
-        if self._error is not None:
-            return  # what comes after a failure is not part of the answer
-        self.num_output_tokens += len(delta.token_ids)
-        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            # neither is a finish reason of the API: the answer ends with an error instead
-            aborted = delta.finish_reason is FinishReason.ABORT
-            failure = delta.error or EngineError("The engine failed this request")
-            self.fail(request_aborted() if aborted else failure)
-            if not delta.text:
-                return
-            delta = replace(delta, finish_reason=None, error=None, timings=None)
-        elif delta.finish_reason is not None:
             self._num_open -= 1
-        self._pending.setdefault(choice, []).append(delta)
-        self._news.set()
-
-    def _on_pump_done(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is not None:
-            self.fail(error)
-        elif self._num_open and all(t.done() for t in self._tasks):
-            self.fail(EngineError("The engine ended the request without a finish reason"))
+            await take(first_choice + index, delta)
