@@ -33,6 +33,7 @@ from termgen.client import ChatPrompt, TokenDelta, TokenLogprob
 from termgen.errors import RequestError
 
 ROLES = ("system", "user", "assistant", "tool")
+MAX_MESSAGES = 4096
 MAX_TEMPLATE_KWARGS_BYTES = 4096
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {
@@ -114,6 +115,8 @@ def _parse_prompt(body: Fields) -> ChatPrompt:
         raise wrong_type("messages", "a list of messages", value)
     if not value:
         raise RequestError("messages must not be empty", param="messages")
+    if len(value) > MAX_MESSAGES:
+        raise RequestError(f"at most {MAX_MESSAGES} messages are allowed", param="messages")
     messages = tuple(_parse_message(m, f"messages[{i}]") for i, m in enumerate(value))
     continues = body.boolean("continue_final_message")
     generates = body.boolean("add_generation_prompt", not continues)

@@ -24,18 +24,18 @@ from termgen.api.completions import (
     completion_response,
     parse_completion,
 )
-from termgen.api.errors import body_too_slow, http_reply, model_not_found
+from termgen.api.errors import http_reply, model_not_found
 from termgen.api.fields import ignored_header, parse_json
 from termgen.api.models import model_list, model_object, resolve_model
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.errors import RequestError
 from termgen.serving.access import ApiKeyCheck, OriginCheck
+from termgen.serving.body import read_body
 from termgen.serving.generation import Generation
 from termgen.serving.metrics import CONTENT_TYPE
 from termgen.serving.middleware import BodyLimit, HostCheck, RequestContext
 from termgen.serving.responses import (
-    ClientDisconnected,
     CompleteResponse,
     EventStreamResponse,
     Headers,
@@ -45,9 +45,6 @@ from termgen.serving.responses import (
 from termgen.serving.state import ServerState
 
 T = TypeVar("T")
-
-BODY_TIMEOUT_S = 60.0
-"""A body that takes longer to arrive is not waited for."""
 
 EVENT_INTERVAL_S = 1.0
 """How often engine events are counted; their ring holds many seconds of them."""
@@ -192,22 +189,7 @@ async def read_json(request: Request) -> dict[str, Any]:
             "Send the body as JSON, with `content-type: application/json`",
             param="content-type",
         )
-    return parse_json(await _read_body(request))
-
-
-async def _read_body(request: Request) -> bytes:
-    parts: list[bytes] = []
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            while True:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnected
-                parts.append(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return b"".join(parts)
-    except TimeoutError:
-        raise body_too_slow(BODY_TIMEOUT_S) from None
+    return parse_json(await read_body(request))
 
 
 async def _echoes(engine: EngineClient, completion: CompletionRequest) -> Sequence[str]:

@@ -15,18 +15,6 @@ from termgen.client import TokenDelta
 from termgen.engine.request import FinishReason
 
 TEXTS = ("a", " wörd", "", "\n", '"q"', "\\", "👋🏽", "\x00\x1f", "\u2028</script>", "你", "}{")
-    "a",
-    " wörd",
-    "",
-    "\n",
-    '"quoted"',
-    "\\",
-    "👋🏽",
-    "\x00\x1f",
-    "\u2028</script>",
-    "你好",
-    "}{",
-)
 
 
 def make_streams(chat: bool, fields: dict[str, Any]) -> list[Any]:
