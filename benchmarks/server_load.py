@@ -3,9 +3,9 @@
     python benchmarks/server_load.py [--part stream drop hostile] [--output-json FILE]
 
 stream   every client has to get every token of a scripted engine once and in order, at a given
-         rate. CPU time is that of the server's process less what the same engine costs without HTTP; the
-         delay is from the end of an engine step to the arrival in a client, which is a process of
-         its own and of low priority.
+         rate. CPU time is that of the server's process less what the same engine costs without
+         HTTP; the delay is from the end of an engine step to the arrival in a client, which is a
+         process of its own and of low priority.
 drop     thousands of clients connect and drop, anywhere between the connection and the last token,
          on a real engine with a tiny random model. Afterwards no request, task, connection, file
          or block may be left.

@@ -1,8 +1,8 @@
 """The body of a request, as bytes that are safe to parse.
 
-`json.loads` lets nobody else run until it is done, and its time goes by the number of values, not of
-bytes: eight megabytes of `[],` take a second, the same as one text some milliseconds. So values are
-counted first, piece by piece, between which the streams of others go on.
+`json.loads` lets nobody else run until it is done, and its time goes by the number of values, not
+of bytes: eight megabytes of `[],` take a second, the same as one text some milliseconds. So values
+are counted first, piece by piece, between which the streams of others go on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _QUOTE = b'"'
 
 
 async def read_body(request: Request) -> bytes:
-    """All of it. Raises `RequestError` if it does not come, `ClientDisconnected` if nobody waits."""
+    """All of it. Raises `RequestError` if it does not come, or is too much to parse."""
     parts: list[bytes] = []
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
