@@ -271,6 +271,18 @@ class ServerConfig:
     force_include_usage: bool = setting(
         False, "end every stream with its token counts, asked for or not"
     )
+    metrics_compat: str = setting(
+        "none", "vllm: show metrics under vLLM's names too", choices=("none", "vllm")
+    )
+    log_requests: bool = setting(
+        False, "a log line for each request: tokens, times and how it ended; never what was said"
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "send a trace of each request there, such as http://127.0.0.1:4318/v1/traces (needs the "
+        "extra `otel`)",
+        metavar="URL",
+    )
     drain_timeout: float = setting(
         30.0, "seconds that running requests get to finish when the server stops", minimum=0.0
     )

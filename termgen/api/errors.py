@@ -54,6 +54,12 @@ def reply_for(exc: BaseException) -> ErrorReply:
     return ErrorReply(500, error_body(message, type="server_error", code="internal_error"))
 
 
+def error_code(exc: BaseException) -> str:
+    """The slug a client would be told for this."""
+    code = reply_for(exc).body["error"]["code"]
+    return str(code)
+
+
 def http_reply(status: int, detail: str, headers: Mapping[str, str] | None = None) -> ErrorReply:
     """The reply for a failure of HTTP itself: no such path, wrong method."""
     code = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}.get(status)

@@ -40,7 +40,8 @@ ADMIN_PATHS = frozenset(
 """Paths that change the engine for everybody, or show what everybody does."""
 
 CALLER = "termgen.caller"
-"""Key of the ASGI scope."""
+REQUEST_ID = "termgen.request_id"
+"""Keys of the ASGI scope."""
 
 MAX_KEY_FILE_BYTES = 2**20
 

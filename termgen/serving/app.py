@@ -113,6 +113,8 @@ async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
         with suppress(asyncio.CancelledError):
             await task
         state.detach()
+        if state.wants_reports:
+            await asyncio.to_thread(state.close_reports)
 
 
 async def _count_events(state: ServerState) -> None:

@@ -9,19 +9,23 @@ engine stream, which aborts what still runs.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
 
-from termgen.api.errors import request_aborted
+from starlette.types import Scope
+
+from termgen.api.errors import error_code, request_aborted
 from termgen.api.job import Job
 from termgen.client import EngineClient, TokenDelta
 from termgen.engine.request import FinishReason
 from termgen.errors import EngineError
-from termgen.serving.access import Caller
+from termgen.serving.access import REQUEST_ID, Caller, caller_of, header
 from termgen.serving.admission import Ticket
-from termgen.serving.metrics import RequestMeter
+from termgen.serving.request_metrics import RequestMeter
+from termgen.serving.request_report import RequestReport, total
 from termgen.serving.state import ServerState
 
 Take = Callable[[int, TokenDelta], Awaitable[None]]
@@ -41,9 +45,17 @@ class Generation:
         self._num_open = sum(job.params.n for job in jobs)
         self._ticket: Ticket | None = None
         self.caller: Caller | None = None
-        """Whose it is; to be said before the generation is entered."""
+        """Whose it is; see `bind`."""
+        self._scope: Scope = {}
+        self._began_ns = time.perf_counter_ns()
+        self._meters: list[RequestMeter] = []
         self.num_choices = self._num_open
         self.num_output_tokens = 0
+
+    def bind(self, scope: Scope) -> None:
+        """Say which HTTP request it belongs to, before the generation is entered."""
+        self.caller = caller_of(scope)
+        self._scope = scope
 
     async def __aenter__(self) -> Generation:
         assert self.caller is not None, "who asks must be known"
@@ -63,6 +75,8 @@ class Generation:
         if self._ticket is not None:
             self._ticket.close()
         self._state.end(self)
+        if self._state.wants_reports:
+            self._state.report(self._report(exc))
 
     @property
     def stage(self) -> str:
@@ -105,6 +119,30 @@ class Generation:
             if self._task is not None:
                 self._task.cancel()
 
+    def _report(self, exc: BaseException | None) -> RequestReport:
+        if isinstance(exc, asyncio.CancelledError):
+            outcome = f"disconnected while in {self.stage}"
+        else:
+            error = self._error or exc
+            outcome = "ok" if error is None else error_code(error)
+        meters = self._meters
+        return RequestReport(
+            request_id=self._scope.get(REQUEST_ID, ""),
+            answer_id=self._jobs[0].request_id,
+            path=self._scope["path"],
+            model=self._state.names_for(self._engine)[0],
+            traceparent=header(self._scope, b"traceparent"),
+            num_choices=self.num_choices,
+            num_prompt_tokens=total([meter.num_prompt_tokens for meter in meters]),
+            num_cached_tokens=total([meter.num_cached_tokens for meter in meters]),
+            num_output_tokens=self.num_output_tokens,
+            finish_reasons=tuple(r for meter in meters for r in meter.finish_reasons),
+            outcome=outcome,
+            timings=tuple(m.timings for m in meters if m.timings is not None),
+            began_ns=self._began_ns,
+            ended_ns=time.perf_counter_ns(),
+        )
+
     async def _read_all(self, take: Take) -> None:
         tasks = [
             asyncio.create_task(self._read(position, job, take))
@@ -127,7 +165,8 @@ class Generation:
             await self._prompt_only(first_choice, job, take)
             return
         assert self.caller is not None and self._ticket is not None
-        meter = RequestMeter(self._state.require_metrics())
+        meter = RequestMeter(self._state.require_metrics().requests, job.params)
+        self._meters.append(meter)
         ticket, is_new = self._ticket, True
         stream = self._engine.generate(
             job.prompt,

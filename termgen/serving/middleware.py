@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from termgen.api.errors import body_too_large, host_not_allowed, reply_for
 from termgen.config import is_loopback
 from termgen.errors import RequestError, TermgenError
-from termgen.serving.access import header
+from termgen.serving.access import REQUEST_ID, header
 from termgen.serving.responses import ClientDisconnected, error_response
 
 logger = logging.getLogger("termgen.server")
@@ -56,6 +56,7 @@ class RequestContext:
         given = header(scope, b"x-request-id")
         is_usable = given is not None and _REQUEST_ID.fullmatch(given)
         request_id = given if given is not None and is_usable else uuid.uuid4().hex
+        scope[REQUEST_ID] = request_id
         status = 0
         begun = time.perf_counter()
 

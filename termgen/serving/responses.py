@@ -20,7 +20,6 @@ from termgen.api import sse
 from termgen.api.errors import ErrorReply
 from termgen.client import TokenDelta, merge_deltas
 from termgen.errors import TermgenError
-from termgen.serving.access import caller_of
 from termgen.serving.connection import WRITE_CHUNK
 from termgen.serving.generation import Generation
 from termgen.serving.state import ServerState
@@ -98,7 +97,7 @@ async def _while_connected(
     receive: Receive,
     work: Coroutine[Any, Any, None],
 ) -> None:
-    generation.caller = caller_of(scope)
+    generation.bind(scope)
     try:
         await until_disconnect(receive, work)
     except ClientDisconnected:

@@ -14,6 +14,7 @@ from termgen.errors import EngineDeadError, EngineError
 from termgen.serving.access import KeyRing
 from termgen.serving.admission import AdmissionControl
 from termgen.serving.metrics import ServerMetrics
+from termgen.serving.request_report import ReportSink, RequestLog, RequestReport
 
 EVENT_RING_CAPACITY = 16_384
 SNAPSHOT_TIMEOUT_S = 1.0
@@ -33,6 +34,7 @@ class ServerState:
         self.engine: EngineClient | None = None
         self.metrics: ServerMetrics | None = None
         self.is_draining = False
+        self._sinks = _report_sinks(config)
         self.keys = KeyRing(config)
         self.admission = AdmissionControl(
             config, drain_events=self.drain_events, on_refused=self.refused
@@ -45,7 +47,12 @@ class ServerState:
     def attach(self, engine: EngineClient) -> None:
         """Begin to serve this engine. Once."""
         assert self.engine is None, "a server has one engine"
-        self.metrics = ServerMetrics(self.names_for(engine)[0])
+        self.metrics = ServerMetrics(
+            self.names_for(engine)[0], vllm_names=self.config.metrics_compat == "vllm"
+        )
+        self.metrics.on_cache(
+            block_size=engine.model.block_size, num_blocks=engine.model.num_blocks
+        )
         if engine.model.memory is not None:
             self.metrics.on_memory(engine.model.memory)
         self.metrics.on_startup(engine.model.startup)
@@ -111,6 +118,19 @@ class ServerState:
             pass  # the last step record is the newest state there is
         return self.metrics.render()
 
+    @property
+    def wants_reports(self) -> bool:
+        return bool(self._sinks)
+
+    def report(self, report: RequestReport) -> None:
+        for sink in self._sinks:
+            sink.add(report)
+
+    def close_reports(self) -> None:
+        """Send what has not been sent yet. Takes a moment: not for the event loop."""
+        for sink in self._sinks:
+            sink.close()
+
     # -- answers under way -----------------------------------------------------------------
 
     def begin(self, answer: Cancellable) -> None:
@@ -139,3 +159,12 @@ class ServerState:
         """End every answer under way: an error frame in streams, 503 elsewhere."""
         for answer in tuple(self._answers):
             answer.fail(unavailable("draining", "The server is shutting down"))
+
+
+def _report_sinks(config: ServerConfig) -> list[ReportSink]:
+    sinks: list[ReportSink] = [RequestLog()] if config.log_requests else []
+    if config.otlp_traces_endpoint is not None:
+        from termgen.serving.tracing import TraceExporter  # an extra
+
+        sinks.append(TraceExporter(config.otlp_traces_endpoint))
+    return sinks
