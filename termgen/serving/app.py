@@ -35,6 +35,7 @@ from termgen.serving.body import read_body
 from termgen.serving.generation import Generation
 from termgen.serving.metrics import CONTENT_TYPE
 from termgen.serving.middleware import BodyLimit, HostCheck, RequestContext
+from termgen.serving.openapi_route import OpenAPI
 from termgen.serving.responses import (
     CompleteResponse,
     EventStreamResponse,
@@ -70,6 +71,7 @@ def build_app(state: ServerState) -> Starlette:
             Route("/ready", ready),
             Route("/metrics", metrics),
             Route("/version", version),
+            OpenAPI().route(),
         ],
         middleware=[
             *_cross_origin(config),
