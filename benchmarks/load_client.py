@@ -22,9 +22,10 @@ CONTENT = b'"delta":{"content":"'
 class StreamReader(asyncio.Protocol):
     """One request on one connection: chunks of `N NS;` tokens."""
 
-    def __init__(self, request: bytes, wanted: int, delays: array[int]) -> None:
+    def __init__(self, request: bytes, wanted: int, skipped: int, delays: array[int]) -> None:
         self._request = request
         self._wanted = wanted
+        self._skipped = skipped
         self._delays = delays
         self._rest = b""
         self._taken_at = 0
@@ -61,7 +62,8 @@ class StreamReader(asyncio.Protocol):
                 self._fail(f"token {number!r} came where {self.next_token} was due")
                 return
             self.next_token += 1
-            self._delays.append(now - int(step_ns))
+            if self.next_token > self._skipped:
+                self._delays.append(now - int(step_ns))
 
     def _end(self) -> None:
         if self.next_token != self._wanted:
@@ -103,13 +105,13 @@ def percentiles(values: Iterable[int]) -> dict[str, float]:
     }
 
 
-async def run(port: int, streams: int, tokens: int) -> dict[str, Any]:
+async def run(port: int, streams: int, tokens: int, skipped: int) -> dict[str, Any]:
     loop = asyncio.get_running_loop()
     delays = array("q")
     readers = []
     for _ in range(streams):
         _, reader = await loop.create_connection(
-            lambda: StreamReader(chat_request(tokens), tokens, delays), "127.0.0.1", port
+            lambda: StreamReader(chat_request(tokens), tokens, skipped, delays), "127.0.0.1", port
         )
         readers.append(reader)
     results = await asyncio.gather(*(r.done for r in readers), return_exceptions=True)
@@ -132,10 +134,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--streams", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--skip", type=int, default=0, help="tokens whose delay does not count")
     parser.add_argument("--nice", type=int, default=5)
     args = parser.parse_args()
     os.nice(args.nice)
-    print(json.dumps(asyncio.run(run(args.port, args.streams, args.tokens))))
+    print(json.dumps(asyncio.run(run(args.port, args.streams, args.tokens, args.skip))))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 stream   every client has to get every token of a scripted engine once and in order, at a given
          rate. CPU time is that of the server's process less what the same engine costs without
          HTTP; the delay is from the end of an engine step to the arrival in a client, which is a
-         process of its own and of low priority.
+         process of its own and of low priority. The first second of each stream does not count:
+         all of them begin in one step.
 drop     thousands of clients connect and drop, anywhere between the connection and the last token,
          on a real engine with a tiny random model. Afterwards no request, task, connection, file
          or block may be left.
@@ -125,7 +126,9 @@ async def stream_round(args: argparse.Namespace) -> dict[str, Any]:
     alone_s = await engine_alone(args, max(1, num_tokens // 4))
     engine = ScriptedEngine(args.streams / args.rate, min_running=args.streams)
     async with serving(engine) as (_, port):
-        process = await child("load_client.py", port=port, streams=args.streams, tokens=num_tokens)
+        skip = args.rate // args.streams  # the first second, in which all streams begin at once
+        flags = {"port": port, "streams": args.streams, "tokens": num_tokens, "skip": skip}
+        process = await child("load_client.py", **flags)
         while not engine.has_begun:
             await asyncio.sleep(0.01)
         before = cpu_s()
@@ -229,13 +232,13 @@ async def hostile_part(args: argparse.Namespace) -> dict[str, Any]:
     for kind in ("nobody", *KINDS, "nobody again"):
         engine = ScriptedEngine(0.04, min_running=1)
         async with serving(engine) as (server, port):
-            flags = {"port": port, "seconds": 5.0}
+            flags = {"port": port, "seconds": 3.5}
             hostile = None
             if kind in KINDS:
                 hostile = await child("hostile_clients.py", kind=kind, **flags)
             if hostile is not None:
                 await asyncio.sleep(0.5)
-            good = await child("load_client.py", port=port, streams=20, tokens=100, nice=0)
+            good = await child("load_client.py", port=port, streams=20, tokens=75, nice=0)
             result = await outcome(good)
             result["hostile"] = await outcome(hostile) if hostile is not None else {}
             result["answers_left"] = server.num_answers

@@ -358,3 +358,23 @@ async def test_an_engine_can_come_later() -> None:
         assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
     await server.stop()
     await task
+
+
+async def test_many_streams_lose_and_reorder_nothing() -> None:
+    """A small version of `benchmarks/server_load.py --part stream`."""
+    pieces = [f"{i} " for i in range(60)]
+    engine = MergingEngine(script=Script(pieces=pieces, delay_s=0.001))
+    request = raw_request("/v1/chat/completions", chat_body(stream=True))
+    async with serving(engine) as server:
+
+        async def read() -> bytes:
+            reader, writer = await connect(server)
+            writer.write(request)
+            received = await reader.readuntil(b"\r\n0\r\n\r\n")
+            writer.close()
+            return _dechunk(received)
+
+        answers = await asyncio.gather(*(read() for _ in range(100)))
+    for answer in answers:
+        assert chat_text(read_events(answer)) == "".join(pieces)
+    assert len(engine.finished) == 100

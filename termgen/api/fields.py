@@ -18,7 +18,6 @@ from termgen.api.errors import invalid_json, unsupported
 from termgen.errors import RequestError
 
 MAX_IGNORED_NAMES = 20
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 Check = Callable[[Any], bool]
@@ -37,7 +36,7 @@ def parse_json(raw: bytes, what: str = "The request body") -> dict[str, Any]:
         raise invalid_json(f"{what} is not valid JSON: {exc}") from None
     if not isinstance(value, dict):
         raise invalid_json(f"{what} must be a JSON object")
-    if _SURROGATE.search(raw):
+    if b"\\ud" in raw or b"\\uD" in raw:
         # half of a surrogate pair is legal JSON, but no tokenizer or response can encode it
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")

@@ -25,13 +25,13 @@ from termgen.api.completions import (
     parse_completion,
 )
 from termgen.api.errors import http_reply, model_not_found
-from termgen.api.fields import ignored_header, parse_json
+from termgen.api.fields import ignored_header
 from termgen.api.models import model_list, model_object, resolve_model
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.errors import RequestError
 from termgen.serving.access import ApiKeyCheck, OriginCheck
-from termgen.serving.body import read_body
+from termgen.serving.body import read_object
 from termgen.serving.generation import Generation
 from termgen.serving.metrics import CONTENT_TYPE
 from termgen.serving.middleware import BodyLimit, HostCheck, RequestContext
@@ -193,7 +193,7 @@ async def read_json(request: Request) -> dict[str, Any]:
             "Send the body as JSON, with `content-type: application/json`",
             param="content-type",
         )
-    return parse_json(await read_body(request))
+    return await read_object(request, _state(request).large_bodies)
 
 
 async def _echoes(engine: EngineClient, completion: CompletionRequest) -> Sequence[str]:

@@ -1,17 +1,21 @@
-"""The body of a request, as bytes that are safe to parse.
+"""The body of a request, parsed so that nobody else has to wait for long.
 
 `json.loads` lets nobody else run until it is done, and its time goes by the number of values, not
 of bytes: eight megabytes of `[],` take a second, the same as one text some milliseconds. So values
-are counted first, piece by piece, between which the streams of others go on.
+are counted first, piece by piece, between which the streams of others go on; and large bodies take
+turns, each followed by a pause as long as it took.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from typing import Any
 
 from starlette.requests import Request
 
 from termgen.api.errors import body_too_slow
+from termgen.api.fields import parse_json
 from termgen.errors import RequestError
 from termgen.serving.responses import ClientDisconnected
 
@@ -23,8 +27,10 @@ MAX_JSON_WEIGHT = 2**18
 OTHER_WEIGHT = 3
 """Beside the comma that is counted anyway."""
 
+ESCAPES_PER_WEIGHT = 4
+
 SMALL_BODY_BYTES = 2**16
-"""Not worth counting."""
+"""Not worth counting, nor waiting for a turn."""
 
 STRINGS_PER_TURN = 256
 """Between two pauses: well under a millisecond."""
@@ -32,8 +38,21 @@ STRINGS_PER_TURN = 256
 _QUOTE = b'"'
 
 
-async def read_body(request: Request) -> bytes:
-    """All of it. Raises `RequestError` if it does not come, or is too much to parse."""
+async def read_object(request: Request, turns: asyncio.Lock) -> dict[str, Any]:
+    """The JSON object that the body is. Raises `RequestError`."""
+    raw = await _read(request)
+    if len(raw) <= SMALL_BODY_BYTES:
+        return parse_json(raw)
+    await check_weight(raw)
+    async with turns:
+        begun = time.perf_counter()
+        try:
+            return parse_json(raw)
+        finally:
+            await asyncio.sleep(time.perf_counter() - begun)
+
+
+async def _read(request: Request) -> bytes:
     parts: list[bytes] = []
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -46,15 +65,13 @@ async def read_body(request: Request) -> bytes:
                     break
     except TimeoutError:
         raise body_too_slow(BODY_TIMEOUT_S) from None
-    raw = b"".join(parts)
-    if len(raw) > SMALL_BODY_BYTES:
-        await check_weight(raw)
-    return raw
+    return b"".join(parts)
 
 
 async def check_weight(raw: bytes) -> None:
     """Refuse JSON of too many values. Other faults are for the parser to find."""
-    weight = position = num_strings = 0
+    position = num_strings = 0
+    weight = raw.count(b"\\") // ESCAPES_PER_WEIGHT
     while True:
         begin = raw.find(_QUOTE, position)
         end = len(raw) if begin < 0 else begin

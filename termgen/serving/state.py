@@ -34,6 +34,8 @@ class ServerState:
         self.engine: EngineClient | None = None
         self.metrics: ServerMetrics | None = None
         self.is_draining = False
+        self.large_bodies = asyncio.Lock()
+        """Held while one is parsed."""
         self._sinks = _report_sinks(config)
         self.keys = KeyRing(config)
         self.admission = AdmissionControl(
