@@ -138,6 +138,48 @@ async def test_a_client_that_takes_little_by_little_gets_it_all(
     assert body["choices"][0]["message"]["content"] == "x" * 4_000_000
 
 
+@pytest.mark.parametrize("how", ["close", "abort"])
+async def test_a_client_that_sends_its_next_request_early_is_seen_to_leave(how: str) -> None:
+    engine = FakeEngine(script=Script(hold_after=1))
+    async with serving(engine) as server:
+        _, writer = await asyncio.open_connection(*address(server))
+        writer.write(request("/v1/completions", {"prompt": "x"}))
+        await eventually(lambda: bool(engine.live))
+        writer.write(request("/v1/completions", {"prompt": "x"}))
+        await asyncio.sleep(0.05)
+        assert len(engine.calls) == 1
+        writer.close() if how == "close" else writer.transport.abort()
+        await eventually(lambda: not engine.live)
+    assert len(engine.aborted) == 1 and len(engine.calls) == 1
+
+
+async def test_early_requests_are_answered_in_order() -> None:
+    engine = FakeEngine(script=Script(delay_s=0.002))
+    async with serving(engine) as server:
+        reader, writer = await asyncio.open_connection(*address(server))
+        one = request("/v1/completions", {"prompt": "x", "max_tokens": 3})
+        writer.write(one * 2)
+        await asyncio.sleep(0.01)
+        writer.write(one)
+        for _ in range(3):
+            answer = await reader.readuntil(b"}}}")
+            assert answer.startswith(b"HTTP/1.1 200") and b"Hello, wor" in answer
+        writer.close()
+    assert len(engine.finished) == 3
+
+
+async def test_early_requests_without_end_are_not_kept() -> None:
+    engine = FakeEngine(script=Script(hold_after=1))
+    async with serving(engine) as server:
+        reader, writer = await asyncio.open_connection(*address(server))
+        writer.write(request("/v1/completions", {"prompt": "x"}))
+        await eventually(lambda: bool(engine.live))
+        writer.write(request("/v1/completions", {"prompt": "x" * 2_000_000}))
+        assert await is_closed(reader) == b""
+        await eventually(lambda: not engine.live)
+        writer.close()
+
+
 @pytest.mark.parametrize(
     "sent",
     [

@@ -3,6 +3,7 @@
 - A client that has announced a request and does not finish its head is not waited for.
 - One that takes no data is given up: its connection ends, which aborts its request. Taking little
   by little is fine.
+- One that sends its next request already is read on: else it could not be seen to leave.
 - What is not HTTP gets its answer as JSON, like every other error.
 
 And one thing about speed: a stream may hand over its chunks here, past the layers between.
@@ -23,6 +24,9 @@ from termgen.api.sse import dumps
 HEAD_TIMEOUT_S = 60.0
 """From the first byte of a request, or the connection, to the end of its head."""
 
+MAX_EARLY_BYTES = 2**20
+"""Of further requests while one is answered."""
+
 STALL_TIMEOUT_S = 60.0
 """A client that takes no data for this long counts as gone."""
 
@@ -40,6 +44,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._num_early_bytes = 0
         self._inner = self.app
         self.app = self._run
 
@@ -65,11 +70,23 @@ class Connection(H11Protocol):
         self._stop_stall_timer()
 
     def data_received(self, data: bytes) -> None:
+        is_early = self._is_early
+        self._num_early_bytes = self._num_early_bytes + len(data) if is_early else 0
+        if self._num_early_bytes > MAX_EARLY_BYTES:
+            self.transport.abort()
+            return
         super().data_received(data)
+        if self._is_early:
+            self.flow.resume_reading()
         if self._is_answering:
             self._stop_head_timer()
         elif self.timeout_keep_alive_task is None and self._head_timer is None:
             self._await_head()
+
+    @property
+    def _is_early(self) -> bool:
+        """What comes now belongs to a later request."""
+        return self._is_answering and self.conn.their_state is h11.DONE
 
     @property
     def _is_answering(self) -> bool:
