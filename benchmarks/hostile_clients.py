@@ -30,6 +30,7 @@ KINDS: dict[str, Callable[[], bytes]] = {
     "most values": lambda: b'{"n":[' + b"[]," * 60_000 + b"[]]," + USER.encode() + b"}",
     "long text": lambda: good(n=0, user="x" * MB8),
     "escapes": lambda: b'{"n":0,"user":"' + b"\\u00e9" * (MB8 // 6) + b'",' + USER.encode() + b"}",
+    "quotes": lambda: b'{"n":0,"user":"' + b'\\"' * 500_000 + b'",' + USER.encode() + b"}",
     "no JSON": lambda: b"\xff" * MB8,
     "too large": lambda: b" " * (2 * MB8),
     "huge n": lambda: good(n=10**30),

@@ -32,10 +32,11 @@ ESCAPES_PER_WEIGHT = 4
 SMALL_BODY_BYTES = 2**16
 """Not worth counting, nor waiting for a turn."""
 
-STRINGS_PER_TURN = 256
+QUOTES_PER_TURN = 512
 """Between two pauses: well under a millisecond."""
 
-_QUOTE = b'"'
+PIECE_BYTES = 2**18
+"""Counted at once: counting takes longer the more there is to be found."""
 
 
 async def read_object(request: Request, turns: asyncio.Lock) -> dict[str, Any]:
@@ -70,36 +71,53 @@ async def _read(request: Request) -> bytes:
 
 async def check_weight(raw: bytes) -> None:
     """Refuse JSON of too many values. Other faults are for the parser to find."""
-    position = num_strings = 0
-    weight = raw.count(b"\\") // ESCAPES_PER_WEIGHT
+    position = num_quotes = 0
+    weight = _weigh_escapes(raw)
+    is_inside = False
     while True:
-        begin = raw.find(_QUOTE, position)
-        end = len(raw) if begin < 0 else begin
-        weight += raw.count(b",", position, end)
-        weight += OTHER_WEIGHT * (raw.count(b"[", position, end) + raw.count(b"{", position, end))
-        if weight > MAX_JSON_WEIGHT:
-            raise RequestError(
-                "The request body has too many values; see the limits in the documentation",
-                code="request_too_large",
-                status=413,
-            )
-        if begin < 0:
+        quote = raw.find(b'"', position)
+        end = len(raw) if quote < 0 else quote
+        if not is_inside:
+            weight = _weigh(raw, position, end, weight + OTHER_WEIGHT * (quote >= 0))
+            is_inside = True
+        elif not _is_escaped(raw[position:end]):
+            is_inside = False
+        if quote < 0:
             return
-        position = _end_of_string(raw, begin)
-        weight += OTHER_WEIGHT
-        num_strings += 1
-        if num_strings % STRINGS_PER_TURN == 0:
+        position = quote + 1
+        num_quotes += 1
+        if num_quotes % QUOTES_PER_TURN == 0:
             await asyncio.sleep(0)
 
 
-def _end_of_string(raw: bytes, begin: int) -> int:
-    """Behind the quote that closes the string which begins there."""
-    position = begin + 1
-    while True:
-        end = raw.find(_QUOTE, position)
-        if end < 0:
-            return len(raw)
-        run = raw[position:end]
-        position = end + 1
-        if (len(run) - len(run.rstrip(b"\\"))) % 2 == 0:
-            return position
+def _weigh_escapes(raw: bytes) -> int:
+    num_escapes = 0
+    for begin in range(0, len(raw), PIECE_BYTES):
+        num_escapes += raw.count(b"\\", begin, begin + PIECE_BYTES)
+        _check(num_escapes // ESCAPES_PER_WEIGHT)
+    return num_escapes // ESCAPES_PER_WEIGHT
+
+
+def _weigh(raw: bytes, position: int, end: int, weight: int) -> int:
+    """`weight` and what lies between two strings."""
+    for begin in range(position, end, PIECE_BYTES):
+        piece = begin, min(end, begin + PIECE_BYTES)
+        weight += raw.count(b",", *piece)
+        weight += OTHER_WEIGHT * (raw.count(b"[", *piece) + raw.count(b"{", *piece))
+        _check(weight)
+    _check(weight)
+    return weight
+
+
+def _check(weight: int) -> None:
+    if weight > MAX_JSON_WEIGHT:
+        raise RequestError(
+            "The request body has too many values; see the limits in the documentation",
+            code="request_too_large",
+            status=413,
+        )
+
+
+def _is_escaped(run: bytes) -> bool:
+    """Whether what follows belongs to a backslash at the end of this."""
+    return (len(run) - len(run.rstrip(b"\\"))) % 2 == 1
