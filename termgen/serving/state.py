@@ -59,6 +59,7 @@ class ServerState:
             self.metrics.on_memory(engine.model.memory)
         self.metrics.on_startup(engine.model.startup)
         self.admission.num_seats = engine.model.max_num_seqs
+        self.metrics.run_ahead.set(engine.model.run_ahead_ms / 1e3)
         self._ring = engine.events(EVENT_RING_CAPACITY)
         self.engine = engine
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -29,6 +30,7 @@ from termgen.engine.models.transformers_backend import TransformersDecoder
 from termgen.engine.runner.address_check import AddressCheck, NamedTensor, tensors_of
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
 from termgen.engine.runner.cuda_graphs import FullGraphs
+from termgen.engine.runner.device_clock import DeviceClock
 from termgen.engine.runner.dispatch import (
     EVERYTHING,
     NEEDS,
@@ -99,6 +101,7 @@ class ModelRunner:
             device=device,
         )
         self._copy_stream = make_copy_stream(device)
+        self._clock = DeviceClock() if device.type == "cuda" else None
         self._late_compiles: CompileCounter | None = None
         self.graphs = self.make_graphs(
             CudaGraphDispatcher((), disabled_reason="no graphs recorded")
@@ -164,7 +167,11 @@ class ModelRunner:
         return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
     def make_graphs(self, dispatcher: CudaGraphDispatcher) -> FullGraphs:
-        """An empty set of recordings of this runner's steps."""
+        """An empty set of recordings of this runner's steps.
+
+        They hold the runner weakly: it holds them, and its memory is to go as soon as it is left.
+        """
+        runner = weakref.proxy(self)
         size, pad_row = max(1, dispatcher.max_rows), self.state.pad_row
         header = RowHeader(size, pad_row=pad_row, device=self.device)
         pieces = PiecewiseGraphs(
@@ -181,9 +188,10 @@ class ModelRunner:
         )
         check = None
         if self.debug:
-            check = AddressCheck(partial(self._recorded_tensors, header, pieces))
+            tensors = partial(ModelRunner._recorded_tensors, runner, header, pieces)
+            check = AddressCheck(tensors)
         return FullGraphs(
-            self.step_on_device,
+            partial(ModelRunner.step_on_device, runner),
             dispatcher,
             header,
             pieces,
@@ -218,9 +226,14 @@ class ModelRunner:
         """Launch one step. On CUDA it returns before the device is done."""
         started_ns = time.perf_counter_ns()
         with self.watch_compiles():
+            # A busy device comes to the rows without a pause; one at rest begins with the step.
+            clock = self._clock
+            start = clock.start() if clock is not None and clock.is_busy else None
             self.state.update(plan)
             needs = SamplingNeeds.of(plan)
             dispatch = self.graphs.dispatch(plan, needs)
+            if clock is not None and start is None:
+                start = clock.start()
             if dispatch.descriptor is not None:
                 tensors = StepTensors(self.graphs.replay(dispatch.descriptor, plan), None)
             elif dispatch.padded_tokens is not None:
@@ -234,6 +247,7 @@ class ModelRunner:
             dispatch,
             started_ns,
             self._copy_stream,
+            device_start=start,
             num_late_compiles=self.num_late_compiles,
         )
 
