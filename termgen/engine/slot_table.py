@@ -27,14 +27,14 @@ class SlotTable:
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.requests: list[Request | None] = [None] * max_num_seqs
-        self.facts: IntArray = np.zeros((6, max_num_seqs), np.int32)
-        """The next six columns as rows of one array, to be gathered at once, in this order."""
+        self.facts: IntArray = np.zeros((5, max_num_seqs), np.int32)
+        """The next five columns as rows of one array, to be gathered at once, in this order."""
         self.num_tokens, self.num_pending, self.num_computed = self.facts[:3]
         self.limit: IntArray = self.facts[3]
         """Total tokens at which the request ends by length."""
-        self.num_prompt: IntArray = self.facts[4]
-        self.epoch: IntArray = self.facts[5]
+        self.epoch: IntArray = self.facts[4]
         """Counts the residencies of a slot; results of an older epoch are dropped."""
+        self.num_prompt: IntArray = np.zeros(max_num_seqs, np.int32)
         self.stop_after: IntArray = np.zeros(max_num_seqs, np.int32)
         """Total tokens from which stop ids count: prompt + min_tokens."""
         self.stop_ids = np.full((max_num_seqs, NUM_STOP_COLUMNS), -1, np.int32)

@@ -42,7 +42,7 @@ class RowHeader:
         if (
             size == self._size_on_device
             and (plan.slots is old_slots or np.array_equal(plan.slots, old_slots))
-            and np.array_equal(plan.num_tokens, old_tokens)
+            and (plan.num_tokens is old_tokens or np.array_equal(plan.num_tokens, old_tokens))
         ):
             return
         header = np.zeros((2, size), np.int64)
