@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import FakeEngine
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from server_harness import app_client, chat_body, serving
 
 from termgen.config import ServerConfig
@@ -183,7 +186,7 @@ async def test_each_key_has_a_prefix_cache_of_its_own() -> None:
 def test_a_salt_is_one_the_engine_takes() -> None:
     from termgen.engine.request import check_cache_salt
 
-    check_cache_salt(Caller(Role.CLIENT, b"k" * 32).salt("ß"))
+    check_cache_salt(Caller(Role.CLIENT, salt_key=b"k" * 32).salt("ß"))
 
 
 async def test_an_open_address_needs_a_key_or_a_word(caplog: pytest.LogCaptureFixture) -> None:
@@ -217,3 +220,38 @@ async def test_refusals_are_counted_by_reason() -> None:
         "request_too_large",
     ):
         assert f'termgen_rejected_total{{model="fake/model-1",reason="{reason}"}} 1.0' in text
+
+
+HEADERS = (
+    *("authorization", "x-api-key", "origin", "host", "x-request-id", "traceparent", "accept"),
+    *("content-type", "content-length", "access-control-request-method", "x-forwarded-for"),
+)
+odd_values = st.binary(max_size=40) | st.sampled_from(
+    [b"Bearer", b"Bearer k", b"bearer  k ", b"http://", b"http://[", b"http://a:b", b"null", b"*"]
+    + [b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01", b"[::1", b"127.0.0.1:x", b"\xe9"]
+)
+
+
+@given(
+    headers=st.dictionaries(st.sampled_from(HEADERS), odd_values, max_size=5),
+    path=st.sampled_from(["/v1/models", "/pause", "/health", "/v1/completions", "/nothing"]),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_header_is_answered_with_reason(headers: dict[str, bytes], path: str) -> None:
+    config: dict[str, Any] = {"api_key": ("k",), "log_requests": True}
+    config["allowed_origin"] = ("https://chat.example",)
+
+    async def ask(method: str) -> httpx.Response:
+        engine = FakeEngine()
+        async with app_client(engine, **config) as client:
+            body = b'{"prompt":"x"}' if method == "POST" else b""
+            response = await client.request(method, path, content=body, headers=headers)
+            assert engine.live == ()
+            return response
+
+    for method in ("GET", "POST", "OPTIONS"):
+        response = asyncio.run(ask(method))
+        assert response.status_code < 500
+        has_key = any(b"k" in headers.get(h, b"") for h in ("authorization", "x-api-key"))
+        is_open = path == "/health" or method == "OPTIONS"
+        assert response.status_code >= 400 or has_key or is_open
