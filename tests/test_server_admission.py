@@ -222,8 +222,9 @@ async def test_a_wait_behind_pings_ends_with_an_error_frame() -> None:
     assert len(engine.aborted) == 1
 
 
-async def test_openai_clients_come_again_when_told() -> None:
+async def test_openai_clients_come_again_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     openai = pytest.importorskip("openai")
+    monkeypatch.setattr("termgen.serving.admission.UNKNOWN_RETRY_AFTER_S", 0.3)
     engine = FakeEngine(script=lambda _: Script() if engine.release.is_set() else QUEUED)
     async with socket_client(engine, max_queue=1) as http:
         client = openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="x", max_retries=2)
