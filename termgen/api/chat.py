@@ -35,10 +35,12 @@ from termgen.api.sampling import (
     parse_prompt_logprobs,
     parse_sampling,
 )
+from termgen.api.sse import TextTemplate
 from termgen.client import ChatPrompt, TokenDelta, TokenLogprob
 from termgen.errors import RequestError
 
 ROLES = ("system", "user", "assistant", "tool")
+MAX_MESSAGES = 4096
 MAX_TEMPLATE_KWARGS_BYTES = 4096
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {
@@ -121,6 +123,8 @@ def _parse_prompt(body: Fields) -> ChatPrompt:
         raise wrong_type("messages", "a list of messages", value)
     if not value:
         raise RequestError("messages must not be empty", param="messages")
+    if len(value) > MAX_MESSAGES:
+        raise RequestError(f"at most {MAX_MESSAGES} messages are allowed", param="messages")
     messages = tuple(_parse_message(m, f"messages[{i}]") for i, m in enumerate(value))
     continues = body.boolean("continue_final_message")
     generates = body.boolean("add_generation_prompt", not continues)
@@ -235,10 +239,11 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 class _Choice:
     """What one streamed choice still owes: logprobs and ids of tokens whose text is held back."""
 
-    __slots__ = ("logprobs", "started", "token_ids")
+    __slots__ = ("logprobs", "started", "template", "token_ids")
 
     def __init__(self) -> None:
         self.started = False
+        self.template: TextTemplate | None = None
         self.logprobs: list[TokenLogprob] = []
         self.token_ids: list[int] = []
 
@@ -249,6 +254,8 @@ class ChatStream:
     def __init__(self, request: ChatRequest) -> None:
         self._options = request.options
         self._wants_logprobs = request.job.params.logprobs is not None
+        o = request.options
+        self._is_plain = not (self._wants_logprobs or o.return_token_ids or o.continuous_usage)
         self._tally = Tally(request.job.params.n)
         self._choices = [_Choice() for _ in range(request.job.params.n)]
         self._num_open = request.job.params.n
@@ -275,6 +282,18 @@ class ChatStream:
         if delta.finish_reason is not None:
             chunks.append(self._finish_chunk(index, delta))
         return chunks
+
+    def frame(self, index: int, delta: TokenDelta) -> bytes | None:
+        """What `feed` would say, encoded, for a delta in the middle that is only text."""
+        choice = self._choices[index]
+        if not self._is_plain or not choice.started or delta.finish_reason is not None:
+            return None
+        self._tally.add(index, delta)
+        if not delta.text:
+            return b""
+        if choice.template is None:
+            choice.template = TextTemplate(lambda text: self._content_chunk(index, text))
+        return choice.template.frame(delta.text)
 
     def end(self) -> list[dict[str, Any]]:
         """What follows the last choice: the usage chunk, when it was asked for."""

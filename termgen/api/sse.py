@@ -6,6 +6,8 @@ Exactly one space, never an `event:` line: real clients break on anything else.
 from __future__ import annotations
 
 import json
+import secrets
+from collections.abc import Callable
 from typing import Any
 
 from termgen.api.errors import reply_for
@@ -30,6 +32,19 @@ def dumps(value: Any) -> bytes:
 
 def frame(value: dict[str, Any]) -> bytes:
     return b"data: " + dumps(value) + b"\n\n"
+
+
+class TextTemplate:
+    """Frames that differ in one text only: the rest is encoded once."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, make_chunk: Callable[[str], dict[str, Any]]) -> None:
+        marker = secrets.token_hex(16)
+        self._before, self._after = frame(make_chunk(marker)).split(dumps(marker))
+
+    def frame(self, text: str) -> bytes:
+        return self._before + dumps(text) + self._after
 
 
 def error_frames(exc: BaseException) -> bytes:

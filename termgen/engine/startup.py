@@ -196,6 +196,7 @@ def _model_info(
         default_params=_default_params(local, generation_config),
         implementation=info.implementation,
         memory=info.memory,
+        max_num_seqs=info.max_num_seqs,
         run_ahead_ms=config.run_ahead_ms if info.max_in_flight > 1 else 0.0,
     )
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -24,16 +25,18 @@ from termgen.api.completions import (
     parse_completion,
 )
 from termgen.api.errors import http_reply, model_not_found
-from termgen.api.fields import ignored_header, parse_json
+from termgen.api.fields import ignored_header
 from termgen.api.models import model_list, model_object, resolve_model
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.errors import RequestError
+from termgen.serving.access import ApiKeyCheck, OriginCheck
+from termgen.serving.body import read_object
 from termgen.serving.generation import Generation
 from termgen.serving.metrics import CONTENT_TYPE
-from termgen.serving.middleware import ApiKeyCheck, BodyLimit, HostCheck, RequestContext
+from termgen.serving.middleware import BodyLimit, HostCheck, RequestContext
+from termgen.serving.openapi_route import OpenAPI
 from termgen.serving.responses import (
-    ClientDisconnected,
     CompleteResponse,
     EventStreamResponse,
     Headers,
@@ -68,11 +71,14 @@ def build_app(state: ServerState) -> Starlette:
             Route("/ready", ready),
             Route("/metrics", metrics),
             Route("/version", version),
+            OpenAPI().route(),
         ],
         middleware=[
-            Middleware(RequestContext),
+            *_cross_origin(config),
+            Middleware(RequestContext, on_refused=state.refused),
             Middleware(HostCheck, host=config.host, allowed=config.allowed_host),
-            Middleware(ApiKeyCheck, keys=config.api_key),
+            Middleware(OriginCheck, allowed=config.allowed_origin),
+            Middleware(ApiKeyCheck, keys=state.keys),
             Middleware(BodyLimit, max_bytes=config.max_body_bytes),
         ],
         exception_handlers={HTTPException: on_http_exception},
@@ -81,6 +87,21 @@ def build_app(state: ServerState) -> Starlette:
     app.router.redirect_slashes = False
     app.state.server = state
     return app
+
+
+def _cross_origin(config: ServerConfig) -> list[Middleware]:
+    """Tells browsers which pages may use the server. Nothing, unless asked for."""
+    if not config.allowed_origin:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=[origin.rstrip("/") for origin in config.allowed_origin],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-termgen-ignored", "retry-after", "retry-after-ms"],
+        )
+    ]
 
 
 @asynccontextmanager
@@ -94,6 +115,8 @@ async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
         with suppress(asyncio.CancelledError):
             await task
         state.detach()
+        if state.wants_reports:
+            await asyncio.to_thread(state.close_reports)
 
 
 async def _count_events(state: ServerState) -> None:
@@ -149,6 +172,7 @@ async def completions(request: Request) -> ASGIApp:
 async def _parse_body(request: Request, engine: EngineClient, parse: Callable[..., T]) -> T:
     """What `parse`, one of the two endpoints', makes of the body."""
     state = _state(request)
+    state.admission.check_room()
     data = await read_json(request)
     return parse(
         data,
@@ -169,14 +193,7 @@ async def read_json(request: Request) -> dict[str, Any]:
             "Send the body as JSON, with `content-type: application/json`",
             param="content-type",
         )
-    parts: list[bytes] = []
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return parse_json(b"".join(parts))
+    return await read_object(request, _state(request).large_bodies)
 
 
 async def _echoes(engine: EngineClient, completion: CompletionRequest) -> Sequence[str]:
@@ -228,7 +245,10 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """Whether a new request would be taken now."""
-    status = _state(request).status
+    state = _state(request)
+    status = state.status
+    if status == "ok" and state.admission.is_full:
+        status = "queue_full"
     if status == "ok":
         return JSONReply({"status": status})
     return JSONReply({"status": status}, status_code=503, headers={"retry-after": "5"})
