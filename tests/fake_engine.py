@@ -58,7 +58,9 @@ class Script:
     pieces: Sequence[str] = DEFAULT_PIECES
     """Text of each token. "" is a token whose text is still held back."""
     first_delay_s: float = 0.0
-    """Queue and prefill: silence before the first token."""
+    """Prefill: silence before the first token."""
+    waits_in_queue: bool = False
+    """Not scheduled before `FakeEngine.release` is set."""
     delay_s: float = 0.0
     """Between tokens."""
     hold_after: int | None = None
@@ -261,6 +263,9 @@ class FakeEngine:
         self._event(RequestEventKind.QUEUED, request_id, len(prompt_ids), 0)
         done = False
         try:
+            if script.waits_in_queue:
+                await _either(self.release, stop)
+            self._event(RequestEventKind.SCHEDULED, request_id, len(prompt_ids), 0)
             async for delta in _play(script, call, prompt_ids, stop, self.release):
                 if delta.num_output_tokens == 1 and delta.index == 0:
                     self._event(RequestEventKind.FIRST_TOKEN, request_id, len(prompt_ids), 1)

@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "termgen"
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "errors": ("errors",),
-    "config": ("config",),
+    "config": ("config", "setting_types"),
     "vocabulary": (
         "engine.__init__",
         "engine.sampling_params",

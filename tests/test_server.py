@@ -350,7 +350,7 @@ async def test_keys_guard_everything_but_health() -> None:
         {"authorization": "Basic secret-one"},
         {"authorization": "secret-one"},
         {"x-api-key": "secret"},
-        {"authorization": "Bearer no", "x-api-key": "secret-one"},
+        {"authorization": "Bearer wrong", "x-api-key": "secret-one"},
     ]
     async with app_client(FakeEngine(), api_key=keys) as client:
         assert (await client.get("/health")).status_code == 200

@@ -155,7 +155,7 @@ async def test_cancel_by_the_answers_id_and_by_the_request_id() -> None:
 
 async def test_nobody_cancels_for_others() -> None:
     engine = FakeEngine(script=Script(hold_after=1))
-    async with serving(engine, api_key=("a", "b")) as server:
+    async with serving(engine, api_key=("a", "b"), admin_key=("admin",)) as server:
         async with httpx.AsyncClient(base_url=server.url) as client:
 
             async def cancel(headers: dict[str, str]) -> int:
@@ -171,6 +171,15 @@ async def test_nobody_cancels_for_others() -> None:
             assert await cancel({"authorization": "Bearer b"}) == 404
             assert len(engine.live) == 1
             assert await cancel({"x-api-key": "a"}) == 200
+            assert (await waiting).status_code == 500
+
+            other = {"authorization": "Bearer b", "x-request-id": "r"}
+            waiting = asyncio.create_task(
+                client.post("/v1/chat/completions", json=body, headers=other)
+            )
+            await eventually(lambda: len(engine.live) == 1)
+            assert (await client.post("/pause", headers=other)).status_code == 403
+            assert await cancel({"authorization": "Bearer admin"}) == 200, "an admin may"
             assert (await waiting).status_code == 500
 
 

@@ -264,10 +264,13 @@ async def test_wrong_questions(query: str, param: str) -> None:
 async def test_pings_and_keys_and_the_servers_end() -> None:
     engine = FakeEngine()
     engine.scripted_snapshot = make_snapshot()
-    async with serving(engine, sse_ping_interval=0.02, api_key=("k",)) as server:
+    keys: dict[str, Any] = {"api_key": ("k",), "admin_key": ("a",)}
+    async with serving(engine, sse_ping_interval=0.02, **keys) as server:
         async with httpx.AsyncClient(base_url=server.url) as client:
             assert (await client.get("/v1/events")).status_code == 401
-            headers = {"authorization": "Bearer k"}
+            known = {"authorization": "Bearer k"}
+            assert (await client.get("/v1/events", headers=known)).status_code == 403
+            headers = {"authorization": "Bearer a"}
             async with client.stream("GET", "/v1/events?hz=20", headers=headers) as response:
                 data = response.aiter_bytes()
                 while b": ping\n\n" not in await anext(data):

@@ -26,12 +26,21 @@ from termgen.api.job import (
     parse_options,
     parse_priority,
 )
-from termgen.api.logprobs import chat_logprobs_object
-from termgen.api.sampling import HARMLESS, MAX_INT, REFUSED, chat_logprobs, parse_sampling
+from termgen.api.logprobs import chat_logprobs_object, prompt_logprobs_list
+from termgen.api.sampling import (
+    HARMLESS,
+    MAX_INT,
+    REFUSED,
+    chat_logprobs,
+    parse_prompt_logprobs,
+    parse_sampling,
+)
+from termgen.api.sse import TextTemplate
 from termgen.client import ChatPrompt, TokenDelta, TokenLogprob
 from termgen.errors import RequestError
 
 ROLES = ("system", "user", "assistant", "tool")
+MAX_MESSAGES = 4096
 MAX_TEMPLATE_KWARGS_BYTES = 4096
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {
@@ -51,7 +60,7 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
     }
 )
 
-CHAT_HARMLESS = HARMLESS | {"parallel_tool_calls", "best_of"}
+CHAT_HARMLESS = HARMLESS | {"parallel_tool_calls"}
 CHAT_REFUSED: dict[str, Check] = {
     **REFUSED,
     "tools": is_empty,
@@ -95,6 +104,7 @@ def parse_chat(
         body,
         max_tokens=old if new is None else new,
         logprobs=chat_logprobs(body),
+        prompt_logprobs=parse_prompt_logprobs(body, stream=options.stream),
         defaults=defaults,
     )
     job = Job(
@@ -114,6 +124,8 @@ def parse_prompt(body: Fields) -> ChatPrompt:
         raise wrong_type("messages", "a list of messages", value)
     if not value:
         raise RequestError("messages must not be empty", param="messages")
+    if len(value) > MAX_MESSAGES:
+        raise RequestError(f"at most {MAX_MESSAGES} messages are allowed", param="messages")
     messages = tuple(_parse_message(m, f"messages[{i}]") for i, m in enumerate(value))
     continues = body.boolean("continue_final_message")
     generates = body.boolean("add_generation_prompt", not continues)
@@ -228,10 +240,11 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 class _Choice:
     """What one streamed choice still owes: logprobs and ids of tokens whose text is held back."""
 
-    __slots__ = ("logprobs", "started", "token_ids")
+    __slots__ = ("logprobs", "started", "template", "token_ids")
 
     def __init__(self) -> None:
         self.started = False
+        self.template: TextTemplate | None = None
         self.logprobs: list[TokenLogprob] = []
         self.token_ids: list[int] = []
 
@@ -242,6 +255,8 @@ class ChatStream:
     def __init__(self, request: ChatRequest) -> None:
         self._options = request.options
         self._wants_logprobs = request.job.params.logprobs is not None
+        o = request.options
+        self._is_plain = not (self._wants_logprobs or o.return_token_ids or o.continuous_usage)
         self._tally = Tally(request.job.params.n)
         self._choices = [_Choice() for _ in range(request.job.params.n)]
         self._num_open = request.job.params.n
@@ -268,6 +283,18 @@ class ChatStream:
         if delta.finish_reason is not None:
             chunks.append(self._finish_chunk(index, delta))
         return chunks
+
+    def frame(self, index: int, delta: TokenDelta) -> bytes | None:
+        """What `feed` would say, encoded, for a delta in the middle that is only text."""
+        choice = self._choices[index]
+        if not self._is_plain or not choice.started or delta.finish_reason is not None:
+            return None
+        self._tally.add(index, delta)
+        if not delta.text:
+            return b""
+        if choice.template is None:
+            choice.template = TextTemplate(lambda text: self._content_chunk(index, text))
+        return choice.template.frame(delta.text)
 
     def end(self) -> list[dict[str, Any]]:
         """What follows the last choice: the usage chunk, when it was asked for."""
@@ -360,6 +387,8 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
     }
     if o.return_token_ids:
         response["prompt_token_ids"] = answers[0].prompt_token_ids
+    if params.prompt_logprobs is not None:
+        response["prompt_logprobs"] = prompt_logprobs_list(answers[0].prompt_logprobs or ())
     if o.include_timings:
         response["termgen"] = tally.timings()
     return response

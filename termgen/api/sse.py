@@ -7,6 +7,7 @@ clients want events by name have a `Wire` of their own.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,19 @@ def frame(value: dict[str, Any]) -> bytes:
 def named_frame(value: dict[str, Any]) -> bytes:
     """A frame whose event is named by its `type`, as Anthropic's and OpenAI's newer streams are."""
     return b"event: " + str(value["type"]).encode() + b"\n" + frame(value)
+
+
+class TextTemplate:
+    """Frames that differ in one text only: the rest is encoded once."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, make_chunk: Callable[[str], dict[str, Any]]) -> None:
+        marker = secrets.token_hex(16)
+        self._before, self._after = frame(make_chunk(marker)).split(dumps(marker))
+
+    def frame(self, text: str) -> bytes:
+        return self._before + dumps(text) + self._after
 
 
 def error_frames(exc: BaseException) -> bytes:

@@ -32,6 +32,7 @@ from termgen.client import Message
 from termgen.engine.chat_mask import Chat, Mask, alphabets, strings, unused_chars
 from termgen.engine.chat_messages import count_chars, normalise_messages, plain
 from termgen.engine.chat_template import ChatTemplate, last_text, select_template, template_error
+from termgen.engine.encode_text import encode_text
 from termgen.engine.tokenizer_files import TokenizerParts
 from termgen.errors import RequestError
 
@@ -42,6 +43,11 @@ RESERVED_VARIABLES = (
     "chat_template",
     "tokenize",
 )
+
+
+STANDARD_VARIABLES = frozenset({"tools", "documents"})
+"""What callers of any template may give it; a template that reads neither is no mistake of theirs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ class ChatEncoder:
         chat = _check(messages, add_generation_prompt, continue_final_message, variables)
         guard = self._guard(chat)
         text = self._render(guard.template, chat)
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = encode_text(self._backend, text, add_special_tokens=False)
         controls = guard.controls(encoding, text)
         if not controls:
             return list(encoding.ids)
@@ -104,8 +110,22 @@ class ChatEncoder:
                 return guard.encode_guarded(text, masked)
         return guard.encode_compared(chat, encoding, controls, masked)
 
+    def refuse_unread(self, variables: Mapping[str, Any]) -> None:
+        """A variable that changes nothing, such as a misspelt one, is an error and not ignored."""
+        read = self._guard_for(variables).template.variables
+        for name in variables:
+            if name not in read and name not in STANDARD_VARIABLES:
+                raise RequestError(
+                    f"{name} has no effect on this model: its chat template does not read it",
+                    param=name if name == "reasoning_effort" else "chat_template_kwargs",
+                    code="unsupported_parameter",
+                )
+
     def _guard(self, chat: Chat) -> _Guard:
-        name = select_template(self._sources, chat.variables)
+        return self._guard_for(chat.variables)
+
+    def _guard_for(self, variables: Mapping[str, Any]) -> _Guard:
+        name = select_template(self._sources, variables)
         guard = self._guards.get(name)
         if guard is None:
             guard = self._guards[name] = _Guard(self._backend, ChatTemplate(self._sources[name]))
@@ -220,7 +240,7 @@ class _Guard:
     def encode_guarded(self, text: str, masked: str) -> list[int]:
         """Encode `text` with control tokens only where `masked` has them too."""
         backend, anchor, anchor_id = self._text_backend()
-        own = self.controls(self._backend.encode(masked, add_special_tokens=False), masked)
+        own = self.controls(encode_text(self._backend, masked, add_special_tokens=False), masked)
         # An anchor, itself an added token, stands in for each of the template's control tokens:
         # the text between them is then split and normalised exactly as it would be beside those.
         pieces: list[str] = []
@@ -229,7 +249,7 @@ class _Guard:
             pieces += (text[position : control.start], anchor)
             position = control.end
         pieces.append(text[position:])
-        ids: list[int] = backend.encode("".join(pieces), add_special_tokens=False).ids
+        ids: list[int] = encode_text(backend, "".join(pieces), add_special_tokens=False).ids
         for token_id in ids:
             if token_id in self._guarded and token_id != self._unknown[0]:
                 raise _refusal(self._guarded[token_id].content)
@@ -249,7 +269,9 @@ class _Guard:
                     raise _refusal(spelled[0])
         expected = None
         if masked is not None:
-            found = self.controls(self._backend.encode(masked, add_special_tokens=False), masked)
+            found = self.controls(
+                encode_text(self._backend, masked, add_special_tokens=False), masked
+            )
             expected = [c.token_id for c in found if c.token_id in self._special_ids]
         if [c.token_id for c in controls if c.token_id in self._special_ids] != expected:
             raise template_error(

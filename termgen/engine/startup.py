@@ -102,7 +102,13 @@ def _assemble(
         info=info,
         model=_model_info(config, local, info, tokenizer, generation_config),
         tokenizer=tokenizer,
-        input_processor=InputProcessor(tokenizer, info.max_model_len, info.vocab_size),
+        input_processor=InputProcessor(
+            tokenizer,
+            info.max_model_len,
+            info.vocab_size,
+            eos_token_ids=eos,
+            has_priorities=config.scheduling_policy == "priority",
+        ),
         output_processor=OutputProcessor(tokenizer, tuple(eos)),
     )
 
@@ -196,6 +202,7 @@ def _model_info(
         default_params=_default_params(local, generation_config),
         implementation=info.implementation,
         memory=info.memory,
+        max_num_seqs=info.max_num_seqs,
         run_ahead_ms=config.run_ahead_ms if info.max_in_flight > 1 else 0.0,
     )
 

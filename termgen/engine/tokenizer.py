@@ -16,6 +16,7 @@ from typing import Any
 from termgen.client import Message, TokenizerInfo
 from termgen.engine.chat_encoding import ChatEncoder
 from termgen.engine.detokenizer import BytesDecoder, TokenDecoder, WindowDecoder
+from termgen.engine.encode_text import encode_text
 from termgen.engine.tokenizer_files import TokenizerParts, read_folder
 from termgen.errors import ModelNotFoundError, RequestError
 
@@ -73,9 +74,9 @@ class Tokenizer:
         """Token ids of raw text. Text that spells a special token becomes that token."""
         check_encodable(text, param="prompt")
         if self._prefix_ids is None and self._suffix_ids is None:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            encoding = encode_text(self._backend, text, add_special_tokens=add_special_tokens)
             return list(encoding.ids)
-        ids = list(self._backend.encode(text, add_special_tokens=False).ids)
+        ids = list(encode_text(self._backend, text, add_special_tokens=False).ids)
         if not add_special_tokens:
             return ids
         return [*(self._prefix_ids or ()), *ids, *(self._suffix_ids or ())]
@@ -116,6 +117,10 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             variables=kwargs,
         )
+
+    def refuse_unread_variables(self, variables: Mapping[str, Any]) -> None:
+        """Raises RequestError for a chat template variable that the template does not read."""
+        self._need_chat().refuse_unread(variables)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The full text of `ids`: what a `token_decoder` gives piece by piece."""

@@ -15,31 +15,16 @@ from starlette.routing import Route
 
 from termgen.client import PauseMode, SleepLevel
 from termgen.errors import RequestError
-from termgen.serving.identity import owner_of
+from termgen.serving.access import caller_of
 from termgen.serving.reading import state_of
 from termgen.serving.responses import JSONReply
-
-ADMIN_PATHS = frozenset(
-    {
-        "/reset_prefix_cache",
-        "/pause",
-        "/resume",
-        "/is_paused",
-        "/sleep",
-        "/wake_up",
-        "/is_sleeping",
-        "/v1/events",
-    }
-)
-"""What concerns all clients at once."""
 
 
 async def cancel(request: Request) -> Response:
     """End an answer of this client's, wherever it is: waiting, in its prompt, or being written."""
     state = state_of(request)
     name = request.path_params["id"]
-    owner = owner_of(request.scope, has_keys=bool(state.config.api_key))
-    if not state.cancel(owner, name):
+    if not state.cancel(caller_of(request.scope), name):
         raise RequestError(
             f"no answer under way is known as {name[:100]!r}",
             param="id",

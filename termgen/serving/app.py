@@ -10,6 +10,7 @@ from typing import TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -28,19 +29,15 @@ from termgen.api.fields import ignored_header
 from termgen.api.models import model_list, model_object, resolve_model
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
+from termgen.serving.access import ApiKeyCheck, OriginCheck
 from termgen.serving.admin_routes import ADMIN_ROUTES
 from termgen.serving.bridge_routes import BRIDGE_ROUTES
 from termgen.serving.event_routes import EVENT_ROUTES
 from termgen.serving.generation import Generation
 from termgen.serving.metrics import CONTENT_TYPE
-from termgen.serving.middleware import (
-    ApiKeyCheck,
-    BodyLimit,
-    HostCheck,
-    RequestContext,
-    for_path,
-)
-from termgen.serving.reading import names_for, read_json, state_of
+from termgen.serving.middleware import BodyLimit, HostCheck, RequestContext, for_path
+from termgen.serving.openapi_route import OpenAPI
+from termgen.serving.reading import read_json, state_of
 from termgen.serving.responses import (
     CompleteResponse,
     EventStreamResponse,
@@ -82,11 +79,14 @@ def build_app(state: ServerState) -> Starlette:
             *BRIDGE_ROUTES,
             *ADMIN_ROUTES,
             *EVENT_ROUTES,
+            OpenAPI().route(),
         ],
         middleware=[
-            Middleware(RequestContext),
+            *_cross_origin(config),
+            Middleware(RequestContext, on_refused=state.refused),
             Middleware(HostCheck, host=config.host, allowed=config.allowed_host),
-            Middleware(ApiKeyCheck, keys=config.api_key),
+            Middleware(OriginCheck, allowed=config.allowed_origin),
+            Middleware(ApiKeyCheck, keys=state.keys),
             Middleware(BodyLimit, max_bytes=config.max_body_bytes),
         ],
         exception_handlers={HTTPException: on_http_exception},
@@ -95,6 +95,21 @@ def build_app(state: ServerState) -> Starlette:
     app.router.redirect_slashes = False
     app.state.server = state
     return app
+
+
+def _cross_origin(config: ServerConfig) -> list[Middleware]:
+    """Tells browsers which pages may use the server. Nothing, unless asked for."""
+    if not config.allowed_origin:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=[origin.rstrip("/") for origin in config.allowed_origin],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-termgen-ignored", "retry-after", "retry-after-ms"],
+        )
+    ]
 
 
 @asynccontextmanager
@@ -108,6 +123,8 @@ async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
         with suppress(asyncio.CancelledError):
             await task
         state.detach()
+        if state.wants_reports:
+            await asyncio.to_thread(state.close_reports)
 
 
 async def _count_events(state: ServerState) -> None:
@@ -132,7 +149,7 @@ async def chat_completions(request: Request) -> ASGIApp:
     state, engine = state_of(request), state_of(request).require_engine()
     chat = await _parse_body(request, engine, parse_chat)
     headers = _answer_headers(state, chat.ignored)
-    generation = Generation(state, engine, [chat.job], names_for(request, chat.options.id))
+    generation = Generation(state, engine, [chat.job])
     if chat.options.stream:
         return EventStreamResponse(state, generation, headers, chunks=ChatStream(chat))
     return CompleteResponse(
@@ -145,9 +162,7 @@ async def completions(request: Request) -> ASGIApp:
     completion = await _parse_body(request, engine, parse_completion)
     headers = _answer_headers(state, completion.ignored)
     echoes = await _echoes(engine, completion)
-    generation = Generation(
-        state, engine, completion.jobs, names_for(request, completion.options.id)
-    )
+    generation = Generation(state, engine, completion.jobs)
     if completion.options.stream:
         chunks = CompletionStream(completion, echoes)
         return EventStreamResponse(state, generation, headers, chunks=chunks)
@@ -162,6 +177,7 @@ async def completions(request: Request) -> ASGIApp:
 async def _parse_body(request: Request, engine: EngineClient, parse: Callable[..., T]) -> T:
     """What `parse`, one of the two endpoints', makes of the body."""
     state = state_of(request)
+    state.admission.check_room()
     data = await read_json(request)
     return parse(
         data,
@@ -233,6 +249,8 @@ async def ready(request: Request) -> Response:
     status = state.status
     if status == "ok" and state.engine is not None and state.engine.is_paused:
         status = "paused"
+    if status == "ok" and state.admission.is_full:
+        status = "queue_full"
     if status == "ok":
         return JSONReply({"status": status})
     return JSONReply({"status": status}, status_code=503, headers={"retry-after": "5"})

@@ -24,7 +24,7 @@ from termgen.api.responses import (
 from termgen.api.responses_input import parse_responses
 from termgen.errors import RequestError
 from termgen.serving.generation import Generation
-from termgen.serving.reading import names_for, read_json, state_of
+from termgen.serving.reading import read_json, state_of
 from termgen.serving.responses import (
     CompleteResponse,
     EventStreamResponse,
@@ -39,7 +39,7 @@ async def messages(request: Request) -> ASGIApp:
     state, engine = state_of(request), state_of(request).require_engine()
     asked = await _parse(request, parse_messages)
     headers, chat = _headers(request, asked.ignored), asked.chat
-    generation = Generation(state, engine, [chat.job], names_for(request, chat.options.id))
+    generation = Generation(state, engine, [chat.job])
     if chat.options.stream:
         stream = MessageStream(asked)
         answer: ASGIApp = EventStreamResponse(
@@ -63,7 +63,7 @@ async def responses(request: Request) -> ASGIApp:
     state, engine = state_of(request), state_of(request).require_engine()
     asked = await _parse(request, parse_responses)
     headers, chat = _headers(request, asked.ignored), asked.chat
-    generation = Generation(state, engine, [chat.job], names_for(request, chat.options.id))
+    generation = Generation(state, engine, [chat.job])
     if chat.options.stream:
         stream = ResponseStream(asked)
         answer: ASGIApp = EventStreamResponse(
@@ -93,6 +93,7 @@ def _renaming(answer: ASGIApp, names: Mapping[str, str]) -> ASGIApp:
 async def _parse(request: Request, parse: Callable[..., T], **options: bool) -> T:
     state = state_of(request)
     engine = state.require_engine()
+    state.admission.check_room()
     data = await read_json(request)
     return parse(
         data,

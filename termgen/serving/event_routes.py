@@ -106,8 +106,12 @@ class EventsResponse:
             self._hub.leave(listener)
 
     async def _run(self, send: Send, listener: Listener, resumed: bool) -> None:
-        interval_s = self._state.config.sse_ping_interval
-        writer = EventWriter(send, sse.HEADERS, ping_interval_s=interval_s, wake=lambda: None)
+        writer = EventWriter(
+            send,
+            sse.HEADERS,
+            ping_interval_s=self._state.config.sse_ping_interval,
+            write_chunk=None,
+        )
         try:
             source = _Source(self._state, self._engine, self._hub, listener, self._topics)
             await writer.write(await source.opening(resumed))
@@ -115,8 +119,6 @@ class EventsResponse:
                 data = await source.news()
                 if data:
                     await writer.write(data)
-                elif writer.is_ping_due:
-                    await writer.write(sse.PING)
             await writer.write(b"", is_last=True)
         finally:
             writer.close()

@@ -6,22 +6,14 @@ from typing import Any
 
 from starlette.requests import Request
 
-from termgen.api.fields import parse_json
 from termgen.errors import RequestError
-from termgen.serving.identity import Names, names_of
-from termgen.serving.responses import ClientDisconnected
+from termgen.serving.body import read_object
 from termgen.serving.state import ServerState
 
 
 def state_of(request: Request) -> ServerState:
     state: ServerState = request.app.state.server
     return state
-
-
-def names_for(request: Request, answer_id: str) -> Names:
-    """What the answer to this request can be cancelled by."""
-    has_keys = bool(state_of(request).config.api_key)
-    return names_of(request.scope, answer_id, has_keys=has_keys)
 
 
 async def read_json(request: Request) -> dict[str, Any]:
@@ -35,11 +27,4 @@ async def read_json(request: Request) -> dict[str, Any]:
             "Send the body as JSON, with `content-type: application/json`",
             param="content-type",
         )
-    parts: list[bytes] = []
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return parse_json(b"".join(parts))
+    return await read_object(request, state_of(request).large_bodies)

@@ -11,9 +11,11 @@ from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.engine.events import EventRing
 from termgen.errors import EngineDeadError, EngineError
+from termgen.serving.access import Caller, KeyRing, Role
+from termgen.serving.admission import AdmissionControl
 from termgen.serving.event_hub import EventHub
-from termgen.serving.identity import Names
 from termgen.serving.metrics import ServerMetrics
+from termgen.serving.request_report import ReportSink, RequestLog, RequestReport
 
 EVENT_RING_CAPACITY = 16_384
 SNAPSHOT_TIMEOUT_S = 1.0
@@ -22,8 +24,9 @@ SNAPSHOT_TIMEOUT_S = 1.0
 class Cancellable(Protocol):
     """An answer under way, as far as stopping it is concerned."""
 
-    @property
-    def names(self) -> Names: ...
+    caller: Caller | None
+
+    def is_known_as(self, name: str) -> bool: ...
 
     def fail(self, error: Exception) -> None: ...
 
@@ -38,6 +41,13 @@ class ServerState:
         self.is_draining = False
         self.hub: EventHub | None = None
         """Of those who listen to the engine's events."""
+        self.large_bodies = asyncio.Lock()
+        """Held while one is parsed."""
+        self._sinks = _report_sinks(config)
+        self.keys = KeyRing(config)
+        self.admission = AdmissionControl(
+            config, drain_events=self.drain_events, on_refused=self.refused
+        )
         self._ring: EventRing | None = None
         self._answers: set[Cancellable] = set()
         self._is_idle = asyncio.Event()
@@ -46,10 +56,16 @@ class ServerState:
     def attach(self, engine: EngineClient) -> None:
         """Begin to serve this engine. Once."""
         assert self.engine is None, "a server has one engine"
-        self.metrics = ServerMetrics(self.names_for(engine)[0])
+        self.metrics = ServerMetrics(
+            self.names_for(engine)[0], vllm_names=self.config.metrics_compat == "vllm"
+        )
+        self.metrics.on_cache(
+            block_size=engine.model.block_size, num_blocks=engine.model.num_blocks
+        )
         if engine.model.memory is not None:
             self.metrics.on_memory(engine.model.memory)
         self.metrics.on_startup(engine.model.startup)
+        self.admission.num_seats = engine.model.max_num_seqs
         self.metrics.run_ahead.set(engine.model.run_ahead_ms / 1e3)
         self._ring = engine.events(EVENT_RING_CAPACITY)
         self.hub = EventHub(engine)
@@ -107,9 +123,16 @@ class ServerState:
         return self.hub
 
     def drain_events(self) -> None:
-        """Feed the metrics with what the engine has published."""
+        """Tell admission and metrics what the engine has published."""
         if self._ring is not None and self.metrics is not None:
-            self.metrics.on_events(self._ring.drain(), num_dropped=self._ring.num_dropped)
+            events = self._ring.drain()
+            self.admission.on_events(events)
+            self.metrics.on_events(events, num_dropped=self._ring.num_dropped)
+
+    def refused(self, reason: str) -> None:
+        """Count a request that was turned away."""
+        if self.metrics is not None:
+            self.metrics.rejected(reason)
 
     async def render_metrics(self) -> bytes:
         """Prometheus text; with an engine that does not answer, what is known of it."""
@@ -122,6 +145,19 @@ class ServerState:
         except (TimeoutError, EngineError):
             pass  # the last step record is the newest state there is
         return self.metrics.render()
+
+    @property
+    def wants_reports(self) -> bool:
+        return bool(self._sinks)
+
+    def report(self, report: RequestReport) -> None:
+        for sink in self._sinks:
+            sink.add(report)
+
+    def close_reports(self) -> None:
+        """Send what has not been sent yet. Takes a moment: not for the event loop."""
+        for sink in self._sinks:
+            sink.close()
 
     # -- answers under way -----------------------------------------------------------------
 
@@ -147,9 +183,14 @@ class ServerState:
             return False
         return True
 
-    def cancel(self, owner: bytes, name: str) -> bool:
-        """End this owner's answers of that name; whether there are any."""
-        found = [a for a in self._answers if a.names.owner == owner and name in a.names.ids]
+    def cancel(self, caller: Caller, name: str) -> bool:
+        """End this caller's answers of that name, an admin's anybody's; whether there are any."""
+        is_admin = caller.role is Role.ADMIN
+        found = [
+            answer
+            for answer in self._answers
+            if answer.is_known_as(name) and (is_admin or answer.caller == caller)
+        ]
         for answer in found:
             answer.fail(request_aborted())
         return bool(found)
@@ -158,3 +199,12 @@ class ServerState:
         """End every answer under way: an error frame in streams, 503 elsewhere."""
         for answer in tuple(self._answers):
             answer.fail(unavailable("draining", "The server is shutting down"))
+
+
+def _report_sinks(config: ServerConfig) -> list[ReportSink]:
+    sinks: list[ReportSink] = [RequestLog()] if config.log_requests else []
+    if config.otlp_traces_endpoint is not None:
+        from termgen.serving.tracing import TraceExporter  # an extra
+
+        sinks.append(TraceExporter(config.otlp_traces_endpoint))
+    return sinks
