@@ -26,8 +26,15 @@ from termgen.api.job import (
     parse_options,
     parse_priority,
 )
-from termgen.api.logprobs import chat_logprobs_object
-from termgen.api.sampling import HARMLESS, MAX_INT, REFUSED, chat_logprobs, parse_sampling
+from termgen.api.logprobs import chat_logprobs_object, prompt_logprobs_list
+from termgen.api.sampling import (
+    HARMLESS,
+    MAX_INT,
+    REFUSED,
+    chat_logprobs,
+    parse_prompt_logprobs,
+    parse_sampling,
+)
 from termgen.api.sse import TextTemplate
 from termgen.client import ChatPrompt, TokenDelta, TokenLogprob
 from termgen.errors import RequestError
@@ -53,7 +60,7 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
     }
 )
 
-CHAT_HARMLESS = HARMLESS | {"parallel_tool_calls", "best_of"}
+CHAT_HARMLESS = HARMLESS | {"parallel_tool_calls"}
 CHAT_REFUSED: dict[str, Check] = {
     **REFUSED,
     "tools": is_empty,
@@ -97,6 +104,7 @@ def parse_chat(
         body,
         max_tokens=old if new is None else new,
         logprobs=chat_logprobs(body),
+        prompt_logprobs=parse_prompt_logprobs(body, stream=options.stream),
         defaults=defaults,
     )
     job = Job(
@@ -378,6 +386,8 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
     }
     if o.return_token_ids:
         response["prompt_token_ids"] = answers[0].prompt_token_ids
+    if params.prompt_logprobs is not None:
+        response["prompt_logprobs"] = prompt_logprobs_list(answers[0].prompt_logprobs or ())
     if o.include_timings:
         response["termgen"] = tally.timings()
     return response

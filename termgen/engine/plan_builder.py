@@ -12,7 +12,7 @@ import numpy as np
 
 from termgen.engine.request import IntArray, Request
 from termgen.engine.slot_table import SlotTable
-from termgen.engine.step import AddedRow, StepPlan
+from termgen.engine.step import AddedRow, PromptSpan, StepPlan
 
 
 class SamplingDemands(NamedTuple):
@@ -24,6 +24,7 @@ class SamplingDemands(NamedTuple):
     sampling: bool
     top_k_top_p: bool
     min_tokens: bool
+    logit_edits: bool
 
     @classmethod
     def of(cls, table: SlotTable, slots: IntArray) -> SamplingDemands:
@@ -33,6 +34,7 @@ class SamplingDemands(NamedTuple):
             sampling=bool(table.is_random[slots].any()),
             top_k_top_p=bool(table.has_filter[slots].any()),
             min_tokens=bool(table.has_minimum[slots].any()),
+            logit_edits=bool(table.has_edits[slots].any()),
         )
 
 
@@ -64,6 +66,7 @@ class PlanBuilder:
                 stop_token_ids=tuple(sorted(request.stop_token_ids)),
                 params=request.params,
                 seed=request.seed,
+                bad_token_ids=request.bad_token_ids,
             )
         )
 
@@ -82,6 +85,8 @@ class PlanBuilder:
         """
         order = np.argsort(counts > 1, kind="stable")
         slots, counts = slots[order], counts[order]
+        max_prompt_logprobs = int(table.num_prompt_logprobs[slots].max())
+        spans = _prompt_spans(table, slots, counts) if max_prompt_logprobs >= 0 else ()
         return self.freeze(
             step_id,
             SamplingDemands.of(table, slots),
@@ -91,6 +96,8 @@ class PlanBuilder:
             num_draft_tokens=np.zeros_like(counts),
             num_computed=table.num_computed[slots] - counts,
             released=released,
+            prompt_spans=spans,
+            max_prompt_logprobs=max(0, max_prompt_logprobs),
         )
 
     def freeze(
@@ -104,6 +111,8 @@ class PlanBuilder:
         num_draft_tokens: IntArray,
         num_computed: IntArray,
         released: tuple[int, ...],
+        prompt_spans: tuple[PromptSpan, ...] = (),
+        max_prompt_logprobs: int = 0,
     ) -> StepPlan:
         """The plan of these columns, which nobody changes from now on."""
         return StepPlan(
@@ -124,6 +133,9 @@ class PlanBuilder:
             needs_sampling=demands.sampling,
             needs_top_k_top_p=demands.top_k_top_p,
             needs_min_tokens=demands.min_tokens,
+            needs_logit_edits=demands.logit_edits,
+            prompt_spans=prompt_spans,
+            max_prompt_logprobs=max_prompt_logprobs,
         )
 
 
@@ -133,3 +145,14 @@ _NO_IDS.flags.writeable = False
 
 def _ids(values: list[int]) -> IntArray:
     return np.asarray(values, np.int32) if values else _NO_IDS
+
+
+def _prompt_spans(table: SlotTable, slots: IntArray, counts: IntArray) -> tuple[PromptSpan, ...]:
+    """What this step computes of prompts whose log-probabilities are owed.
+
+    The last token of a prompt is in no span: what follows it is generated.
+    """
+    starts = table.num_computed[slots] - counts
+    wanted = np.minimum(counts, table.num_prompt[slots] - 1 - starts)
+    rows = np.flatnonzero((table.num_prompt_logprobs[slots] >= 0) & (wanted > 0))
+    return tuple(PromptSpan(int(row), int(starts[row]), int(wanted[row])) for row in rows)

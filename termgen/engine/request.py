@@ -15,6 +15,9 @@ from termgen.errors import RequestError
 IntArray = npt.NDArray[np.int32]
 
 MAX_PRIORITY = 2**31 - 1
+MAX_BAD_SEQUENCES = 128
+"""Token sequences behind a request's bad words: each word alone and after a space."""
+MAX_BAD_SEQUENCE_TOKENS = 32
 _CACHE_SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
@@ -45,6 +48,9 @@ class GenerationRequest:
     """Lower runs first; only the priority policy looks at it."""
     cache_salt: str | None = None
     """Prefix-cache entries are shared only between requests with the same salt."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """`params.bad_words` as the tokenizer writes them; the last id of a sequence is forbidden
+    where the others have just been generated."""
     prompt: IntArray = field(init=False, repr=False, compare=False)
     """The same ids as an array: made here, because the engine's thread has no time to."""
 
@@ -82,6 +88,7 @@ class Request:
     priority: int
     arrival_ns: int
     cache_salt: str | None
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
     status: RequestStatus = RequestStatus.WAITING
     slot: int = -1
     epoch: int = -1
@@ -93,3 +100,12 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it; None for end-of-sequence and length."""
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """The prompt's log-probabilities are wanted and not all out: all of it is to be computed.
+
+        They come with the steps that compute the prompt, so they are out once a token is.
+        """
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and len(self.token_ids) == self.num_prompt_tokens

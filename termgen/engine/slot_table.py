@@ -49,6 +49,10 @@ class SlotTable:
         """Limits by top-k, top-p or min-p."""
         self.has_minimum = np.zeros(max_num_seqs, np.bool_)
         """Asks for a minimum length."""
+        self.has_edits = np.zeros(max_num_seqs, np.bool_)
+        """Has a logit bias, allowed ids or bad words."""
+        self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int32)
+        """-1 where none are wanted, or all are out."""
         self.token_ids: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.running: IntArray = np.zeros(0, np.int32)
         """Occupied slots in scheduling order."""
@@ -78,6 +82,9 @@ class SlotTable:
         self.is_random[slot] = not params.is_greedy
         self.has_filter[slot] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.has_minimum[slot] = params.min_tokens > 0
+        self.has_edits[slot] = params.edits_logits
+        owed = params.prompt_logprobs if request.owes_prompt_logprobs else None
+        self.num_prompt_logprobs[slot] = -1 if owed is None else owed
         self.running = np.append(self.running, np.int32(slot))
 
     def vacate(self, slot: int) -> Request:

@@ -24,6 +24,7 @@ from termgen.engine.models.decoder import CausalDecoder, DecoderLayer
 from termgen.engine.request import IntArray
 from termgen.engine.runner.cuda_graphs import FullGraphs
 from termgen.engine.runner.dispatch import BatchDescriptor, CudaGraphDispatcher, SamplingVariant
+from termgen.engine.runner.logit_edit_tables import LogitEditTables
 from termgen.engine.runner.model_runner import ModelRunner
 from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs
 from termgen.engine.step import StepPlan
@@ -90,6 +91,7 @@ def size_classes(limit: int) -> list[int]:
 def warm_up_steps(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> Iterator[Step]:
     """One of every kind that can reach a variant of its own."""
     yield partial(_append_with_counts, runner)
+    yield partial(_edit_logits, runner)
     yield from _expert_steps(runner)
     graphs = runner.make_graphs(dispatcher)
     yield from _recorded_steps(graphs, dispatcher)
@@ -187,6 +189,20 @@ def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool) -> StepPlan:
         needs_top_k_top_p=filters,
         needs_min_tokens=logprobs,
     )
+
+
+def _edit_logits(runner: ModelRunner) -> None:
+    """Logits as the model makes them, and as the sampler takes them where kernels do not sample."""
+    state = runner.state
+    slots = torch.zeros(1, dtype=torch.int64, device=runner.device)
+    tables = state.edits
+    state.edits = LogitEditTables(1, state.vocab_size, runner.device)
+    try:
+        for dtype in {runner.dtype, torch.float32}:
+            logits = torch.zeros((1, state.vocab_size), dtype=dtype, device=runner.device)
+            state.edit_logits(slots, logits)
+    finally:
+        state.edits = tables
 
 
 def _append_with_counts(runner: ModelRunner) -> None:
