@@ -178,12 +178,12 @@ class CompletionStream:
         self._prompt_token_ids: dict[int, tuple[int, ...]] = {}
         """By choice, until a chunk has carried them."""
         self._num_open = request.num_choices
-        o = request.options
-        self._is_plain = not (request.wants_logprobs or o.return_token_ids or o.continuous_usage)
         self._prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
         """By prompt, for an echo with logprobs; they come with the prompt's first choice."""
         self._held: dict[int, list[tuple[int, TokenDelta]]] = {}
         """By prompt, what came of its other choices before."""
+        o = request.options
+        self._is_plain = not (request.wants_logprobs or o.return_token_ids or o.continuous_usage)
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
         """Chunks for one delta. None while its text is held back."""
