@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import termgen
 from termgen.bench.options import LatencyOptions, ThroughputOptions
+from termgen.bench.serve_options import ServeOptions
 from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.errors import ConfigError, TermgenError
 from termgen.exit_codes import BROKEN_PIPE, INTERRUPTED, OK, TERMINATED, USAGE_ERROR
@@ -160,14 +161,18 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    text = "measure speed, without a server"
+    text = "measure speed"
     bench = commands.add_parser("bench", help=text, description=text)
     bench.set_defaults(help_of=bench)
     kinds = bench.add_subparsers(title="benches", metavar="BENCH")
-    for name, options in (("latency", LatencyOptions), ("throughput", ThroughputOptions)):
+    for name, options, run in (
+        ("serve", ServeOptions, load_test_command),
+        ("latency", LatencyOptions, bench_command),
+        ("throughput", ThroughputOptions, bench_command),
+    ):
         text = (options.__doc__ or "").strip().removesuffix(".")
         text = text[:1].lower() + text[1:]
-        parser = _command(kinds, name, text, bench_command)
+        parser = _command(kinds, name, text, run)
         parser.set_defaults(bench=name)
         add_flags(parser, options, title=name)
         _add_engine_flags(parser)
@@ -230,6 +235,12 @@ def bench_command(args: argparse.Namespace) -> int:
     from termgen.launch import run_bench
 
     return run_bench(args.bench, options, config)
+
+
+def load_test_command(args: argparse.Namespace) -> int:
+    from termgen import bench_command
+
+    return bench_command.run(args, _layers(args))
 
 
 def models_command(args: argparse.Namespace) -> int:

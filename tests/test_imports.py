@@ -61,6 +61,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "settings",
         "progress",
         "launch",
+        "bench_command",
         "generate",
         "models_command",
         "llm",
