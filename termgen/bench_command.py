@@ -1,4 +1,4 @@
-"""`termgen bench serve`: the command around the load test. Finds or starts the server.
+"""`termgen bench serve`, `sweep` and `compare`: the commands. Finds or starts the server.
 
 Called by `cli`. The settings of the engine are for the server that is started; of one that is
 there already only its model's name is taken, and the seed, which is that of the prompts.
@@ -18,14 +18,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from termgen.bench import report, serve_report
+from termgen.bench import html_report, report, serve_report, sweep
+from termgen.bench.compare_options import CompareOptions
 from termgen.bench.own_server import OwnServer, own_server
 from termgen.bench.serve import ServeBench, ServeRun, document, file_name
 from termgen.bench.serve_options import ServeOptions
 from termgen.bench.server_api import ServerApi
+from termgen.bench.sweep_options import SweepOptions
 from termgen.config import EngineConfig
 from termgen.errors import ConfigError
-from termgen.exit_codes import OK
+from termgen.exit_codes import OK, REGRESSION
 from termgen.settings import SettingLayers, flag_of
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
@@ -43,11 +45,32 @@ class Subject:
     seed: int
 
 
-def run(args: argparse.Namespace, layers: SettingLayers) -> int:
+def run_serve(args: argparse.Namespace, layers: SettingLayers) -> int:
     options = layers.resolve(ServeOptions)
     subject = find_subject(args, layers, options)
     check_files(options)
     return asyncio.run(_serve(options, subject))
+
+
+def run_sweep(args: argparse.Namespace, layers: SettingLayers) -> int:
+    options = layers.resolve(SweepOptions)
+    subject = find_subject(args, layers, options)
+    check_files(options)
+    return asyncio.run(_sweep(options, subject))
+
+
+def run_compare(layers: SettingLayers) -> int:
+    from termgen.bench import compare
+
+    options = layers.resolve(CompareOptions)
+    report.check_writable(options.output_json)
+    found = compare.compare(options)
+    print("\n".join(found.lines()))
+    for difference in found.differences:
+        print(f"termgen: warning: not alike: {difference}", file=sys.stderr)
+    if options.output_json is not None:
+        report.write(options.output_json, found.as_json())
+    return REGRESSION if options.fail_on_regression and found.regressions else OK
 
 
 def find_subject(args: argparse.Namespace, layers: SettingLayers, options: ServeOptions) -> Subject:
@@ -135,12 +158,46 @@ async def _serve(options: ServeOptions, subject: Subject) -> int:
     return OK
 
 
+async def _sweep(options: SweepOptions, subject: Subject) -> int:
+    async with connected(subject, options) as bench:
+
+        async def run_step(step: ServeOptions, seed: int) -> ServeRun:
+            clients = f"{step.max_concurrency} clients"
+            title = clients if options.sweep_over == "concurrency" else f"{step.request_rate:g}/s"
+            bar, show = progress_bar(step, title)
+            with bar:
+                return await bench.run(step, seed=seed, on_progress=show)
+
+        result = await sweep.run_sweep(options, run_step, seed=subject.seed)
+    print(sweep.summary(result))
+    for step in result.steps:
+        for warning in step.run.warnings():
+            print(f"termgen: warning: at {step.load:g}: {warning}", file=sys.stderr)
+    flags = list(subject.engine_flags) if subject.url is None else None
+    content = sweep.document(result, result.steps[0].run, flags)
+    name = f"sweep-{file_name(result.steps[0].run)}"
+    _write_result(options, content, name)
+    if options.output_html is not None:
+        _write_page(options.output_html, html_report.sweep_page(result))
+    return OK
+
+
 def save(measured: ServeRun, subject: Subject) -> None:
     options = measured.result.options
     flags = list(subject.engine_flags) if subject.url is None else None
-    content = document(measured, flags)
+    _write_result(options, document(measured, flags), file_name(measured))
+    if options.output_html is not None:
+        _write_page(options.output_html, html_report.serve_page(measured))
+
+
+def _write_result(options: ServeOptions, content: dict[str, Any], default_name: str) -> None:
     if options.saves:
-        name = options.result_filename or file_name(measured)
+        name = options.result_filename or default_name
         path = str(Path(options.result_dir or "") / name)
         report.write(path, content, name="result_filename")
         print(f"termgen: result written to {path}", file=sys.stderr)
+
+
+def _write_page(path: str, page: str) -> None:
+    report.write_text(path, page, name="output_html")
+    print(f"termgen: report written to {path}", file=sys.stderr)

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import termgen
+from termgen.bench.compare_options import CompareOptions
 from termgen.bench.options import LatencyOptions, ThroughputOptions
 from termgen.bench.serve_options import ServeOptions
+from termgen.bench.sweep_options import SweepOptions
 from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.errors import ConfigError, TermgenError
 from termgen.exit_codes import BROKEN_PIPE, INTERRUPTED, OK, TERMINATED, USAGE_ERROR
@@ -167,6 +169,7 @@ def _add_bench(commands: Any) -> None:
     kinds = bench.add_subparsers(title="benches", metavar="BENCH")
     for name, options, run in (
         ("serve", ServeOptions, load_test_command),
+        ("sweep", SweepOptions, load_test_command),
         ("latency", LatencyOptions, bench_command),
         ("throughput", ThroughputOptions, bench_command),
     ):
@@ -176,6 +179,12 @@ def _add_bench(commands: Any) -> None:
         parser.set_defaults(bench=name)
         add_flags(parser, options, title=name)
         _add_engine_flags(parser)
+    text = "compare two result files, with intervals"
+    compare = kinds.add_parser("compare", help=text, description=text)
+    compare.add_argument("before", metavar="A", help="result file to compare with")
+    compare.add_argument("after", metavar="B", help="result file to judge")
+    add_flags(compare, CompareOptions, title="compare", omit=("before", "after"))
+    compare.set_defaults(run=compare_command, config=None)
 
 
 def _layers(args: argparse.Namespace) -> SettingLayers:
@@ -240,7 +249,14 @@ def bench_command(args: argparse.Namespace) -> int:
 def load_test_command(args: argparse.Namespace) -> int:
     from termgen import bench_command
 
-    return bench_command.run(args, _layers(args))
+    run = bench_command.run_serve if args.bench == "serve" else bench_command.run_sweep
+    return run(args, _layers(args))
+
+
+def compare_command(args: argparse.Namespace) -> int:
+    from termgen import bench_command
+
+    return bench_command.run_compare(_layers(args))
 
 
 def models_command(args: argparse.Namespace) -> int:
