@@ -25,6 +25,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "vocabulary": (
         "engine.__init__",
         "engine.sampling_params",
+        "engine.structured_outputs",
+        "engine.token_mask",
         "engine.request",
         "engine.step",
         "engine.events",

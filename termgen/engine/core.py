@@ -308,6 +308,7 @@ class EngineCore:
         num_prompt = len(submitted.prompt_token_ids)
         stops = frozenset(params.stop_token_ids)
         room = self._max_model_len - num_prompt
+        grammar = submitted.grammar
         request = Request(
             request_id=submitted.request_id,
             token_ids=submitted.prompt,
@@ -319,6 +320,7 @@ class EngineCore:
             priority=submitted.priority,
             arrival_ns=arrival_ns,
             cache_salt=submitted.cache_salt,
+            matcher=None if grammar is None else grammar.start(ends_at_eos=not params.ignore_eos),
         )
         try:
             if room < 1 or not num_prompt:

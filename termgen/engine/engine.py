@@ -39,7 +39,6 @@ COLLECT_SECONDS = 30.0
 FULL_COLLECTIONS = 20
 """Every so many of those collections look at old garbage too, or it would pile up for ever."""
 
-
 Settled = TypeVar("Settled", bool, None)
 """What a command answers once it has taken effect."""
 
@@ -207,6 +206,7 @@ class AsyncEngine:
             request_id=request_id or self._new_id(),
             priority=priority,
             cache_salt=cache_salt,
+            grammar=await self.parts.input_processor.compile_grammar(params),
         )
         stream = self._open(request, arrival_ns)
         try:

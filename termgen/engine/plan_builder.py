@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from termgen.engine.constraints import masks_of
 from termgen.engine.request import IntArray, Request
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import AddedRow, StepPlan
@@ -41,6 +42,7 @@ class PlanBuilder:
                 max_total_tokens=request.max_total_tokens,
                 stop_token_ids=tuple(sorted(request.stop_token_ids)),
                 params=request.params,
+                has_grammar=request.matcher is not None,
                 seed=request.seed,
             )
         )
@@ -79,4 +81,5 @@ class PlanBuilder:
             needs_sampling=bool(table.is_random[slots].any()),
             needs_top_k_top_p=bool(table.has_filter[slots].any()),
             needs_min_tokens=bool(table.has_minimum[slots].any()),
+            masks=masks_of(table, slots),
         )

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.token_mask import TokenGrammar, TokenMask, TokenMatcher
 from termgen.errors import RequestError
 
 IntArray = npt.NDArray[np.int32]
@@ -45,6 +46,8 @@ class GenerationRequest:
     """Lower runs first; only the priority policy looks at it."""
     cache_salt: str | None = None
     """Prefix-cache entries are shared only between requests with the same salt."""
+    grammar: TokenGrammar | None = field(default=None, compare=False)
+    """What `params.structured_outputs` was compiled to."""
     prompt: IntArray = field(init=False, repr=False, compare=False)
     """The same ids as an array: made here, because the engine's thread has no time to."""
 
@@ -91,5 +94,9 @@ class Request:
     num_preemptions: int = 0
     first_scheduled_ns: int = 0
     finish_reason: FinishReason | None = None
+    matcher: TokenMatcher | None = None
+    """Of a request under a grammar: as far as its tokens have landed."""
+    mask: TokenMask | None = None
+    """Of its next token."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it; None for end-of-sequence and length."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from termgen.engine.constraints import Constraints
 from termgen.engine.delivery import FinishedRow, StartedRow
 from termgen.engine.fence import Fence
 from termgen.engine.integrity import check_scheduler
@@ -37,6 +38,7 @@ class Scheduler:
         self.slots = SlotTable(config.max_num_seqs, config.max_model_len)
         self.waiting = make_queue(config.policy)
         self.stats = SchedulerStats()
+        self.constraints = Constraints()
         self.requests: dict[str, Request] = {}
         self.started: list[StartedRow] = []
         """Requests that took a slot since the caller last emptied this list."""
@@ -67,6 +69,7 @@ class Scheduler:
                 param="max_tokens",
             )
         self.requests[request.request_id] = request
+        self.constraints.begin(request)
         self.waiting.push(request)
 
     def finish(
@@ -102,6 +105,8 @@ class Scheduler:
         table, running = self.slots, self.slots.running
         known = table.num_tokens[running] + table.num_pending[running]
         want = np.where(known < table.limit[running], known - table.num_computed[running], 0)
+        is_busy = self.fence.landed_step < self.newest_step
+        self.constraints.hold_back(table, running, want, is_busy=is_busy)
         num_new = np.minimum(want, self._threshold)
         ends = np.cumsum(num_new)
         budget = self.config.max_num_batched_tokens
@@ -288,8 +293,7 @@ class Scheduler:
         rows = np.flatnonzero(alive & sampled).astype(np.int32)
         slots = plan.slots[rows]
         assert int(result.num_sampled.max(initial=0)) <= 1, "no drafts were planned"
-        tokens = result.token_ids if sampled.all() else _spread(result)
-        tokens = tokens[rows]
+        tokens = result.tokens_by_row()[rows]
         lengths = table.num_tokens[slots]
         table.token_ids[slots, lengths] = tokens
         lengths = lengths + 1
@@ -301,20 +305,22 @@ class Scheduler:
         for i in np.flatnonzero(table.has_more_stops[slots]):
             stopped[i] = int(tokens[i]) in table.request_at(int(slots[i])).stop_token_ids
         stopped &= lengths > table.stop_after[slots]
-        for i in np.flatnonzero(stopped | (lengths >= table.limit[slots])):
-            request = self._release_slot(int(slots[i]))
-            token = int(tokens[i]) if stopped[i] else None
-            reason = FinishReason.LENGTH if token is None else FinishReason.STOP
-            applied.finished.append(self._finished(request, reason, stop_token=token))
+        ends = stopped | (lengths >= table.limit[slots])
+        ended = self.constraints.accept(table, slots, tokens, ends)
+        for row in np.flatnonzero(ends).tolist():
+            request = self._release_slot(int(slots[row]))
+            token = int(tokens[row]) if stopped[row] else None
+            by_itself = FinishReason.LENGTH if token is None else FinishReason.STOP
+            reason, error = ended.get(row, (by_itself, None))
+            applied.finished.append(self._finished(request, reason, stop_token=token, error=error))
         return applied
 
     def fail(self, plan: StepPlan, error: EngineError) -> list[FinishedRow]:
         """A step failed: end the requests in it, make everyone else recompute from scratch.
 
-        Call it when no step runs any more; results of steps planned after this one are never to
-        be applied. Those plans may have named released slots, so the device must not mind an
-        AddedRow for a row it believes taken. The failed step's KV was already published as
-        findable, so the prefix cache is forgotten with it.
+        Call it when no step runs any more; results of later steps are never to be applied. Their
+        plans may have named released slots, so the device must not mind an AddedRow for a row it
+        believes taken. The failed step's KV is findable: the prefix cache is forgotten with it.
         """
         self.land_all()
         alive = plan.slots[self.slots.epoch[plan.slots] == plan.epochs]
@@ -391,10 +397,3 @@ class Scheduler:
     def check_integrity(self) -> None:
         """AssertionError if any block or slot is lost, shared by mistake or miscounted."""
         check_scheduler(self)
-
-
-def _spread(result: StepResult) -> IntArray:
-    """[num_rows] sampled token of each row, -1 where it sampled none."""
-    tokens = np.full(len(result.num_sampled), -1, np.int32)
-    tokens[result.num_sampled > 0] = result.token_ids
-    return tokens

@@ -51,6 +51,7 @@ class SlotTable:
         """Limits by top-k, top-p or min-p."""
         self.has_minimum = np.zeros(max_num_seqs, np.bool_)
         """Asks for a minimum length."""
+        self.has_grammar = np.zeros(max_num_seqs, np.bool_)
         self.token_ids: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.running: IntArray = np.zeros(0, np.int32)
         """Occupied slots in scheduling order."""
@@ -79,6 +80,7 @@ class SlotTable:
         self.is_random[slot] = not params.is_greedy
         self.has_filter[slot] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.has_minimum[slot] = params.min_tokens > 0
+        self.has_grammar[slot] = request.matcher is not None
         self.running = np.append(self.running, np.int32(slot))
 
     def vacate(self, slot: int) -> Request:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.request import IntArray
 from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.token_mask import RowMasks
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -40,6 +41,8 @@ class AddedRow:
     """Sorted ids that end the request once `min_tokens` are out."""
     params: SamplingParams
     seed: int
+    has_grammar: bool = False
+    """Whatever the row samples is masked, by what the plans of those steps carry."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +82,8 @@ class StepPlan:
     """True when some row limits by top-k, top-p or min-p."""
     needs_min_tokens: bool
     """True when some row asks for a minimum length."""
+    masks: RowMasks | None = None
+    """Of the rows that sample under a grammar; the device waits for them before it samples."""
 
     @property
     def num_rows(self) -> int:
@@ -122,6 +127,14 @@ class StepResult:
     """Why nothing was replayed, or only pieces where a whole step might have been."""
     num_late_compiles: int = 0
     """Kernels compiled since the engine was ready, which should be none: each is a stall."""
+
+    def tokens_by_row(self) -> IntArray:
+        """[num_rows] sampled token of each row, -1 where it sampled none."""
+        if len(self.token_ids) == len(self.num_sampled):
+            return self.token_ids
+        tokens = np.full(len(self.num_sampled), -1, np.int32)
+        tokens[self.num_sampled > 0] = self.token_ids
+        return tokens
 
 
 class GraphStatus(NamedTuple):

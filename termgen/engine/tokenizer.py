@@ -140,6 +140,10 @@ class Tokenizer:
         """The token's text, with replacement characters where it is part of a character."""
         return self._all_bytes[token_id].decode("utf-8", "replace")
 
+    def to_json(self) -> str:
+        """The backend as the text of a tokenizer.json."""
+        return self._backend.to_str()
+
     def _need_chat(self) -> ChatEncoder:
         if self._chat is None:
             raise RequestError(

@@ -30,7 +30,7 @@ class SamplingVariant(enum.StrEnum):
     PLAIN = "plain"
     """Greedy rows and rows with a temperature."""
     FILTERED = "filtered"
-    """Those, and rows with top-k, top-p or min-p."""
+    """Those, and rows with top-k, top-p or min-p, or under a grammar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class SamplingNeeds:
     all_greedy: bool = False
     filters: bool = False
     """Top-k, top-p or min-p."""
+    grammar: bool = False
     penalties: bool = False
     min_tokens: bool = False
     max_logprobs: int | None = None
@@ -49,6 +50,7 @@ class SamplingNeeds:
         return cls(
             all_greedy=not plan.needs_sampling,
             filters=plan.needs_top_k_top_p,
+            grammar=plan.masks is not None,
             penalties=plan.needs_penalties,
             min_tokens=plan.needs_min_tokens,
             max_logprobs=plan.max_logprobs if plan.needs_logprobs else None,
@@ -59,16 +61,19 @@ class SamplingNeeds:
         """The recording that does this, if any does."""
         if self.penalties or self.min_tokens or self.max_logprobs is not None:
             return None
-        return SamplingVariant.FILTERED if self.filters else SamplingVariant.PLAIN
+        restricts = self.filters or self.grammar
+        return SamplingVariant.FILTERED if restricts else SamplingVariant.PLAIN
 
 
 NEEDS = {
     SamplingVariant.PLAIN: SamplingNeeds(),
-    SamplingVariant.FILTERED: SamplingNeeds(filters=True),
+    SamplingVariant.FILTERED: SamplingNeeds(filters=True, grammar=True),
 }
 """What each recording does."""
 
-EVERYTHING = SamplingNeeds(filters=True, penalties=True, min_tokens=True, max_logprobs=MAX_LOGPROBS)
+EVERYTHING = SamplingNeeds(
+    filters=True, grammar=True, penalties=True, min_tokens=True, max_logprobs=MAX_LOGPROBS
+)
 """All that rows may ask of a sampler, at once."""
 
 

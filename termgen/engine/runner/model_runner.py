@@ -43,6 +43,7 @@ from termgen.engine.runner.row_header import RowHeader
 from termgen.engine.runner.token_ring import TokenRing
 from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.sampler import Sampler
+from termgen.engine.sampling.token_mask import TokenMasks
 from termgen.engine.step import StepPlan
 
 if TYPE_CHECKING:
@@ -222,12 +223,18 @@ class ModelRunner:
             needs = SamplingNeeds.of(plan)
             dispatch = self.graphs.dispatch(plan, needs)
             if dispatch.descriptor is not None:
+                self.state.set_masks(plan)
                 tensors = StepTensors(self.graphs.replay(dispatch.descriptor, plan), None)
             elif dispatch.padded_tokens is not None:
                 batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
-                tensors = self._sample(batch, self.model.compute_logits(hidden), needs)
+                logits = self.model.compute_logits(hidden)
+                self.state.set_masks(plan)  # which are filled while the model runs
+                tensors = self._sample(batch, logits, needs)
             else:
-                tensors = self._compute(self.buffers.prepare(plan, self.state), needs)
+                batch = self.buffers.prepare(plan, self.state)
+                logits = self._forward(batch)
+                self.state.set_masks(plan)
+                tensors = self._sample(batch, logits, needs)
         return AsyncOutput(
             plan,
             tensors,
@@ -263,13 +270,7 @@ class ModelRunner:
                 max_query_len=descriptor.num_tokens,
                 max_seq_len=self.max_model_len,
             )
-        return self._compute(batch, NEEDS[descriptor.sampling], ring).tokens
-
-    def _compute(
-        self, batch: InputBatch, needs: SamplingNeeds, ring: TokenRing | None = None
-    ) -> StepTensors:
-        """Model, sampling and state update."""
-        return self._sample(batch, self._forward(batch), needs, ring)
+        return self._sample(batch, self._forward(batch), NEEDS[descriptor.sampling], ring).tokens
 
     def _sample(
         self,
@@ -283,7 +284,7 @@ class ModelRunner:
         logprobs = None
         if self.fused_sampler is not None and needs.variant is not None:
             token_ids = self.fused_sampler(
-                logits, slots, num_tokens, self.state, filters=needs.filters
+                logits, slots, num_tokens, self.state, filters=needs.filters, grammar=needs.grammar
             )
         else:
             output = self.sampler(logits.float(), self._sampling_metadata(batch, needs))
@@ -321,6 +322,9 @@ class ModelRunner:
             needs_penalties=needs.penalties,
             needs_top_k_top_p=needs.filters,
             suppress_any=needs.min_tokens,
+            token_masks=TokenMasks(slots, state.has_grammar, state.token_masks)
+            if needs.grammar
+            else None,
             max_logprobs=needs.max_logprobs,
         )
 

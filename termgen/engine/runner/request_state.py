@@ -62,6 +62,11 @@ class RequestState:
         self.frequency_penalty = column(torch.float32)
         stop_columns = MAX_STOP_TOKEN_IDS + num_eos_ids
         self.stop_ids = torch.full((rows, stop_columns), -1, dtype=torch.int64, device=device)
+        self.has_grammar = column(torch.bool)
+        self.token_masks = torch.zeros(
+            (rows, -(-vocab_size // 32)), dtype=torch.int32, device=device
+        )
+        """[R, W]: a bit for each token that a row with a grammar may sample next."""
         self.output_counts: torch.Tensor | None = None  # [R, V] int32, once a penalty is asked for
         self.prompt_mask: torch.Tensor | None = None  # [R, V] bool, likewise
 
@@ -74,6 +79,13 @@ class RequestState:
         if len(plan.block_ids):
             where = (self.upload(plan.block_slots).long(), self.upload(plan.block_positions).long())
             self.block_table.index_put_(where, self.upload(plan.block_ids))
+
+    def set_masks(self, plan: StepPlan) -> None:
+        """Wait for the masks of a plan's rows, and put them where sampling reads them."""
+        if plan.masks is not None:
+            bits = plan.masks.bits()[:, : self.token_masks.shape[1]]  # no bits of unknown tokens
+            slots = self._indices(plan.slots[plan.masks.rows].tolist())
+            self.token_masks.index_copy_(0, slots, self.upload(np.ascontiguousarray(bits)))
 
     def upload(self, values: np.ndarray) -> torch.Tensor:
         """Host array to device without waiting."""
@@ -99,6 +111,7 @@ class RequestState:
         write(self.limit, [row.max_total_tokens for row in added])
         write(self.min_total, [row.num_prompt_tokens + row.params.min_tokens for row in added])
         write(self.finished, [False] * len(added))
+        write(self.has_grammar, [row.has_grammar for row in added])
         write(self.temperature, [0.0 if p.is_greedy else p.temperature for p in params])
         write(self.top_k, [p.top_k for p in params])
         write(self.top_p, [p.top_p for p in params])
