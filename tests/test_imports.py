@@ -27,6 +27,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.sampling_params",
         "engine.structured_outputs",
         "engine.token_mask",
+        "engine.tool_format",
         "engine.request",
         "engine.step",
         "engine.events",

@@ -11,6 +11,7 @@ from typing import Any
 
 from termgen.api.errors import unsupported
 from termgen.api.fields import Check, Fields, is_empty, is_int, never, one_of, wrong_type
+from termgen.api.structured import parse_structured
 from termgen.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from termgen.errors import RequestError
 
@@ -45,12 +46,6 @@ REFUSED: dict[str, Check] = {
     "logit_bias": is_empty,
     "allowed_token_ids": is_empty,
     "bad_words": is_empty,
-    "response_format": one_of({"type": "text"}),
-    "structured_outputs": is_empty,
-    "guided_json": never,
-    "guided_regex": never,
-    "guided_choice": never,
-    "guided_grammar": never,
     "prompt_logprobs": never,
     "use_beam_search": is_empty,
     "length_penalty": one_of(1, 1.0),
@@ -93,6 +88,7 @@ def parse_sampling(
         max_tokens=max_tokens,
         min_tokens=body.integer("min_tokens", low=0, high=MAX_INT) or 0,
         logprobs=logprobs,
+        structured_outputs=parse_structured(body),
         **args,
     )
 

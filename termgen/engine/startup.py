@@ -26,6 +26,8 @@ from termgen.engine.scheduler_types import SchedulerConfig
 from termgen.engine.startup_phases import LOADING_TOKENIZER, PhaseClock, describe_startup
 from termgen.engine.step import DeviceInfo
 from termgen.engine.tokenizer import Tokenizer, load_tokenizer
+from termgen.engine.tool_detection import tool_format
+from termgen.engine.tool_format import ToolFormat
 from termgen.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -193,6 +195,7 @@ def _model_info(
         created=int(time.time()),
         default_params=_default_params(local, generation_config),
         implementation=info.implementation,
+        tool_format=ToolFormat() if tokenizer is None else tool_format(tokenizer),
         memory=info.memory,
     )
 

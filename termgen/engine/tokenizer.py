@@ -56,6 +56,8 @@ class Tokenizer:
         self._text_bytes = _BytesTable(self._raw_bytes, self.special_token_ids)
         self._max_token_chars: int | None = None
         self._chat = ChatEncoder(backend, parts) if parts.chat_templates else None
+        self.chat_templates = parts.chat_templates
+        self.response_template = parts.response_template
 
     @property
     def has_chat_template(self) -> bool:
@@ -139,6 +141,11 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """The token's text, with replacement characters where it is part of a character."""
         return self._all_bytes[token_id].decode("utf-8", "replace")
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of a special token spelled like this."""
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id if token_id in self.special_token_ids else None
 
     def to_json(self) -> str:
         """The backend as the text of a tokenizer.json."""
