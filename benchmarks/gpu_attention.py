@@ -51,19 +51,34 @@ def decode_configs(head_dim: int, kv_dtype: torch.dtype, every: bool) -> Iterato
 
 
 def prefill_configs(
-    head_dim: int, group: int, block_size: int, every: bool
+    head_dim: int, group: int, kv_dtype: torch.dtype, block_size: int, every: bool
 ) -> Iterator[PrefillConfig]:
     own = prefill_plan.default_config(
-        head_dim, DTYPE, group=group, max_query_len=4096, block_size=block_size
+        head_dim,
+        DTYPE,
+        group=group,
+        max_query_len=4096,
+        block_size=block_size,
+        can_specialise=prefill_plan.can_specialise(
+            torch.device("cuda"),
+            head_dim=head_dim,
+            dtype=DTYPE,
+            kv_cache_dtype=kv_dtype,
+            block_size=block_size,
+        ),
     )
     yield own
     if not every:
         return
     for rows, tile, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
-        config = PrefillConfig(rows, tile, warps, stages)
         shared = (2 * rows + 4 * tile * stages) * head_dim
-        if config != own and 80_000 <= shared <= 230_000:
-            yield config
+        if 40_000 <= shared <= 230_000:
+            yield PrefillConfig(rows, tile, warps, stages)
+    if own.specialised:
+        for tile, stages in ((64, 2), (64, 3), (64, 4), (128, 2)):
+            config = PrefillConfig(128, tile, 4, stages, specialised=True)
+            if config != own and tile * head_dim <= 8192:
+                yield config
 
 
 class Batch:
@@ -158,17 +173,18 @@ def time_decode(batch: Batch, config: DecodeConfig) -> float | None:
 def time_prefill(batch: Batch, config: PrefillConfig) -> float | None:
     group, rows, tokens = batch.num_heads // batch.num_kv_heads, len(batch.lengths), len(batch.q)
     num_tiles = prefill_plan.max_tiles(tokens, rows, config=config, group=group)
-    plan = torch.zeros((num_tiles, 2), dtype=torch.int32, device="cuda")
+    fields = prefill_plan.PLAN_FIELDS.value
+    plan = torch.zeros((num_tiles, fields), dtype=torch.int32, device="cuda")
     out = torch.empty_like(batch.q)
     prefill_plan.plan_prefill(
-        batch.starts, plan, config=config, group=group, first_row=0, num_rows=rows,
-        num_tiles=num_tiles,
+        batch.starts, batch.seq_lens, plan, config=config, group=group, first_row=0,
+        num_rows=rows, num_tiles=num_tiles,
     )  # fmt: skip
 
     def call(cache: torch.Tensor) -> None:
         paged_prefill.paged_prefill(
-            batch.q, cache, batch.table, batch.seq_lens, batch.starts, plan,
-            config=config, num_tiles=num_tiles, scale=batch.scale, out=out,
+            batch.q, cache, batch.table, plan, config=config,
+            num_tiles=num_tiles, scale=batch.scale, out=out,
         )  # fmt: skip
 
     call(batch.caches[0])
@@ -220,7 +236,7 @@ def main() -> None:
             flops = sum(4 * n * n / 2 for n in lengths) * heads[0] * heads[2]
             results = []
             group = heads[0] // heads[1]
-            for pconfig in prefill_configs(heads[2], group, args.block_size, args.all):
+            for pconfig in prefill_configs(heads[2], group, kv_dtype, args.block_size, args.all):
                 us = time_prefill(batch, pconfig)
                 results.append((us if us is not None else -1.0, str(pconfig), pconfig, us))
             for _, _, pconfig, us in [results[0], *sorted(results[1:])[:5]]:

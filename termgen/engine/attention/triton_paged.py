@@ -47,12 +47,20 @@ class TritonPagedAttention:
             config=decode_plan.default_config(shape.head_dim, shape.dtype, shape.kv_cache_dtype),
             device=shape.device,
         )
+        self._can_specialise = prefill_plan.can_specialise(
+            shape.device,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
+            kv_cache_dtype=shape.kv_cache_dtype,
+            block_size=shape.block_size,
+        )
         self._decode_plans = {window: self._workspace.new_plan() for window in set(shape.windows)}
         most = max(
             self._num_tiles(self._prefill_config(length), shape.max_num_tokens, shape.max_num_seqs)
             for length in (1, shape.max_num_tokens)
         )
-        self._prefill_plan = torch.zeros((most, 2), dtype=torch.int32, device=shape.device)
+        plan = (most, prefill_plan.PLAN_FIELDS.value)
+        self._prefill_plan = torch.zeros(plan, dtype=torch.int32, device=shape.device)
         self._config = self._prefill_config(1)
         self._tiles = 0
         self._decode_rows = 0
@@ -91,6 +99,7 @@ class TritonPagedAttention:
         self._tiles = self._num_tiles(self._config, num_tokens, metadata.num_rows - first_row)
         prefill_plan.plan_prefill(
             metadata.query_start_loc,
+            metadata.seq_lens,
             self._prefill_plan,
             config=self._config,
             group=self._group,
@@ -132,8 +141,6 @@ class TritonPagedAttention:
                 q,
                 kv_cache,
                 metadata.block_table,
-                metadata.seq_lens,
-                metadata.query_start_loc,
                 self._prefill_plan,
                 config=self._config,
                 num_tiles=self._tiles,
@@ -151,6 +158,7 @@ class TritonPagedAttention:
             group=self._group,
             max_query_len=max_query_len,
             block_size=self._block_size,
+            can_specialise=self._can_specialise,
         )
 
     def _num_tiles(self, config: prefill_plan.PrefillConfig, num_tokens: int, num_rows: int) -> int:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 
 import torch
+import triton
 
+_GLUON_RELEASES = ("3.6.", "3.7.")
+"""Of Triton, whose Gluon the kernels compile with."""
 _INTERPRETED_SMS = 4
 """Multiprocessors a CPU stands in for when kernels are interpreted: enough to split work."""
 
@@ -40,6 +43,16 @@ def has_pdl(device: torch.device) -> bool:
 def has_tma(device: torch.device) -> bool:
     """Whether tiles can be copied by the tensor memory accelerator; the interpreter can, too."""
     return device.type != "cuda" or has_pdl(device)
+
+
+@functools.cache
+def has_hopper_gluon(device: torch.device) -> bool:
+    """Whether kernels in Gluon for Hopper run: other generations multiply in other ways, and Gluon,
+    experimental as it is, may change with each release of Triton."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return is_hopper and triton.__version__.startswith(_GLUON_RELEASES)
 
 
 def pdl_options(device: torch.device, *, enabled: bool = True) -> dict[str, bool]:

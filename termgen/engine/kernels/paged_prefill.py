@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from termgen.engine.kernels.cache_layout import cache_constants
 from termgen.engine.kernels.launch import dot_precision, has_tma, next_power_of_2
-from termgen.engine.kernels.prefill_plan import PrefillConfig
+from termgen.engine.kernels.prefill_plan import PLAN_FIELDS, PrefillConfig
 from termgen.engine.kernels.query_type import to_product_type
 
 _LOG2_E = 1.4426950408889634
@@ -127,15 +127,13 @@ def _attend_tile(
 
 @triton.jit(
     do_not_specialize=["num_tiles", "table_stride"],
-    do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr", "block_table_ptr"],
+    do_not_specialize_on_alignment=["block_table_ptr", "plan_ptr"],
 )
 def _paged_prefill_kernel(
     q_ptr,
     cache,
     out_ptr,
     block_table_ptr,
-    seq_lens_ptr,
-    query_start_loc_ptr,
     plan_ptr,
     scale,
     num_tiles,
@@ -160,23 +158,21 @@ def _paged_prefill_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    entry = plan_ptr + (num_tiles - 1 - tl.program_id(0)) * 2
+    entry = plan_ptr + (num_tiles - 1 - tl.program_id(0)) * PLAN_FIELDS
     kv_head = tl.program_id(1)
     row = tl.load(entry)
     if row < 0:
         return
-    first_query = tl.load(entry + 1)
-    query_start = tl.load(query_start_loc_ptr + row)
-    query_len = tl.load(query_start_loc_ptr + row + 1) - query_start
-    seq_len = tl.load(seq_lens_ptr + row)
-    first_position = seq_len - query_len + first_query
+    first_token = tl.load(entry + 1)
+    num_queries = tl.load(entry + 2)
+    first_position = tl.load(entry + 3)
+    seq_len = tl.load(entry + 4)
 
     lanes = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     queries = lanes // GROUP
-    is_live = (queries < QUERIES) & (first_query + queries < query_len)
-    live = is_live[:, None] & (dims < HEAD_DIM)[None, :]
-    tokens = query_start.to(tl.int64) + first_query + queries
+    live = (queries < num_queries)[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = (first_token + queries).to(tl.int64)
     heads = kv_head * GROUP + lanes % GROUP
     q_at = q_ptr + tokens * q_stride + heads * HEAD_DIM
     q = tl.load(q_at[:, None] + dims[None, :], mask=live, other=0.0)
@@ -272,8 +268,6 @@ def paged_prefill(
     q: torch.Tensor,  # [T, num_heads, head_dim], heads dense
     cache: torch.Tensor,  # view [num_blocks, block_size, 2, num_kv_heads, head_dim]
     block_table: torch.Tensor,  # [B, max_blocks] int32
-    seq_lens: torch.Tensor,  # [B] int32; the tokens of a row of length 0 get zeros
-    query_start_loc: torch.Tensor,  # [B+1] int32
     plan: torch.Tensor,
     *,
     config: PrefillConfig,
@@ -282,41 +276,56 @@ def paged_prefill(
     sliding_window: int | None = None,
     out: torch.Tensor,  # [T, num_heads, head_dim], contiguous
 ) -> torch.Tensor:
-    """Writes the tokens of the planned rows and no others. Their keys and values are in the cache
-    already; `plan` was made by `plan_prefill` with the same `config` and `num_tiles`."""
+    """Writes the tokens of the planned rows and no others, zeros for a row of length 0. Their keys
+    and values are in the cache already; `plan` was made by `plan_prefill` with the same `config`
+    and `num_tiles`."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = cache.shape[3]
     group = num_heads // num_kv_heads
     assert q.stride()[1:] == (head_dim, 1) and out.is_contiguous(), (q.stride(), out.stride())
     assert block_table.stride(1) == 1 and config.rows >= group
-    use_tma = can_use_tma(cache, config.tile)
-    if num_tiles:
-        _paged_prefill_kernel[(num_tiles, num_kv_heads)](
+    if not num_tiles:
+        return out
+    if config.specialised:
+        from termgen.engine.kernels.paged_prefill_hopper import paged_prefill_hopper
+
+        paged_prefill_hopper(
             q,
-            _cache_lines(cache, config.tile) if use_tma else cache,
-            out,
+            cache,
             block_table,
-            seq_lens,
-            query_start_loc,
             plan,
-            scale * _LOG2_E,
-            num_tiles,
-            q.stride(0),
-            block_table.stride(0),
-            **cache_constants(cache),
-            GROUP=group,
-            WINDOW=sliding_window or 0,
-            QUERIES=config.rows // group,
-            TILE=config.tile,
-            IS_WITHIN_BLOCK=cache.shape[1] % config.tile == 0,
-            USE_TMA=use_tma,
-            CACHE_BITS=8 * cache.element_size(),
-            NUM_STAGES=config.num_stages,
-            BLOCK_M=config.rows,
-            BLOCK_D=next_power_of_2(head_dim),
-            PRECISION=dot_precision(q.dtype),
-            num_warps=config.num_warps,
+            config=config,
+            num_tiles=num_tiles,
+            scale=scale,
+            sliding_window=sliding_window,
+            out=out,
         )
+        return out
+    use_tma = can_use_tma(cache, config.tile)
+    _paged_prefill_kernel[(num_tiles, num_kv_heads)](
+        q,
+        _cache_lines(cache, config.tile) if use_tma else cache,
+        out,
+        block_table,
+        plan,
+        scale * _LOG2_E,
+        num_tiles,
+        q.stride(0),
+        block_table.stride(0),
+        **cache_constants(cache),
+        GROUP=group,
+        WINDOW=sliding_window or 0,
+        QUERIES=config.rows // group,
+        TILE=config.tile,
+        IS_WITHIN_BLOCK=cache.shape[1] % config.tile == 0,
+        USE_TMA=use_tma,
+        CACHE_BITS=8 * cache.element_size(),
+        NUM_STAGES=config.num_stages,
+        BLOCK_M=config.rows,
+        BLOCK_D=next_power_of_2(head_dim),
+        PRECISION=dot_precision(q.dtype),
+        num_warps=config.num_warps,
+    )
     return out
 
 

@@ -15,8 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from termgen.engine.kernels.launch import next_power_of_2
+from termgen.engine.kernels.launch import has_hopper_gluon, next_power_of_2
 
+PLAN_FIELDS = tl.constexpr(5)
+"""Of a tile, int32: its row, -1 where none is left; its first token; how many queries it holds; the
+position of the first one; the row's length."""
 _PLAN_TILES = 16
 _PLAN_ROWS = 256
 
@@ -31,14 +34,51 @@ class PrefillConfig:
     """Keys of a tile."""
     num_warps: int
     num_stages: int
+    specialised: bool = False
+    """Warps that copy beside warps that compute: `paged_prefill_hopper`."""
+
+
+def can_specialise(
+    device: torch.device,
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
+    block_size: int,
+) -> bool:
+    """Whether `paged_prefill_hopper` computes attention of this kind."""
+    return (
+        has_hopper_gluon(device)
+        and head_dim in (64, 128)
+        and dtype == kv_cache_dtype
+        and dtype.itemsize == 2
+        and block_size % 64 == 0
+    )
+
+
+def specialised_config(head_dim: int) -> PrefillConfig:
+    """What a group of warps holds in registers is as much at head size 64 as at 128."""
+    tile, stages = (128, 2) if head_dim == 64 else (64, 3)
+    return PrefillConfig(rows=128, tile=tile, num_warps=4, num_stages=stages, specialised=True)
 
 
 def default_config(
-    head_dim: int, dtype: torch.dtype, *, group: int, max_query_len: int, block_size: int
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    group: int,
+    max_query_len: int,
+    block_size: int,
+    can_specialise: bool = False,
 ) -> PrefillConfig:
-    """`max_query_len` may be any upper bound: it chooses among two configurations."""
+    """`max_query_len` may be any upper bound: it chooses among two configurations.
+
+    can_specialise: what the function of that name says.
+    """
     row_bytes = next_power_of_2(head_dim) * dtype.itemsize
     is_short = max_query_len * group <= 64
+    if can_specialise and not is_short:
+        return specialised_config(head_dim)
     least = max(16, next_power_of_2(group))
     if row_bytes <= 256 and block_size % 64 == 0:
         # Two programs to a multiprocessor: one multiplies while the other takes exponentials.
@@ -55,10 +95,11 @@ def default_config(
 
 @triton.jit(
     do_not_specialize=["first_row", "num_rows", "num_tiles"],
-    do_not_specialize_on_alignment=["query_start_loc_ptr", "plan_ptr"],
+    do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "plan_ptr"],
 )
 def _plan_kernel(
     query_start_loc_ptr,
+    seq_lens_ptr,
     plan_ptr,
     first_row,
     num_rows,
@@ -79,9 +120,19 @@ def _plan_kernel(
     is_before = ends[None, :] <= tiles[:, None]
     row = first_row + tl.sum(is_before.to(tl.int32), axis=1)
     row_start = tl.max(tl.where(is_before, ends[None, :], 0), axis=1)
-    row = tl.where(row < num_rows, row, -1)
-    tl.store(plan_ptr + tiles * 2, row, mask=tiles < num_tiles)
-    tl.store(plan_ptr + tiles * 2 + 1, (tiles - row_start) * QUERIES, mask=tiles < num_tiles)
+    is_live = row < num_rows
+    first_query = (tiles - row_start) * QUERIES
+    first_token = tl.load(query_start_loc_ptr + row, mask=is_live, other=0)
+    end_token = tl.load(query_start_loc_ptr + row + 1, mask=is_live, other=0)
+    seq_len = tl.load(seq_lens_ptr + row, mask=is_live, other=0)
+    entry = plan_ptr + tiles * PLAN_FIELDS
+    is_planned = tiles < num_tiles
+    num_queries = tl.minimum(end_token - first_token - first_query, QUERIES)
+    tl.store(entry, tl.where(is_live, row, -1), mask=is_planned)
+    tl.store(entry + 1, first_token + first_query, mask=is_planned)
+    tl.store(entry + 2, num_queries, mask=is_planned)
+    tl.store(entry + 3, seq_len - (end_token - first_token) + first_query, mask=is_planned)
+    tl.store(entry + 4, seq_len, mask=is_planned)
 
 
 def max_tiles(num_tokens: int, num_rows: int, *, config: PrefillConfig, group: int) -> int:
@@ -92,7 +143,8 @@ def max_tiles(num_tokens: int, num_rows: int, *, config: PrefillConfig, group: i
 
 def plan_prefill(
     query_start_loc: torch.Tensor,  # [B+1] int32
-    plan: torch.Tensor,  # [>= num_tiles, 2] int32
+    seq_lens: torch.Tensor,  # [B] int32
+    plan: torch.Tensor,  # [>= num_tiles, PLAN_FIELDS] int32
     *,
     config: PrefillConfig,
     group: int,
@@ -101,14 +153,15 @@ def plan_prefill(
     num_tiles: int,
     skip_single: bool = False,
 ) -> None:
-    """Lists the tiles of rows [first_row, num_rows): (row, first query), or row -1 past the last.
+    """Lists the tiles of rows [first_row, num_rows).
 
     skip_single: leave out rows of one query, which decode attention computes.
     Once per step for all layers; no window changes it.
     """
-    assert plan.shape[0] >= num_tiles, (plan.shape, num_tiles)
+    assert plan.shape[0] >= num_tiles and plan.is_contiguous(), (plan.shape, num_tiles)
     _plan_kernel[(triton.cdiv(num_tiles, _PLAN_TILES),)](
         query_start_loc,
+        seq_lens,
         plan,
         first_row,
         num_rows,

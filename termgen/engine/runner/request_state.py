@@ -38,31 +38,30 @@ class RequestState:
         self.fused = not why_unusable(device)
         """Whether one kernel does the work of many torch operations."""
 
-        def column(dtype: torch.dtype, fill: float = 0) -> torch.Tensor:
-            return torch.full((rows,), fill, dtype=dtype, device=device)
+        def columns(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            """Columns that are written together, as a matrix and each by itself; every one starts
+            where a kernel may read 16 bytes at once."""
+            matrix = torch.zeros((count, -(-rows // 16) * 16), dtype=dtype, device=device)
+            return matrix, list(matrix[:, :rows])
 
         self.token_ids = torch.zeros((rows, max_model_len), dtype=torch.int32, device=device)
         self.block_table = torch.zeros((rows, max_blocks), dtype=torch.int32, device=device)
-        self.total_len = column(torch.int64)
-        """Known tokens, sampled ones included."""
-        self.num_computed = column(torch.int64)
-        self.prompt_len = column(torch.int64)
-        self.limit = column(torch.int64)
-        self.min_total = column(torch.int64)
-        """prompt + min_tokens: below it stop ids are suppressed."""
-        self.finished = column(torch.bool, True)
+        self._integers, integers = columns(6, torch.int64)
+        self.total_len, self.num_computed, self.prompt_len, *integers = integers
+        """Known tokens, sampled ones included; those with KV; those of the prompt."""
+        self.limit, self.min_total, self.seeds = integers
+        """Most tokens; prompt + min_tokens, below which stop ids are suppressed; seeds."""
+        self._reals, reals = columns(6, torch.float32)
+        self.temperature, self.top_p, self.min_p, *reals = reals
+        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = reals
+        self.top_p.fill_(1.0)
+        self.repetition_penalty.fill_(1.0)
+        self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.finished = torch.ones(rows, dtype=torch.bool, device=device)
         """Stopped or released: computes into the null block and samples nothing."""
-        self.temperature = column(torch.float32)
-        self.top_k = column(torch.int32)
-        self.top_p = column(torch.float32, 1.0)
-        self.min_p = column(torch.float32)
-        self.seeds = column(torch.int64)
-        self.repetition_penalty = column(torch.float32, 1.0)
-        self.presence_penalty = column(torch.float32)
-        self.frequency_penalty = column(torch.float32)
         stop_columns = MAX_STOP_TOKEN_IDS + num_eos_ids
         self.stop_ids = torch.full((rows, stop_columns), -1, dtype=torch.int64, device=device)
-        self.has_grammar = column(torch.bool)
+        self.has_grammar = torch.zeros(rows, dtype=torch.bool, device=device)
         self.token_masks = torch.zeros(
             (rows, -(-vocab_size // 32)), dtype=torch.int32, device=device
         )
@@ -73,18 +72,22 @@ class RequestState:
     def update(self, plan: StepPlan) -> None:
         """Bring rows up to a plan: release, add, append blocks, in that order."""
         if plan.released_slots:
-            self.finished[self._indices(plan.released_slots)] = True
+            # Assigning through an index would copy the value from the host, and that copy waits
+            # for every step in flight.
+            released = self.upload(np.asarray(plan.released_slots, np.int64))
+            self.finished.index_fill_(0, released, True)
         if plan.added:
             self._add(plan.added)
         if len(plan.block_ids):
-            where = (self.upload(plan.block_slots).long(), self.upload(plan.block_positions).long())
-            self.block_table.index_put_(where, self.upload(plan.block_ids))
+            new = np.stack((plan.block_slots, plan.block_positions, plan.block_ids))
+            slots, positions, blocks = self.upload(new.astype(np.int64))
+            self.block_table.index_put_((slots, positions), blocks.int())
 
     def set_masks(self, plan: StepPlan) -> None:
         """Wait for the masks of a plan's rows, and put them where sampling reads them."""
         if plan.masks is not None:
             bits = plan.masks.bits()[:, : self.token_masks.shape[1]]  # no bits of unknown tokens
-            slots = self._indices(plan.slots[plan.masks.rows].tolist())
+            slots = self.upload(plan.slots[plan.masks.rows].astype(np.int64))
             self.token_masks.index_copy_(0, slots, self.upload(np.ascontiguousarray(bits)))
 
     def upload(self, values: np.ndarray) -> torch.Tensor:
@@ -94,42 +97,53 @@ class RequestState:
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def _indices(self, slots: Sequence[int]) -> torch.Tensor:
-        return self.upload(np.asarray(slots, np.int64))
-
     def _add(self, added: Sequence[AddedRow]) -> None:
-        slots = self._indices([row.slot for row in added])
-
-        def write(column: torch.Tensor, values: list[float] | list[int] | list[bool]) -> None:
-            host = np.asarray(values)
-            column[slots] = self.upload(host).to(column.dtype)
-
+        """Few copies for all rows: each costs the host as much as the launch of a kernel."""
         params = [row.params for row in added]
-        write(self.total_len, [len(row.token_ids) for row in added])
-        write(self.num_computed, [row.num_computed_tokens for row in added])
-        write(self.prompt_len, [row.num_prompt_tokens for row in added])
-        write(self.limit, [row.max_total_tokens for row in added])
-        write(self.min_total, [row.num_prompt_tokens + row.params.min_tokens for row in added])
-        write(self.finished, [False] * len(added))
-        write(self.has_grammar, [row.has_grammar for row in added])
-        write(self.temperature, [0.0 if p.is_greedy else p.temperature for p in params])
-        write(self.top_k, [p.top_k for p in params])
-        write(self.top_p, [p.top_p for p in params])
-        write(self.min_p, [p.min_p for p in params])
-        write(self.seeds, [row.seed for row in added])
-        write(self.repetition_penalty, [p.repetition_penalty for p in params])
-        write(self.presence_penalty, [p.presence_penalty for p in params])
-        write(self.frequency_penalty, [p.frequency_penalty for p in params])
-        stops = np.full((len(added), self.stop_ids.shape[1]), -1, np.int64)
+        integers = [
+            [row.slot for row in added],
+            [len(row.token_ids) for row in added],
+            [row.num_computed_tokens for row in added],
+            [row.num_prompt_tokens for row in added],
+            [row.max_total_tokens for row in added],
+            [row.num_prompt_tokens + row.params.min_tokens for row in added],
+            [row.seed for row in added],
+            [row.has_grammar for row in added],
+            [p.top_k for p in params],
+        ]
+        reals = [
+            [0.0 if p.is_greedy else p.temperature for p in params],
+            [p.top_p for p in params],
+            [p.min_p for p in params],
+            [p.repetition_penalty for p in params],
+            [p.presence_penalty for p in params],
+            [p.frequency_penalty for p in params],
+        ]
+        stops = np.full((self.stop_ids.shape[1], len(added)), -1, np.int64)
         for i, row in enumerate(added):
-            stops[i, : len(row.stop_token_ids)] = row.stop_token_ids
-            self.token_ids[row.slot, : len(row.token_ids)] = self.upload(row.token_ids)
-        self.stop_ids[slots] = self.upload(stops)
+            stops[: len(row.stop_token_ids), i] = row.stop_token_ids
+        uploaded = self.upload(np.concatenate((np.asarray(integers, np.int64), stops)))
+        slots, (has_grammar, top_k) = uploaded[0], uploaded[len(integers) - 2 : len(integers)]
+        self._integers.index_copy_(1, slots, uploaded[1 : len(integers) - 2])
+        self._reals.index_copy_(1, slots, self.upload(np.asarray(reals, np.float32)))
+        self.has_grammar.index_copy_(0, slots, has_grammar.bool())
+        self.top_k.index_copy_(0, slots, top_k.int())
+        self.stop_ids.index_copy_(0, slots, uploaded[len(integers) :].T)
+        self.finished.index_fill_(0, slots, False)
+        self._write_tokens(added)
         if self.output_counts is None and any(p.has_penalties for p in params):
             self.make_penalty_tables()
         for row in added:
             if row.params.has_penalties:
                 self._count_tokens(row)
+
+    def _write_tokens(self, added: Sequence[AddedRow]) -> None:
+        width = self.token_ids.shape[1]
+        places = [np.arange(len(row.token_ids)) + row.slot * width for row in added]
+        tokens = np.concatenate([row.token_ids for row in added]).astype(np.int32, copy=False)
+        self.token_ids.view(-1).index_copy_(
+            0, self.upload(np.concatenate(places)), self.upload(tokens)
+        )
 
     def make_penalty_tables(self) -> None:
         # Gigabytes for a large vocabulary and many slots, so only once somebody asks.
@@ -145,7 +159,7 @@ class RequestState:
         tokens = self.upload(row.token_ids).long()
         prompt, output = tokens[: row.num_prompt_tokens], tokens[row.num_prompt_tokens :]
         self.prompt_mask[row.slot] = False
-        self.prompt_mask[row.slot, prompt] = True
+        self.prompt_mask[row.slot].index_fill_(0, prompt, True)
         counts = self.output_counts[row.slot]
         counts.zero_()
         counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))

@@ -24,7 +24,9 @@ from termgen.engine.kernels.paged_prefill import (  # noqa: E402
     paged_prefill_reference,
 )
 from termgen.engine.kernels.prefill_plan import (  # noqa: E402
+    PLAN_FIELDS,
     PrefillConfig,
+    can_specialise,
     default_config,
     max_tiles,
     plan_prefill,
@@ -70,7 +72,19 @@ class Case:
         self.group = num_heads // num_kv_heads
         longest = max(n for _, n in rows)
         self.config = config or default_config(
-            head_dim, dtype, group=self.group, max_query_len=longest, block_size=block_size
+            head_dim,
+            dtype,
+            group=self.group,
+            max_query_len=longest,
+            block_size=block_size,
+            can_specialise=can_use_tma(self.cache, 64)
+            and can_specialise(
+                self.cache.device,
+                head_dim=head_dim,
+                dtype=dtype,
+                kv_cache_dtype=dtype,
+                block_size=block_size,
+            ),
         )
 
     def run(self, *, sliding_window: int | None = None, first_row: int = 0) -> torch.Tensor:
@@ -81,9 +95,11 @@ class Case:
             config=self.config,
             group=self.group,
         )
-        plan = torch.full((num_tiles + 1, 2), 2**30, dtype=torch.int32, device=self.q.device)
+        fields = PLAN_FIELDS.value
+        plan = torch.full((num_tiles + 1, fields), 2**30, dtype=torch.int32, device=self.q.device)
         plan_prefill(
             self.starts,
+            self.seq_lens,
             plan,
             config=self.config,
             group=self.group,
@@ -91,14 +107,12 @@ class Case:
             num_rows=self.num_rows,
             num_tiles=num_tiles,
         )
-        assert int(plan[-1, 0]) == 2**30, "wrote past the plan"
+        assert (plan[-1] == 2**30).all(), "wrote past the plan"
         out = poison(*self.q.shape, dtype=self.dtype, device=str(self.q.device))
         return paged_prefill(
             self.q,
             self.cache,
             self.table,
-            self.seq_lens,
-            self.starts,
             plan,
             config=self.config,
             num_tiles=num_tiles,
@@ -237,3 +251,38 @@ def test_full_size(dtype: torch.dtype) -> None:
         )
         case.check()
         case.check(sliding_window=700)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size", "window"),
+    [
+        (64, 1, 64, None),
+        (64, 4, 64, 100),
+        (64, 7, 256, None),
+        (128, 2, 64, 100),
+        (128, 5, 64, 1),
+        (128, 8, 128, None),
+    ],
+)
+def test_warps_that_copy_beside_warps_that_compute(
+    head_dim: int, group: int, block_size: int, window: int | None, dtype: torch.dtype
+) -> None:
+    # Rows of every kind among more tiles than there are programs, and two of padding.
+    rows = [(0, 1), (63, 1), (0, 64), (1, 64), (700, 33), (5, 0), (0, 1999), (900, 7), (4095, 258)]
+    case = Case(
+        rows,
+        num_heads=8 * group,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device="cuda",
+        heads_first=True,
+    )
+    assert case.config.specialised == (torch.cuda.get_device_capability()[0] == 9)
+    for row in (2, 7):
+        case.seq_lens[row] = 0
+        case.table[row] = 2**30
+    case.check(sliding_window=window)

@@ -176,3 +176,51 @@ def test_a_reused_slot_keeps_nothing_of_its_last_owner(device: str) -> None:
     assert not bool(state.finished[0]) and float(state.temperature[0]) == 0.0
     assert (state.stop_ids[0] == -1).all()
     assert (int(state.total_len[0]), int(state.num_computed[0])) == (4, 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_column_of_every_added_row(device: str) -> None:
+    state = make_state(device)
+    kinds: list[dict[str, float]] = [
+        {"temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "min_tokens": 2},
+        {"temperature": 0.0, "repetition_penalty": 1.5, "presence_penalty": -0.5},
+        {"temperature": 1.0, "frequency_penalty": 0.75},
+    ]
+    rows = [
+        added(slot, range(slot, slot + 3 + slot), num_prompt=2, computed=1, limit=20 + slot, **kind)
+        for slot, kind in zip((3, 0, 2), kinds, strict=True)
+    ]
+    uploads: list[int] = []
+    upload = state.upload
+    state.upload = lambda values: (uploads.append(1), upload(values))[1]  # type: ignore[method-assign]
+    state.update(plan([], add=rows, blocks=[(0, 0, 5), (2, 1, 6)], released=(1,)))
+    assert len(uploads) <= 6 + 2, "all rows together, but for the counts of two with penalties"
+    for row in rows:
+        p, at = row.params, row.slot
+        tokens = row.token_ids.tolist()
+        assert state.token_ids[at].tolist() == tokens + [0] * (32 - len(tokens))
+        found = {
+            name: getattr(state, name)[at].item()
+            for name in (
+                "total_len num_computed prompt_len limit min_total seeds temperature top_k top_p"
+                " min_p repetition_penalty presence_penalty frequency_penalty finished"
+            ).split()
+        }
+        assert found == {
+            "total_len": len(tokens),
+            "num_computed": 1,
+            "prompt_len": 2,
+            "limit": 20 + at,
+            "min_total": 2 + p.min_tokens,
+            "seeds": 7,
+            "temperature": p.temperature,
+            "top_k": p.top_k,
+            "top_p": p.top_p,
+            "min_p": p.min_p,
+            "repetition_penalty": p.repetition_penalty,
+            "presence_penalty": p.presence_penalty,
+            "frequency_penalty": p.frequency_penalty,
+            "finished": False,
+        }
+    assert state.total_len[1] == 0 and state.top_p[1] == 1.0, "another row was written"
+    assert state.block_table[0, 0] == 5 and state.block_table[2, 1] == 6
