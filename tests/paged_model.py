@@ -154,14 +154,23 @@ class PagedModel:
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Logits of every token, [len(row.tokens), vocab_size] for each row."""
+        logits = self._logits(rows, None)
+        return list(logits.split([len(row.tokens) for row in rows]))
+
+    @torch.inference_mode()
+    def last_logits(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Logits [len(rows), vocab_size] of each row's last token, and of nothing else."""
+        ends = torch.tensor([len(row.tokens) for row in rows]).cumsum(0)
+        return self._logits(rows, (ends - 1).to(self.model.device))
+
+    def _logits(self, rows: Sequence[Row], wanted: torch.Tensor | None) -> torch.Tensor:
         device = self.model.device
         metadata, positions = self.pool.metadata(rows, device)
         tokens = [token for row in rows for token in row.tokens]
         ids = torch.tensor(tokens, dtype=torch.int32, device=device)
         self.model.attention.prepare(metadata)
-        hidden = self.model(ids, positions, ForwardContext(metadata, self.kv_caches))
-        logits = self.model.compute_logits(hidden).float()
-        return list(logits.split([len(row.tokens) for row in rows]))
+        hidden = self.model(ids, positions, ForwardContext(metadata, self.kv_caches, wanted))
+        return self.model.compute_logits(hidden).float()
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         logits = self.step([Row(0, 0, prompt)])[0][-1]

@@ -50,6 +50,8 @@ class ForwardContext:
     metadata: AttentionMetadata
     kv_caches: list[torch.Tensor]
     """One tensor per layer, as `empty_kv_cache` makes them."""
+    wanted: torch.Tensor | None = None
+    """[N] int64: the tokens whose hidden states are asked for; None for all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,14 +189,15 @@ class CausalDecoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
     ) -> torch.Tensor:
-        """input_ids [T], positions [T] -> normed hidden states [T, hidden].
+        """input_ids [T], positions [T] -> normed hidden states [N, hidden] of `ctx.wanted`.
 
         The attention backend must have prepared `ctx.metadata`.
         """
         carried, q = self.first_piece(input_ids, positions, ctx)
         for index in range(self.num_attentions - 1):
             q = self.next_piece(index, self.attend(index, q, ctx), carried, ctx)
-        return self.last_piece(self.attend(self.num_attentions - 1, q, ctx), carried)
+        attended = self.attend(self.num_attentions - 1, q, ctx)
+        return self.last_piece(attended, carried, ctx.wanted)
 
     @property
     def can_be_recorded(self) -> bool:
@@ -252,11 +253,18 @@ class CausalDecoder(nn.Module):
         *,
         q: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        normed = self._after_attention(index, attended, carried)
+        layer, norm = self.decoder_layers[index], self.norms[index + 1]
+        normed = layer.after_attention(attended, carried.residual, norm)
         return self._queries(index + 1, normed, carried, ctx, q)
 
-    def last_piece(self, attended: torch.Tensor, carried: Carried) -> torch.Tensor:
-        return self._after_attention(self.num_attentions - 1, attended, carried)
+    def last_piece(
+        self, attended: torch.Tensor, carried: Carried, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        residual = carried.residual
+        if wanted is not None:
+            # No later token looks at what others become past the last keys and values.
+            attended, residual = attended[wanted], residual[wanted]
+        return self.decoder_layers[-1].after_attention(attended, residual, self.norm)
 
     def _queries(
         self,
@@ -269,13 +277,6 @@ class CausalDecoder(nn.Module):
         rotation = carried.rotations[self._layer_ropes[index]]
         return self.decoder_layers[index].before_attention(
             normed, rotation, ctx.kv_caches[index], ctx.metadata.slot_mapping, q
-        )
-
-    def _after_attention(
-        self, index: int, attended: torch.Tensor, carried: Carried
-    ) -> torch.Tensor:
-        return self.decoder_layers[index].after_attention(
-            attended, carried.residual, self.norms[index + 1]
         )
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -69,5 +69,8 @@ class PiecewiseModel(Protocol):
     ) -> torch.Tensor:
         """From the result of attention `index` to the queries of the one after it."""
 
-    def last_piece(self, attended: torch.Tensor, carried: Carried) -> torch.Tensor:
-        """From the result of the last attention to the normed hidden states [T, hidden]."""
+    def last_piece(
+        self, attended: torch.Tensor, carried: Carried, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """From the result of the last attention to the normed hidden states [N, hidden] of the
+        tokens `wanted` [N] int64; None: of all."""

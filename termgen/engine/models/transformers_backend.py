@@ -66,14 +66,15 @@ class TransformersDecoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
     ) -> torch.Tensor:
-        """input_ids [T], positions [T] -> normed hidden states [T, hidden].
+        """input_ids [T], positions [T] -> normed hidden states [N, hidden] of `ctx.wanted`.
 
         The attention backend must have prepared `ctx.metadata`.
         """
         assert self._paged is not None, "finalize() comes first"
         self._paged.context = ctx
         try:
-            return self._hidden(input_ids, positions)
+            hidden = self._hidden(input_ids, positions)
+            return hidden if ctx.wanted is None else hidden[ctx.wanted]
         finally:
             self._paged.context = None
 

@@ -294,9 +294,9 @@ class ModelRunner:
     def _forward(self, batch: InputBatch) -> torch.Tensor:
         """[B, V] logits of each row's last token, in the model's type."""
         self.attention.prepare(batch.metadata)
-        context = ForwardContext(metadata=batch.metadata, kv_caches=self.kv_caches)
+        context = ForwardContext(batch.metadata, self.kv_caches, batch.logits_indices)
         hidden = self.model(batch.input_ids, batch.positions, context)
-        return self.model.compute_logits(batch.last_tokens(hidden))
+        return self.model.compute_logits(hidden)
 
     def _sampling_metadata(self, batch: InputBatch, needs: SamplingNeeds) -> SamplingMetadata:
         state, slots = self.state, batch.slots

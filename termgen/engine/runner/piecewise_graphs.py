@@ -180,5 +180,6 @@ class _RecordedForward:
     def last(self) -> None:
         assert self._carried is not None
         graphs, num_rows = self._graphs, self._num_rows
-        hidden = graphs.model.last_piece(self._attended, self._carried)
-        torch.index_select(hidden, 0, graphs.last_tokens[:num_rows], out=graphs.hidden[:num_rows])
+        wanted = graphs.last_tokens[:num_rows]
+        hidden = graphs.model.last_piece(self._attended, self._carried, wanted)
+        graphs.hidden[:num_rows].copy_(hidden)
