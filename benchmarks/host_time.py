@@ -4,9 +4,9 @@
 
 Every batch size runs at every context length, with the prefix cache on and results made up (each
 row samples one token). Once in a block's length a row takes a new block and publishes a full one,
-so times are means over windows of that many steps; the table shows the median window. The bounds
-to keep: batch 256 costs at most 4 times batch 1, and the context length does not matter. Needs no
-model and no torch.
+so times are means over windows of that many steps; the table shows the median window. What may
+grow is the rows that take a block: batch 256 costs at most 4 times batch 1 on a quiet machine, and
+the context length does not matter. Needs no model and no torch.
 """
 
 from __future__ import annotations

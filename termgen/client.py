@@ -150,6 +150,8 @@ class ModelInfo:
     """What the device's memory is taken by; None where only the other end knows."""
     startup: tuple[StartupPhase, ...] = ()
     """What starting the engine took, phase by phase."""
+    run_ahead_ms: float = 0.0
+    """How much work is queued at most while nobody waits; 0 where steps do not run ahead so far."""
 
 
 class EngineClient(Protocol):

@@ -127,10 +127,10 @@ class EngineConfig:
         None, "plan the next step while one runs (default: on a GPU)"
     )
     run_ahead_ms: float = setting(
-        0.0,
-        "with async scheduling: milliseconds of work that are queued while nobody waits and the "
-        "batch stays the same, so that a pause of this process does not stop the device; a new "
-        "request may wait so long. 0: never more than two steps",
+        20.0,
+        "with async scheduling: milliseconds of work that are queued while nobody waits or joins "
+        "the batch, so that a pause of this process does not stop the device; a new request may "
+        "wait so long. 0: never more than two steps",
         minimum=0.0,
         maximum=1000.0,
     )

@@ -10,7 +10,7 @@ the scheduler, on the engine thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -49,46 +49,48 @@ class Constraints:
         self, table: SlotTable, running: IntArray, want: IntArray, *, is_busy: bool
     ) -> None:
         """Set `want` to 0 for rows that cannot join now. is_busy: a step is in flight."""
-        constrained = np.flatnonzero(table.has_grammar[running] & (want > 0))
-        if not len(constrained):
-            return
         deadline = time.monotonic() + PATIENCE_S
-        for i in constrained.tolist():
-            slot = int(running[i])
+        for i, slot in _constrained(table, running):
             if table.num_pending[slot]:
                 want[i] = 0
-            elif is_busy:
+            elif is_busy and want[i]:
                 mask = table.request_at(slot).mask
                 assert mask is not None
                 if not mask.wait(max(0.0, deadline - time.monotonic())):
                     want[i] = 0
 
-    def accept(
-        self, table: SlotTable, slots: IntArray, tokens: IntArray, ends: npt.NDArray[np.bool_]
+    def endings(
+        self,
+        table: SlotTable,
+        slots: IntArray,
+        tokens: IntArray,
+        stopped: npt.NDArray[np.bool_],
+        ended: npt.NDArray[np.intp],
     ) -> dict[int, tuple[FinishReason, EngineError | None]]:
-        """Take in landed tokens. Which rows their grammar ends, and how; they are set in `ends`."""
-        ended: dict[int, tuple[FinishReason, EngineError | None]] = {}
+        """Take in landed tokens. All rows that end, and how: those `ended` already, some of them
+        `stopped` by a token, and those whose grammar ends."""
+        endings: dict[int, tuple[FinishReason, EngineError | None]] = {
+            i: (FinishReason.STOP if stopped[i] else FinishReason.LENGTH, None)
+            for i in ended.tolist()
+        }
         going_on: list[Request] = []
-        for i in np.flatnonzero(table.has_grammar[slots]).tolist():
-            request = table.request_at(int(slots[i]))
+        for i, slot in _constrained(table, slots):
+            request = table.request_at(slot)
             matcher = request.matcher
             assert matcher is not None
             if not matcher.accept(int(tokens[i])):
-                ended[i] = (
-                    FinishReason.ERROR,
-                    EngineError(
-                        f"token {int(tokens[i])} does not fit the grammar: the request's other"
-                        " parameters leave nothing that does, or the grammar is too complex"
-                    ),
+                error = EngineError(
+                    f"token {int(tokens[i])} does not fit the grammar: the request's other"
+                    " parameters leave nothing that does, or the grammar is too complex"
                 )
+                endings[i] = FinishReason.ERROR, error
             elif matcher.is_ended:
-                ended[i] = FinishReason.STOP, None
-            elif not ends[i]:
+                endings[i] = FinishReason.STOP, None
+            elif i not in endings:
                 going_on.append(request)
-        ends[list(ended)] = True
         if going_on:
             self._refill(going_on)
-        return ended
+        return endings
 
     def _refill(self, requests: Sequence[Request]) -> None:
         matchers = [r.matcher for r in requests if r.matcher is not None]
@@ -102,8 +104,20 @@ class Constraints:
 
 def masks_of(table: SlotTable, slots: IntArray) -> RowMasks | None:
     """Masks of the rows of a step that sample under a grammar; the step is already counted."""
-    rows = np.flatnonzero(table.has_grammar[slots] & (table.num_pending[slots] > 0))
-    if not len(rows):
-        return None
-    masks = [table.request_at(slot).mask for slot in slots[rows].tolist()]
-    return RowMasks(rows.astype(np.int32), tuple(mask for mask in masks if mask is not None))
+    rows: list[int] = []
+    masks: list[TokenMask] = []
+    for i, slot in _constrained(table, slots):
+        mask = table.request_at(slot).mask
+        if table.num_pending[slot]:
+            assert mask is not None
+            rows.append(i)
+            masks.append(mask)
+    return RowMasks(np.asarray(rows, np.int32), tuple(masks)) if rows else None
+
+
+def _constrained(table: SlotTable, slots: IntArray) -> Iterator[tuple[int, int]]:
+    """Index and slot of those of these rows that have a grammar."""
+    if table.constrained:
+        for i, slot in enumerate(slots.tolist()):
+            if slot in table.constrained:
+                yield i, slot

@@ -36,10 +36,7 @@ from termgen.errors import EngineError, RequestError, StepError, TermgenError
 class _InFlight:
     plan: StepPlan
     handle: StepHandle
-    planned_ns: int
-    submitted_ns: int
-    launched_ns: int
-    queue_depth: int
+    times: StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,8 @@ class EngineCore:
         self.scheduler = scheduler
         self.bus = bus or EventBus()
         self._publisher = EventPublisher(self.bus, scheduler)
-        self._run_ahead = RunAhead(max_in_flight, run_ahead_ms)
+        self.run_ahead = RunAhead(max_in_flight, run_ahead_ms)
+        """May be replaced between two steps."""
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._seeds = random.Random(seed)
@@ -99,7 +97,11 @@ class EngineCore:
         """Pause, resume and reset; on the engine thread only."""
         self._last_record: StepRecord | None = None
         self._last_plan: StepPlan | None = None
-        self.last_progress_ns = time.perf_counter_ns()
+        self.last_progress_ns = self._busy_since_ns = time.perf_counter_ns()
+        self._turn_ns = 0
+        """When this turn began, or a step landed in it."""
+        self._host_ns = 0
+        """Time of the turn before since its step landed."""
 
     # -- from any thread -------------------------------------------------------------------
 
@@ -139,7 +141,8 @@ class EngineCore:
 
     def _post(self, item: _Submit | _Abort | _Call) -> None:
         if not self.has_work:
-            self.last_progress_ns = time.perf_counter_ns()  # an idle time is not a stall
+            # An idle time is neither a stall nor one in which the device should have worked.
+            self.last_progress_ns = self._busy_since_ns = time.perf_counter_ns()
         self._inbox.append(item)
         self._wake.set()
 
@@ -163,6 +166,7 @@ class EngineCore:
 
     def step(self) -> bool:
         """One turn: fill the pipeline, land its oldest step. False when there was nothing to do."""
+        self._turn_ns = time.perf_counter_ns()
         self._read_inbox()
         self._run_calls()
         may_launch = self.control.may_launch
@@ -176,13 +180,14 @@ class EngineCore:
             assert not stuck, "requests are queued, but nothing can run"
             self._deliver_finished()
         self.control.settle()
+        self._host_ns = time.perf_counter_ns() - self._turn_ns if is_busy else 0
         return is_busy
 
     def _allowed_depth(self) -> int:
         """Only two steps or one if something waits, or if more would preempt somebody."""
         scheduler = self.scheduler
         room = scheduler.kv.pool.num_free >= scheduler.num_running
-        return self._run_ahead.allowed(
+        return self.run_ahead.allowed(
             is_wanted=room and not self._inbox and not len(scheduler.waiting)
         )
 
@@ -212,37 +217,32 @@ class EngineCore:
         submitted_ns = time.perf_counter_ns()
         handle = self.executor.submit(plan)
         launched_ns = time.perf_counter_ns()
-        self._run_ahead.planned(plan)
-        self._in_flight.append(
-            _InFlight(plan, handle, planned_ns, submitted_ns, launched_ns, len(self._in_flight))
-        )
+        self.run_ahead.planned(plan)
+        times = StepTimes(planned_ns, submitted_ns, launched_ns, len(self._in_flight))
+        self._in_flight.append(_InFlight(plan, handle, times))
         self._last_plan = plan
         return True
 
     def _land(self) -> None:
         step = self._in_flight.popleft()
+        times = step.times
+        times.waited_ns = time.perf_counter_ns()
         try:
             result = step.handle.result()
         except Exception as cause:  # whatever a device can throw; reported with its requests
             self._fail(step, cause)
             return
-        landed_ns = time.perf_counter_ns()
-        self._run_ahead.landed(step.plan, result)
+        times.landed_ns = result.seen_ns or time.perf_counter_ns()
+        times.host_ns = self._host_ns + times.waited_ns - self._turn_ns
+        times.busy_since_ns = self._busy_since_ns
+        self._turn_ns = times.landed_ns
+        self.run_ahead.landed(step.plan, result)
         self._read_inbox()  # an abort that is already here wins over the step's own ending
         applied = self.scheduler.apply(step.plan, result)
-        self.last_progress_ns = time.perf_counter_ns()
-        times = StepTimes(
-            planned_ns=step.planned_ns,
-            submitted_ns=step.submitted_ns,
-            launched_ns=step.launched_ns,
-            landed_ns=landed_ns,
-            applied_ns=self.last_progress_ns,
-        )
-        self._last_record = self._publisher.step(
-            step.plan, result, applied, times, queue_depth=step.queue_depth
-        )
+        times.applied_ns = self.last_progress_ns = time.perf_counter_ns()
+        self._last_record = self._publisher.step(step.plan, result, applied, times)
         self._finished += applied.finished
-        self._deliver(step.plan.step_id, landed_ns, applied, result.logprobs)
+        self._deliver(step.plan.step_id, times.landed_ns, applied, result.logprobs)
 
     def _fail(self, step: _InFlight, cause: Exception) -> None:
         """End the failed step's requests; let later steps run out unread; go on with the rest."""

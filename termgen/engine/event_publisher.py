@@ -19,15 +19,23 @@ from termgen.engine.scheduler_types import AppliedStep
 from termgen.engine.step import StepPlan, StepResult
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepTimes:
-    """perf_counter_ns stamps of one step on the host."""
+    """perf_counter_ns stamps of one step on the host, set one after the other."""
 
     planned_ns: int
     submitted_ns: int
     launched_ns: int
-    landed_ns: int
-    applied_ns: int
+    queue_depth: int
+    """Steps in flight when it was submitted."""
+    waited_ns: int = 0
+    """When the loop began to wait for it."""
+    landed_ns: int = 0
+    applied_ns: int = 0
+    host_ns: int = 0
+    """Time of the loop since the landing before, up to `waited_ns`."""
+    busy_since_ns: int = 0
+    """When there was last nothing to do before it."""
 
 
 class EventPublisher:
@@ -36,6 +44,7 @@ class EventPublisher:
     def __init__(self, bus: EventBus, scheduler: Scheduler) -> None:
         self._bus = bus
         self._scheduler = scheduler
+        self._last_ended_ns = 0
 
     def queued(self, request: Request) -> None:
         self._tell(request, RequestEventKind.QUEUED, request.arrival_ns)
@@ -60,14 +69,14 @@ class EventPublisher:
         result: StepResult,
         applied: AppliedStep,
         times: StepTimes,
-        *,
-        queue_depth: int,
     ) -> StepRecord:
         """A landed step, and the first tokens in it."""
         scheduler = self._scheduler
         pool, stats = scheduler.kv.pool, scheduler.stats
         past_prompt = plan.num_computed >= scheduler.slots.num_prompt[plan.slots]
         num_decode = int(np.count_nonzero((plan.num_tokens == 1) & past_prompt))
+        free_since_ns = max(self._last_ended_ns, times.busy_since_ns)
+        self._last_ended_ns = result.ended_ns
         record = StepRecord(
             step_id=plan.step_id,
             planned_ns=times.planned_ns,
@@ -95,8 +104,11 @@ class EventPublisher:
             num_late_compiles=result.num_late_compiles,
             landed_ns=times.landed_ns,
             launch_us=(times.launched_ns - times.submitted_ns) / 1e3,
-            queue_depth=queue_depth,
+            queue_depth=times.queue_depth,
             num_wasted_tokens=stats.wasted_tokens,
+            host_us=times.host_ns / 1e3,
+            wait_us=(times.landed_ns - times.waited_ns) / 1e3,
+            idle_us=max(0, result.started_ns - free_since_ns) / 1e3,
         )
         self._bus.publish(record)
         self._first_tokens(applied, times.landed_ns)

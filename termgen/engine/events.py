@@ -26,6 +26,7 @@ class StepRecord(NamedTuple):
     """When the device began the step: by its own clock where it has one."""
     ended_ns: int
     applied_ns: int
+    """When the host had taken the results in."""
     schedule_us: float
     apply_us: float
     num_decode_rows: int
@@ -57,6 +58,17 @@ class StepRecord(NamedTuple):
     """Steps in flight when this one was submitted. 0: the device may have had nothing to do."""
     num_wasted_tokens: int = 0
     """Since start: computed for requests whose end, or loss of the slot, was not known yet."""
+    host_us: float = 0.0
+    """Time of the loop from the landing before to this one, without waiting for the device."""
+    wait_us: float = 0.0
+    """How long the loop waited for this step's results."""
+    idle_us: float = 0.0
+    """How long the device had nothing to run before this step, although there was work."""
+
+    @property
+    def launched_ns(self) -> int:
+        """When the host had handed the step to the device."""
+        return self.submitted_ns + round(self.launch_us * 1e3)
 
 
 class RequestEventKind(enum.StrEnum):

@@ -6,6 +6,7 @@ One builder lives for one `Scheduler.schedule()` call, on the engine thread.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,28 @@ from termgen.engine.constraints import masks_of
 from termgen.engine.request import IntArray, Request
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import AddedRow, StepPlan
+from termgen.engine.token_mask import RowMasks
+
+
+class SamplingDemands(NamedTuple):
+    """What rows ask of the sampler, all together."""
+
+    max_logprobs: int
+    """-1: nobody asks for any."""
+    penalties: bool
+    sampling: bool
+    top_k_top_p: bool
+    min_tokens: bool
+
+    @classmethod
+    def of(cls, table: SlotTable, slots: IntArray) -> SamplingDemands:
+        return cls(
+            max_logprobs=int(table.num_logprobs[slots].max()),
+            penalties=bool(table.has_penalties[slots].any()),
+            sampling=bool(table.is_random[slots].any()),
+            top_k_top_p=bool(table.has_filter[slots].any()),
+            min_tokens=bool(table.has_minimum[slots].any()),
+        )
 
 
 @dataclass(slots=True)
@@ -62,24 +85,57 @@ class PlanBuilder:
         """
         order = np.argsort(counts > 1, kind="stable")
         slots, counts = slots[order], counts[order]
-        max_logprobs = int(table.num_logprobs[slots].max())
-        return StepPlan(
-            step_id=step_id,
+        return self.freeze(
+            step_id,
+            SamplingDemands.of(table, slots),
             slots=slots,
             epochs=table.epoch[slots],
             num_tokens=counts,
             num_draft_tokens=np.zeros_like(counts),
             num_computed=table.num_computed[slots] - counts,
-            released_slots=released,
-            added=tuple(self.added),
-            block_slots=np.asarray(self.block_slots, np.int32),
-            block_positions=np.asarray(self.block_positions, np.int32),
-            block_ids=np.asarray(self.block_ids, np.int32),
-            needs_logprobs=max_logprobs >= 0,
-            max_logprobs=max(0, max_logprobs),
-            needs_penalties=bool(table.has_penalties[slots].any()),
-            needs_sampling=bool(table.is_random[slots].any()),
-            needs_top_k_top_p=bool(table.has_filter[slots].any()),
-            needs_min_tokens=bool(table.has_minimum[slots].any()),
+            released=released,
             masks=masks_of(table, slots),
         )
+
+    def freeze(
+        self,
+        step_id: int,
+        demands: SamplingDemands,
+        *,
+        slots: IntArray,
+        epochs: IntArray,
+        num_tokens: IntArray,
+        num_draft_tokens: IntArray,
+        num_computed: IntArray,
+        released: tuple[int, ...],
+        masks: RowMasks | None = None,
+    ) -> StepPlan:
+        """The plan of these columns, which nobody changes from now on."""
+        return StepPlan(
+            step_id=step_id,
+            slots=slots,
+            epochs=epochs,
+            num_tokens=num_tokens,
+            num_draft_tokens=num_draft_tokens,
+            num_computed=num_computed,
+            released_slots=released,
+            added=tuple(self.added),
+            block_slots=_ids(self.block_slots),
+            block_positions=_ids(self.block_positions),
+            block_ids=_ids(self.block_ids),
+            needs_logprobs=demands.max_logprobs >= 0,
+            max_logprobs=max(0, demands.max_logprobs),
+            needs_penalties=demands.penalties,
+            needs_sampling=demands.sampling,
+            needs_top_k_top_p=demands.top_k_top_p,
+            needs_min_tokens=demands.min_tokens,
+            masks=masks,
+        )
+
+
+_NO_IDS: IntArray = np.zeros(0, np.int32)
+_NO_IDS.flags.writeable = False
+
+
+def _ids(values: list[int]) -> IntArray:
+    return np.asarray(values, np.int32) if values else _NO_IDS

@@ -1,17 +1,15 @@
-"""How many steps may be in flight: two, or more while nobody waits and the batch stays the same.
+"""How many steps may be in flight: two, or more while nobody waits and nobody joins the batch.
 
 A process that holds the GIL, or a screen that draws, stops the engine thread; what is queued on the
 device runs meanwhile. Each queued step is also a step that a new request waits for, and one that
 computes for nobody if a stop token turns up before it. So the queue grows by one step at a time
-while only decodes of the same rows run, lasts about `run_ahead_ms`, and is given up at once when
-something waits. Used by the core, on the engine thread; knows plans, times and no clock.
+while only decodes run, lasts about `run_ahead_ms`, and is given up at once when something waits.
+Used by the core, on the engine thread; knows plans, times and no clock.
 """
 
 from __future__ import annotations
 
 import math
-
-import numpy as np
 
 from termgen.engine.step import MAX_STEPS_IN_FLIGHT, StepPlan, StepResult
 
@@ -27,23 +25,15 @@ class RunAhead:
         self._base = base
         self._run_ahead_ns = run_ahead_ms * 1e6 if base > 1 else 0.0
         self._depth = base
-        self._last_plan: StepPlan | None = None
         self._is_steady = False
         self._step_ns = 0.0
         self._last_ended_ns = 0
 
     def planned(self, plan: StepPlan) -> None:
-        """See whether a step decodes the rows of the step before it, and nothing else."""
+        """See whether a step only goes on with rows that decode. Some may have left."""
         if not self._run_ahead_ns:
             return
-        last, self._last_plan = self._last_plan, plan
-        self._is_steady = (
-            last is not None
-            and not plan.added
-            and plan.total_tokens == plan.num_rows
-            and np.array_equal(plan.slots, last.slots)
-            and np.array_equal(plan.epochs, last.epochs)
-        )
+        self._is_steady = not plan.added and plan.total_tokens == plan.num_rows
         if not self._is_steady:
             self._depth = self._base
 

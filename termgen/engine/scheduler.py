@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.constraints import Constraints
+from termgen.engine.decode_step import DecodeStep
 from termgen.engine.delivery import FinishedRow, StartedRow
 from termgen.engine.fence import Fence
 from termgen.engine.integrity import check_scheduler
@@ -46,10 +47,12 @@ class Scheduler:
         """Requests that lost their slot since the caller last emptied this list."""
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
+        self._decode_step = DecodeStep(self.slots, kv)
         self.fence = Fence()
         self.admits_new = True
         """False: only requests that have run before are given a slot."""
         self._next_step = 0
+        self._all_rows = np.arange(config.max_num_seqs, dtype=np.int32)
         self._threshold = config.long_prefill_token_threshold or config.max_num_batched_tokens
 
     # -- requests in and out ---------------------------------------------------------------
@@ -102,6 +105,10 @@ class Scheduler:
 
     def schedule(self, now_ns: int = 0) -> StepPlan | None:
         """Plan the next step and count it as run. None when nothing can be computed now."""
+        if not (len(self.waiting) and self.free_slots):
+            plan = self._decode_step.plan(self._next_step, tuple(self._released))
+            if plan is not None:
+                return self._count_plan(plan)
         table, running = self.slots, self.slots.running
         known = table.num_tokens[running] + table.num_pending[running]
         want = np.where(known < table.limit[running], known - table.num_computed[running], 0)
@@ -123,7 +130,11 @@ class Scheduler:
             counts = np.concatenate((counts, new_counts))
         if not len(slots):
             return None
-        return self._make_plan(slots, counts.astype(np.int32), builder)
+        counts = counts.astype(np.int32)
+        released = tuple(self._released)
+        return self._count_plan(
+            builder.build(self._next_step, table, slots=slots, counts=counts, released=released)
+        )
 
     def _give_blocks(self, running: IntArray, num_new: IntArray, builder: PlanBuilder) -> bool:
         """Extend block tables for the tokens in `num_new`, preempting if blocks run out.
@@ -269,13 +280,10 @@ class Scheduler:
         if kv.enable_prefix_caching:
             kv.register(slot, num_tokens, table.request_at(slot), table.token_ids[slot])
 
-    def _make_plan(self, slots: IntArray, counts: IntArray, builder: PlanBuilder) -> StepPlan:
-        table = self.slots
-        prompt_left = table.num_prompt[slots] - (table.num_computed[slots] - counts)
-        self.stats.prompt_tokens += int(np.clip(prompt_left, 0, counts).sum())
-        plan = builder.build(
-            self._next_step, table, slots=slots, counts=counts, released=tuple(self._released)
-        )
+    def _count_plan(self, plan: StepPlan) -> StepPlan:
+        prompt_left = self.slots.num_prompt[plan.slots] - plan.num_computed
+        if np.count_nonzero(prompt_left > 0):
+            self.stats.prompt_tokens += int(np.clip(prompt_left, 0, plan.num_tokens).sum())
         self._released = []
         self._next_step += 1
         return plan
@@ -285,33 +293,24 @@ class Scheduler:
     def apply(self, plan: StepPlan, result: StepResult) -> AppliedStep:
         """Take in a landed step: append tokens, find who is finished, free what it fenced."""
         self._land(plan.step_id)
-        table = self.slots
-        alive = table.epoch[plan.slots] == plan.epochs
-        if not alive.all():
-            self.stats.wasted_tokens += int(plan.num_tokens[~alive].sum())
+        alive = self.slots.epoch[plan.slots] == plan.epochs
         sampled = result.num_sampled > 0
-        rows = np.flatnonzero(alive & sampled).astype(np.int32)
-        slots = plan.slots[rows]
-        assert int(result.num_sampled.max(initial=0)) <= 1, "no drafts were planned"
-        tokens = result.tokens_by_row()[rows]
-        lengths = table.num_tokens[slots]
-        table.token_ids[slots, lengths] = tokens
-        lengths = lengths + 1
-        table.num_tokens[slots] = lengths
-        table.num_pending[slots] -= 1
+        assert np.count_nonzero(sampled) == len(result.token_ids), "no drafts were planned"
+        if (alive & sampled).all():
+            rows = self._all_rows[: plan.num_rows]
+            applied = AppliedStep(plan.slots, plan.epochs, result.token_ids, rows)
+        else:
+            self.stats.wasted_tokens += int(plan.num_tokens[~alive].sum())
+            rows = (alive & sampled).nonzero()[0].astype(np.int32)
+            tokens = result.by_row()[rows]
+            applied = AppliedStep(plan.slots[rows], plan.epochs[rows], tokens, rows)
         self.stats.generation_tokens += len(rows)
-        applied = AppliedStep(slots, plan.epochs[rows], tokens, rows)
-        stopped = (table.stop_ids[slots] == tokens[:, None]).any(axis=1)
-        for i in np.flatnonzero(table.has_more_stops[slots]):
-            stopped[i] = int(tokens[i]) in table.request_at(int(slots[i])).stop_token_ids
-        stopped &= lengths > table.stop_after[slots]
-        ends = stopped | (lengths >= table.limit[slots])
-        ended = self.constraints.accept(table, slots, tokens, ends)
-        for row in np.flatnonzero(ends).tolist():
-            request = self._release_slot(int(slots[row]))
-            token = int(tokens[row]) if stopped[row] else None
-            by_itself = FinishReason.LENGTH if token is None else FinishReason.STOP
-            reason, error = ended.get(row, (by_itself, None))
+        slots, tokens = applied.slots, applied.token_ids
+        stopped, ended = self.slots.append_tokens(slots, tokens)
+        endings = self.constraints.endings(self.slots, slots, tokens, stopped, ended)
+        for i, (reason, error) in sorted(endings.items()):
+            request = self._release_slot(int(slots[i]))
+            token = int(tokens[i]) if stopped[i] else None
             applied.finished.append(self._finished(request, reason, stop_token=token, error=error))
         return applied
 

@@ -26,22 +26,20 @@ class SlotTable:
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
-        def column() -> IntArray:
-            return np.zeros(max_num_seqs, np.int32)
-
         self.requests: list[Request | None] = [None] * max_num_seqs
-        self.epoch = column()
-        """Counts the residencies of a slot; results of an older epoch are dropped."""
-        self.num_tokens = column()
-        self.num_pending = column()
-        self.num_computed = column()
-        self.limit = column()
+        self.facts: IntArray = np.zeros((6, max_num_seqs), np.int32)
+        """The next six columns as rows of one array, to be gathered at once, in this order."""
+        self.num_tokens, self.num_pending, self.num_computed = self.facts[:3]
+        self.limit: IntArray = self.facts[3]
         """Total tokens at which the request ends by length."""
-        self.stop_after = column()
+        self.num_prompt: IntArray = self.facts[4]
+        self.epoch: IntArray = self.facts[5]
+        """Counts the residencies of a slot; results of an older epoch are dropped."""
+        self.stop_after: IntArray = np.zeros(max_num_seqs, np.int32)
         """Total tokens from which stop ids count: prompt + min_tokens."""
-        self.num_prompt = column()
         self.stop_ids = np.full((max_num_seqs, NUM_STOP_COLUMNS), -1, np.int32)
-        self.has_more_stops = np.zeros(max_num_seqs, np.bool_)
+        self.more_stops: set[int] = set()
+        """Slots whose request has more stop ids than that."""
         self.last_step = np.full(max_num_seqs, -1, np.int64)
         """Newest step that computes this row; its blocks may not move before that step landed."""
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
@@ -51,7 +49,8 @@ class SlotTable:
         """Limits by top-k, top-p or min-p."""
         self.has_minimum = np.zeros(max_num_seqs, np.bool_)
         """Asks for a minimum length."""
-        self.has_grammar = np.zeros(max_num_seqs, np.bool_)
+        self.constrained: set[int] = set()
+        """Rows under a grammar."""
         self.token_ids: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.running: IntArray = np.zeros(0, np.int32)
         """Occupied slots in scheduling order."""
@@ -70,9 +69,10 @@ class SlotTable:
         self.stop_after[slot] = request.num_prompt_tokens + params.min_tokens
         self.num_prompt[slot] = request.num_prompt_tokens
         stops = sorted(request.stop_token_ids)
-        self.has_more_stops[slot] = len(stops) > NUM_STOP_COLUMNS
         self.stop_ids[slot] = -1
-        if not self.has_more_stops[slot]:
+        if len(stops) > NUM_STOP_COLUMNS:
+            self.more_stops.add(slot)
+        else:
             self.stop_ids[slot, : len(stops)] = stops
         self.last_step[slot] = -1
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
@@ -80,7 +80,8 @@ class SlotTable:
         self.is_random[slot] = not params.is_greedy
         self.has_filter[slot] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.has_minimum[slot] = params.min_tokens > 0
-        self.has_grammar[slot] = request.matcher is not None
+        if request.matcher is not None:
+            self.constrained.add(slot)
         self.running = np.append(self.running, np.int32(slot))
 
     def vacate(self, slot: int) -> Request:
@@ -90,9 +91,31 @@ class SlotTable:
         request.token_ids = self.token_ids[slot, : self.num_tokens[slot]].copy()
         request.slot = request.epoch = -1
         self.requests[slot] = None
+        self.more_stops.discard(slot)
+        self.constrained.discard(slot)
         self.epoch[slot] += 1
         self.running = self.running[self.running != slot]
         return request
+
+    def append_tokens(
+        self, slots: IntArray, tokens: IntArray
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
+        """Add a landed token to each of these rows.
+
+        Returns which of them a stop id ends, and the indices of all that end, by length too.
+        """
+        lengths = self.num_tokens[slots]
+        self.token_ids[slots, lengths] = tokens
+        lengths += 1
+        self.num_tokens[slots] = lengths
+        self.num_pending[slots] -= 1
+        stopped = (self.stop_ids[slots] == tokens[:, None]).any(axis=1)
+        if self.more_stops:
+            for i, slot in enumerate(slots.tolist()):
+                if slot in self.more_stops:
+                    stopped[i] = int(tokens[i]) in self.request_at(slot).stop_token_ids
+        stopped &= lengths > self.stop_after[slots]
+        return stopped, (stopped | (lengths >= self.limit[slots])).nonzero()[0]
 
     def request_at(self, slot: int) -> Request:
         request = self.requests[slot]

@@ -75,7 +75,8 @@ def build_engine(
         executor.shutdown()
         raise
     model = replace(parts.model, startup=progress.stop())
-    logger.info("%s", describe_startup(model.startup))
+    ahead = f"; runs up to {model.run_ahead_ms:g} ms ahead" if model.run_ahead_ms else ""
+    logger.info("%s%s", describe_startup(model.startup), ahead)
     return replace(parts, model=model)
 
 
@@ -197,6 +198,7 @@ def _model_info(
         implementation=info.implementation,
         tool_format=ToolFormat() if tokenizer is None else tool_format(tokenizer),
         memory=info.memory,
+        run_ahead_ms=config.run_ahead_ms if info.max_in_flight > 1 else 0.0,
     )
 
 

@@ -21,7 +21,7 @@ from termgen.engine.token_mask import RowMasks
 
 FloatArray = npt.NDArray[np.float32]
 
-MAX_STEPS_IN_FLIGHT = 15
+MAX_STEPS_IN_FLIGHT = 31
 """Most steps that are ever submitted and not yet landed; a device keeps the tokens of so many."""
 
 
@@ -91,7 +91,7 @@ class StepPlan:
 
     @property
     def total_tokens(self) -> int:
-        return int(self.num_tokens.sum())
+        return int(np.add.reduce(self.num_tokens))  # half the time of `sum`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +118,7 @@ class StepResult:
     """[sum(num_sampled)] sampled tokens, row after row."""
     logprobs: StepLogprobs | None
     started_ns: int
-    """perf_counter_ns when the device began the step."""
+    """perf_counter_ns when the device began the step: by its own clock where it has one."""
     ended_ns: int
     graph_mode: str = "NONE"
     """FULL, PIECEWISE or NONE: how much of the step was replayed."""
@@ -127,11 +127,11 @@ class StepResult:
     """Why nothing was replayed, or only pieces where a whole step might have been."""
     num_late_compiles: int = 0
     """Kernels compiled since the engine was ready, which should be none: each is a stall."""
+    seen_ns: int = 0
+    """perf_counter_ns when whoever waited for the step went on; 0: when it had this result."""
 
-    def tokens_by_row(self) -> IntArray:
+    def by_row(self) -> IntArray:
         """[num_rows] sampled token of each row, -1 where it sampled none."""
-        if len(self.token_ids) == len(self.num_sampled):
-            return self.token_ids
         tokens = np.full(len(self.num_sampled), -1, np.int32)
         tokens[self.num_sampled > 0] = self.token_ids
         return tokens

@@ -107,6 +107,9 @@ class ServerMetrics:
         self.num_running = self._gauge("num_requests_running", "Requests in the batch")
         self.num_waiting = self._gauge("num_requests_waiting", "Requests in the queue")
         self.paused = self._gauge("engine_paused", "1 while the engine is paused, else 0")
+        self.run_ahead = self._gauge(
+            "engine_run_ahead_seconds", "Most work that is queued while nobody waits"
+        )
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Used share of the KV cache, 0 to 1")
         self._kv_blocks = Gauge(
             "termgen_kv_blocks", "KV blocks by state", ["model", "state"], registry=self._registry
@@ -158,6 +161,14 @@ class ServerMetrics:
             ["model", "queue_depth"],
             registry=self._registry,
         )
+        device = Counter(
+            "termgen_engine_device_seconds",
+            "Time while there was work, by what the device did: busy with a step, or idle",
+            ["model", "state"],
+            registry=self._registry,
+        )
+        self._device_busy = device.labels(self._model, "busy")
+        self._device_idle = device.labels(self._model, "idle")
         self.step_tokens = self._counter("engine_step_tokens", "Tokens that steps computed")
         self.padded_tokens = self._counter(
             "engine_padded_tokens", "Tokens that steps computed for nobody, to fit a recording"
@@ -193,7 +204,7 @@ class ServerMetrics:
         )
         self._step_phases = {
             phase: self._steps.labels(self._model, phase)
-            for phase in ("schedule", "launch", "device", "apply", "total")
+            for phase in ("schedule", "launch", "wait", "apply", "host", "device", "total")
         }
 
     def _gauge(self, name: str, help_text: str) -> Gauge:
@@ -229,8 +240,13 @@ class ServerMetrics:
             phases["schedule"].observe(event.schedule_us / 1e6)
             phases["launch"].observe(event.launch_us / 1e6)
             self._launches.labels(self._model, str(event.queue_depth)).inc()
-            phases["device"].observe(max(0, event.ended_ns - event.started_ns) / 1e9)
+            phases["wait"].observe(event.wait_us / 1e6)
             phases["apply"].observe(event.apply_us / 1e6)
+            phases["host"].observe(event.host_us / 1e6)
+            device_s = max(0, event.ended_ns - event.started_ns) / 1e9
+            phases["device"].observe(device_s)
+            self._device_busy.inc(device_s)
+            self._device_idle.inc(event.idle_us / 1e6)
             phases["total"].observe(max(0, event.applied_ns - event.planned_ns) / 1e9)
             self._graph_steps.labels(self._model, event.graph_mode, event.graph_reason).inc()
             self.step_tokens.inc(event.num_decode_rows + event.num_prefill_tokens)

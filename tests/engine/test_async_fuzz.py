@@ -1,4 +1,4 @@
-"""Random traffic through the whole loop, 1 to 8 steps ahead, compared with each request alone.
+"""Random traffic through the whole loop, up to 31 steps ahead, compared with each request alone.
 
 Requests come, stop, are cut off, aborted or preempted, steps fail, and the engine is paused and its
 cache reset in between.
@@ -21,20 +21,23 @@ from scripted_device import VOCAB
 
 from termgen.client import PauseMode
 from termgen.engine.request import FinishReason
+from termgen.engine.step import MAX_STEPS_IN_FLIGHT
 
 NUM_SCHEDULES = int(os.environ.get("TERMGEN_FUZZ_SCHEDULES", "320"))
 SCHEDULES_PER_TEST = 8
 NUM_TURNS = 40
+NUM_DEEP_SCHEDULES = NUM_SCHEDULES // 8
 MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 
 class Schedule:
     """One run: what arrives when, on which engine."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, is_deep: bool = False) -> None:
+        """is_deep: fewer and longer requests, so that the queue grows to its full length."""
         self.rng = rng = np.random.default_rng(seed)
         self.max_prompt = int(rng.choice([6, 20, 40]))
-        self.max_tokens = int(rng.choice([3, 12, 25]))
+        self.max_tokens = 120 if is_deep else int(rng.choice([3, 12, 25]))
         block_size = int(rng.choice([1, 2, 4, 8]))
         longest = self.max_prompt + self.max_tokens
         smallest = -(-longest // block_size) + 1  # so that every request can run alone
@@ -51,9 +54,11 @@ class Schedule:
             "policy": str(rng.choice(["fcfs", "priority"])),
             "run_ahead_ms": float(rng.choice([0.0, 20.0])),
         }
+        if is_deep:
+            self.setting |= {"depth": 2 + seed % 7, "run_ahead_ms": 20.0}
         self.driver = CoreDriver(**self.setting)  # type: ignore[arg-type]
-        self.p_add = float(rng.choice([0.2, 0.5, 0.8]))
-        self.p_abort = float(rng.choice([0.0, 0.05, 0.2]))
+        self.p_add = 0.03 if is_deep else float(rng.choice([0.2, 0.5, 0.8]))
+        self.p_abort = float(rng.choice([0.0, 0.01] if is_deep else [0.0, 0.05, 0.2]))
         self.p_fail = float(rng.choice([0.0, 0.0, 0.02]))
         self.p_reset = float(rng.choice([0.0, 0.1]))
         self.p_pause = float(rng.choice([0.0, 0.1]))
@@ -226,6 +231,19 @@ def test_random_schedules_give_what_each_request_gives_alone(first: int) -> None
         schedule.check()
 
 
+@pytest.mark.parametrize(
+    "first", range(0, NUM_DEEP_SCHEDULES, SCHEDULES_PER_TEST), ids=lambda seed: f"deep-{seed}"
+)
+def test_schedules_that_run_far_ahead_give_the_same(first: int) -> None:
+    """The queue grows, and is given up, cut short or failed at any length."""
+    for seed in range(first, first + SCHEDULES_PER_TEST):
+        schedule = Schedule(seed, is_deep=True)
+        print(f"seed={seed} {schedule.setting}")
+        schedule.add()
+        schedule.run()
+        schedule.check()
+
+
 def test_the_schedules_reach_what_they_are_for() -> None:
     totals: Counter[str] = Counter()
     for seed in range(16):
@@ -237,3 +255,10 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     wanted |= {"reset True", "reset False", "run ahead", *(f"pause {mode}" for mode in MODES)}
     wanted |= {"cut", "names used again"}
     assert wanted <= set(totals), totals
+    deepest = []
+    for seed in range(8):
+        schedule = Schedule(seed, is_deep=True)
+        schedule.add()
+        schedule.run()
+        deepest.append(schedule.driver.executor.most_in_flight)
+    assert max(deepest) == MAX_STEPS_IN_FLIGHT, deepest

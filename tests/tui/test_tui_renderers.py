@@ -91,6 +91,8 @@ def test_header_says_how_the_dashboard_is() -> None:
     assert "· block 16 · memory 72.0 of 80.0 GiB, KV 60.0 GiB" in shown
     narrow = row_text(overview.header(model, view, LIVE, 125))
     assert "· block 16 · KV 60.0 GiB" in narrow
+    ahead = row_text(overview.header(replace(model, run_ahead_ms=20.0), view, LIVE, 190))
+    assert ", KV 60.0 GiB · runs 20 ms ahead" in ahead
     paused = row_text(overview.header(model, view, replace(LIVE, paused=True, back=3), 120))
     assert "❚❚ paused −3" in paused
     dead = row_text(overview.header(model, view, replace(LIVE, healthy=False), 120))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from termgen.engine.runner.device_clock import DeviceStart
 from termgen.engine.runner.dispatch import Dispatch
 from termgen.engine.step import StepLogprobs, StepPlan, StepResult
 
@@ -48,14 +49,18 @@ class AsyncOutput:
         started_ns: int,
         copy_stream: torch.cuda.Stream | None,
         *,
+        device_start: DeviceStart | None = None,
         num_late_compiles: int = 0,
     ) -> None:
+        """started_ns: when the host began the step; told only where there is no `device_start`."""
         self._step_id = plan.step_id
         self._num_rows = plan.num_rows
         self._num_tokens = plan.total_tokens
         self._dispatch = dispatch
         self._tensors = tensors
         self._started_ns = started_ns
+        self._device_start = device_start
+        self._device_end = device_start.clock.end() if device_start is not None else None
         self._num_late_compiles = num_late_compiles
         self._event: torch.cuda.Event | None = None
         if copy_stream is None:
@@ -63,7 +68,10 @@ class AsyncOutput:
             return
         compute = torch.cuda.current_stream()
         with torch.cuda.stream(copy_stream):
-            copy_stream.wait_stream(compute)
+            if self._device_end is None:
+                copy_stream.wait_stream(compute)
+            else:  # recorded behind the step: no need for an event more
+                copy_stream.wait_event(self._device_end)  # type: ignore[arg-type]
             self._host = tuple(t.to("cpu", non_blocking=True) for t in tensors.all())
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(copy_stream)
@@ -72,7 +80,11 @@ class AsyncOutput:
         """Wait for the copies and hand out plain arrays."""
         if self._event is not None:
             self._event.synchronize()
-        ended_ns = time.perf_counter_ns()
+        started_ns, ended_ns = self._started_ns, time.perf_counter_ns()
+        seen_ns = ended_ns if self._event is not None else 0
+        if self._device_start is not None and self._device_end is not None:
+            start = self._device_start
+            started_ns, ended_ns = start.clock.read(start.mark, self._device_end, ended_ns)
         tokens, *logprobs = (t.numpy() for t in self._host)
         tokens = tokens[: self._num_rows]
         return StepResult(
@@ -80,10 +92,11 @@ class AsyncOutput:
             num_sampled=(tokens >= 0).astype(np.int32),
             token_ids=tokens[tokens >= 0],
             logprobs=StepLogprobs(*logprobs) if logprobs else None,
-            started_ns=self._started_ns,
+            started_ns=started_ns,
             ended_ns=ended_ns,
             graph_mode=self._dispatch.mode.value,
             graph_reason=self._dispatch.reason,
             num_padded_tokens=self._dispatch.num_padded(self._num_tokens),
             num_late_compiles=self._num_late_compiles,
+            seen_ns=seen_ns,
         )

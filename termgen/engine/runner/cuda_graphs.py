@@ -44,7 +44,7 @@ DeviceStep = Callable[[torch.Tensor, torch.Tensor, BatchDescriptor, TokenRing], 
 Recording = BatchDescriptor | int
 """What tells recordings apart: of a whole step its descriptor, of pieces their token count."""
 
-RING_SIZE = 16
+RING_SIZE = 32
 """Steps whose tokens are kept: more than ever are in flight."""
 assert RING_SIZE > MAX_STEPS_IN_FLIGHT
 

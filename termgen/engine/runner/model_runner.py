@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -29,6 +30,7 @@ from termgen.engine.models.transformers_backend import TransformersDecoder
 from termgen.engine.runner.address_check import AddressCheck, NamedTensor, tensors_of
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
 from termgen.engine.runner.cuda_graphs import FullGraphs
+from termgen.engine.runner.device_clock import DeviceClock
 from termgen.engine.runner.dispatch import (
     EVERYTHING,
     NEEDS,
@@ -43,7 +45,6 @@ from termgen.engine.runner.row_header import RowHeader
 from termgen.engine.runner.token_ring import TokenRing
 from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.sampler import Sampler
-from termgen.engine.sampling.token_mask import TokenMasks
 from termgen.engine.step import StepPlan
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class ModelRunner:
             device=device,
         )
         self._copy_stream = make_copy_stream(device)
+        self._clock = DeviceClock() if device.type == "cuda" else None
         self._late_compiles: CompileCounter | None = None
         self.graphs = self.make_graphs(
             CudaGraphDispatcher((), disabled_reason="no graphs recorded")
@@ -165,7 +167,11 @@ class ModelRunner:
         return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
     def make_graphs(self, dispatcher: CudaGraphDispatcher) -> FullGraphs:
-        """An empty set of recordings of this runner's steps."""
+        """An empty set of recordings of this runner's steps.
+
+        They hold the runner weakly: it holds them, and its memory is to go as soon as it is left.
+        """
+        runner = weakref.proxy(self)
         size, pad_row = max(1, dispatcher.max_rows), self.state.pad_row
         header = RowHeader(size, pad_row=pad_row, device=self.device)
         pieces = PiecewiseGraphs(
@@ -182,9 +188,10 @@ class ModelRunner:
         )
         check = None
         if self.debug:
-            check = AddressCheck(partial(self._recorded_tensors, header, pieces))
+            tensors = partial(ModelRunner._recorded_tensors, runner, header, pieces)
+            check = AddressCheck(tensors)
         return FullGraphs(
-            self.step_on_device,
+            partial(ModelRunner.step_on_device, runner),
             dispatcher,
             header,
             pieces,
@@ -219,21 +226,25 @@ class ModelRunner:
         """Launch one step. On CUDA it returns before the device is done."""
         started_ns = time.perf_counter_ns()
         with self.watch_compiles():
+            # A busy device comes to the rows without a pause; one at rest begins with the step.
+            clock = self._clock
+            start = clock.start() if clock is not None and clock.is_busy else None
             self.state.update(plan)
             needs = SamplingNeeds.of(plan)
             dispatch = self.graphs.dispatch(plan, needs)
+            if clock is not None and start is None:
+                start = clock.start()
             if dispatch.descriptor is not None:
                 self.state.set_masks(plan)
                 tensors = StepTensors(self.graphs.replay(dispatch.descriptor, plan), None)
-            elif dispatch.padded_tokens is not None:
-                batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
-                logits = self.model.compute_logits(hidden)
-                self.state.set_masks(plan)  # which are filled while the model runs
-                tensors = self._sample(batch, logits, needs)
             else:
-                batch = self.buffers.prepare(plan, self.state)
-                logits = self._forward(batch)
-                self.state.set_masks(plan)
+                if dispatch.padded_tokens is not None:
+                    batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
+                    logits = self.model.compute_logits(hidden)
+                else:
+                    batch = self.buffers.prepare(plan, self.state)
+                    logits = self._forward(batch)
+                self.state.set_masks(plan)  # which are filled while the model runs
                 tensors = self._sample(batch, logits, needs)
         return AsyncOutput(
             plan,
@@ -241,6 +252,7 @@ class ModelRunner:
             dispatch,
             started_ns,
             self._copy_stream,
+            device_start=start,
             num_late_compiles=self.num_late_compiles,
         )
 
@@ -322,9 +334,7 @@ class ModelRunner:
             needs_penalties=needs.penalties,
             needs_top_k_top_p=needs.filters,
             suppress_any=needs.min_tokens,
-            token_masks=TokenMasks(slots, state.has_grammar, state.token_masks)
-            if needs.grammar
-            else None,
+            token_masks=state.masks_of(slots) if needs.grammar else None,
             max_logprobs=needs.max_logprobs,
         )
 

@@ -14,6 +14,7 @@ import torch
 
 from termgen.engine.kernels import why_unusable
 from termgen.engine.runner.token_ring import TokenRing
+from termgen.engine.sampling.token_mask import TokenMasks
 from termgen.engine.sampling_params import MAX_STOP_TOKEN_IDS
 from termgen.engine.step import AddedRow, StepPlan
 
@@ -89,6 +90,10 @@ class RequestState:
             bits = plan.masks.bits()[:, : self.token_masks.shape[1]]  # no bits of unknown tokens
             slots = self.upload(plan.slots[plan.masks.rows].astype(np.int64))
             self.token_masks.index_copy_(0, slots, self.upload(np.ascontiguousarray(bits)))
+
+    def masks_of(self, slots: torch.Tensor) -> TokenMasks:
+        """slots: [B] int64."""
+        return TokenMasks(slots, self.has_grammar, self.token_masks)
 
     def upload(self, values: np.ndarray) -> torch.Tensor:
         """Host array to device without waiting."""

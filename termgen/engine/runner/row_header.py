@@ -41,7 +41,7 @@ class RowHeader:
         old_slots, old_tokens = self._rows_on_device
         if (
             size == self._size_on_device
-            and np.array_equal(plan.slots, old_slots)
+            and (plan.slots is old_slots or np.array_equal(plan.slots, old_slots))
             and np.array_equal(plan.num_tokens, old_tokens)
         ):
             return

@@ -150,7 +150,7 @@ def test_head_sizes(device: str, dtype: torch.dtype, head_dim: int, block_size: 
         device=device,
         heads_first=block_size == 64,
     )
-    assert can_use_tma(case.cache, case.config.tile) == (block_size == 64 and dtype.itemsize == 2)
+    assert can_use_tma(case.cache, 64) == (block_size == 64 and dtype.itemsize == 2)
     case.check()
     case.check(sliding_window=40)
 

@@ -28,7 +28,7 @@ def test_no_launch_waits_for_the_device(mode: str, tiny_model_dir: Callable[...,
             max_num_seqs=8,
             max_num_batched_tokens=256,
             max_model_len=512,
-            num_gpu_blocks_override=24,
+            num_gpu_blocks_override=16,
             skip_tokenizer_init=True,
         )
     )

@@ -1,0 +1,293 @@
+"""What `gpu_async.py` measures of the engine's loop alone, with nobody reading the tokens.
+
+One engine serves every cell: `core.run_ahead` is set anew for each, so that one step at a time, two
+in flight and a queue of 20 ms take turns on the same recordings and the same memory. Each cell
+decodes requests of its own, whose prompts are equally long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from termgen.config import EngineConfig
+from termgen.engine.core import EngineCore
+from termgen.engine.events import StepRecord
+from termgen.engine.request import GenerationRequest
+from termgen.engine.run_ahead import RunAhead
+from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.startup import build_engine
+
+WARM_STEPS = 48
+"""Enough for a queue of 20 ms to fill."""
+HOLD_US, HOLD_EVERY_S = 20_000, 0.1
+NUM_PROFILED = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a cell decodes."""
+
+    batches: tuple[int, ...]
+    host_batches: tuple[int, ...]
+    prompt: int
+    seconds: float
+    """How long a cell is timed, in steps of the speed it warmed up with."""
+    most_steps: int
+    rounds: int
+    job_requests: int
+    job_tokens: tuple[int, int]
+    vocab: int
+
+
+@contextmanager
+def engine_core(config: EngineConfig) -> Iterator[EngineCore]:
+    parts = build_engine(config, on_delivery=lambda news: None, on_progress=None)
+    try:
+        yield parts.core
+    finally:
+        parts.core.drain()
+        parts.core.executor.shutdown()
+
+
+def depth(name: str, ms: float) -> RunAhead:
+    """The policy called sync, two steps, or run ahead."""
+    return {"sync": RunAhead(1, 0.0), "two": RunAhead(2, 0.0), "ahead": RunAhead(2, ms)}[name]
+
+
+def submit(core: EngineCore, name: str, prompt: int, output: int, vocab: int) -> None:
+    rng = random.Random(f"{name} {prompt}")
+    core.submit(
+        GenerationRequest(
+            request_id=name,
+            prompt_token_ids=tuple(rng.randrange(10, vocab) for _ in range(prompt)),
+            params=SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, seed=0),
+        ),
+        time.perf_counter_ns(),
+    )
+
+
+class Decode:
+    """A batch of requests that decodes until it is left."""
+
+    def __init__(self, core: EngineCore, batch: int, sizes: Sizes, policy: RunAhead) -> None:
+        self._core, self._batch, self._sizes = core, batch, sizes
+        self._ring = core.bus.subscribe(100_000)
+        core.run_ahead = policy
+        self.step_s = 0.0
+
+    def __enter__(self) -> Decode:
+        gc.collect()
+        gc.disable()  # as the engine's thread does while it is busy
+        sizes = self._sizes
+        for index in range(self._batch):
+            room = sizes.most_steps + 256 + self._batch
+            submit(self._core, f"{index}", sizes.prompt, room, sizes.vocab)
+        warm: list[StepRecord] = []
+        while len(warm) < WARM_STEPS:
+            self._core.step()
+            for record in self._records():
+                warm = [*warm, record] if self._is_full(record) else []
+        last = warm[WARM_STEPS // 2 :]
+        self.step_s = (last[-1].landed_ns - last[0].landed_ns) / 1e9 / (len(last) - 1)
+        return self
+
+    def run(self, num_steps: int | None = None) -> list[StepRecord]:
+        """Records of so many steps, or of as many as the time of a cell."""
+        if num_steps is None:
+            num_steps = int(self._sizes.seconds / max(self.step_s, 1e-6))
+            num_steps = min(self._sizes.most_steps, max(32, num_steps))
+        for _ in range(num_steps):
+            self._core.step()
+        records = self._records()
+        assert all(map(self._is_full, records)), "a row ended while it was timed"
+        return records
+
+    def _records(self) -> list[StepRecord]:
+        return [e for e in self._ring.drain() if isinstance(e, StepRecord)]
+
+    def _is_full(self, record: StepRecord) -> bool:
+        return record.num_decode_rows == self._batch and not record.num_prefill_rows
+
+    def __exit__(self, *exc: object) -> None:
+        gc.enable()
+        self._core.bus.unsubscribe(self._ring)
+        for index in range(self._batch):
+            self._core.abort(f"{index}")
+        drain(self._core)
+
+
+def drain(core: EngineCore) -> None:
+    while core.has_work:
+        core.step()
+
+
+def steps_per_s(records: Sequence[StepRecord]) -> float:
+    return (len(records) - 1) / (records[-1].landed_ns - records[0].landed_ns) * 1e9
+
+
+def gaps_us(records: Sequence[StepRecord]) -> list[float]:
+    """From the end of a step on the device to the begin of the next."""
+    pairs = zip(records, records[1:], strict=False)
+    return [(two.started_ns - one.ended_ns) / 1e3 for one, two in pairs]
+
+
+def idle_share(records: Sequence[StepRecord]) -> float:
+    span_us = (records[-1].ended_ns - records[0].started_ns) / 1e3
+    return sum(max(0.0, gap) for gap in gaps_us(records)) / span_us
+
+
+def idle(core: EngineCore, sizes: Sizes, ms: float, *, can_profile: bool) -> dict[str, Any]:
+    cells = []
+    for batch in sizes.batches:
+        with Decode(core, batch, sizes, depth("ahead", ms)) as decode:
+            records = decode.run()
+            gaps = gaps_us(records)
+            cell = {
+                "batch": batch,
+                "step_ms": statistics.mean((r.ended_ns - r.started_ns) / 1e6 for r in records),
+                "idle_share": idle_share(records),
+                "gap_us": statistics.mean(gaps),
+                "gap_p99_us": float(np.percentile(gaps, 99)),
+                "queue_depth": statistics.median(r.queue_depth for r in records),
+            }
+            if can_profile:
+                cell |= profiled_gaps(lambda: decode.run(NUM_PROFILED))
+        cells.append(cell)
+    return {"decode": cells, "job": job(core, sizes, depth("ahead", ms))}
+
+
+def job(core: EngineCore, sizes: Sizes, policy: RunAhead) -> dict[str, Any]:
+    """The requests of `gpu_decode.py`'s job, all at once; the second of two runs."""
+    core.run_ahead = policy
+    rng = random.Random(0)
+    lengths = [
+        (rng.randint(*sizes.job_tokens), rng.randint(*sizes.job_tokens))
+        for _ in range(sizes.job_requests)
+    ]
+    records: list[StepRecord] = []
+    for _ in range(2):
+        ring = core.bus.subscribe(100_000)
+        for index, (prompt, output) in enumerate(lengths):
+            submit(core, f"{index}", prompt, output, sizes.vocab)
+        drain(core)
+        records = [e for e in ring.drain() if isinstance(e, StepRecord)]
+        core.bus.unsubscribe(ring)
+    seconds = (records[-1].landed_ns - records[0].planned_ns) / 1e9
+    return {
+        "tokens_per_s": sum(output for _, output in lengths) / seconds,
+        "steps": len(records),
+        "idle_share": idle_share(records),
+    }
+
+
+def profiled_gaps(work: Callable[[], object]) -> dict[str, float]:
+    """The same gaps as torch's profiler sees them: no kernel and no copy runs.
+
+    The kernels of one replay have one correlation id; a gap is what lies between two replays.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        trace.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    found = sorted((e for e in events if e.get("cat") in kinds), key=lambda e: float(e["ts"]))
+    return gaps_between_replays(found)
+
+
+def gaps_between_replays(events: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """events: of the device, by their begin; `ts` and `dur` in microseconds."""
+    replays: dict[int | None, list[float]] = {}
+    for event in events:
+        begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        span = replays.setdefault(event.get("args", {}).get("correlation"), [begin, end, 0.0])
+        span[1], span[2] = max(span[1], end), span[2] + 1
+    replays.pop(None, None)
+    steps = sorted(span for span in replays.values() if span[2] > 8)
+    if len(steps) < 3:
+        return {"profiled_gap_us": float("nan"), "profiled_idle_share": float("nan")}
+    idles = []
+    for one, two in zip(steps, steps[1:], strict=False):
+        clear, gap = one[1], 0.0
+        for event in events:
+            begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+            if end > clear and begin < two[0]:
+                gap += max(0.0, begin - clear)
+                clear = max(clear, end)
+        idles.append(gap + max(0.0, two[0] - clear))
+    span_us = steps[-1][1] - steps[0][0]
+    return {
+        "profiled_gap_us": statistics.mean(idles),
+        "profiled_idle_share": sum(idles) / span_us,
+    }
+
+
+def host(core: EngineCore, sizes: Sizes, ms: float) -> dict[str, Any]:
+    """Time of the loop per step, and the line through it."""
+    cells = []
+    for batch in sizes.host_batches:
+        with Decode(core, batch, sizes, depth("ahead", ms)) as decode:
+            records = decode.run()
+        phases = ("host_us", "schedule_us", "launch_us", "apply_us")
+        cell = {name: statistics.median(getattr(r, name) for r in records) for name in phases}
+        mean_us = statistics.mean(r.host_us for r in records)
+        cells.append({"batch": batch, **cell, "host_mean_us": mean_us})
+    slope, start = np.polyfit(
+        [cell["batch"] for cell in cells], [cell["host_mean_us"] for cell in cells], 1
+    )
+    return {"cells": cells, "a_us": float(start), "b_us": float(slope)}
+
+
+def compare(
+    core: EngineCore, sizes: Sizes, ms: float, *, names: Sequence[str], holds: bool = False
+) -> list[dict[str, Any]]:
+    """Tokens per second of each policy, in turns; medians. With `holds`, quiet and disturbed."""
+    cells = []
+    for batch in sizes.batches:
+        found: dict[str, list[float]] = {}
+        for _ in range(sizes.rounds):
+            for name in names:
+                for is_held in (False, True) if holds else (False,):
+                    with Decode(core, batch, sizes, depth(name, ms)) as decode:
+                        with holding_the_gil() if is_held else nullcontext():
+                            rate = batch * steps_per_s(decode.run())
+                    found.setdefault(f"{name} held" if is_held else name, []).append(rate)
+        medians = {name: statistics.median(rates) for name, rates in found.items()}
+        cells.append({"batch": batch, "tokens_per_s": medians})
+    return cells
+
+
+@contextmanager
+def holding_the_gil() -> Iterator[None]:
+    """A thread that keeps every other one out for 20 ms, ten times a second."""
+    sleep = ctypes.PyDLL(None).usleep  # unlike CDLL, PyDLL keeps the GIL
+    is_over = threading.Event()
+
+    def hold() -> None:
+        while not is_over.wait(HOLD_EVERY_S - HOLD_US / 1e6):
+            sleep(HOLD_US)
+
+    thread = threading.Thread(target=hold, name="holder")
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

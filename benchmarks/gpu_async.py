@@ -1,0 +1,301 @@
+"""Does the GPU wait for Python? Random weights, real shapes, times by the device's own clock.
+
+    python benchmarks/gpu_async.py [--parts idle,host,sync,hold,dashboard,terminal,sse]
+    python benchmarks/gpu_async.py --device cpu      # a tiny model, to try the command out
+
+idle       time between steps in steady decode, where torch's profiler looks once at the same
+           steps, and over 256 requests of 100 to 1024 tokens in and out
+host       time of the engine's loop per step, as a line over the batch
+sync       tokens/s one step at a time, two in flight, and running ahead
+hold       the same while a thread holds the GIL for 20 ms, ten times a second
+dashboard  tokens/s with the dashboard drawing at 10 Hz in the same process, against without
+terminal   the same on a terminal that nobody reads
+sse        tokens/s with 64 streams through the server, read by another process, against tasks that
+           read in this one
+
+What is compared takes turns in one run; medians. The last three have an event loop, a tokenizer and
+text; the others run the engine's loop alone. `dashboard` and `terminal` need textual; `sse` needs
+starlette, uvicorn and prometheus_client. Each of the two groups runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpu_shapes import MODELS, write_config
+from machine import machine_facts
+from made_up_model import TINY, write_tiny, write_tokenizer
+
+ENGINE_PARTS = ("idle", "host", "sync", "hold")
+SCREEN_PARTS = ("dashboard", "terminal", "sse")
+NEEDED = {
+    "dashboard": ("textual",),
+    "terminal": ("textual",),
+    "sse": ("starlette", "uvicorn", "prometheus_client"),
+}
+SWITCH_INTERVAL_S = 1e-4  # as the command line sets it
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--parts", default=",".join((*ENGINE_PARTS, *SCREEN_PARTS)))
+    parser.add_argument("--batch-sizes", type=int, nargs="+")
+    parser.add_argument("--streams", type=int, help="requests beside a front end (default: 64)")
+    parser.add_argument("--rounds", type=int, default=3, help="times every cell is run, in turn")
+    parser.add_argument("--seconds", type=float, default=0.4, help="length of a cell")
+    parser.add_argument("--screen-seconds", type=float, default=2.0, help="the same with a screen")
+    parser.add_argument("--run-ahead-ms", type=float, default=20.0)
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="further engine setting, such as cudagraph_mode=piecewise",
+    )
+    parser.add_argument("--output-json", type=Path, help="write machine and results here")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.parts = args.parts.split(",")
+    unknown = set(args.parts) - {*ENGINE_PARTS, *SCREEN_PARTS}
+    if unknown:
+        parser.error(f"--parts knows {', '.join((*ENGINE_PARTS, *SCREEN_PARTS))}, not {unknown}")
+    is_tiny = args.device == "cpu"
+    args.batch_sizes = args.batch_sizes or ([1, 2, 4] if is_tiny else [1, 32, 256])
+    args.streams = args.streams or (4 if is_tiny else 64)
+    return args
+
+
+def engine_config(args: argparse.Namespace, folder: Path, *, has_tokenizer: bool) -> Any:
+    from gpu_decode import engine_options
+
+    from termgen.config import EngineConfig
+
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": not has_tokenizer,
+        "device": args.device,
+        "max_num_seqs": max(256, *args.batch_sizes, args.streams),
+        "max_num_batched_tokens": 16384,
+        "max_model_len": 16384 if has_tokenizer else 4096,
+        "enable_prefix_caching": False,
+        "async_scheduling": True,
+        "run_ahead_ms": args.run_ahead_ms,
+    }
+    if args.device == "cpu":
+        target = write_tiny(folder)
+        options |= {"kv_cache_gib": 0.1, "threads": 1, "max_num_seqs": 16}
+        options |= {"max_num_batched_tokens": 512}
+    else:
+        target = write_config(folder, args.model)
+    if has_tokenizer:
+        write_tokenizer(target, vocab_size(args))
+    return EngineConfig(**{"model": str(target), **options, **engine_options(args.option)})
+
+
+def vocab_size(args: argparse.Namespace) -> int:
+    model = TINY if args.device == "cpu" else MODELS[args.model]
+    return int(model["vocab_size"])
+
+
+def run_child(args: argparse.Namespace) -> dict[str, Any]:
+    """One group of parts."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with tempfile.TemporaryDirectory() as folder:
+        if set(args.parts) <= set(SCREEN_PARTS):
+            return run_screens(args, Path(folder))
+        return run_engine(args, Path(folder))
+
+
+def run_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    import async_engine_parts as parts
+
+    is_tiny, ms = args.device == "cpu", args.run_ahead_ms
+    most = max(args.batch_sizes)
+    sizes = parts.Sizes(
+        batches=tuple(args.batch_sizes),
+        host_batches=tuple(b for b in (1, 2, 4, 8, 32, 64, 128, 192, 256) if b <= most),
+        prompt=16 if is_tiny else 512,
+        seconds=args.seconds,
+        most_steps=2500,
+        rounds=args.rounds,
+        job_requests=12 if is_tiny else 256,
+        job_tokens=(5, 60) if is_tiny else (100, 1024),
+        vocab=vocab_size(args),
+    )
+    found: dict[str, Any] = {}
+    with parts.engine_core(engine_config(args, folder, has_tokenizer=False)) as core:
+        for _ in range(2):  # clocks, allocator
+            with parts.Decode(core, min(8, most), sizes, parts.depth("ahead", ms)) as decode:
+                decode.run()
+        longer = replace(sizes, seconds=max(1.0, sizes.seconds) if not is_tiny else 0.3)
+        works: dict[str, Callable[[], Any]] = {
+            "idle": lambda: parts.idle(core, sizes, ms, can_profile=not is_tiny),
+            "host": lambda: parts.host(core, sizes, ms),
+            "sync": lambda: parts.compare(core, sizes, ms, names=("sync", "two", "ahead")),
+            "hold": lambda: parts.compare(core, longer, ms, names=("two", "ahead"), holds=True),
+        }
+        for part in args.parts:
+            try:
+                found[part] = works[part]()
+            except Exception as error:  # told with the others' figures, which took minutes
+                found[part] = {"failed": repr(error)}
+    return found
+
+
+def run_screens(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from async_screen_parts import FrontSizes, run_screen_parts
+
+    is_tiny = args.device == "cpu"
+    sizes = FrontSizes(
+        streams=args.streams,
+        prompt=16 if is_tiny else 512,
+        seconds=args.screen_seconds,
+        rounds=args.rounds,
+        max_tokens=15_000,
+        vocab=vocab_size(args),
+    )
+    config = engine_config(args, folder, has_tokenizer=True)
+    return run_screen_parts(args.parts, config, sizes)
+
+
+def failed(found: dict[str, Any]) -> list[str]:
+    return [part for part, result in found.items() if "failed" in result]
+
+
+def missing_for(part: str) -> list[str]:
+    return [name for name in NEEDED.get(part, ()) if importlib.util.find_spec(name) is None]
+
+
+# -- tables --------------------------------------------------------------------------------
+
+
+def print_idle(found: dict[str, Any]) -> None:
+    print("idle between steps, % of the time (bound: 0.5)")
+    print("  batch  step ms    idle  gap us  p99 us  queued  profiler: idle  gap us")
+    for c in found["decode"]:
+        profiled = ""
+        if "profiled_idle_share" in c:
+            profiled = f"{100 * c['profiled_idle_share']:15.2f} {c['profiled_gap_us']:7.1f}"
+        print(
+            f"  {c['batch']:5d} {c['step_ms']:8.3f} {100 * c['idle_share']:7.2f} {c['gap_us']:7.1f}"
+            f" {c['gap_p99_us']:7.1f} {c['queue_depth']:7.0f} {profiled}"
+        )
+    job = found["job"]
+    print(
+        f"  job: idle {100 * job['idle_share']:.2f}% (bound: 1) of {job['steps']} steps, "
+        f"{job['tokens_per_s']:,.0f} output tokens/s"
+    )
+
+
+def print_host(found: dict[str, Any]) -> None:
+    print("time of the engine's loop per step, us, medians and mean (bound: 120 + 1.2 B)")
+    print("  batch   loop  schedule  launch  apply    mean  bound")
+    for c in found["cells"]:
+        print(
+            f"  {c['batch']:5d} {c['host_us']:6.0f} {c['schedule_us']:9.0f} {c['launch_us']:7.0f} "
+            f"{c['apply_us']:6.0f} {c['host_mean_us']:7.0f} {120 + 1.2 * c['batch']:6.0f}"
+        )
+    print(f"  mean = {found['a_us']:.0f} us + {found['b_us']:.2f} us x B")
+
+
+def print_compared(title: str, cells: list[dict[str, Any]]) -> None:
+    print(f"{title}, tokens/s")
+    for c in cells:
+        rates = c["tokens_per_s"]
+        first = next(iter(rates.values()))
+        line = "  ".join(
+            f"{n} {rate:,.0f} ({100 * rate / first:.1f}%)" for n, rate in rates.items()
+        )
+        print(f"  {c['batch']:5d}: {line}")
+
+
+def print_front(part: str, cells: list[dict[str, Any]]) -> None:
+    def median(name: str, *, is_on: bool) -> float:
+        return statistics.median(c[name] for c in cells if c["on"] == is_on)
+
+    print(f"{part}: medians without and with")
+    for name, form in (("tokens_per_s", ",.0f"), ("idle_share", ".2%"), ("host_us", ".0f")):
+        off, on = median(name, is_on=False), median(name, is_on=True)
+        ratio = f" ({on / off:.1%}, bound: 99%)" if name == "tokens_per_s" else ""
+        print(f"  {name:14s} {off:{form}} {on:{form}}{ratio}")
+    if part == "terminal":
+        stood = sum(c["loop_stood_still"] for c in cells)
+        print(f"  the loop stood still in {stood} of {len(cells) // 2} cells")
+    if any("frames_per_s" in c for c in cells):
+        frames = statistics.median(c["frames_per_s"] for c in cells if c["on"])
+        print(f"  frames drawn per second: {frames:.1f}")
+
+
+def print_found(found: dict[str, Any]) -> None:
+    for part in failed(found):
+        print(f"{part}: failed: {found[part]['failed']}")
+    found = {part: result for part, result in found.items() if part not in failed(found)}
+    if "idle" in found:
+        print_idle(found["idle"])
+    if "host" in found:
+        print_host(found["host"])
+    if "sync" in found:
+        print_compared("one step at a time, two in flight, running ahead", found["sync"])
+    if "hold" in found:
+        print_compared("quiet, and with the GIL held for 20 ms of every 100", found["hold"])
+    for part in SCREEN_PARTS:
+        if part in found:
+            print_front(part, found[part])
+    sys.stdout.flush()
+
+
+def main() -> None:
+    args = parse_args()
+    if args.child:
+        print(json.dumps(run_child(args)))
+        return
+    results: dict[str, Any] = {}
+    is_complete = True
+    for group in (ENGINE_PARTS, SCREEN_PARTS):
+        parts = []
+        for part in (p for p in group if p in args.parts):
+            missing = missing_for(part)
+            if missing:
+                print(f"{part}: not run, because {', '.join(missing)} is not installed")
+                is_complete = False
+            else:
+                parts.append(part)
+        if not parts:
+            continue
+        command = [sys.executable, *sys.argv, "--child", "--parts", ",".join(parts)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            print(f"{', '.join(parts)}: failed with code {done.returncode}")
+            is_complete = False
+            continue
+        found = json.loads(done.stdout.splitlines()[-1])
+        print_found(found)
+        is_complete = is_complete and not failed(found)
+        results |= found
+    if args.output_json:
+        facts = machine_facts()
+        if args.device == "cuda":
+            import torch
+
+            facts["gpu"] = torch.cuda.get_device_name()
+        settings = {"model": args.model, "run_ahead_ms": args.run_ahead_ms}
+        report = {"machine": facts, "settings": settings, "results": results}
+        args.output_json.write_text(json.dumps(report, indent=2) + "\n")
+    if not is_complete:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Thousands of requests with random lengths and aborts through one engine, on a CPU.
+
+    python benchmarks/soak.py [--requests 20000] [--output-json FILE]
+
+A tiny model with random weights behind the whole `AsyncEngine`: its thread, text, stop strings,
+several completions, and a KV cache so small that requests are preempted. Readers leave in the
+middle, while they wait in the queue, or by name. At the end nothing may be held: no block, no slot,
+no stream, no text. Prints the process's resident memory (RSS) on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from machine import machine_facts
+from made_up_model import TINY, write_tiny, write_tokenizer
+
+from termgen.config import EngineConfig
+from termgen.engine.engine import AsyncEngine
+from termgen.engine.sampling_params import SamplingParams
+
+VOCAB = TINY["vocab_size"]
+NUM_PREFIXES = 40
+SWITCH_INTERVAL_S = 1e-4  # as the command line sets it
+
+
+@dataclass
+class Soak:
+    """What is asked, and what has come of it."""
+
+    engine: AsyncEngine
+    seed: int
+    endings: Counter[str] = field(default_factory=Counter)
+    num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        self._prefixes = [self._tokens(self._rng.randrange(20, 90)) for _ in range(NUM_PREFIXES)]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(3, VOCAB - 1) for _ in range(count)]
+
+    def draw(self) -> tuple[tuple[int, ...], SamplingParams, str, int]:
+        """A prompt, what is asked, how its reader leaves, and at which token."""
+        rng = self._rng
+        prompt = self._tokens(rng.randrange(1, 60))
+        if rng.random() < 0.4:
+            prompt = [*rng.choice(self._prefixes), *prompt]
+        params = SamplingParams(
+            temperature=rng.choice((0.0, 0.8, 1.2)),
+            top_p=rng.choice((1.0, 0.9)),
+            seed=rng.randrange(10**6),
+            max_tokens=rng.randrange(1, 64),
+            n=2 if rng.random() < 0.05 else 1,
+            stop=(rng.choice(("1", "7 w", "99")),) if rng.random() < 0.2 else (),
+            presence_penalty=0.5 if rng.random() < 0.1 else 0.0,
+            logprobs=2 if rng.random() < 0.1 else None,
+            ignore_eos=rng.random() < 0.5,
+        )
+        leaves = rng.choices(("stays", "closes", "cancels", "aborts"), (70, 12, 9, 9))[0]
+        return tuple(prompt), params, leaves, rng.randrange(0, 30)
+
+    async def ask(self, index: int) -> None:
+        prompt, params, leaves, at = self.draw()
+        if leaves == "cancels":  # at any moment, also in the queue
+            task = asyncio.create_task(self._read(index, prompt, params))
+            await asyncio.wait((task,), timeout=at / 1000)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self.endings["cancelled" if task.cancelled() else "too late to cancel"] += 1
+            return
+        self.endings[await self._read(index, prompt, params, leaves=leaves, at=at)] += 1
+
+    async def _read(
+        self,
+        index: int,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        *,
+        leaves: str = "stays",
+        at: int = 0,
+    ) -> str:
+        """Read to the end, or to where the reader leaves; says how it ended."""
+        ending, seen, name = "nothing", 0, f"soak-{index}"
+        stream = self.engine.generate(prompt, params, request_id=name)
+        async for delta in stream:
+            assert delta.error is None, delta.error
+            seen += len(delta.token_ids)
+            ending = str(delta.finish_reason or ending)
+            if leaves == "closes" and seen > at:
+                await stream.aclose()
+                ending = "closed"
+                break
+            if leaves == "aborts" and seen > at:
+                await self.engine.abort(name)
+                leaves = "stays"
+        self.num_tokens += seen
+        return ending
+
+    async def check_at_rest(self) -> dict[str, int]:
+        """Raises AssertionError for anything that is still held."""
+        async with asyncio.timeout(60):
+            while (snapshot := await self.engine.snapshot()).num_running or snapshot.num_waiting:
+                await asyncio.sleep(0.01)
+        core, parts = self.engine.parts.core, self.engine.parts
+        scheduler = core.scheduler
+        await asyncio.wrap_future(core.call(scheduler.check_integrity))
+        held = {
+            "requests": len(scheduler.requests),
+            "blocks": scheduler.kv.pool.num_used,
+            "blocks behind the fence": scheduler.fence.num_blocks,
+            "slots": scheduler.config.max_num_seqs - len(scheduler.free_slots),
+            "texts": len(parts.output_processor),
+            "streams": len(self.engine._streams),
+            "deliveries": len(self.engine._deliveries),
+        }
+        assert not any(held.values()), held
+        return held
+
+
+def rss_mib() -> float:
+    """Resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+async def soak(
+    config: EngineConfig, *, requests: int, at_once: int, seed: int, samples: int
+) -> dict[str, Any]:
+    engine = await AsyncEngine.start(config)
+    try:
+        run = Soak(engine, seed)
+        numbers = iter(range(requests))
+        done, began, memory = 0, time.monotonic(), [(0, rss_mib())]
+
+        async def one_reader() -> None:
+            nonlocal done
+            for index in numbers:
+                await run.ask(index)
+                done += 1
+                if done % max(1, requests // samples) == 0:
+                    memory.append((done, rss_mib()))
+                    print(f"{done:7d} requests  RSS {memory[-1][1]:7.1f} MiB", file=sys.stderr)
+
+        await asyncio.gather(*(one_reader() for _ in range(at_once)))
+        held = await run.check_at_rest()
+        seconds = time.monotonic() - began
+        snapshot = await engine.snapshot()
+    finally:
+        await engine.shutdown()
+    gc.collect()
+    return {
+        "requests": requests,
+        "seconds": seconds,
+        "tokens": run.num_tokens,
+        "endings": dict(run.endings),
+        "preemptions": snapshot.num_preemptions,
+        "prefix_hit_tokens": snapshot.prefix_hit_tokens,
+        "held": held,
+        "rss_mib": memory,
+    }
+
+
+def soak_config(folder: Path, **options: Any) -> EngineConfig:
+    """16 seats, and blocks for about half of what these would like."""
+    return EngineConfig(
+        **{
+            "model": str(folder),
+            "load_format": "dummy",
+            "device": "cpu",
+            "threads": 1,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 128,
+            "max_model_len": 256,
+            "block_size": 16,
+            "num_gpu_blocks_override": 70,
+            "async_scheduling": True,
+            **options,
+        }
+    )
+
+
+def print_result(result: dict[str, Any]) -> None:
+    print(
+        f"{result['requests']} requests, {result['tokens']} tokens read, "
+        f"{result['preemptions']} preemptions, {result['seconds']:.0f} s"
+    )
+    print("endings: " + ", ".join(f"{count} {name}" for name, count in result["endings"].items()))
+    print("held at the end: " + ", ".join(f"{n} {name}" for name, n in result["held"].items()))
+    print("requests  RSS MiB")
+    for done, mib in result["rss_mib"]:
+        print(f"{done:8d} {mib:8.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--at-once", type=int, default=40, help="readers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output-json", type=Path, help="write machine and results here")
+    args = parser.parse_args()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny(Path(folder))
+        write_tokenizer(model, VOCAB)
+        result = asyncio.run(
+            soak(
+                soak_config(model),
+                requests=args.requests,
+                at_once=args.at_once,
+                seed=args.seed,
+                samples=20,
+            )
+        )
+    print_result(result)
+    if args.output_json:
+        report = {"machine": machine_facts(), "seed": args.seed, "result": result}
+        args.output_json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

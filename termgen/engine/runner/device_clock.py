@@ -1,0 +1,103 @@
+"""When steps began and ended on the device, told in the host's time.
+
+With steps queued, the time of a launch says little about when the device came to it. Two events
+around the step's operations say it exactly, but only relative to other events. The runner makes one
+clock per engine on CUDA; nothing here waits for the device once the clock is made.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+REFERENCE_MS = 4096.0
+"""After so long another event is the reference: times between events are told as float32, which
+this far apart still counts quarters of a microsecond."""
+
+
+class TimingEvent(Protocol):
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        ...
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from this event to another of its kind; both have happened."""
+        ...
+
+
+def cuda_event() -> TimingEvent:
+    event: TimingEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
+
+
+class DeviceClock:
+    """Maps events of the current stream to `time.perf_counter_ns`.
+
+    The host sees an event some time after it happened, never before: the smallest such delay seen
+    is taken for zero, so that the two clocks cannot drift apart.
+    """
+
+    def __init__(
+        self,
+        make_event: Callable[[], TimingEvent] = cuda_event,
+        now_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._make_event = make_event
+        self._reference = self.mark()
+        self._reference.synchronize()
+        self._reference_ns = float(now_ns())
+        self._least_delay_ns = math.inf
+        self._last_end: TimingEvent | None = None
+
+    def mark(self) -> TimingEvent:
+        """An event that happens when everything launched so far is done."""
+        event = self._make_event()
+        event.record()
+        return event
+
+    def start(self) -> DeviceStart:
+        return DeviceStart(self, self.mark())
+
+    def end(self) -> TimingEvent:
+        """A mark behind the operations of a step."""
+        self._last_end = self.mark()
+        return self._last_end
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is on the device still."""
+        return self._last_end is not None and not self._last_end.query()
+
+    def read(self, start: TimingEvent, end: TimingEvent, seen_ns: int) -> tuple[int, int]:
+        """Host times of two marks that have happened, as the host saw at `seen_ns`."""
+        since_ms = self._reference.elapsed_time(end)
+        if since_ms > 2 * REFERENCE_MS:  # after a long rest nothing is known of the drift
+            self._reference_ns = seen_ns - since_ms * 1e6
+        end_ns = self._reference_ns + since_ms * 1e6
+        delay_ns = seen_ns - end_ns
+        if delay_ns < 0:  # the reference was thought later than it was
+            self._reference_ns += delay_ns
+            end_ns, delay_ns = float(seen_ns), 0.0
+        self._least_delay_ns = min(self._least_delay_ns, delay_ns)
+        if since_ms > REFERENCE_MS:
+            self._reference = end
+            self._reference_ns = end_ns + self._least_delay_ns
+            self._least_delay_ns = math.inf
+        return round(end_ns - start.elapsed_time(end) * 1e6), round(end_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStart:
+    """Where a step begins in the compute stream, and the clock to read it by."""
+
+    clock: DeviceClock
+    mark: TimingEvent

@@ -1,0 +1,167 @@
+"""What crosses from the engine's thread to the loop: arrays, once a step, and no text work before.
+
+On a tiny random model, running ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from termgen.client import TokenDelta
+from termgen.config import EngineConfig
+from termgen.engine.delivery import StepDelivery
+from termgen.engine.detokenizer import Detokenizer, StopAutomaton
+from termgen.engine.engine import AsyncEngine
+from termgen.engine.output import OutputProcessor
+from termgen.engine.request import FinishReason
+from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.tokenizer import Tokenizer
+from termgen.errors import StepError
+
+TEXTS = ("Hello, how are you?", "A scheduler decides which requests", "Paris")
+
+
+@pytest.fixture
+async def engine(tiny_llama_dir: Path) -> AsyncIterator[AsyncEngine]:
+    config = EngineConfig(
+        model=str(tiny_llama_dir),
+        device="cpu",
+        kv_cache_gib=0.01,
+        threads=1,
+        async_scheduling=True,
+    )
+    started = await AsyncEngine.start(config)
+    yield started
+    await started.shutdown()
+
+
+async def collect(engine: AsyncEngine, text: str, **params: Any) -> list[TokenDelta]:
+    sampling = SamplingParams(temperature=0.9, seed=1, ignore_eos=True, **params)
+    return [delta async for delta in engine.generate(text, sampling)]
+
+
+async def collect_all(engine: AsyncEngine, **params: Any) -> list[list[TokenDelta]]:
+    return await asyncio.gather(*(collect(engine, text, **params) for text in TEXTS))
+
+
+def tokens(answers: list[list[TokenDelta]]) -> list[list[int]]:
+    return [[token for delta in deltas for token in delta.token_ids] for deltas in answers]
+
+
+class HandOver:
+    """Watches deliveries leave the engine's thread, and the loop being woken for them."""
+
+    def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.deliveries: list[StepDelivery] = []
+        self.num_wakes = 0
+        self.threads: set[int] = set()
+        core, post = engine.parts.core, engine._post
+
+        def hand_over(delivery: StepDelivery) -> None:
+            self.deliveries.append(delivery)
+            self.threads.add(threading.get_ident())
+            engine._hand_over(delivery)
+
+        def counted(function: Callable[[], None]) -> None:
+            self.num_wakes += 1
+            post(function)
+
+        monkeypatch.setattr(core, "_on_delivery", hand_over)
+        monkeypatch.setattr(engine, "_post", counted)
+
+
+async def test_one_delivery_of_arrays_a_step_and_at_most_one_wake_up(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = HandOver(engine, monkeypatch)
+    answers = await collect_all(engine, max_tokens=30)
+    told = [delivery for delivery in watch.deliveries if len(delivery.slots)]
+    assert len({delivery.step_id for delivery in told}) == len(told)
+    assert max(len(delivery.slots) for delivery in told) == len(TEXTS), "all rows in one"
+    for delivery in told:
+        for array in (delivery.slots, delivery.epochs, delivery.num_tokens, delivery.token_ids):
+            assert isinstance(array, np.ndarray) and len(array) == len(delivery.slots)
+    assert sum(len(delivery.token_ids) for delivery in told) == 30 * len(TEXTS)
+    assert [sum(len(d.token_ids) for d in deltas) for deltas in answers] == [30] * len(TEXTS)
+    assert 1 <= watch.num_wakes <= len(watch.deliveries)
+
+
+async def test_a_loop_that_is_behind_is_woken_once_and_its_readers_get_larger_deltas(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tokens(await collect_all(engine, max_tokens=60))
+    watch = HandOver(engine, monkeypatch)
+    reading = asyncio.ensure_future(collect_all(engine, max_tokens=60))
+    while not watch.deliveries:
+        await asyncio.sleep(0)
+    before = watch.num_wakes
+    while len(engine._deliveries) < 12:  # the loop does nothing else meanwhile
+        time.sleep(0.001)
+    assert watch.num_wakes <= before + 1
+    answers = await reading
+    assert tokens(answers) == expected
+    assert max(len(delta.token_ids) for deltas in answers for delta in deltas) >= 10
+
+
+async def test_no_text_is_made_on_the_engines_thread(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither from tokens, nor from prompts."""
+    seen: dict[str, set[int]] = {}
+
+    def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.setdefault(name, set()).add(threading.get_ident())
+            return real(*args, **kwargs)
+
+        return call
+
+    for owner in (OutputProcessor, Detokenizer, StopAutomaton, Tokenizer):
+        for name, real in inspect.getmembers(owner, inspect.isfunction):
+            if not name.startswith("_"):
+                monkeypatch.setattr(owner, name, watched(f"{owner.__name__}.{name}", real))
+    watch = HandOver(engine, monkeypatch)
+    await collect_all(engine, max_tokens=30, stop=("zzz",), logprobs=2)
+    (engine_thread,) = watch.threads
+    assert engine_thread == engine._thread.ident != threading.get_ident()
+    assert {"OutputProcessor.process", "Detokenizer.push"} <= set(seen), set(seen)
+    assert not {name for name, threads in seen.items() if engine_thread in threads}
+    assert seen["OutputProcessor.process"] == {threading.get_ident()}
+
+
+async def test_an_exception_in_flight_names_its_step_and_batch_and_ends_each_request_once(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tokens(await collect_all(engine, max_tokens=30))
+    runner = engine.parts.core.executor._runner  # type: ignore[attr-defined]
+    real = runner._forward
+    failed: list[int] = []
+
+    def fail_when_all_decode(batch: Any) -> Any:
+        if not failed and len(batch.slots) == len(batch.input_ids) == len(TEXTS):
+            failed.append(1)
+            raise RuntimeError("a cosmic ray")
+        return real(batch)
+
+    monkeypatch.setattr(runner, "_forward", fail_when_all_decode)
+    answers = await collect_all(engine, max_tokens=30)
+    errors = {delta.error for deltas in answers for delta in deltas if delta.error is not None}
+    assert len(errors) == 1
+    (error,) = errors
+    assert isinstance(error, StepError) and len(error.request_ids) == len(TEXTS)
+    start = f"step {error.step_id} ({len(TEXTS)} requests, {len(TEXTS)} tokens) failed: "
+    assert str(error) == start + "RuntimeError: a cosmic ray"
+    for deltas in answers:
+        assert [d.finish_reason for d in deltas if d.finish_reason] == [FinishReason.ERROR]
+    again = await collect_all(engine, max_tokens=30)
+    assert tokens(again) == expected
+    assert engine.is_healthy and (await engine.snapshot()).num_used_blocks == 0
