@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,9 @@ from generated_schemas import generate
 from server_harness import MESSAGES, chat_text, read_events, serving
 
 from termgen.config import EngineConfig
+from termgen.engine import grammar as grammar_module
 from termgen.engine.engine import AsyncEngine
+from termgen.engine.structured_outputs import StructuredOutputsParams
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -175,6 +178,31 @@ async def test_bad_grammars_among_good_requests_harm_nobody(long_llama_dir: Path
             assert len(error["message"]) < 500
 
 
+async def test_a_request_whose_grammar_is_being_compiled_holds_nobody_up(
+    long_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+    source = grammar_module._source
+
+    def slowly(wanted: StructuredOutputsParams) -> str:
+        assert wanted.regex is None or may_go_on.wait(30)
+        return source(wanted)
+
+    monkeypatch.setattr(grammar_module, "_source", slowly)
+    async with tiny_server(long_llama_dir) as (client, engine):
+        slow = [
+            asyncio.create_task(post(client, structured_outputs={"regex": f"[a-z]{{{n}}}"}))
+            for n in (3, 4, 5)  # more than compile at once
+        ]
+        other = await post(client, max_tokens=5)
+        assert other.status_code == 200 and not any(task.done() for task in slow)
+        assert (await engine.snapshot()).num_waiting == 0
+        may_go_on.set()
+        replies = await asyncio.gather(*slow)
+        texts = [reply.json()["choices"][0]["message"]["content"] for reply in replies]
+        assert list(map(len, texts)) == [3, 4, 5]
+
+
 async def test_a_client_that_leaves_a_constrained_stream(long_llama_dir: Path) -> None:
     async with tiny_server(long_llama_dir) as (client, engine):
         body = {"messages": MESSAGES, "stream": True, "max_tokens": 400, "ignore_eos": True}
@@ -190,7 +218,6 @@ async def test_a_client_that_leaves_a_constrained_stream(long_llama_dir: Path) -
 
 async def test_without_a_tokenizer_there_is_nothing_to_constrain(tiny_llama_dir: Path) -> None:
     from termgen import LLM, SamplingParams
-    from termgen.engine.structured_outputs import StructuredOutputsParams
     from termgen.errors import RequestError
 
     settings: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "skip_tokenizer_init": True}

@@ -156,11 +156,6 @@ class GrammarCompiler:
         except RequestError as error:
             raise named(error, wanted) from None
 
-    def shutdown(self) -> None:
-        """What is being compiled is finished for nobody."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-
     def _done(self, future: Future[Grammar]) -> None:
         with self._lock:
             self._num_waiting -= 1

@@ -226,7 +226,6 @@ def test_a_slow_compilation_holds_up_only_who_waits_for_it(
     assert refusal.value.status == 429
     may_go_on.set()
     compiler.compile(StructuredOutputsParams(regex="slow"))
-    compiler.shutdown()
 
 
 def test_schemas_with_every_separator_are_written_compactly(
