@@ -101,6 +101,9 @@ class TokenDelta:
     """So far."""
     prompt_token_ids: tuple[int, ...] | None = None
     """On the first delta of completion 0."""
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """One for each token of the prompt, on a delta of completion 0 before or with its first token.
+    The first has no probability: its logprob is NaN and its rank 0."""
     timings: RequestTimings | None = None
     """On the last delta."""
     error: EngineError | None = None
@@ -117,6 +120,9 @@ def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         token_ids=tuple(t for d in deltas for t in d.token_ids),
         logprobs=tuple(lp for part in logprobs for lp in part) if logprobs else None,
         prompt_token_ids=deltas[0].prompt_token_ids,
+        prompt_logprobs=next(
+            (d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None
+        ),
     )
 
 

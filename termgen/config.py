@@ -294,10 +294,11 @@ class SettingType:
         return "a list of integers" if self.base is int else "a list of text"
 
 
-def setting_types(config_class: type) -> dict[str, SettingType]:
+def setting_types(config_class: type, omit: frozenset[str] = frozenset()) -> dict[str, SettingType]:
     """Field name -> type, for a dataclass whose fields are made with `setting`."""
     hints = typing.get_type_hints(config_class)
-    return {f.name: _setting_type(hints[f.name]) for f in fields(config_class)}
+    names = [f.name for f in fields(config_class) if f.name not in omit]
+    return {name: _setting_type(hints[name]) for name in names}
 
 
 def _setting_type(hint: Any) -> SettingType:

@@ -46,9 +46,13 @@ SAMPLING_HELP = {
     "logprobs": "with --json: log-probabilities, with this many alternatives for each token",
     "skip_special_tokens": "leave special tokens out of the text (default: yes)",
     "include_stop_str_in_output": "keep the stop text in the answer",
+    "prompt_logprobs": "with --json: the same for the tokens of the prompt",
+    "allowed_token_ids": "draw no other token than this one; may be repeated",
+    "bad_words": "do not write this, as the tokenizer spells it; may be repeated",
 }
-OMITTED = ("n", "seed")
-"""One run is one completion; `--seed` of the engine group is the request's seed too."""
+OMITTED = ("n", "seed", "logit_bias")
+"""One run is one completion; `--seed` of the engine group is the request's seed too; `logit_bias`
+has a flag of its own form."""
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +70,22 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--json", action="store_true", help="print one JSON object at the end")
     add_flags(parser, SamplingParams, title="sampling", omit=OMITTED, help_texts=SAMPLING_HELP)
+    parser.add_argument(
+        "--logit-bias",
+        metavar="ID=BIAS",
+        type=_bias,
+        action="append",
+        default=argparse.SUPPRESS,
+        help="add this to the logit of a token; may be repeated",
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be ID=BIAS, not {text!r}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +219,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     prompt_token_ids: tuple[int, ...] = ()
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
@@ -212,6 +233,7 @@ class Answer:
         self.prompt_token_ids = delta.prompt_token_ids or self.prompt_token_ids
         if delta.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *delta.logprobs]
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason.value, delta.stop_reason
         self.num_cached_tokens = delta.num_cached_tokens
@@ -219,12 +241,14 @@ class Answer:
 
     def as_json(self, *, model: str) -> dict[str, Any]:
         num_prompt, num_output = len(self.prompt_token_ids), len(self.token_ids)
+        of_prompt = self.prompt_logprobs
         return {
             "model": model,
             "text": "".join(self.text),
             "token_ids": self.token_ids,
             "prompt_token_ids": list(self.prompt_token_ids),
             "logprobs": None if self.logprobs is None else [_logprob(x) for x in self.logprobs],
+            "prompt_logprobs": None if of_prompt is None else [None, *map(_logprob, of_prompt[1:])],
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
             "usage": {
@@ -264,8 +288,11 @@ def _timings(timings: RequestTimings, num_output: int) -> dict[str, float | None
 def run(args: argparse.Namespace, layers: SettingLayers, config: EngineConfig) -> int:
     """The command. Returns the exit code: 0, or 130 after Ctrl-C."""
     asked, early = read_input(args), read_params(layers)
-    if early.logprobs is not None and not args.json:
-        raise ConfigError("--logprobs needs --json: plain text has no place for them")
+    if not args.json:
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(early, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} needs --json: plain text has no place for them")
     from termgen.launch import find_model
     from termgen.progress import TerminalProgress
 

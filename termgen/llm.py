@@ -12,7 +12,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Any, TypeGuard, cast
 
@@ -62,14 +62,24 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool = False,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; results are in the order of the prompts.
 
+        `priority` has one number for each prompt, lower runs first; it needs the scheduling policy
+        of that name.
         One `SamplingParams` is for all prompts, a list has one for each; None means the model's own
         defaults. Raises `RequestError` for a bad prompt before anything runs. A request that the
         engine failed has `finish_reason` ERROR and its cause in `error`; a warning counts them.
         """
         inputs = [_read_prompt(prompt) for prompt in _as_list(prompts)]
+        if priority is not None:
+            if len(priority) != len(inputs):
+                raise RequestError(
+                    f"priority has {len(priority)} entries for {len(inputs)} prompts",
+                    param="priority",
+                )
+            inputs = [replace(i, priority=p) for i, p in zip(inputs, priority, strict=True)]
         return self._run(inputs, sampling_params, use_tqdm=use_tqdm)
 
     def chat(
@@ -181,6 +191,7 @@ class LLM:
                 given.prompt,
                 params,
                 request_id=str(next(self._ids)),
+                priority=given.priority,
                 cache_salt=given.cache_salt,
             )
         except RequestError as error:
@@ -210,6 +221,7 @@ class LLM:
 class _Input:
     prompt: Prompt
     cache_salt: str | None = None
+    priority: int = 0
 
 
 def _engine_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:

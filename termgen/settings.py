@@ -64,7 +64,7 @@ def add_flags(
     `help_texts` is for dataclasses whose fields are not made with `setting`.
     """
     group = parser.add_argument_group(title)
-    kinds = setting_types(config_class)
+    kinds = setting_types(config_class, omit=frozenset(omit))
     for f in fields(config_class):
         if f.name not in omit:
             text = f.metadata["help"] if help_texts is None else help_texts[f.name]

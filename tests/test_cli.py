@@ -124,6 +124,9 @@ def test_flags_that_vllm_has_too(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "hi", "--model", "/does/not/exist"], "no such file or folder"),
         (["generate", "hi", "--temperature", "9"], "temperature must be in [0, 2], not 9"),
         (["generate", "hi", "--logprobs", "2"], "--logprobs needs --json"),
+        (["generate", "hi", "--prompt-logprobs", "2"], "--prompt-logprobs needs --json"),
+        (["generate", "hi", "--logit-bias", "5"], "--logit-bias: must be ID=BIAS, not '5'"),
+        (["generate", "hi", "--logit-bias=-5=1"], "logit_bias must be between 0 and"),
         (["generate", "hi", "--raw", "--system", "x"], "--raw and --system exclude each other"),
         (["generate", "hi", "--messages", "f"], "give a prompt or --messages, not both"),
         (["generate", "--messages", "/none.json"], "--messages /none.json: No such file"),
@@ -304,6 +307,22 @@ def test_generate_json_has_every_field(
     assert found["timings"]["e2e_s"] >= found["timings"]["ttft_s"] > 0
     again = answer(capsys, tiny_llama_dir, "Hello, how are you", *flags)
     assert again["text"] == found["text"] and again["token_ids"] == found["token_ids"]
+
+
+def test_generate_takes_what_changes_single_logits(
+    capsys: pytest.CaptureFixture[str], tiny_llama_dir: Path
+) -> None:
+    flags = ["--temperature", "0", "--max-tokens", "4", "--ignore-eos", "Hello"]
+    only = ["--allowed-token-ids", "40", "--allowed-token-ids", "41", "--prompt-logprobs", "1"]
+    found = answer(capsys, tiny_llama_dir, *flags, *only)
+    assert set(found["token_ids"]) <= {40, 41}
+    of_prompt = found["prompt_logprobs"]
+    assert of_prompt[0] is None
+    assert [e["token_id"] for e in of_prompt[1:]] == found["prompt_token_ids"][1:]
+    biased = answer(capsys, tiny_llama_dir, *flags, "--logit-bias", "77=100")
+    assert biased["token_ids"] == [77] * 4 and biased["prompt_logprobs"] is None
+    plain = answer(capsys, tiny_llama_dir, *flags)["text"]
+    assert answer(capsys, tiny_llama_dir, *flags, "--bad-words", plain[:2])["text"] != plain
 
 
 def test_generate_prints_the_text_alone(

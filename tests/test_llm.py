@@ -184,6 +184,53 @@ def test_progress_bar_on_request(llm: LLM, capsys: pytest.CaptureFixture[str]) -
     assert "2/2" in capsys.readouterr().err
 
 
+def test_prompt_logprobs_in_vllms_shape(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=2, n=2)
+    output = llm.generate("The capital of France", params)[0]
+    assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+    for token_id, found in zip(
+        output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
+    ):
+        assert found is not None and next(iter(found)) == token_id
+        assert len(found) - (found[token_id].rank > 2) == 2
+    assert llm.generate("x", GREEDY)[0].prompt_logprobs is None
+
+
+def test_bad_words_bias_and_allowed_ids(llm: LLM) -> None:
+    def tokens(**options: Any) -> list[int]:
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, **options)
+        return llm.generate("The keys and values", params)[0].outputs[0].token_ids
+
+    plain = tokens()
+    text = llm.get_tokenizer().decode(plain[:1]).strip() or llm.get_tokenizer().decode(plain[1:2])
+    assert tokens(bad_words=text) != plain
+    assert tokens(bad_words=["not written by chance"]) == plain
+    assert tokens(logit_bias={plain[0]: -100})[0] != plain[0]
+    assert tokens(allowed_token_ids=[plain[0]]) == [plain[0]] * 8
+
+
+def test_priorities_need_their_policy(llm: LLM, tiny_llama_dir: Path) -> None:
+    with pytest.raises(RequestError, match="--scheduling-policy priority"):
+        llm.generate(["a", "b"], GREEDY, priority=[0, 1])
+    with pytest.raises(RequestError, match="1 entries for 2 prompts"):
+        llm.generate(["a", "b"], GREEDY, priority=[0])
+    settings = SETTINGS | {"scheduling_policy": "priority", "max_num_seqs": 1}
+    with LLM(tiny_llama_dir, **settings) as sorted_llm:
+        outputs = sorted_llm.generate(["a", "b", "c"], GREEDY, priority=[5, -1, 2])
+    ends = [o.timings.finished_ns for o in outputs if o.timings is not None]
+    assert ends[1] < ends[2] < ends[0]
+
+
+def test_a_template_variable_that_nothing_reads_is_refused(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    with pytest.raises(RequestError, match="enable_thinking has no effect") as caught:
+        llm.chat(chat, GREEDY, chat_template_kwargs={"enable_thinking": False})
+    assert caught.value.param == "chat_template_kwargs"
+    with pytest.raises(RequestError) as caught:
+        llm.chat(chat, GREEDY, chat_template_kwargs={"reasoning_effort": "low"})
+    assert caught.value.param == "reasoning_effort"
+
+
 def test_unknown_and_wrong_options_name_themselves(tiny_llama_dir: Path) -> None:
     with pytest.raises(ConfigError, match="'max_num_seq'; did you mean max_num_seqs"):
         LLM(tiny_llama_dir, max_num_seq=4)

@@ -70,12 +70,21 @@ async def ask_both_ways(
     return whole.json(), read_events(streamed.content)
 
 
+def assert_same_logprobs(got: list[Any], wanted: list[Any]) -> None:
+    """The same tokens; numbers but for what another batch makes of their last digits."""
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted, strict=True):
+        assert (a["token"], a["bytes"]) == (b["token"], b["bytes"])
+        values = [[x["logprob"], *(t["logprob"] for t in x["top_logprobs"])] for x in (a, b)]
+        assert values[0] == pytest.approx(values[1], abs=1e-3)
+
+
 async def test_streamed_answers_equal_whole_ones(tiny_llama_dir: Path) -> None:
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
     async with serving_tiny(tiny_llama_dir) as (client, engine):
-        bodies = [random_body(rng) for _ in range(16)]
+        bodies = [random_body(rng) for _ in range(100)]  # each is asked twice
         answers = await asyncio.gather(*(ask_both_ways(client, body) for body in bodies))
         for body, (whole, events) in zip(bodies, answers, strict=True):
             for choice in whole["choices"]:
@@ -84,15 +93,19 @@ async def test_streamed_answers_equal_whole_ones(tiny_llama_dir: Path) -> None:
                 assert text == choice["message"]["content"], body
                 assert parts[-1]["finish_reason"] == choice["finish_reason"], body
                 assert parts[-1]["stop_reason"] == choice["stop_reason"], body
-                tokens = [
-                    t["token"] for p in parts if p["logprobs"] for t in p["logprobs"]["content"]
-                ]
-                assert tokens == [t["token"] for t in choice["logprobs"]["content"]], body
+                streamed_lp = [t for p in parts if p["logprobs"] for t in p["logprobs"]["content"]]
+                assert_same_logprobs(streamed_lp, choice["logprobs"]["content"])
             usage, streamed = whole["usage"], events[-1]["usage"]
             for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
                 assert usage[key] == streamed[key], body
         snapshot = await settled(engine)
         assert snapshot.num_used_blocks == 0
+
+
+async def test_a_priority_is_taken_by_the_policy_that_reads_it(tiny_llama_dir: Path) -> None:
+    body = {"prompt": "Hello", "max_tokens": 2, "priority": -4}
+    async with serving_tiny(tiny_llama_dir, scheduling_policy="priority") as (client, _):
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
 
 
 async def test_text_and_token_ids_ask_for_the_same(tiny_llama_dir: Path) -> None:

@@ -25,8 +25,15 @@ from termgen.api.job import (
     parse_options,
     parse_priority,
 )
-from termgen.api.logprobs import chat_logprobs_object
-from termgen.api.sampling import HARMLESS, MAX_INT, REFUSED, chat_logprobs, parse_sampling
+from termgen.api.logprobs import chat_logprobs_object, prompt_logprobs_list
+from termgen.api.sampling import (
+    HARMLESS,
+    MAX_INT,
+    REFUSED,
+    chat_logprobs,
+    parse_prompt_logprobs,
+    parse_sampling,
+)
 from termgen.api.tool_calls import delta_of, message_fields, new_parser
 from termgen.api.tools import Tools, constrain, parse_calls, parse_tools, show_tools
 from termgen.client import ChatPrompt, TokenDelta, TokenLogprob
@@ -54,7 +61,7 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
     }
 )
 
-CHAT_HARMLESS = HARMLESS | {"best_of"}
+CHAT_HARMLESS = HARMLESS
 CHAT_REFUSED: dict[str, Check] = {
     **REFUSED,
     "functions": is_empty,
@@ -98,6 +105,7 @@ def parse_chat(
         body,
         max_tokens=old if new is None else new,
         logprobs=chat_logprobs(body),
+        prompt_logprobs=parse_prompt_logprobs(body, stream=options.stream),
         defaults=defaults,
     )
     tools = parse_tools(body, tool_format)
@@ -373,6 +381,8 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
     }
     if o.return_token_ids:
         response["prompt_token_ids"] = answers[0].prompt_token_ids
+    if params.prompt_logprobs is not None:
+        response["prompt_logprobs"] = prompt_logprobs_list(answers[0].prompt_logprobs or ())
     if o.include_timings:
         response["termgen"] = tally.timings()
     return response

@@ -6,10 +6,9 @@ Choice `p * n + i` is completion i of prompt p.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from termgen.api.errors import unsupported
 from termgen.api.fields import Check, Fields, is_empty, is_int, is_true, wrong_type
 from termgen.api.job import (
     Job,
@@ -19,8 +18,14 @@ from termgen.api.job import (
     parse_options,
     parse_priority,
 )
-from termgen.api.logprobs import TextLogprobs
-from termgen.api.sampling import HARMLESS, MAX_INT, REFUSED, parse_sampling
+from termgen.api.logprobs import TextLogprobs, prompt_logprobs_list
+from termgen.api.sampling import (
+    HARMLESS,
+    MAX_INT,
+    REFUSED,
+    parse_prompt_logprobs,
+    parse_sampling,
+)
 from termgen.client import Prompt, TokenDelta, TokenLogprob
 from termgen.engine.sampling_params import MAX_LOGPROBS
 from termgen.errors import RequestError
@@ -44,6 +49,8 @@ class CompletionRequest:
     options: ResponseOptions
     echo: bool
     ignored: tuple[str, ...]
+    wants_prompt_logprobs: bool = False
+    """As a list of their own, besides those of an echo."""
 
     @property
     def n(self) -> int:
@@ -56,6 +63,10 @@ class CompletionRequest:
     @property
     def num_top(self) -> int:
         return self.jobs[0].params.logprobs or 0
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        return self.echo and self.wants_logprobs
 
     @property
     def wants_logprobs(self) -> bool:
@@ -78,13 +89,21 @@ def parse_completion(
     prompts = _parse_prompts(body.take("prompt"))
     echo = body.boolean("echo")
     logprobs = body.integer("logprobs", low=0, high=MAX_LOGPROBS)
-    if echo and logprobs is not None:
-        raise unsupported("echo", "echo together with logprobs is not supported by this server")
+    prompt_logprobs = parse_prompt_logprobs(body, stream=options.stream)
+    wants_prompt_logprobs = prompt_logprobs is not None
+    if echo and logprobs is not None:  # the prompt is part of the answer, and so of its logprobs
+        prompt_logprobs = max(logprobs, prompt_logprobs or 0)
     max_tokens = body.integer("max_tokens", low=0 if echo else 1, high=MAX_INT)
     if max_tokens is None:
         max_tokens = DEFAULT_MAX_TOKENS
     # nothing to generate: the parameters are still checked, with a length that is allowed
-    params = parse_sampling(body, max_tokens=max_tokens or 1, logprobs=logprobs, defaults=defaults)
+    params = parse_sampling(
+        body,
+        max_tokens=max_tokens or 1,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        defaults=defaults,
+    )
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(
             f"{len(prompts)} prompts times n={params.n} exceeds {MAX_CHOICES} completions",
@@ -103,7 +122,7 @@ def parse_completion(
         for i, prompt in enumerate(prompts)
     )
     ignored = body.finish(harmless=HARMLESS, refused=COMPLETION_REFUSED)
-    return CompletionRequest(jobs, options, echo, ignored)
+    return CompletionRequest(jobs, options, echo, ignored, wants_prompt_logprobs)
 
 
 def _parse_prompts(value: Any) -> Sequence[Prompt]:
@@ -135,10 +154,11 @@ def _is_token_list(value: list[Any]) -> bool:
 class _Choice:
     """What one streamed choice still owes: logprobs and ids of tokens whose text is held back."""
 
-    __slots__ = ("logprobs", "started", "text_logprobs", "token_ids")
+    __slots__ = ("logprobs", "sent_echo", "started", "text_logprobs", "token_ids")
 
     def __init__(self, text_logprobs: TextLogprobs) -> None:
         self.started = False
+        self.sent_echo = False
         self.logprobs: list[TokenLogprob] = []
         self.token_ids: list[int] = []
         self.text_logprobs = text_logprobs
@@ -156,9 +176,26 @@ class CompletionStream:
         self._prompt_token_ids: dict[int, tuple[int, ...]] = {}
         """By choice, until a chunk has carried them."""
         self._num_open = request.num_choices
+        self._prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        """By prompt, for an echo with logprobs; they come with the prompt's first choice."""
+        self._held: dict[int, list[tuple[int, TokenDelta]]] = {}
+        """By prompt, what came of its other choices before."""
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
         """Chunks for one delta. None while its text is held back."""
+        if not self._request.echoes_logprobs:
+            return self._feed(index, delta)
+        prompt = index // self._request.n
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt] = delta.prompt_logprobs
+        held = self._held.setdefault(prompt, [])
+        held.append((index, delta))
+        if prompt not in self._prompt_logprobs:
+            return []
+        self._held[prompt] = []
+        return [chunk for later in held for chunk in self._feed(*later)]
+
+    def _feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
         choice = self._choices[index]
         self._tally.add(index, delta)
         choice.logprobs.extend(delta.logprobs or ())
@@ -193,7 +230,7 @@ class CompletionStream:
             "finish_reason": delta.finish_reason,
         }
         if self._request.wants_logprobs:
-            choice["logprobs"] = state.text_logprobs.build(state.logprobs)
+            choice["logprobs"] = self._logprobs(index)
         if o.return_token_ids:
             choice["token_ids"] = state.token_ids
             if index in self._prompt_token_ids:
@@ -209,6 +246,16 @@ class CompletionStream:
                 chunk["termgen"] = self._tally.timings()
         return chunk
 
+    def _logprobs(self, index: int) -> dict[str, Any]:
+        """Of the tokens of one chunk; the first of an echo has those of the prompt too."""
+        state = self._choices[index]
+        if not self._request.echoes_logprobs or state.sent_echo:
+            return state.text_logprobs.build(state.logprobs)
+        state.sent_echo = True
+        prompt = index // self._request.n
+        of_prompt = _shown(self._prompt_logprobs[prompt], self._request.num_top)
+        return state.text_logprobs.build_echo(self._echoes[prompt], of_prompt, state.logprobs)
+
 
 def completion_response(
     request: CompletionRequest, answers: Sequence[TokenDelta], echoes: Sequence[str]
@@ -218,15 +265,23 @@ def completion_response(
     choices = []
     for index, answer in enumerate(answers):
         tally.add(index, answer)
+        echo = echoes[index // request.n]
+        # the choices of one prompt share what is known of it, which comes with the first
+        of_prompt = answers[index - index % request.n].prompt_logprobs or ()
         choice: dict[str, Any] = {
             "index": index,
-            "text": echoes[index // request.n] + answer.text,
+            "text": echo + answer.text,
             "logprobs": None,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
         if request.wants_logprobs:
-            choice["logprobs"] = _text_logprobs(request).build(answer.logprobs or ())
+            shown = _shown(of_prompt, request.num_top) if request.echo else ()
+            choice["logprobs"] = _text_logprobs(request).build_echo(
+                echo, shown, answer.logprobs or ()
+            )
+        if request.wants_prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs_list(of_prompt)
         if o.return_token_ids:
             choice["token_ids"] = answer.token_ids
             if answer.prompt_token_ids is not None:
@@ -236,6 +291,11 @@ def completion_response(
     if o.include_timings:
         response["termgen"] = tally.timings()
     return response
+
+
+def _shown(entries: Sequence[TokenLogprob], num_top: int) -> list[TokenLogprob]:
+    """With as many alternatives as `logprobs` asks for: `prompt_logprobs` may ask for more."""
+    return [replace(entry, top=entry.top[:num_top]) for entry in entries]
 
 
 def _text_logprobs(request: CompletionRequest) -> TextLogprobs:

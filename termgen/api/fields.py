@@ -95,11 +95,12 @@ def check_depth(name: str, value: object, limit: int = 32) -> None:
 class Fields:
     """Typed access to one JSON object; `where` prefixes names in messages (`messages[2].`)."""
 
-    __slots__ = ("_data", "_seen", "_where")
+    __slots__ = ("_children", "_data", "_seen", "_where")
 
     def __init__(self, data: Mapping[str, Any], where: str = "") -> None:
         self._data = data
         self._seen: set[str] = set()
+        self._children: list[tuple[str, Fields]] = []
         self._where = where
 
     def take(self, name: str) -> Any:
@@ -147,10 +148,30 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise wrong_type(self._where + name, "an object", value)
-        return Fields(value, f"{self._where}{name}.")
+        child = Fields(value, f"{self._where}{name}.")
+        self._children.append((name, child))
+        return child
+
+    def token_ids(self, name: str) -> tuple[int, ...] | None:
+        value = self.take(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(is_int(token) for token in value):
+            raise wrong_type(self._where + name, "a list of integers", value)
+        return tuple(value)
+
+    def strings(self, name: str) -> tuple[str, ...]:
+        """A string or a list of them; () if absent."""
+        value = self.take(name)
+        if value is None or isinstance(value, str):
+            return () if value is None else (value,)
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise wrong_type(self._where + name, "a string or a list of strings", value)
+        return tuple(value)
 
     def finish(self, *, harmless: frozenset[str], refused: Mapping[str, Check]) -> tuple[str, ...]:
-        """Refuse fields in `refused` unless their value changes nothing; return unknown names."""
+        """Refuse fields in `refused` unless their value changes nothing; return unknown names,
+        those inside objects too."""
         unknown = []
         for name, value in self._data.items():
             if name in self._seen or name in harmless:
@@ -159,6 +180,9 @@ class Fields:
                 unknown.append(name)
             elif value is not None and not refused[name](value):
                 raise unsupported(name)
+        for name, child in self._children:
+            names = child.finish(harmless=frozenset(), refused={})
+            unknown += [f"{name}.{inner}" for inner in names]
         return tuple(unknown)
 
 

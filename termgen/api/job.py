@@ -54,6 +54,7 @@ def parse_options(
             raise RequestError("stream_options needs stream: true", param="stream_options")
         include_usage = stream_options.boolean("include_usage")
         continuous_usage = stream_options.boolean("continuous_usage_stats")
+        stream_options.boolean("include_obfuscation")  # padding against eavesdroppers: never sent
     include_usage = stream and (include_usage or force_include_usage)
     return ResponseOptions(
         id=f"{id_prefix}-{uuid.uuid4().hex}",

@@ -6,6 +6,7 @@ JSON has no infinity: probabilities of zero are reported as -9999, as OpenAI and
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,11 +37,27 @@ def _chat_entry(
     }
 
 
+def prompt_logprobs_list(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:
+    """The `prompt_logprobs` list, in vLLM's shape: candidates by token id, null for the first."""
+    return [None if math.isnan(lp.logprob) else _candidates(lp) for lp in logprobs]
+
+
+def _candidates(lp: TokenLogprob) -> dict[str, Any]:
+    found = {str(lp.token_id): _candidate(lp.logprob, lp.rank, lp.token)}
+    for rank, (token_id, token, _, logprob) in enumerate(lp.top, start=1):
+        found.setdefault(str(token_id), _candidate(logprob, rank, token))
+    return found
+
+
+def _candidate(logprob: float, rank: int, token: str) -> dict[str, Any]:
+    return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": token}
+
+
 class TextLogprobs:
     """Builds the `logprobs` objects of one text choice, and keeps its running `text_offset`.
 
     Offsets count characters of the decoded text, so that tokens which are part of a character
-    share the offset of that character.
+    share the offset of that character. The first token of a prompt has null for a probability.
     """
 
     __slots__ = ("_decoder", "_num_top", "_offset", "_tokens_as_ids")
@@ -51,16 +68,28 @@ class TextLogprobs:
         self._offset = offset
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def build_echo(
+        self, echo: str, prompt: Sequence[TokenLogprob], generated: Sequence[TokenLogprob]
+    ) -> dict[str, Any]:
+        """Of an answer that begins with its prompt, `echo`.
+
+        Special tokens that the tokenizer put before the text are not in it: they share offset 0.
+        """
+        prompt_bytes = b"".join(lp.token_bytes for lp in prompt)
+        self._offset = len(echo) - len(prompt_bytes.decode("utf-8", "replace"))
+        return self.build([*prompt, *generated])
+
     def build(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         offsets: list[int] = []
-        tops: list[dict[str, float]] = []
+        tops: list[dict[str, float] | None] = []
         for lp in logprobs:
-            offsets.append(self._offset)
+            offsets.append(max(0, self._offset))
             self._offset += len(self._decoder.decode(lp.token_bytes))
-            tops.append(self._top(lp))
+            tops.append(None if math.isnan(lp.logprob) else self._top(lp))
+        values = [None if math.isnan(lp.logprob) else max(lp.logprob, LOWEST) for lp in logprobs]
         return {
             "text_offset": offsets,
-            "token_logprobs": [max(lp.logprob, LOWEST) for lp in logprobs],
+            "token_logprobs": values,
             "tokens": [self._name(lp.token_id, lp.token, lp.token_bytes) for lp in logprobs],
             "top_logprobs": tops if self._num_top else None,
         }
@@ -77,6 +106,8 @@ class TextLogprobs:
         """A token's text; pieces of characters, which all read U+FFFD, by their bytes."""
         if self._tokens_as_ids:
             return f"token_id:{token_id}"
+        if "\ufffd" not in token:
+            return token
         try:
             token_bytes.decode("utf-8")
         except UnicodeDecodeError:

@@ -6,16 +6,18 @@ Defaults come from the model's generation config where the client says nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from termgen.api.errors import unsupported
-from termgen.api.fields import Check, Fields, is_empty, is_int, never, one_of, wrong_type
+from termgen.api.fields import Check, Fields, is_empty, is_number, never, one_of, wrong_type
 from termgen.api.structured import parse_structured
-from termgen.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from termgen.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, SamplingParams
 from termgen.errors import RequestError
 
 MAX_INT = 2**31 - 1
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 NUMBERS = (
     "temperature",
@@ -43,10 +45,6 @@ HARMLESS = frozenset(
 """Accepted on every endpoint although they do nothing: none of them can change the answer."""
 
 REFUSED: dict[str, Check] = {
-    "logit_bias": is_empty,
-    "allowed_token_ids": is_empty,
-    "bad_words": is_empty,
-    "prompt_logprobs": never,
     "use_beam_search": is_empty,
     "length_penalty": one_of(1, 1.0),
     "truncate_prompt_tokens": never,
@@ -62,9 +60,10 @@ def parse_sampling(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    prompt_logprobs: int | None,
     defaults: Mapping[str, Any],
 ) -> SamplingParams:
-    """`max_tokens` and `logprobs` are spelled differently by each endpoint, hence arguments."""
+    """What is spelled differently by each endpoint is an argument."""
     args: dict[str, Any] = {}
     for name in NUMBERS:
         value = body.number(name)
@@ -76,21 +75,36 @@ def parse_sampling(
     args["top_k"] = defaults.get("top_k", 0) if top_k is None else top_k
     for name, default in FLAGS.items():
         args[name] = body.boolean(name, default)
-    n = body.integer("n", low=1, high=128)
+    n = body.integer("n", low=1, high=MAX_N)
     best_of = body.integer("best_of", low=1, high=MAX_INT)
     if best_of is not None and best_of != (n or 1):
         raise unsupported("best_of", "best_of is supported only when it equals n")
     return SamplingParams(
         n=n or 1,
         seed=body.integer("seed", low=-(2**63), high=2**63 - 1),
-        stop=_stop(body),
-        stop_token_ids=_stop_token_ids(body),
+        stop=body.strings("stop"),
+        stop_token_ids=body.token_ids("stop_token_ids") or (),
         max_tokens=max_tokens,
         min_tokens=body.integer("min_tokens", low=0, high=MAX_INT) or 0,
         logprobs=logprobs,
         structured_outputs=parse_structured(body),
+        prompt_logprobs=prompt_logprobs,
+        logit_bias=_logit_bias(body),
+        allowed_token_ids=body.token_ids("allowed_token_ids"),
+        bad_words=body.strings("bad_words"),
         **args,
     )
+
+
+def parse_prompt_logprobs(body: Fields, *, stream: bool) -> int | None:
+    wanted = body.integer("prompt_logprobs", low=0, high=MAX_LOGPROBS)
+    if wanted is not None and stream:
+        raise RequestError(
+            "prompt_logprobs comes with a whole answer only; leave stream out, or use echo with"
+            " logprobs on /v1/completions",
+            param="prompt_logprobs",
+        )
+    return wanted
 
 
 def chat_logprobs(body: Fields) -> int | None:
@@ -104,21 +118,22 @@ def chat_logprobs(body: Fields) -> int | None:
     return None
 
 
-def _stop(body: Fields) -> tuple[str, ...]:
-    value = body.take("stop")
+def _logit_bias(body: Fields) -> dict[int, Any]:
+    """JSON has no integer keys: token ids come as strings."""
+    value = body.take("logit_bias")
     if value is None:
-        return ()
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list) or not all(isinstance(s, str) for s in value):
-        raise wrong_type("stop", "a string or a list of strings", value)
-    return tuple(value)
-
-
-def _stop_token_ids(body: Fields) -> tuple[int, ...]:
-    value = body.take("stop_token_ids")
-    if value is None:
-        return ()
-    if not isinstance(value, list) or not all(is_int(t) for t in value):
-        raise wrong_type("stop_token_ids", "a list of integers", value)
-    return tuple(value)
+        return {}
+    if not isinstance(value, dict):
+        raise wrong_type("logit_bias", "an object of token ids and numbers", value)
+    if len(value) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias may name at most {MAX_LOGIT_BIAS} token ids", param="logit_bias"
+        )
+    biases = {}
+    for key, bias in value.items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise wrong_type("logit_bias", "an object whose keys are token ids", key)
+        if not is_number(bias):
+            raise wrong_type("logit_bias", "an object whose values are finite numbers", bias)
+        biases[int(key)] = bias
+    return biases

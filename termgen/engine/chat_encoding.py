@@ -44,6 +44,11 @@ RESERVED_VARIABLES = (
 )
 
 
+STANDARD_VARIABLES = frozenset({"tools", "documents"})
+"""What callers of any template may give it; a template that reads neither is no mistake of theirs.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class _Control:
     """One control token found in an encoded text."""
@@ -104,8 +109,22 @@ class ChatEncoder:
                 return guard.encode_guarded(text, masked)
         return guard.encode_compared(chat, encoding, controls, masked)
 
+    def refuse_unread(self, variables: Mapping[str, Any]) -> None:
+        """A variable that changes nothing, such as a misspelt one, is an error and not ignored."""
+        read = self._guard_for(variables).template.variables
+        for name in variables:
+            if name not in read and name not in STANDARD_VARIABLES:
+                raise RequestError(
+                    f"{name} has no effect on this model: its chat template does not read it",
+                    param=name if name == "reasoning_effort" else "chat_template_kwargs",
+                    code="unsupported_parameter",
+                )
+
     def _guard(self, chat: Chat) -> _Guard:
-        name = select_template(self._sources, chat.variables)
+        return self._guard_for(chat.variables)
+
+    def _guard_for(self, variables: Mapping[str, Any]) -> _Guard:
+        name = select_template(self._sources, variables)
         guard = self._guards.get(name)
         if guard is None:
             guard = self._guards[name] = _Guard(self._backend, ChatTemplate(self._sources[name]))

@@ -15,6 +15,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
@@ -53,7 +54,10 @@ class ChatTemplate:
         self.source = source
         environment = _environment()
         try:
-            self.literal_text = _literal_text(environment.parse(source))
+            tree = environment.parse(source)
+            self.literal_text = _literal_text(tree)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+            """Names that it reads."""
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise template_error(f"the model's chat template is broken: {_line(error)}") from error

@@ -4,9 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from termgen.client import TokenLogprob
 from termgen.engine.delivery import FinishedRow
 from termgen.engine.detokenizer import Detokenizer
 from termgen.engine.request import GenerationRequest
+
+
+class PromptScores:
+    """Log-probabilities of a prompt's tokens as its chunks are computed.
+
+    A prompt that is preempted is computed again from its start: what comes twice is the same.
+    """
+
+    __slots__ = ("_entries", "_num_missing", "num_top")
+
+    def __init__(self, num_top: int, num_prompt_tokens: int) -> None:
+        self.num_top = num_top
+        self._entries: list[TokenLogprob | None] = [None] * num_prompt_tokens
+        self._num_missing = num_prompt_tokens
+
+    def put(self, start: int, entries: Sequence[TokenLogprob]) -> None:
+        for position, entry in enumerate(entries, start):
+            self._num_missing -= self._entries[position] is None
+            self._entries[position] = entry
+
+    def take(self) -> tuple[TokenLogprob, ...] | None:
+        """All of them, once they are there."""
+        if self._num_missing:
+            return None
+        return tuple(entry for entry in self._entries if entry is not None)
 
 
 class Completion:
@@ -19,9 +45,11 @@ class Completion:
         "first_token_ns",
         "index",
         "num_cached_tokens",
+        "num_copies",
         "num_logprobs",
         "num_output_tokens",
         "num_prompt_tokens",
+        "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
         "row",
@@ -52,6 +80,12 @@ class Completion:
         self.shown_stop_ids = own_stops if params.include_stop_str_in_output else frozenset()
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.prompt_token_ids = request.prompt_token_ids if index == 0 else None
+        self.prompt_logprobs: PromptScores | None = None
+        """Until they are out."""
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = PromptScores(params.prompt_logprobs, self.num_prompt_tokens)
+        self.num_copies = 1
+        """Completions that this one stands for."""
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self.arrival_ns = arrival_ns

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from termgen.engine.control import EngineControl, finish_all
-from termgen.engine.delivery import FinishedRow, StartedRow, StepDelivery
+from termgen.engine.delivery import FinishedRow, PromptLogprobs, StartedRow, StepDelivery
 from termgen.engine.event_publisher import EventPublisher, StepTimes
 from termgen.engine.events import EngineSnapshot, EventBus, StepRecord
 from termgen.engine.executor import Executor, StepHandle
@@ -242,7 +242,8 @@ class EngineCore:
         times.applied_ns = self.last_progress_ns = time.perf_counter_ns()
         self._last_record = self._publisher.step(step.plan, result, applied, times)
         self._finished += applied.finished
-        self._deliver(step.plan.step_id, times.landed_ns, applied, result.logprobs)
+        of_prompts = PromptLogprobs.of_step(step.plan, result)
+        self._deliver(step.plan.step_id, times.landed_ns, applied, result.logprobs, of_prompts)
 
     def _fail(self, step: _InFlight, cause: Exception) -> None:
         """End the failed step's requests; let later steps run out unread; go on with the rest."""
@@ -308,7 +309,6 @@ class EngineCore:
         num_prompt = len(submitted.prompt_token_ids)
         stops = frozenset(params.stop_token_ids)
         room = self._max_model_len - num_prompt
-        grammar = submitted.grammar
         request = Request(
             request_id=submitted.request_id,
             token_ids=submitted.prompt,
@@ -320,7 +320,8 @@ class EngineCore:
             priority=submitted.priority,
             arrival_ns=arrival_ns,
             cache_salt=submitted.cache_salt,
-            matcher=None if grammar is None else grammar.start(ends_at_eos=not params.ignore_eos),
+            matcher=submitted.start_grammar(),
+            bad_token_ids=submitted.bad_token_ids,
         )
         try:
             if room < 1 or not num_prompt:
@@ -345,7 +346,12 @@ class EngineCore:
     # -- outbox ----------------------------------------------------------------------------
 
     def _deliver(
-        self, step_id: int, time_ns: int, applied: AppliedStep, logprobs: StepLogprobs | None
+        self,
+        step_id: int,
+        time_ns: int,
+        applied: AppliedStep,
+        logprobs: StepLogprobs | None,
+        prompt_logprobs: tuple[PromptLogprobs, ...] = (),
     ) -> None:
         started, self._started = tuple(self._started), []
         finished, self._finished = tuple(self._finished), []
@@ -366,6 +372,7 @@ class EngineCore:
                 token_ids=applied.token_ids,
                 logprobs=logprobs,
                 finished=finished,
+                prompt_logprobs=prompt_logprobs,
             )
         )
 

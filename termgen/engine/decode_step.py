@@ -21,20 +21,18 @@ class DecodeStep:
     def __init__(self, table: SlotTable, kv: KVCacheManager) -> None:
         self._table = table
         self._kv = kv
-        self._ones = np.ones(len(table.requests), np.int32)
-        self._zeros = np.zeros_like(self._ones)
         self._running: IntArray = table.running
+        """The batch that the next three belong to: they stay as they are while it runs."""
         self._demands: SamplingDemands | None = None
-        """Of `_running`: a row's parameters stay as they are while it runs."""
+        self._ones = self._zeros = self._running
 
     def plan(self, step_id: int, released: tuple[int, ...]) -> StepPlan | None:
         """The next step, counted as run; None, and nothing done, where it is not such a step."""
         table, kv, running = self._table, self._kv, self._table.running
-        size = len(running)
-        if not size or table.constrained:
+        if not len(running) or table.constrained:
             return None
         facts = table.facts[:, running]  # [num facts, num_rows], a copy
-        num_tokens, num_pending, num_computed, limit, num_prompt, epochs = facts
+        num_tokens, num_pending, num_computed, limit, epochs = facts
         known = num_tokens + num_pending
         if not ((known - num_computed == 1) & (known < limit)).all():
             return None
@@ -52,13 +50,14 @@ class DecodeStep:
             self._publish(running, np.minimum(written, num_tokens))
         if self._demands is None or running is not self._running:
             self._running, self._demands = running, SamplingDemands.of(table, running)
+            self._ones, self._zeros = np.ones_like(running), np.zeros_like(running)
         return builder.freeze(
             step_id,
             self._demands,
             slots=running,
             epochs=epochs,
-            num_tokens=self._ones[:size],
-            num_draft_tokens=self._zeros[:size],
+            num_tokens=self._ones,
+            num_draft_tokens=self._zeros,
             num_computed=num_computed,
             released=released,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from termgen.engine.request import FinishReason, IntArray
-from termgen.engine.step import StepLogprobs
+from termgen.engine.step import StepLogprobs, StepPlan, StepResult
 from termgen.errors import EngineError
 
 
@@ -42,8 +42,36 @@ class FinishedRow:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens that a step has computed for one row."""
+
+    slot: int
+    epoch: int
+    start: int
+    """Index in the prompt of the first of these tokens."""
+    logprobs: StepLogprobs
+
+    @classmethod
+    def of_step(cls, plan: StepPlan, result: StepResult) -> tuple[PromptLogprobs, ...]:
+        """Of every row of the plan: what it says of one that has lost its slot is still true."""
+        values = result.prompt_logprobs
+        if values is None:
+            return ()
+        parts = []
+        end = 0
+        for span in plan.prompt_spans:
+            begin, end = end, end + span.num_tokens
+            part = StepLogprobs(
+                values.token_ids[begin:end], values.logprobs[begin:end], values.ranks[begin:end]
+            )
+            slot, epoch = int(plan.slots[span.row]), int(plan.epochs[span.row])
+            parts.append(cls(slot, epoch, span.start + 1, part))
+        return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepDelivery:
-    """One step's news. Apply in this order: `started`, tokens, `finished`."""
+    """One step's news. Apply in this order: `started`, `prompt_logprobs`, tokens, `finished`."""
 
     step_id: int
     time_ns: int
@@ -60,3 +88,4 @@ class StepDelivery:
     logprobs: StepLogprobs | None
     """Rows aligned with `slots`."""
     finished: tuple[FinishedRow, ...]
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

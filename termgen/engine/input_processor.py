@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from termgen.client import ChatPrompt, Prompt
 from termgen.engine.grammar import COMPILE_TIMEOUT_S, GrammarCompiler, named, too_slow
-from termgen.engine.request import MAX_PRIORITY, GenerationRequest, check_cache_salt
+from termgen.engine.request import (
+    MAX_BAD_SEQUENCE_TOKENS,
+    MAX_PRIORITY,
+    GenerationRequest,
+    check_cache_salt,
+)
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.engine.token_mask import TokenGrammar
-from termgen.engine.tokenizer import Tokenizer
+from termgen.engine.tokenizer import Tokenizer, check_encodable
 from termgen.errors import ContextLengthError, RequestError
 
 MAX_REQUEST_ID_CHARS = 256
@@ -33,12 +38,18 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         max_model_len: int,
         vocab_size: int,
+        *,
+        eos_token_ids: Collection[int] = (),
+        has_priorities: bool = True,
         grammars: GrammarCompiler | None = None,
     ) -> None:
+        """has_priorities: the scheduler looks at them."""
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._has_priorities = has_priorities
 
     def process(
         self,
@@ -55,6 +66,13 @@ class InputProcessor:
         grammar: what `params.structured_outputs` was compiled to, where that was done before.
         """
         _check_envelope(request_id, priority, cache_salt)
+        if priority and not self._has_priorities:
+            raise RequestError(
+                "priority has no effect on this engine, which runs requests in order of arrival;"
+                " start it with --scheduling-policy priority",
+                param="priority",
+                code="unsupported_parameter",
+            )
         params.validate_for(vocab_size=self._vocab_size)
         if params.stop and self._tokenizer is None:
             raise RequestError(
@@ -62,6 +80,8 @@ class InputProcessor:
                 " use stop_token_ids",
                 param="stop",
             )
+        bad_token_ids = self._bad_token_ids(params)
+        self._check_allowed(params, bad_token_ids)
         ids = self.tokenize(prompt)
         params = self._complete(params, num_prompt=len(ids), param=_param_of(prompt))
         if grammar is None and params.structured_outputs is not None:
@@ -75,7 +95,45 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             grammar=grammar,
+            bad_token_ids=bad_token_ids,
         )
+
+    def _bad_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """How the tokenizer writes each bad word: at the start of a text, and after a space."""
+        if not params.bad_words:
+            return ()
+        if self._tokenizer is None:
+            raise RequestError(
+                "bad words need a tokenizer, and this engine runs without one; use logit_bias",
+                param="bad_words",
+            )
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            for text in (word, " " + word.lstrip()):
+                check_encodable(text, param="bad_words")
+                ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                if not 0 < len(ids) <= MAX_BAD_SEQUENCE_TOKENS:
+                    raise RequestError(
+                        f"the bad word {word!r:.60} has {len(ids)} tokens; 1 to"
+                        f" {MAX_BAD_SEQUENCE_TOKENS} are allowed",
+                        param="bad_words",
+                    )
+                self._check_range(ids, "bad_words")
+                sequences[ids] = None
+        return tuple(sequences)
+
+    def _check_allowed(self, params: SamplingParams, bad: tuple[tuple[int, ...], ...]) -> None:
+        """Some allowed id must be one that nothing ever forbids, or there might be none to draw."""
+        if params.allowed_token_ids is None:
+            return
+        left = set(params.allowed_token_ids) - {ids[-1] for ids in bad}
+        if params.min_tokens:
+            left -= {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        if not left:
+            raise RequestError(
+                "bad_words and min_tokens leave none of allowed_token_ids to be drawn",
+                param="allowed_token_ids",
+            )
 
     async def compile_grammar(self, params: SamplingParams) -> TokenGrammar | None:
         """Wait for the grammar of a request, holding no thread. Raises RequestError."""
@@ -121,12 +179,16 @@ class InputProcessor:
     def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
         tokenizer = self._need_tokenizer("messages")
         self._check_size(_message_chars(prompt.messages), tokenizer, "messages")
-        return tokenizer.apply_chat_template(
+        variables = _template_variables(prompt.template_kwargs)
+        ids = tokenizer.apply_chat_template(
             prompt.messages,
             add_generation_prompt=prompt.add_generation_prompt,
             continue_final_message=prompt.continue_final_message,
-            **_template_variables(prompt.template_kwargs),
+            **variables,
         )
+        if variables:
+            tokenizer.refuse_unread_variables(variables)
+        return ids
 
     def _check_ids(self, prompt: Sequence[int]) -> list[int]:
         if not isinstance(prompt, Sequence):
@@ -145,7 +207,7 @@ class InputProcessor:
         low, high = min(ids), max(ids)
         if low < 0 or high >= self._vocab_size:
             raise RequestError(
-                f"prompt token id {low if low < 0 else high} is outside the vocabulary of"
+                f"{param}: token id {low if low < 0 else high} is outside the vocabulary of"
                 f" {self._vocab_size}",
                 param=param,
             )

@@ -207,9 +207,9 @@ class KVCacheManager:
         """Leading blocks of the request that are cached.
 
         At most (tokens - 1) // block_size blocks: the last token is always computed, because its
-        logits are needed.
+        logits are needed. None for a request that needs the logits of its whole prompt.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.owes_prompt_logprobs:
             return []
         hash_blocks(request.token_ids, self.block_size, request.block_hashes, request.cache_salt)
         found: list[int] = []

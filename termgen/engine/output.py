@@ -10,13 +10,14 @@ engine still delivers for it is dropped.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from termgen.client import RequestTimings, TokenDelta, TokenLogprob
 from termgen.engine.completion import Completion
-from termgen.engine.delivery import FinishedRow, StartedRow, StepDelivery
+from termgen.engine.delivery import FinishedRow, PromptLogprobs, StartedRow, StepDelivery
 from termgen.engine.detokenizer import Detokenizer, StopAutomaton
 from termgen.engine.request import FinishReason, GenerationRequest
 from termgen.engine.request_output import CompletionOutput, RequestOutput, RequestOutputBuilder
@@ -38,16 +39,26 @@ __all__ = [
 def fan_out(request: GenerationRequest) -> list[GenerationRequest]:
     """The engine requests behind one submitted request: itself, or `n` children of it.
 
-    Child `i` is called `<id>-<i>` and, where the request has a seed, draws with `seed + i`.
+    Child `i` is called `<id>-<i>` and, where the request has a seed, draws with `seed + i`. Their
+    prompt is computed once: the first child does, the others find its blocks. So only the first
+    reports log-probabilities of the prompt. Greedy completions would all be alike: one is run, and
+    the output processor copies it.
     """
     params = request.params
     if params.n == 1:
         return [request]
+    if params.is_greedy:
+        return [replace(request, params=replace(params, n=1))]
     return [
         replace(
             request,
             request_id=f"{request.request_id}-{index}",
-            params=replace(params, n=1, seed=_child_seed(params.seed, index)),
+            params=replace(
+                params,
+                n=1,
+                seed=_child_seed(params.seed, index),
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            ),
         )
         for index in range(params.n)
     ]
@@ -63,6 +74,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
+        self._names = _TokenNames(tokenizer)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._completions: dict[str, Completion] = {}
         self._rows: dict[tuple[int, int], Completion] = {}
@@ -93,6 +105,8 @@ class OutputProcessor:
             is_same = completion.request_id == request.request_id
             parent_id = None if is_same else request.request_id
             self.add(completion, arrival_ns, index=index, parent_id=parent_id)
+        if len(completions) < request.params.n:
+            self._completions[completions[0].request_id].num_copies = request.params.n
         return completions
 
     def add(
@@ -112,14 +126,20 @@ class OutputProcessor:
             eos_token_ids=self._eos_token_ids,
             detokenizer=self._detokenizer(request),
         )
+        if completion.prompt_logprobs is not None:
+            first = request.prompt_token_ids[0]
+            entry = TokenLogprob(first, *self._names[first], math.nan, rank=0)
+            completion.prompt_logprobs.put(0, [entry])
         self._completions[request.request_id] = completion
         if parent_id is not None:
             self._children.setdefault(parent_id, []).append(request.request_id)
 
     def process(self, delivery: StepDelivery) -> list[TokenDelta]:
-        """One step's deltas, at most one per completion, in row order."""
+        """One step's deltas, at most one per completion and copy of it, in row order."""
         for started in delivery.started:
             self._start(started)
+        for part in delivery.prompt_logprobs:
+            self._keep_prompt_logprobs(part)
         finished = {row.request_id: row for row in delivery.finished}
         self._lingering.difference_update(finished)
         deltas: list[TokenDelta] = []
@@ -142,12 +162,14 @@ class OutputProcessor:
                     entries = self._logprobs(logprobs, first, count, completion.num_logprobs)
                 ended = finished.pop(completion.request_id, None)
                 tokens = tuple(token_ids[start : start + count])
-                deltas.append(self._advance(completion, tokens, entries, ended, delivery.time_ns))
+                delta = self._advance(completion, tokens, entries, ended, delivery.time_ns)
+                deltas += _copies(delta, completion.num_copies)
             start += count
         for ended in finished.values():
             completion = self._completions.get(ended.request_id)
             if completion is not None:
-                deltas.append(self._end(completion, (), None, "", ended, delivery.time_ns))
+                delta = self._end(completion, (), None, "", ended, delivery.time_ns)
+                deltas += _copies(delta, completion.num_copies)
         return deltas
 
     def take_aborts(self) -> list[str]:
@@ -198,6 +220,14 @@ class OutputProcessor:
             completion.first_scheduled_ns = started.first_scheduled_ns
         completion.row = (started.slot, started.epoch)
         self._rows[completion.row] = completion
+
+    def _keep_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        completion = self._rows.get((part.slot, part.epoch))
+        scores = completion.prompt_logprobs if completion is not None else None
+        if completion is None or scores is None:
+            return
+        rows = _LogprobRows(part.logprobs)
+        scores.put(part.start, self._logprobs(rows, 0, len(rows), scores.num_top))
 
     def _advance(
         self,
@@ -265,20 +295,29 @@ class OutputProcessor:
     def _logprobs(
         self, rows: _LogprobRows, first: int, count: int, num_top: int
     ) -> tuple[TokenLogprob, ...]:
-        return tuple(self._logprob(rows, first + i, num_top) for i in range(count))
+        names, end = self._names, num_top + 1
+        entries = []
+        for row in range(first, first + count):
+            ids, values = rows.token_ids[row][:end], rows.logprobs[row][:end]
+            chosen, *top = [(i, *names[i], v) for i, v in zip(ids, values, strict=True)]
+            entries.append(TokenLogprob(*chosen, rank=rows.ranks[row], top=tuple(top)))
+        return tuple(entries)
 
-    def _logprob(self, rows: _LogprobRows, row: int, num_top: int) -> TokenLogprob:
-        ids, values = rows.token_ids[row], rows.logprobs[row]
-        named = [(i, *self._token(i), v) for i, v in zip(ids, values, strict=True)][: num_top + 1]
-        token_id, token, token_bytes, logprob = named[0]
-        return TokenLogprob(
-            token_id, token, token_bytes, logprob, rank=rows.ranks[row], top=tuple(named[1:])
-        )
 
-    def _token(self, token_id: int) -> tuple[str, bytes]:
-        if self._tokenizer is None:
-            return "", b""
-        return self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
+class _TokenNames(dict[int, tuple[str, bytes]]):
+    """Text and bytes of tokens, found once each: a long prompt names the same ones many times."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> tuple[str, bytes]:
+        tokenizer = self._tokenizer
+        name = ("", b"")
+        if tokenizer is not None:
+            name = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        self[token_id] = name
+        return name
 
 
 class _LogprobRows:
@@ -295,6 +334,14 @@ class _LogprobRows:
         return len(self.ranks)
 
 
+def _copies(delta: TokenDelta, count: int) -> list[TokenDelta]:
+    """The same news of every completion; what is told of the prompt is told once."""
+    if count == 1:
+        return [delta]
+    bare = replace(delta, prompt_token_ids=None, prompt_logprobs=None)
+    return [delta, *(replace(bare, index=index) for index in range(1, count))]
+
+
 def _delta(
     completion: Completion,
     text: str,
@@ -302,6 +349,10 @@ def _delta(
     logprobs: tuple[TokenLogprob, ...] | None,
 ) -> TokenDelta:
     prompt_token_ids, completion.prompt_token_ids = completion.prompt_token_ids, None
+    scores = completion.prompt_logprobs
+    prompt_logprobs = scores.take() if scores is not None else None
+    if prompt_logprobs is not None:
+        completion.prompt_logprobs = None
     return TokenDelta(
         request_id=completion.stream_id,
         index=completion.index,
@@ -314,4 +365,5 @@ def _delta(
         num_cached_tokens=completion.num_cached_tokens,
         num_output_tokens=completion.num_output_tokens,
         prompt_token_ids=prompt_token_ids,
+        prompt_logprobs=prompt_logprobs,
     )

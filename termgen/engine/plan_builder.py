@@ -13,7 +13,7 @@ import numpy as np
 from termgen.engine.constraints import masks_of
 from termgen.engine.request import IntArray, Request
 from termgen.engine.slot_table import SlotTable
-from termgen.engine.step import AddedRow, StepPlan
+from termgen.engine.step import AddedRow, PromptSpan, StepPlan
 from termgen.engine.token_mask import RowMasks
 
 
@@ -26,6 +26,7 @@ class SamplingDemands(NamedTuple):
     sampling: bool
     top_k_top_p: bool
     min_tokens: bool
+    logit_edits: bool
 
     @classmethod
     def of(cls, table: SlotTable, slots: IntArray) -> SamplingDemands:
@@ -35,6 +36,7 @@ class SamplingDemands(NamedTuple):
             sampling=bool(table.is_random[slots].any()),
             top_k_top_p=bool(table.has_filter[slots].any()),
             min_tokens=bool(table.has_minimum[slots].any()),
+            logit_edits=bool(table.has_edits[slots].any()),
         )
 
 
@@ -67,6 +69,7 @@ class PlanBuilder:
                 params=request.params,
                 has_grammar=request.matcher is not None,
                 seed=request.seed,
+                bad_token_ids=request.bad_token_ids,
             )
         )
 
@@ -85,6 +88,8 @@ class PlanBuilder:
         """
         order = np.argsort(counts > 1, kind="stable")
         slots, counts = slots[order], counts[order]
+        max_prompt_logprobs = int(table.num_prompt_logprobs[slots].max())
+        spans = _prompt_spans(table, slots, counts) if max_prompt_logprobs >= 0 else ()
         return self.freeze(
             step_id,
             SamplingDemands.of(table, slots),
@@ -95,6 +100,8 @@ class PlanBuilder:
             num_computed=table.num_computed[slots] - counts,
             released=released,
             masks=masks_of(table, slots),
+            prompt_spans=spans,
+            max_prompt_logprobs=max(0, max_prompt_logprobs),
         )
 
     def freeze(
@@ -109,6 +116,8 @@ class PlanBuilder:
         num_computed: IntArray,
         released: tuple[int, ...],
         masks: RowMasks | None = None,
+        prompt_spans: tuple[PromptSpan, ...] = (),
+        max_prompt_logprobs: int = 0,
     ) -> StepPlan:
         """The plan of these columns, which nobody changes from now on."""
         return StepPlan(
@@ -130,6 +139,9 @@ class PlanBuilder:
             needs_top_k_top_p=demands.top_k_top_p,
             needs_min_tokens=demands.min_tokens,
             masks=masks,
+            needs_logit_edits=demands.logit_edits,
+            prompt_spans=prompt_spans,
+            max_prompt_logprobs=max_prompt_logprobs,
         )
 
 
@@ -139,3 +151,14 @@ _NO_IDS.flags.writeable = False
 
 def _ids(values: list[int]) -> IntArray:
     return np.asarray(values, np.int32) if values else _NO_IDS
+
+
+def _prompt_spans(table: SlotTable, slots: IntArray, counts: IntArray) -> tuple[PromptSpan, ...]:
+    """What this step computes of prompts whose log-probabilities are owed.
+
+    The last token of a prompt is in no span: what follows it is generated.
+    """
+    starts = table.num_computed[slots] - counts
+    wanted = np.minimum(counts, table.num_prompt[slots] - 1 - starts)
+    rows = np.flatnonzero((table.num_prompt_logprobs[slots] >= 0) & (wanted > 0))
+    return tuple(PromptSpan(int(row), int(starts[row]), int(wanted[row])) for row in rows)

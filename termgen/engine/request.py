@@ -16,6 +16,9 @@ from termgen.errors import RequestError
 IntArray = npt.NDArray[np.int32]
 
 MAX_PRIORITY = 2**31 - 1
+MAX_BAD_SEQUENCES = 128
+"""Token sequences behind a request's bad words: each word alone and after a space."""
+MAX_BAD_SEQUENCE_TOKENS = 32
 _CACHE_SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
@@ -48,11 +51,20 @@ class GenerationRequest:
     """Prefix-cache entries are shared only between requests with the same salt."""
     grammar: TokenGrammar | None = field(default=None, compare=False)
     """What `params.structured_outputs` was compiled to."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """`params.bad_words` as the tokenizer writes them; the last id of a sequence is forbidden
+    where the others have just been generated."""
     prompt: IntArray = field(init=False, repr=False, compare=False)
     """The same ids as an array: made here, because the engine's thread has no time to."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", np.asarray(self.prompt_token_ids, np.int32))
+
+    def start_grammar(self) -> TokenMatcher | None:
+        """A matcher at the beginning of the answer; None where any text will do."""
+        if self.grammar is None:
+            return None
+        return self.grammar.start(ends_at_eos=not self.params.ignore_eos)
 
 
 def check_cache_salt(salt: object) -> None:
@@ -85,6 +97,7 @@ class Request:
     priority: int
     arrival_ns: int
     cache_salt: str | None
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
     status: RequestStatus = RequestStatus.WAITING
     slot: int = -1
     epoch: int = -1
@@ -100,3 +113,12 @@ class Request:
     """Of its next token."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it; None for end-of-sequence and length."""
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """The prompt's log-probabilities are wanted and not all out: all of it is to be computed.
+
+        They come with the steps that compute the prompt, so they are out once a token is.
+        """
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and len(self.token_ids) == self.num_prompt_tokens

@@ -32,6 +32,13 @@ def candidates(entry: TokenLogprob) -> dict[int, Logprob]:
     return found
 
 
+def prompt_candidates(
+    entries: Sequence[TokenLogprob] | None,
+) -> list[dict[int, Logprob] | None] | None:
+    """The same for every token of a prompt; None for the first, which has no probability."""
+    return None if entries is None else [None, *map(candidates, entries[1:])]
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One of a request's `n` answers."""
@@ -68,6 +75,9 @@ class RequestOutput:
     """Prompt tokens found in the prefix cache, of the answer that found most."""
     timings: RequestTimings | None = None
     """Of the answer that finished last."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each token of the prompt: candidates by token id, the prompt's own first. The first
+    token has none."""
 
 
 class _CompletionParts:
@@ -119,6 +129,7 @@ class RequestOutputBuilder:
         self._prompt = prompt
         self._prompt_token_ids = tuple(prompt_token_ids)
         self._parts = [_CompletionParts() for _ in range(n)]
+        self._prompt_logprobs: tuple[TokenLogprob, ...] | None = None
         self._num_cached_tokens = 0
         self._num_unfinished = n
 
@@ -133,6 +144,8 @@ class RequestOutputBuilder:
         self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
         if delta.prompt_token_ids is not None:
             self._prompt_token_ids = delta.prompt_token_ids
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
             self._num_unfinished -= 1
 
@@ -147,4 +160,5 @@ class RequestOutputBuilder:
             finished=self.finished,
             num_cached_tokens=self._num_cached_tokens,
             timings=max(timings, key=lambda t: t.finished_ns, default=None),
+            prompt_logprobs=prompt_candidates(self._prompt_logprobs),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from termgen.engine.structured_outputs import StructuredOutputsParams
@@ -16,6 +16,12 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
+MAX_N = 128
+MAX_LOGIT_BIAS = 1024
+MAX_BIAS = 100.0
+"""Larger values mean the same; they are cut to this, as OpenAI documents the range."""
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +58,27 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     """What the answer must look like. It ends where nothing more can follow, `min_tokens` or not.
     """
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for the tokens of the prompt. The first has none: nothing comes before it."""
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these ids. Kept as pairs, sorted by id."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """No other id may be drawn. None: any."""
+    bad_words: tuple[str, ...] = ()
+    """Texts not to be written, as the tokenizer spells them."""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        stop: str | Sequence[str] | None = self.stop  # callers may pass a bare string or None
-        set_(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop or ()))
-        set_(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            set_(self, name, _as_tuple(name, getattr(self, name)))
+        set_(self, "logit_bias", _bias_pairs(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            set_(self, "allowed_token_ids", _sorted_ids(self.allowed_token_ids))
         if self.top_k == -1:
             set_(self, "top_k", 0)
         self._check_numbers()
         self._check_stops()
+        self._check_words()
 
     @property
     def is_greedy(self) -> bool:
@@ -75,8 +92,20 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
+    @property
+    def bias_pairs(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether single ids are raised, lowered or forbidden before anything else is looked at."""
+        has_limit = self.allowed_token_ids is not None
+        return has_limit or bool(self.logit_bias) or bool(self.bad_words)
+
     def _check_numbers(self) -> None:
-        _check_int("n", self.n, 1, 128)
+        _check_int("n", self.n, 1, MAX_N)
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
         _check_int("top_k", self.top_k, 0, 2**31 - 1)
@@ -96,6 +125,8 @@ class SamplingParams:
             )
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false", param=name)
@@ -121,14 +152,74 @@ class SamplingParams:
         for t in self.stop_token_ids:
             _check_int("stop_token_ids", t, 0, 2**31 - 1)
 
+    def _check_words(self) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(f"at most {MAX_BAD_WORDS} bad words are allowed", param="bad_words")
+        for word in self.bad_words:
+            fits = isinstance(word, str) and 0 < len(word) <= MAX_BAD_WORD_CHARS
+            if not fits or not word.strip():
+                raise RequestError(
+                    f"each bad word must have 1 to {MAX_BAD_WORD_CHARS} characters that are not"
+                    " all spaces",
+                    param="bad_words",
+                )
+
     def validate_for(self, *, vocab_size: int) -> None:
         """Check what depends on the model. Raises `RequestError` naming the field."""
-        for t in self.stop_token_ids:
-            if t >= vocab_size:
+        ids_of = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": [token_id for token_id, _ in self.bias_pairs],
+            "allowed_token_ids": self.allowed_token_ids or (),
+        }
+        for name, ids in ids_of.items():
+            largest = max(ids, default=0)
+            if largest >= vocab_size:
                 raise RequestError(
-                    f"stop token id {t} is outside the vocabulary of {vocab_size}",
-                    param="stop_token_ids",
+                    f"{name}: token id {largest} is outside the vocabulary of {vocab_size}",
+                    param=name,
                 )
+
+
+def _bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
+    """Any mapping or pairs, sorted by id, each value within +-MAX_BIAS."""
+    name = "logit_bias"
+    pairs = given.items() if isinstance(given, Mapping) else () if given is None else given
+    if not isinstance(pairs, Iterable) or isinstance(pairs, str):
+        raise RequestError(f"{name} must map token ids to numbers", param=name)
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise RequestError(f"{name} must map token ids to numbers", param=name)
+        token_id, bias = pair
+        _check_int(name, token_id, 0, 2**31 - 1)
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not math.isfinite(bias):
+            raise RequestError(f"{name} must map token ids to finite numbers", param=name)
+        biases[token_id] = max(-MAX_BIAS, min(MAX_BIAS, float(bias)))
+    if len(biases) > MAX_LOGIT_BIAS:
+        raise RequestError(f"{name} may name at most {MAX_LOGIT_BIAS} token ids", param=name)
+    return tuple(sorted(biases.items()))
+
+
+def _as_tuple(name: str, given: object) -> tuple[object, ...]:
+    """A list, one string in place of a list, or None for an empty one."""
+    if given is None or isinstance(given, str):
+        return () if given is None else (given,)
+    if not isinstance(given, Iterable) or isinstance(given, Mapping):
+        raise RequestError(f"{name} must be a list, not {given!r:.60}", param=name)
+    return tuple(given)
+
+
+def _sorted_ids(given: object) -> tuple[int, ...]:
+    name = "allowed_token_ids"
+    if not isinstance(given, Iterable) or isinstance(given, (str, Mapping)):
+        raise RequestError(f"{name} must be a list of token ids", param=name)
+    ids = set()
+    for token_id in given:
+        _check_int(name, token_id, 0, 2**31 - 1)
+        ids.add(token_id)
+    if not ids:
+        raise RequestError(f"{name} must name at least one token id", param=name)
+    return tuple(sorted(ids))
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

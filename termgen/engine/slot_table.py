@@ -27,14 +27,14 @@ class SlotTable:
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.requests: list[Request | None] = [None] * max_num_seqs
-        self.facts: IntArray = np.zeros((6, max_num_seqs), np.int32)
-        """The next six columns as rows of one array, to be gathered at once, in this order."""
+        self.facts: IntArray = np.zeros((5, max_num_seqs), np.int32)
+        """The next five columns as rows of one array, to be gathered at once, in this order."""
         self.num_tokens, self.num_pending, self.num_computed = self.facts[:3]
         self.limit: IntArray = self.facts[3]
         """Total tokens at which the request ends by length."""
-        self.num_prompt: IntArray = self.facts[4]
-        self.epoch: IntArray = self.facts[5]
+        self.epoch: IntArray = self.facts[4]
         """Counts the residencies of a slot; results of an older epoch are dropped."""
+        self.num_prompt: IntArray = np.zeros(max_num_seqs, np.int32)
         self.stop_after: IntArray = np.zeros(max_num_seqs, np.int32)
         """Total tokens from which stop ids count: prompt + min_tokens."""
         self.stop_ids = np.full((max_num_seqs, NUM_STOP_COLUMNS), -1, np.int32)
@@ -51,6 +51,10 @@ class SlotTable:
         """Asks for a minimum length."""
         self.constrained: set[int] = set()
         """Rows under a grammar."""
+        self.has_edits = np.zeros(max_num_seqs, np.bool_)
+        """Has a logit bias, allowed ids or bad words."""
+        self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int32)
+        """-1 where none are wanted, or all are out."""
         self.token_ids: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.running: IntArray = np.zeros(0, np.int32)
         """Occupied slots in scheduling order."""
@@ -82,6 +86,9 @@ class SlotTable:
         self.has_minimum[slot] = params.min_tokens > 0
         if request.matcher is not None:
             self.constrained.add(slot)
+        self.has_edits[slot] = params.edits_logits
+        owed = params.prompt_logprobs if request.owes_prompt_logprobs else None
+        self.num_prompt_logprobs[slot] = -1 if owed is None else owed
         self.running = np.append(self.running, np.int32(slot))
 
     def vacate(self, slot: int) -> Request:

@@ -103,7 +103,14 @@ def _assemble(
         info=info,
         model=_model_info(config, local, info, tokenizer, generation_config),
         tokenizer=tokenizer,
-        input_processor=InputProcessor(tokenizer, info.max_model_len, info.vocab_size, grammars),
+        input_processor=InputProcessor(
+            tokenizer,
+            info.max_model_len,
+            info.vocab_size,
+            eos_token_ids=eos,
+            has_priorities=config.scheduling_policy == "priority",
+            grammars=grammars,
+        ),
         output_processor=OutputProcessor(tokenizer, tuple(eos)),
     )
 

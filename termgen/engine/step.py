@@ -43,6 +43,18 @@ class AddedRow:
     seed: int
     has_grammar: bool = False
     """Whatever the row samples is masked, by what the plans of those steps carry."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences that must not be completed."""
+
+
+class PromptSpan(NamedTuple):
+    """Computed prompt tokens whose successors in the prompt get log-probabilities."""
+
+    row: int
+    """Batch row."""
+    start: int
+    """Position of the first of them, exact: a prompt is known to the host."""
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,10 +96,21 @@ class StepPlan:
     """True when some row asks for a minimum length."""
     masks: RowMasks | None = None
     """Of the rows that sample under a grammar; the device waits for them before it samples."""
+    needs_logit_edits: bool = False
+    """True when some row has a logit bias, allowed ids or bad words."""
+    prompt_spans: tuple[PromptSpan, ...] = ()
+    """Where log-probabilities of prompt tokens are wanted."""
+    max_prompt_logprobs: int = 0
+    """Most alternatives any of these spans asks for."""
 
     @property
     def num_rows(self) -> int:
         return len(self.slots)
+
+    @property
+    def changes_rows(self) -> bool:
+        """Whether rows of the device must be brought up to this plan before it can run."""
+        return bool(self.released_slots or self.added or len(self.block_ids))
 
     @property
     def total_tokens(self) -> int:
@@ -127,6 +150,8 @@ class StepResult:
     """Why nothing was replayed, or only pieces where a whole step might have been."""
     num_late_compiles: int = 0
     """Kernels compiled since the engine was ready, which should be none: each is a stall."""
+    prompt_logprobs: StepLogprobs | None = None
+    """For the plan's `prompt_spans`, one after the other: of the prompt's own next token."""
     seen_ns: int = 0
     """perf_counter_ns when whoever waited for the step went on; 0: when it had this result."""
 

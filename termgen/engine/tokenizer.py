@@ -118,6 +118,10 @@ class Tokenizer:
             variables=kwargs,
         )
 
+    def refuse_unread_variables(self, variables: Mapping[str, Any]) -> None:
+        """Raises RequestError for a chat template variable that the template does not read."""
+        self._need_chat().refuse_unread(variables)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The full text of `ids`: what a `token_decoder` gives piece by piece."""
         if self._bytes_of is None:

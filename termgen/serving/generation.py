@@ -15,7 +15,7 @@ from types import TracebackType
 
 from termgen.api.errors import request_aborted
 from termgen.api.job import Job
-from termgen.client import EngineClient, TokenDelta, merge_deltas
+from termgen.client import EngineClient, TokenDelta, TokenLogprob, merge_deltas
 from termgen.engine.request import FinishReason
 from termgen.errors import EngineError
 from termgen.serving.metrics import RequestMeter
@@ -108,6 +108,7 @@ class Generation:
     async def _prompt_only(self, first_choice: int, job: Job) -> None:
         """`max_tokens` 0: the counts of a completion without tokens."""
         token_ids = await self._engine.tokenize(job.prompt)
+        prompt_logprobs = await self._prompt_logprobs(job)
         for index in range(job.params.n):
             delta = TokenDelta(
                 request_id=job.request_id,
@@ -121,8 +122,31 @@ class Generation:
                 num_cached_tokens=0,
                 num_output_tokens=0,
                 prompt_token_ids=tuple(token_ids) if index == 0 else None,
+                prompt_logprobs=prompt_logprobs if index == 0 else None,
             )
             self._put(first_choice + index, delta)
+
+    async def _prompt_logprobs(self, job: Job) -> tuple[TokenLogprob, ...] | None:
+        """By way of one token that nobody sees."""
+        if job.params.prompt_logprobs is None:
+            return None
+        params = replace(job.params, n=1, max_tokens=1, min_tokens=0, logprobs=None)
+        found = None
+        stream = self._engine.generate(
+            job.prompt,
+            params,
+            request_id=job.request_id,
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+        )
+        async with aclosing(stream):
+            async for delta in stream:
+                found = delta.prompt_logprobs or found
+                if delta.finish_reason is FinishReason.ERROR:
+                    raise delta.error or EngineError("The engine failed this request")
+                if delta.finish_reason is FinishReason.ABORT:
+                    raise request_aborted()
+        return found
 
     def _put(self, choice: int, delta: TokenDelta) -> None:
         if self._error is not None:

@@ -43,11 +43,15 @@ ALL_FIELDS: dict[str, Any] = {
     "min_tokens": 2,
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
+    "prompt_logprobs": 2,
+    "logit_bias": {"7": -100, "3": 1.5},
+    "allowed_token_ids": [9, 3, 7],
+    "bad_words": ["no", "never"],
 }
 
 
 def test_every_field_arrives_on_both_endpoints() -> None:
-    wanted = SamplingParams(**ALL_FIELDS)
+    wanted = SamplingParams(**{**ALL_FIELDS, "logit_bias": {3: 1.5, 7: -100.0}})
     assert chat_params(**ALL_FIELDS) == wanted
     assert completion(**ALL_FIELDS).jobs[0].params == wanted
     assert chat(**ALL_FIELDS).ignored == completion(**ALL_FIELDS).ignored == ()
@@ -147,6 +151,26 @@ def test_completion_logprobs_are_a_number() -> None:
         ({"cache_salt": "a\n"}, "cache_salt"),
         ({"cache_salt": "x" * 129}, "cache_salt"),
         ({"include_timings": 1}, "include_timings"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"logit_bias": [1, 2]}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"1.0": 1}}, "logit_bias"),
+        ({"logit_bias": {"9999999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": "2"}}, "logit_bias"),
+        ({"logit_bias": {"1": True}}, "logit_bias"),
+        ({"logit_bias": {"1": None}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1.0]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"bad_words": [1]}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["x"] * 65}, "bad_words"),
+        ({"bad_words": "x" * 257}, "bad_words"),
     ],
 )
 def test_bad_values_name_their_field_on_both_endpoints(fields: dict[str, Any], param: str) -> None:
@@ -160,13 +184,8 @@ def test_bad_values_name_their_field_on_both_endpoints(fields: dict[str, Any], p
 @pytest.mark.parametrize(
     "fields",
     [
-        {"logit_bias": {"1": 5}},
         {"response_format": {"type": "structural_tag"}},
         {"structured_outputs": {"structural_tag": "a"}},
-        {"prompt_logprobs": 1},
-        {"prompt_logprobs": 0},
-        {"bad_words": ["x"]},
-        {"allowed_token_ids": [1]},
         {"use_beam_search": True},
         {"best_of": 2},
         {"truncate_prompt_tokens": 5},
@@ -212,17 +231,42 @@ def test_what_changes_nothing_is_accepted(fields: dict[str, Any]) -> None:
     assert chat(**fields).ignored == ()
 
 
+def test_biases_are_cut_to_the_documented_range() -> None:
+    params = chat_params(logit_bias={"5": 1e9, "2": -101})
+    assert params.bias_pairs == ((2, -100.0), (5, 100.0))
+    assert chat_params(logit_bias={}) == chat_params(logit_bias=None) == chat_params()
+
+
 def test_unknown_fields_are_named() -> None:
     assert chat(foo=1, bar=None).ignored == ("foo", "bar")
+    options = {"include_usage": True, "include_obfuscation": False, "more": 1}
+    assert chat(stream=True, stream_options=options).ignored == ("stream_options.more",)
     assert completion(messages=[]).ignored == ("messages",)
 
 
-def test_completions_refuse_a_suffix_and_logprobs_of_an_echo() -> None:
-    for fields in ({"suffix": "x"}, {"echo": True, "logprobs": 1}):
-        with pytest.raises(RequestError) as caught:
-            completion(**fields)
-        assert caught.value.code == "unsupported_parameter"
+def test_completions_refuse_a_suffix() -> None:
+    with pytest.raises(RequestError) as caught:
+        completion(suffix="x")
+    assert caught.value.code == "unsupported_parameter"
     assert completion(suffix="").ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "of_prompt"),
+    [
+        ({"logprobs": 3}, None),
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"echo": True, "logprobs": 0, "prompt_logprobs": 2}, 2),
+        ({"echo": True, "logprobs": 1, "stream": True}, 1),
+    ],
+)
+def test_an_echo_with_logprobs_asks_for_those_of_the_prompt(
+    fields: dict[str, Any], of_prompt: int | None
+) -> None:
+    request = completion(**fields)
+    assert request.jobs[0].params.prompt_logprobs == of_prompt
+    assert request.jobs[0].params.logprobs == fields.get("logprobs")
 
 
 def test_priority_and_salt_go_to_every_engine_request() -> None:

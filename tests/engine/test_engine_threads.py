@@ -130,7 +130,7 @@ async def test_a_name_may_be_used_again_at_once(engine: AsyncEngine) -> None:
 async def test_a_refused_request_leaves_nothing_running(engine: AsyncEngine) -> None:
     stream = engine.generate(PROMPT, LONG, request_id="busy-1")
     await anext(stream)
-    several = SamplingParams(n=3, temperature=0.0, max_tokens=12, ignore_eos=True)
+    several = SamplingParams(n=3, temperature=1.0, max_tokens=12, ignore_eos=True)
     deltas = await collect(engine, several, request_id="busy")  # a child would be called busy-1
     assert sorted(d.index for d in deltas if d.finish_reason) == [0, 1, 2]
     with pytest.raises(RequestError, match="in use"):

@@ -216,7 +216,59 @@ class TestWithoutTokenizer:
         bare.process([1], SamplingParams(stop_token_ids=(3,)))
 
 
+class TestBadWords:
+    def test_a_word_is_forbidden_alone_and_after_a_space(self, processor: InputProcessor) -> None:
+        request = processor.process([1], SamplingParams(bad_words=("he", " he", "lo")))
+        spelled = [TOKENIZER.decode(ids) for ids in request.bad_token_ids]
+        assert spelled == ["he", " he", "lo", " lo"], "each once"
+        assert processor.process([1], SamplingParams()).bad_token_ids == ()
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"bad_words": ["x y z " * 40]}, "1 to 32 are allowed"),
+            ({"bad_words": ["\ud800"]}, "surrogate"),
+        ],
+    )
+    def test_faults(self, processor: InputProcessor, options: dict[str, Any], words: str) -> None:
+        with pytest.raises(RequestError, match=words) as raised:
+            processor.process([1], SamplingParams(**options))
+        assert raised.value.param == "bad_words"
+
+    def test_something_must_be_left_to_draw(self) -> None:
+        vocab_size = TOKENIZER.vocab_size
+        processor = InputProcessor(TOKENIZER, MAX_LEN, vocab_size, eos_token_ids=(5,))
+        (only,) = TOKENIZER.encode("h", add_special_tokens=False)
+        for params in (
+            SamplingParams(bad_words=("h",), allowed_token_ids=(only,)),
+            SamplingParams(bad_words=("hhh",), allowed_token_ids=(only,)),
+            SamplingParams(min_tokens=1, allowed_token_ids=(5,)),
+            SamplingParams(min_tokens=1, allowed_token_ids=(7, 5), stop_token_ids=(7,)),
+            SamplingParams(min_tokens=1, allowed_token_ids=(only, 5), bad_words=("h",)),
+        ):
+            with pytest.raises(RequestError, match="leave none") as raised:
+                processor.process([1], params)
+            assert raised.value.param == "allowed_token_ids"
+        for params in (
+            SamplingParams(allowed_token_ids=(5,)),
+            SamplingParams(min_tokens=1, ignore_eos=True, allowed_token_ids=(5,)),
+            SamplingParams(bad_words=("h",), allowed_token_ids=(only, 9)),
+        ):
+            processor.process([1], params)
+
+    def test_they_need_a_tokenizer(self, bare: InputProcessor) -> None:
+        with pytest.raises(RequestError, match="need a tokenizer"):
+            bare.process([1], SamplingParams(bad_words=("x",)))
+
+
 class TestEnvelope:
+    def test_a_priority_needs_a_scheduler_that_reads_it(self) -> None:
+        processor = InputProcessor(None, MAX_LEN, vocab_size=50, has_priorities=False)
+        assert processor.process([1], SamplingParams(), priority=0).priority == 0
+        with pytest.raises(RequestError, match="--scheduling-policy") as raised:
+            processor.process([1], SamplingParams(), priority=1)
+        assert raised.value.param == "priority"
+
     def test_given_values_are_kept(self, processor: InputProcessor) -> None:
         request = processor.process(
             [1], SamplingParams(), request_id="mine", priority=-3, cache_salt="team-A_1"

@@ -32,6 +32,23 @@ class TestFanOut:
         single = request("s", seed=1)
         assert fan_out(single) == [single]
 
+    def test_greedy_completions_are_copies_of_one(
+        self, processor: OutputProcessor, smollm2: Tokenizer
+    ) -> None:
+        parent = request("p", n=3, temperature=0.0)
+        (only,) = processor.expect(parent, 0)
+        assert (only.request_id, only.params.n) == ("p", 1)
+        rows = [(0, 0, smollm2.encode("left"))]
+        deltas = processor.process(delivery(rows, started=[start("p", 0)]))
+        deltas += processor.process(delivery(finished=[finish("p")]))
+        assert [(d.request_id, d.index, d.text) for d in deltas] == [
+            *(("p", i, "left") for i in range(3)),
+            *(("p", i, "") for i in range(3)),
+        ]
+        assert [d.prompt_token_ids is not None for d in deltas] == [True, *[False] * 5]
+        assert [d.finish_reason for d in deltas[3:]] == [FinishReason.LENGTH] * 3
+        assert "p" not in processor and len(processor) == 0
+
     def test_deltas_carry_the_parent_and_the_index(
         self, processor: OutputProcessor, smollm2: Tokenizer
     ) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from termgen.engine.request import IntArray
 from termgen.engine.runner.device_clock import DeviceStart
 from termgen.engine.runner.dispatch import Dispatch
 from termgen.engine.step import StepLogprobs, StepPlan, StepResult
@@ -22,9 +23,11 @@ class StepTensors:
 
     tokens: torch.Tensor  # [B] int32, -1 for a row that sampled none
     logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # [B,1+K], [B,1+K], [B]
+    prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """The same for the N prompt tokens of the plan's spans."""
 
     def all(self) -> tuple[torch.Tensor, ...]:
-        return (self.tokens, *(self.logprobs or ()))
+        return (self.tokens, *(self.logprobs or ()), *(self.prompt_logprobs or ()))
 
 
 def make_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -34,7 +37,69 @@ def make_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-class AsyncOutput:
+class RecordedOutput:
+    """A step whose tokens need no copy: a recording that writes them to memory of the host."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        tokens: IntArray,
+        dispatch: Dispatch,
+        started_ns: int,
+        *,
+        device_start: DeviceStart | None = None,
+        num_late_compiles: int = 0,
+    ) -> None:
+        """tokens: [padded rows], written when the step has ended. started_ns: when the host began
+        the step; told only where there is no `device_start`."""
+        self._step_id = plan.step_id
+        self._num_rows = plan.num_rows
+        self._num_tokens = plan.total_tokens
+        self._tokens = tokens
+        self._dispatch = dispatch
+        self._started_ns = started_ns
+        self._device_start = device_start
+        self._device_end = device_start.clock.end() if device_start is not None else None
+        self._num_late_compiles = num_late_compiles
+
+    def result(self) -> StepResult:
+        """Wait for the end of the step, with the GIL released, and hand out plain arrays."""
+        if self._device_end is not None:
+            self._device_end.synchronize()
+        return self._make_result(self._tokens, was_waited_for=self._device_end is not None)
+
+    def _make_result(
+        self,
+        tokens: IntArray,
+        logprobs: StepLogprobs | None = None,
+        prompt_logprobs: StepLogprobs | None = None,
+        *,
+        was_waited_for: bool,
+    ) -> StepResult:
+        started_ns, ended_ns = self._started_ns, time.perf_counter_ns()
+        seen_ns = ended_ns if was_waited_for else 0
+        if self._device_start is not None and self._device_end is not None:
+            start = self._device_start
+            started_ns, ended_ns = start.clock.read(start.mark, self._device_end, ended_ns)
+        tokens = tokens[: self._num_rows]
+        is_sampled = tokens >= 0
+        return StepResult(
+            step_id=self._step_id,
+            num_sampled=is_sampled.astype(np.int32),
+            token_ids=tokens[is_sampled],  # a copy: the memory is written again
+            logprobs=logprobs,
+            started_ns=started_ns,
+            ended_ns=ended_ns,
+            graph_mode=self._dispatch.mode.value,
+            graph_reason=self._dispatch.reason,
+            num_padded_tokens=self._dispatch.num_padded(self._num_tokens),
+            num_late_compiles=self._num_late_compiles,
+            prompt_logprobs=prompt_logprobs,
+            seen_ns=seen_ns,
+        )
+
+
+class AsyncOutput(RecordedOutput):
     """A step's results on their way to the host.
 
     On CUDA the copies run on `copy_stream` behind the compute stream, and `result` waits for their
@@ -52,19 +117,18 @@ class AsyncOutput:
         device_start: DeviceStart | None = None,
         num_late_compiles: int = 0,
     ) -> None:
-        """started_ns: when the host began the step; told only where there is no `device_start`."""
-        self._step_id = plan.step_id
-        self._num_rows = plan.num_rows
-        self._num_tokens = plan.total_tokens
-        self._dispatch = dispatch
         self._tensors = tensors
-        self._started_ns = started_ns
-        self._device_start = device_start
-        self._device_end = device_start.clock.end() if device_start is not None else None
-        self._num_late_compiles = num_late_compiles
+        self._host = tensors.all()
         self._event: torch.cuda.Event | None = None
+        super().__init__(
+            plan,
+            np.zeros(0, np.int32),
+            dispatch,
+            started_ns,
+            device_start=device_start,
+            num_late_compiles=num_late_compiles,
+        )
         if copy_stream is None:
-            self._host = tensors.all()
             return
         compute = torch.cuda.current_stream()
         with torch.cuda.stream(copy_stream):
@@ -72,7 +136,7 @@ class AsyncOutput:
                 copy_stream.wait_stream(compute)
             else:  # recorded behind the step: no need for an event more
                 copy_stream.wait_event(self._device_end)  # type: ignore[arg-type]
-            self._host = tuple(t.to("cpu", non_blocking=True) for t in tensors.all())
+            self._host = tuple(t.to("cpu", non_blocking=True) for t in self._host)
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(copy_stream)
 
@@ -80,23 +144,10 @@ class AsyncOutput:
         """Wait for the copies and hand out plain arrays."""
         if self._event is not None:
             self._event.synchronize()
-        started_ns, ended_ns = self._started_ns, time.perf_counter_ns()
-        seen_ns = ended_ns if self._event is not None else 0
-        if self._device_start is not None and self._device_end is not None:
-            start = self._device_start
-            started_ns, ended_ns = start.clock.read(start.mark, self._device_end, ended_ns)
-        tokens, *logprobs = (t.numpy() for t in self._host)
-        tokens = tokens[: self._num_rows]
-        return StepResult(
-            step_id=self._step_id,
-            num_sampled=(tokens >= 0).astype(np.int32),
-            token_ids=tokens[tokens >= 0],
-            logprobs=StepLogprobs(*logprobs) if logprobs else None,
-            started_ns=started_ns,
-            ended_ns=ended_ns,
-            graph_mode=self._dispatch.mode.value,
-            graph_reason=self._dispatch.reason,
-            num_padded_tokens=self._dispatch.num_padded(self._num_tokens),
-            num_late_compiles=self._num_late_compiles,
-            seen_ns=seen_ns,
-        )
+        tokens, *arrays = (t.numpy() for t in self._host)
+        logprobs = StepLogprobs(*arrays[:3]) if self._tensors.logprobs is not None else None
+        of_prompts = None
+        if self._tensors.prompt_logprobs is not None:
+            of_prompts = StepLogprobs(*arrays[-3:])
+        is_waited_for = self._event is not None
+        return self._make_result(tokens, logprobs, of_prompts, was_waited_for=is_waited_for)

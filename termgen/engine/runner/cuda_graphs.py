@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from termgen.engine.request import IntArray
 from termgen.engine.runner.address_check import AddressCheck
 from termgen.engine.runner.capture_order import (
     next_larger,
@@ -28,6 +29,7 @@ from termgen.engine.runner.dispatch import (
     Dispatch,
     GraphMode,
     SamplingNeeds,
+    SamplingVariant,
 )
 from termgen.engine.runner.input_batch import InputBatch
 from termgen.engine.runner.memory import is_out_of_memory
@@ -117,14 +119,14 @@ class FullGraphs:
         header: RowHeader,
         pieces: PiecewiseGraphs,
         *,
-        device: torch.device,
+        ring: TokenRing,
         address_check: AddressCheck | None = None,
     ) -> None:
-        """header: holds the `max_rows` of the dispatcher; pieces: has its sizes."""
+        """header and ring: hold the `max_rows` of the dispatcher; pieces: has its sizes."""
         self.dispatcher = dispatcher
         self.header = header
         self.pieces = pieces
-        self._ring = TokenRing(RING_SIZE, max(1, dispatcher.max_rows), device)
+        self._ring = ring
         self._device_step = step
         self._check = address_check
         self._replays: dict[BatchDescriptor, Callable[[], None]] = {}
@@ -133,6 +135,8 @@ class FullGraphs:
         self._recorder: Recorder | None = None
         self._why_missing = "not recorded yet"
         self._next_ring_row = 0
+        self._last: tuple[object, Dispatch] | None = None
+        """What the last step was found by, and what was found."""
 
     @property
     def num_waiting(self) -> int:
@@ -145,10 +149,26 @@ class FullGraphs:
         return GraphStatus(num_recorded, num_recorded + self.num_waiting)
 
     def dispatch(self, plan: StepPlan, needs: SamplingNeeds) -> Dispatch:
+        kind = (plan.num_rows, plan.total_tokens, needs.variant, bool(plan.prompt_spans))
+        if self._last is None or self._last[0] != kind:
+            self._last = kind, self._dispatch(*kind)
+        return self._last[1]
+
+    def _dispatch(
+        self,
+        num_rows: int,
+        num_tokens: int,
+        sampling: SamplingVariant | None,
+        wants_prompts: bool,
+    ) -> Dispatch:
         found = self.dispatcher.dispatch(
-            num_rows=plan.num_rows, num_tokens=plan.total_tokens, sampling=needs.variant
+            num_rows=num_rows, num_tokens=num_tokens, sampling=sampling
         )
-        if found.mode is GraphMode.NONE or self._has(found):
+        if found.mode is GraphMode.NONE:
+            return found
+        if wants_prompts:  # recordings keep the hidden states of each row's last token alone
+            return Dispatch(GraphMode.NONE, reason="log-probabilities of a prompt")
+        if self._has(found):
             return found
         other = self._stand_in(found)
         return Dispatch(GraphMode.NONE, reason=self._why_missing) if other is None else other
@@ -189,6 +209,7 @@ class FullGraphs:
         if not self._waiting:
             return False
         assert self._recorder is not None
+        self._last = None
         try:
             self._record([self._waiting[0]], self._recorder, lambda done: None)
         except (RecordingError, RuntimeError) as error:
@@ -212,6 +233,7 @@ class FullGraphs:
         on_progress: Callable[[float], None],
     ) -> None:
         self.header.clear()  # while recording, all rows are padding
+        self._last = None
         collects_garbage = gc.isenabled()
         gc.disable()  # freeing a tensor of another stream is not allowed while recording
         try:
@@ -236,15 +258,17 @@ class FullGraphs:
         slots, num_tokens = self.header.rows(descriptor.num_rows)
         self._device_step(slots, num_tokens, descriptor, self._ring)
 
-    def replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> torch.Tensor:
-        """Run a recorded step; returns its tokens [padded rows], valid for RING_SIZE steps."""
+    def replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> torch.Tensor | IntArray:
+        """Run a recorded step. Returns where its tokens [padded rows] will be, for RING_SIZE steps:
+        the host's memory, or else the device's."""
         if self._check is not None:
             self._check.check(descriptor)
         self.header.upload(plan, descriptor.num_rows)
         self._replays[descriptor]()
         row = self._next_ring_row
         self._next_ring_row = (row + 1) % RING_SIZE
-        return self._ring.tokens[row, : descriptor.num_rows]
+        rows = self._ring.tokens if self._ring.host is None else self._ring.host
+        return rows[row, : descriptor.num_rows]
 
     def replay_pieces(self, size: int, plan: StepPlan) -> tuple[InputBatch, torch.Tensor]:
         """Run the model on a step; see `PiecewiseGraphs.replay`."""

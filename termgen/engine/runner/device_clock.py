@@ -21,7 +21,7 @@ this far apart still counts quarters of a microsecond."""
 
 
 class TimingEvent(Protocol):
-    def record(self) -> None: ...
+    def record(self, stream: Any) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -35,8 +35,8 @@ class TimingEvent(Protocol):
 
 
 def cuda_event() -> TimingEvent:
-    event: TimingEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return event
+    """One whose waiter sleeps: a core that spins is one that Python does not have."""
+    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
 
 
 class DeviceClock:
@@ -50,8 +50,12 @@ class DeviceClock:
         self,
         make_event: Callable[[], TimingEvent] = cuda_event,
         now_ns: Callable[[], int] = time.perf_counter_ns,
+        stream: Any = None,
     ) -> None:
+        """stream: the one that steps are launched on; None for the current one, which torch looks
+        up at every mark."""
         self._make_event = make_event
+        self._stream = stream
         self._reference = self.mark()
         self._reference.synchronize()
         self._reference_ns = float(now_ns())
@@ -61,7 +65,7 @@ class DeviceClock:
     def mark(self) -> TimingEvent:
         """An event that happens when everything launched so far is done."""
         event = self._make_event()
-        event.record()
+        event.record(self._stream)
         return event
 
     def start(self) -> DeviceStart:

@@ -43,6 +43,8 @@ class SamplingNeeds:
     grammar: bool = False
     penalties: bool = False
     min_tokens: bool = False
+    edits: bool = False
+    """A logit bias, allowed ids or bad words."""
     max_logprobs: int | None = None
 
     @classmethod
@@ -53,13 +55,19 @@ class SamplingNeeds:
             grammar=plan.masks is not None,
             penalties=plan.needs_penalties,
             min_tokens=plan.needs_min_tokens,
+            edits=plan.needs_logit_edits,
             max_logprobs=plan.max_logprobs if plan.needs_logprobs else None,
         )
 
     @property
+    def is_simple(self) -> bool:
+        """Nothing that kernels do not sample with, once single logits are changed."""
+        return not (self.penalties or self.min_tokens or self.max_logprobs is not None)
+
+    @property
     def variant(self) -> SamplingVariant | None:
         """The recording that does this, if any does."""
-        if self.penalties or self.min_tokens or self.max_logprobs is not None:
+        if self.edits or not self.is_simple:
             return None
         restricts = self.filters or self.grammar
         return SamplingVariant.FILTERED if restricts else SamplingVariant.PLAIN
@@ -71,8 +79,16 @@ NEEDS = {
 }
 """What each recording does."""
 
+BEYOND_RECORDINGS = "log-probabilities, penalties, min_tokens, a logit bias or forbidden tokens"
+"""Why a step samples eagerly although its model could be replayed."""
+
 EVERYTHING = SamplingNeeds(
-    filters=True, grammar=True, penalties=True, min_tokens=True, max_logprobs=MAX_LOGPROBS
+    filters=True,
+    grammar=True,
+    penalties=True,
+    min_tokens=True,
+    edits=True,
+    max_logprobs=MAX_LOGPROBS,
 )
 """All that rows may ask of a sampler, at once."""
 
@@ -231,7 +247,7 @@ class CudaGraphDispatcher:
         is_decode = num_tokens == num_rows
         if self._recorded_whole(num_rows, num_tokens):
             if sampling is None:
-                return "log-probabilities, penalties or min_tokens"
+                return BEYOND_RECORDINGS
             if is_decode:
                 return f"more than {self.sizes[-1]} rows"
         largest = max((*self.mixed, *self.piecewise), default=0)

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,22 +29,29 @@ from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder
 from termgen.engine.models.transformers_backend import TransformersDecoder
 from termgen.engine.runner.address_check import AddressCheck, NamedTensor, tensors_of
-from termgen.engine.runner.async_output import AsyncOutput, StepTensors, make_copy_stream
-from termgen.engine.runner.cuda_graphs import FullGraphs
+from termgen.engine.runner.async_output import (
+    AsyncOutput,
+    RecordedOutput,
+    StepTensors,
+    make_copy_stream,
+)
+from termgen.engine.runner.cuda_graphs import RING_SIZE, FullGraphs
 from termgen.engine.runner.device_clock import DeviceClock
 from termgen.engine.runner.dispatch import (
     EVERYTHING,
     NEEDS,
     BatchDescriptor,
     CudaGraphDispatcher,
+    Dispatch,
     SamplingNeeds,
 )
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs
+from termgen.engine.runner.prompt_logprobs import prompt_logprobs
 from termgen.engine.runner.request_state import RequestState
 from termgen.engine.runner.row_header import RowHeader
+from termgen.engine.runner.sampling_inputs import sampling_metadata
 from termgen.engine.runner.token_ring import TokenRing
-from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.sampler import Sampler
 from termgen.engine.step import StepPlan
 
@@ -101,7 +109,9 @@ class ModelRunner:
             device=device,
         )
         self._copy_stream = make_copy_stream(device)
-        self._clock = DeviceClock() if device.type == "cuda" else None
+        self._clock = None
+        if device.type == "cuda":
+            self._clock = DeviceClock(stream=torch.cuda.current_stream(device))
         self._late_compiles: CompileCounter | None = None
         self.graphs = self.make_graphs(
             CudaGraphDispatcher((), disabled_reason="no graphs recorded")
@@ -186,6 +196,9 @@ class ModelRunner:
             max_num_seqs=dispatcher.max_num_seqs,
             dtype=self.dtype,
         )
+        # Only kernels of ours can write the host's memory.
+        is_mapped = self.state.fused and self.device.type == "cuda"
+        ring = TokenRing(RING_SIZE, size, self.device, is_mapped=is_mapped)
         check = None
         if self.debug:
             tensors = partial(ModelRunner._recorded_tensors, runner, header, pieces)
@@ -195,7 +208,7 @@ class ModelRunner:
             dispatcher,
             header,
             pieces,
-            device=self.device,
+            ring=ring,
             address_check=check,
         )
 
@@ -221,40 +234,71 @@ class ModelRunner:
             torch.cuda.empty_cache()
         return made_one
 
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> AsyncOutput:
-        """Launch one step. On CUDA it returns before the device is done."""
+    def execute(self, plan: StepPlan) -> RecordedOutput:
+        """Launch one step. On CUDA it returns before the device is done.
+
+        Between two steps of the same rows lies no more than this, so it calls little of torch.
+        """
         started_ns = time.perf_counter_ns()
-        with self.watch_compiles():
-            # A busy device comes to the rows without a pause; one at rest begins with the step.
-            clock = self._clock
-            start = clock.start() if clock is not None and clock.is_busy else None
-            self.state.update(plan)
+        # A busy device comes to the rows without a pause; one at rest begins with the step.
+        clock = self._clock
+        start = clock.start() if clock is not None and clock.is_busy else None
+        with torch.inference_mode():
+            if plan.changes_rows:
+                with self.watch_compiles():
+                    self.state.update(plan)
             needs = SamplingNeeds.of(plan)
             dispatch = self.graphs.dispatch(plan, needs)
             if clock is not None and start is None:
                 start = clock.start()
-            if dispatch.descriptor is not None:
+            if dispatch.descriptor is not None:  # compiles nothing
                 self.state.set_masks(plan)
-                tensors = StepTensors(self.graphs.replay(dispatch.descriptor, plan), None)
+                tokens = self.graphs.replay(dispatch.descriptor, plan)
+                if isinstance(tokens, np.ndarray):
+                    return RecordedOutput(
+                        plan,
+                        tokens,
+                        dispatch,
+                        started_ns,
+                        device_start=start,
+                        num_late_compiles=self.num_late_compiles,
+                    )
+                tensors = StepTensors(tokens, None)
             else:
-                if dispatch.padded_tokens is not None:
-                    batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
-                    logits = self.model.compute_logits(hidden)
-                else:
-                    batch = self.buffers.prepare(plan, self.state)
-                    logits = self._forward(batch)
-                self.state.set_masks(plan)  # which are filled while the model runs
-                tensors = self._sample(batch, logits, needs)
-        return AsyncOutput(
-            plan,
-            tensors,
-            dispatch,
-            started_ns,
-            self._copy_stream,
-            device_start=start,
-            num_late_compiles=self.num_late_compiles,
-        )
+                with self.watch_compiles():
+                    tensors = self._launch(plan, dispatch, needs)
+            return AsyncOutput(
+                plan,
+                tensors,
+                dispatch,
+                started_ns,
+                self._copy_stream,
+                device_start=start,
+                num_late_compiles=self.num_late_compiles,
+            )
+
+    def _launch(self, plan: StepPlan, dispatch: Dispatch, needs: SamplingNeeds) -> StepTensors:
+        """A step that is not recorded as a whole."""
+        if dispatch.padded_tokens is None:
+            return self._compute_eagerly(plan, needs)
+        batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
+        return self._sample_masked(plan, batch, self.model.compute_logits(hidden), needs)
+
+    def _compute_eagerly(self, plan: StepPlan, needs: SamplingNeeds) -> StepTensors:
+        batch = self.buffers.prepare(plan, self.state)
+        if not plan.prompt_spans:
+            return self._sample_masked(plan, batch, self._forward(batch), needs)
+        hidden = self._hidden(batch, None)
+        of_prompts = prompt_logprobs(plan, hidden, self.state, self.model.compute_logits)
+        logits = self.model.compute_logits(batch.last_tokens(hidden))
+        tensors = self._sample_masked(plan, batch, logits, needs)
+        return replace(tensors, prompt_logprobs=of_prompts)
+
+    def _sample_masked(
+        self, plan: StepPlan, batch: InputBatch, logits: torch.Tensor, needs: SamplingNeeds
+    ) -> StepTensors:
+        self.state.set_masks(plan)  # which are filled while the model runs
+        return self._sample(batch, logits, needs)
 
     def step_on_device(
         self,
@@ -282,7 +326,8 @@ class ModelRunner:
                 max_query_len=descriptor.num_tokens,
                 max_seq_len=self.max_model_len,
             )
-        return self._sample(batch, self._forward(batch), NEEDS[descriptor.sampling], ring).tokens
+        needs = NEEDS[descriptor.sampling]
+        return self._sample(batch, self._forward(batch), needs, ring).tokens
 
     def _sample(
         self,
@@ -294,49 +339,27 @@ class ModelRunner:
         """Sampling and state update."""
         slots, num_tokens = batch.slots, batch.num_tokens
         logprobs = None
-        if self.fused_sampler is not None and needs.variant is not None:
+        if self.fused_sampler is not None and needs.is_simple:
+            if needs.edits:
+                logits = self.state.edit_logits(slots, logits)
             token_ids = self.fused_sampler(
                 logits, slots, num_tokens, self.state, filters=needs.filters, grammar=needs.grammar
             )
         else:
-            output = self.sampler(logits.float(), self._sampling_metadata(batch, needs))
+            output = self.sampler(logits.float(), sampling_metadata(self.state, batch, needs))
             token_ids, logprobs = output.token_ids, output.logprobs
         return StepTensors(self.state.append_sampled(slots, num_tokens, token_ids, ring), logprobs)
 
     def _forward(self, batch: InputBatch) -> torch.Tensor:
         """[B, V] logits of each row's last token, in the model's type."""
-        self.attention.prepare(batch.metadata)
-        context = ForwardContext(batch.metadata, self.kv_caches, batch.logits_indices)
-        hidden = self.model(batch.input_ids, batch.positions, context)
-        return self.model.compute_logits(hidden)
+        return self.model.compute_logits(self._hidden(batch, batch.logits_indices))
 
-    def _sampling_metadata(self, batch: InputBatch, needs: SamplingNeeds) -> SamplingMetadata:
-        state, slots = self.state, batch.slots
-        output_counts = prompt_mask = None
-        if needs.penalties:
-            assert state.output_counts is not None and state.prompt_mask is not None
-            output_counts, prompt_mask = state.output_counts[slots], state.prompt_mask[slots]
-        return SamplingMetadata(
-            temperature=state.temperature[slots],
-            top_k=state.top_k[slots],
-            top_p=state.top_p[slots],
-            min_p=state.min_p[slots],
-            seeds=state.seeds[slots],
-            positions=batch.last_tokens(batch.positions) + 1,
-            repetition_penalty=state.repetition_penalty[slots],
-            presence_penalty=state.presence_penalty[slots],
-            frequency_penalty=state.frequency_penalty[slots],
-            output_counts=output_counts,
-            prompt_mask=prompt_mask,
-            stop_token_ids=state.stop_ids[slots],
-            suppress_stop=state.total_len[slots] < state.min_total[slots],
-            all_greedy=needs.all_greedy,
-            needs_penalties=needs.penalties,
-            needs_top_k_top_p=needs.filters,
-            suppress_any=needs.min_tokens,
-            token_masks=state.masks_of(slots) if needs.grammar else None,
-            max_logprobs=needs.max_logprobs,
-        )
+    def _hidden(self, batch: InputBatch, wanted: torch.Tensor | None) -> torch.Tensor:
+        """[N, H] normed hidden states of the wanted tokens; None for all."""
+        self.attention.prepare(batch.metadata)
+        context = ForwardContext(batch.metadata, self.kv_caches, wanted)
+        hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, context)
+        return hidden
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int) -> None:
@@ -392,8 +415,9 @@ class ModelRunner:
             max_seq_len=tokens_per_row,
         )
         state.make_penalty_tables()
+        state.make_edit_tables()
         try:
-            metadata = self._sampling_metadata(batch, EVERYTHING)
+            metadata = sampling_metadata(state, batch, EVERYTHING)
             self.sampler(self._forward(batch).float(), metadata)
         finally:
-            state.drop_penalty_tables()
+            state.drop_tables()

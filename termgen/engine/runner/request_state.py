@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from termgen.engine.kernels import why_unusable
+from termgen.engine.runner.logit_edit_tables import LogitEditTables
 from termgen.engine.runner.token_ring import TokenRing
+from termgen.engine.sampling.logit_edits import edit_logits as edit_gathered
 from termgen.engine.sampling.token_mask import TokenMasks
 from termgen.engine.sampling_params import MAX_STOP_TOKEN_IDS
 from termgen.engine.step import AddedRow, StepPlan
@@ -69,6 +71,8 @@ class RequestState:
         """[R, W]: a bit for each token that a row with a grammar may sample next."""
         self.output_counts: torch.Tensor | None = None  # [R, V] int32, once a penalty is asked for
         self.prompt_mask: torch.Tensor | None = None  # [R, V] bool, likewise
+        self.edits: LogitEditTables | None = None
+        """Once a logit bias, allowed ids or bad words are asked for."""
 
     def update(self, plan: StepPlan) -> None:
         """Bring rows up to a plan: release, add, append blocks, in that order."""
@@ -141,6 +145,11 @@ class RequestState:
         for row in added:
             if row.params.has_penalties:
                 self._count_tokens(row)
+        if self.edits is None and any(p.edits_logits for p in params):
+            self.make_edit_tables()
+        if self.edits is not None:
+            for row in added:
+                self.edits.take_over(row)
 
     def _write_tokens(self, added: Sequence[AddedRow]) -> None:
         width = self.token_ids.shape[1]
@@ -156,8 +165,24 @@ class RequestState:
         self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
 
-    def drop_penalty_tables(self) -> None:
-        self.output_counts = self.prompt_mask = None
+    def make_edit_tables(self) -> None:
+        self.edits = LogitEditTables(len(self.total_len), self.vocab_size, self.device)
+
+    def edit_logits(self, slots: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """New logits [B, V] of the same type, where rows have edits; slots [B] int64."""
+        tables, tokens = self.edits, self.token_ids
+        assert tables is not None
+        lengths = {"total_len": self.total_len, "prompt_len": self.prompt_len}
+        if self.fused:
+            from termgen.engine.kernels.edit_logits import edit_logits
+
+            return edit_logits(logits, slots, tables, token_ids=tokens, **lengths)
+        edits = tables.gather(slots, token_ids=tokens, **lengths)
+        return edit_gathered(logits.float(), edits).to(logits.dtype)
+
+    def drop_tables(self) -> None:
+        """Of penalties and of logit edits."""
+        self.output_counts = self.prompt_mask = self.edits = None
 
     def _count_tokens(self, row: AddedRow) -> None:
         assert self.output_counts is not None and self.prompt_mask is not None

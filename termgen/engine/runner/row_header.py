@@ -42,7 +42,7 @@ class RowHeader:
         if (
             size == self._size_on_device
             and (plan.slots is old_slots or np.array_equal(plan.slots, old_slots))
-            and np.array_equal(plan.num_tokens, old_tokens)
+            and (plan.num_tokens is old_tokens or np.array_equal(plan.num_tokens, old_tokens))
         ):
             return
         header = np.zeros((2, size), np.int64)
@@ -52,6 +52,7 @@ class RowHeader:
         host = torch.from_numpy(header)
         if self._device.type == "cuda":
             host = host.pin_memory()
-        self.tensor[:, :size].copy_(host, non_blocking=True)
+        with torch.inference_mode():
+            self.tensor[:, :size].copy_(host, non_blocking=True)
         self._rows_on_device, self._size_on_device = (plan.slots, plan.num_tokens), size
         self.num_uploads += 1

@@ -24,6 +24,7 @@ from termgen.engine.models.decoder import CausalDecoder, DecoderLayer
 from termgen.engine.request import IntArray
 from termgen.engine.runner.cuda_graphs import FullGraphs
 from termgen.engine.runner.dispatch import BatchDescriptor, CudaGraphDispatcher, SamplingVariant
+from termgen.engine.runner.logit_edit_tables import LogitEditTables
 from termgen.engine.runner.model_runner import ModelRunner
 from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs
 from termgen.engine.step import StepPlan
@@ -91,6 +92,7 @@ def size_classes(limit: int) -> list[int]:
 def warm_up_steps(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> Iterator[Step]:
     """One of every kind that can reach a variant of its own."""
     yield partial(_append_with_counts, runner)
+    yield partial(_edit_logits, runner)
     yield from _expert_steps(runner)
     graphs = runner.make_graphs(dispatcher)
     yield from _recorded_steps(graphs, dispatcher)
@@ -197,6 +199,20 @@ def _unused_mask(vocab_size: int) -> RowMasks:
     """The mask of a row, which is not looked at: the row has no grammar."""
     bits = np.zeros(-(-vocab_size // 32), np.int32)
     return RowMasks(np.zeros(1, np.int32), (TokenMask(bits),))
+
+
+def _edit_logits(runner: ModelRunner) -> None:
+    """Logits as the model makes them, and as the sampler takes them where kernels do not sample."""
+    state = runner.state
+    slots = torch.zeros(1, dtype=torch.int64, device=runner.device)
+    tables = state.edits
+    state.edits = LogitEditTables(1, state.vocab_size, runner.device)
+    try:
+        for dtype in {runner.dtype, torch.float32}:
+            logits = torch.zeros((1, state.vocab_size), dtype=dtype, device=runner.device)
+            state.edit_logits(slots, logits)
+    finally:
+        state.edits = tables
 
 
 def _append_with_counts(runner: ModelRunner) -> None:

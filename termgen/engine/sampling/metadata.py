@@ -7,6 +7,7 @@ nobody asks for a thing never launches the work for it, and reading them costs n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,8 @@ class SamplingMetadata:
     needs_penalties: bool
     needs_top_k_top_p: bool
     """Some row limits by top-k, top-p or min-p."""
+    edit: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Logits [B, V] to new ones with allowed ids, biases and bad words; None: no row has any."""
     suppress_any: bool | None = None
     """False: no row of `suppress_stop` is set. None: the host does not know."""
     token_masks: TokenMasks | None = None

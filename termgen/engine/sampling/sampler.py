@@ -2,8 +2,8 @@
 
 Owns the order of operations, which is part of the output and pinned by a test:
 
-    grammar mask -> stop mask (min_tokens) -> penalties -> temperature -> min-p -> top-k -> top-p
-    -> Gumbel-max
+    grammar mask -> logit edits -> stop mask (min_tokens) -> penalties -> temperature -> min-p
+    -> top-k -> top-p -> Gumbel-max
 
 Log-probabilities are taken from the logits as they came. The runner calls this once per step with
 one row per token to draw; the host half never sees it. What no row of a step asks for is skipped
@@ -72,6 +72,8 @@ def _process(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
     """What changes the argmax too, and so also holds for greedy rows."""
     if meta.token_masks is not None:
         logits = mask_tokens(logits, meta.token_masks)
+    if meta.edit is not None:
+        logits = meta.edit(logits)
     if meta.suppress_any is not False:
         logits = mask_stop_tokens(logits, meta.stop_token_ids, meta.suppress_stop)
     if meta.needs_penalties:

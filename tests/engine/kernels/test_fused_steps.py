@@ -24,6 +24,8 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_k": 30, "top_p": 0.9},
     {"temperature": 1.5, "min_p": 0.05},
     {"temperature": 0.8, "presence_penalty": 0.5},
+    {"temperature": 0.9, "logit_bias": {7: 4.0, 99: -50.0}, "top_p": 0.8},
+    {"temperature": 0.7, "allowed_token_ids": range(3, 60), "frequency_penalty": 0.5},
 ]
 MAX_NUM_SEQS = 3
 
@@ -75,5 +77,5 @@ def test_fused_steps_give_the_tokens_of_torch(
 ) -> None:
     folder = tiny_model_dir("llama")
     expected = generate(make_engine(folder, device, fused=False))
-    assert sorted(map(len, expected.values())) == [4, 5, 6, 7, 8]
+    assert sorted(map(len, expected.values())) == [4, 5, 6, 7, 8, 9, 10]
     assert generate(make_engine(folder, device, fused=True)) == expected

@@ -18,6 +18,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.2, "top_k": 20, "top_p": 0.8},
     {"temperature": 0.7, "frequency_penalty": 0.5},
     {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.9, "logit_bias": {5: 3.0, 8: -9.0}, "allowed_token_ids": range(3, 300)},
 ]
 
 

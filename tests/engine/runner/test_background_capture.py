@@ -24,6 +24,7 @@ from termgen.engine.runner.capture_order import (
 )
 from termgen.engine.runner.cuda_graphs import RecordingError
 from termgen.engine.runner.dispatch import (
+    BEYOND_RECORDINGS,
     BatchDescriptor,
     CudaGraphDispatcher,
     SamplingVariant,
@@ -147,7 +148,7 @@ def test_steps_are_right_before_during_and_after(tiny_model_dir: ModelDir) -> No
     engine.core.scheduler.reset_prefix_cache()
     tokens, steps = run(engine, 1)
     assert tokens == expected[1]
-    assert {s.graph_reason for s in steps} == {"", "log-probabilities, penalties or min_tokens"}
+    assert {s.graph_reason for s in steps} == {"", BEYOND_RECORDINGS}
 
 
 @pytest.mark.parametrize(

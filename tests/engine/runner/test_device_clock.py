@@ -40,7 +40,7 @@ class ScriptedEvent:
         self._world = world
         self.device_ns = -1.0
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         self.device_ns = self._world.now * self._world.rate
 
     def synchronize(self) -> None:

@@ -15,6 +15,7 @@ from termgen.engine.attention.torch_reference import TorchReferenceAttention
 from termgen.engine.loader import load_model_config
 from termgen.engine.runner.choose_graphs import choose_graphs
 from termgen.engine.runner.dispatch import (
+    BEYOND_RECORDINGS,
     BatchDescriptor,
     CudaGraphDispatcher,
     GraphMode,
@@ -273,8 +274,8 @@ def test_every_pair_in_every_mode(mode: str, max_num_seqs: int, budget: int) -> 
         ("full_and_piecewise", 600, 600, SamplingVariant.PLAIN, "more than 512 rows"),
         ("full_decode_only", 600, 600, SamplingVariant.PLAIN, "more than 512 rows"),
         ("full_decode_only", 4, 9, None, "a prompt is being computed"),
-        ("full", 4, 9, None, "log-probabilities, penalties or min_tokens"),
-        ("full", 4, 4, None, "log-probabilities, penalties or min_tokens"),
+        ("full", 4, 9, None, BEYOND_RECORDINGS),
+        ("full", 4, 4, None, BEYOND_RECORDINGS),
         ("full", 4, 2049, SamplingVariant.FILTERED, "a prompt, and more than 2048 tokens"),
     ],
 )

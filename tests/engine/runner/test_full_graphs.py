@@ -17,7 +17,7 @@ from termgen.engine.engine import SyncEngine
 from termgen.engine.events import StepRecord
 from termgen.engine.request import GenerationRequest
 from termgen.engine.runner.cuda_graphs import RING_SIZE
-from termgen.engine.runner.dispatch import CudaGraphDispatcher
+from termgen.engine.runner.dispatch import BEYOND_RECORDINGS, CudaGraphDispatcher
 from termgen.engine.sampling_params import SamplingParams
 
 
@@ -69,7 +69,7 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
     mixed = [s for s in steps if s.graph_mode == "FULL" and s.num_prefill_tokens]
     assert any(s.num_decode_rows for s in mixed) and any(s.num_padded_tokens for s in mixed)
     missed = {s.graph_reason for s in steps if s.graph_mode == "NONE"}
-    assert missed == {"log-probabilities, penalties or min_tokens"}
+    assert missed == {BEYOND_RECORDINGS}
     assert not any(s.graph_reason for s in steps if s.graph_mode == "FULL")
 
 

@@ -32,6 +32,8 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.7, "frequency_penalty": 0.5, "top_p": 0.9},
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 0.8, "min_tokens": 3},
+    {"temperature": 0.6, "logit_bias": {7: 2.5}, "allowed_token_ids": range(3, 400)},
+    {"temperature": 0.0, "prompt_logprobs": 1},
 ]
 
 
@@ -115,14 +117,14 @@ def test_a_late_compilation_reaches_the_records_of_steps(tiny_model_dir: ModelDi
     runner = engine.core.executor._runner  # type: ignore[attr-defined]
     runner.use_fused_sampler(2)
     runner.be_ready()
-    update = runner.state.update
+    prepare = runner.buffers.prepare
 
-    def update_and_compile(plan: Any) -> None:
+    def prepare_and_compile(plan: Any, state: Any) -> Any:
         if plan.step_id == 2:
             compile_something()
-        update(plan)
+        return prepare(plan, state)
 
-    runner.state.update = update_and_compile
+    runner.buffers.prepare = prepare_and_compile
     ring = engine.core.bus.subscribe()
     add(engine, "a", [5, 6, 7], {"temperature": 0.0}, 5)
     while engine.has_unfinished:

@@ -18,7 +18,7 @@ from termgen.config import EngineConfig
 from termgen.engine.engine import SyncEngine
 from termgen.engine.events import StepRecord
 from termgen.engine.request import GenerationRequest
-from termgen.engine.runner.dispatch import CudaGraphDispatcher
+from termgen.engine.runner.dispatch import BEYOND_RECORDINGS, CudaGraphDispatcher
 from termgen.engine.sampling_params import SamplingParams
 
 ModelDir = Callable[..., Path]
@@ -105,7 +105,7 @@ def test_decodes_that_no_whole_recording_serves_are_replayed_in_pieces(
     assert kinds == {
         ("FULL", False, ""),
         ("PIECEWISE", True, ""),
-        ("PIECEWISE", False, "log-probabilities, penalties or min_tokens"),
+        ("PIECEWISE", False, BEYOND_RECORDINGS),
     }
 
 

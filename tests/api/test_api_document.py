@@ -1,0 +1,56 @@
+"""docs/api.md says what the code does: its tables, and the fields that the parsers ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from termgen.api.chat import parse_chat
+from termgen.api.completions import parse_completion
+from termgen.api.document import IGNORED, REFUSED, rewritten, taken
+from termgen.api.parameters import CHAT, COMPLETIONS, GROUPS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+
+
+class Watched(dict[str, Any]):
+    """Remembers what it was asked for."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+
+def asked(endpoint: str) -> set[str]:
+    parse: Any = parse_chat if endpoint == CHAT else parse_completion
+    body = Watched({"messages": [{"role": "user", "content": "x"}], "prompt": "x"})
+    parse(body, model="m", defaults={})
+    return body.asked
+
+
+def test_the_page_is_what_the_code_would_write() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == rewritten(page), "run `python -m termgen.api.document docs/api.md`"
+    assert page.count("<!-- generated: ") == 3 and "| `temperature` |" in page
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
+def test_every_field_that_is_read_is_described(endpoint: str) -> None:
+    described = taken(endpoint).keys()
+    read = asked(endpoint) - REFUSED[endpoint].keys() - IGNORED[endpoint]
+    assert read - described == set(), "describe these in termgen/api/parameters.py"
+    assert described - read == set(), "nothing reads these"
+
+
+def test_names_are_described_once_and_fit_a_table() -> None:
+    names = [p.name for group in GROUPS for p in group.parameters]
+    assert len(names) == len(set(names))
+    for group in GROUPS:
+        for p in group.parameters:
+            assert not any("|" in text or "\n" in text for text in (p.values, p.meaning, p.default))

@@ -1,0 +1,114 @@
+"""Any value in any field: taken, or an error that names the field. Nothing else, at once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from termgen.api.chat import parse_chat
+from termgen.api.completions import parse_completion
+from termgen.api.document import IGNORED, REFUSED, taken
+from termgen.api.errors import reply_for
+from termgen.api.parameters import CHAT, COMPLETIONS
+from termgen.engine.input_processor import InputProcessor
+from termgen.engine.sampling_params import SamplingParams
+from termgen.errors import RequestError
+
+VOCAB = 50
+NAMES = {e: sorted({*taken(e), *REFUSED[e], *IGNORED[e]} - {"model"}) for e in (CHAT, COMPLETIONS)}
+OTHERS: dict[str, tuple[str, ...]] = {
+    "min_tokens": ("max_tokens",),
+    "stream": ("stream_options", "prompt_logprobs"),
+    "add_generation_prompt": ("continue_final_message",),
+    "n": ("best_of",),
+}
+"""Fields that a wrong value of another is told of: the two do not go together."""
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 140)
+    | st.integers(-(2**70), 2**70)
+    | st.floats(-3, 3)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=9)
+    | st.sampled_from(["x" * 300, "\x00", "�", "1", "none", "auto"])
+)
+keys = st.text(max_size=6) | st.integers(-2, 60).map(str)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(keys, inner, max_size=4),
+    max_leaves=8,
+)
+quick = settings(max_examples=400, deadline=None, print_blob=True)
+
+
+def process(endpoint: str, body: dict[str, Any]) -> None:
+    """As the server does it, up to the engine. The prompt is ids: no tokenizer is needed."""
+    parse: Any = parse_chat if endpoint == CHAT else parse_completion
+    request = parse(body, model="m", defaults={})
+    jobs = [request.job] if endpoint == CHAT else request.jobs
+    processor = InputProcessor(None, 64, VOCAB, has_priorities=True)
+    for job in jobs:
+        given = processor.process(
+            [1, 2, 3],
+            job.params,
+            request_id=job.request_id,
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+        )
+        assert given.params.max_tokens is not None and given.params.max_tokens <= 61
+        for token_id, bias in given.params.bias_pairs:
+            assert 0 <= token_id < VOCAB and -100 <= bias <= 100
+        for ids in (given.params.allowed_token_ids or (), given.params.stop_token_ids):
+            assert all(0 <= token_id < VOCAB for token_id in ids)
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
+@given(data=st.data())
+@quick
+def test_one_odd_field_is_taken_or_named(endpoint: str, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(NAMES[endpoint]))
+    value = data.draw(values)
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "prompt": "x"}
+    body = json.loads(json.dumps({**body, "max_tokens": 9, name: value}))
+    try:
+        process(endpoint, body)
+    except RequestError as error:
+        reply = reply_for(error)
+        assert reply.status == 400
+        named = (error.param or "").split(".")[0].split("[")[0]
+        # too long an answer is told of the prompt, as clients expect it
+        allowed = {name, *OTHERS.get(name, ())}
+        if error.code == "context_length_exceeded":
+            allowed = {"messages", "prompt"}
+        assert named in allowed, (error, error.param)
+        message = reply.body["error"]["message"]
+        assert message and "\n" not in message and len(message) < 500
+
+
+ODD = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)
+
+
+@given(
+    fields=st.dictionaries(
+        st.sampled_from(sorted(SamplingParams.__dataclass_fields__)),
+        ODD | st.lists(ODD, max_size=4) | st.dictionaries(ODD, ODD, max_size=3),
+        max_size=3,
+    )
+)
+@quick
+def test_sampling_params_take_a_value_or_name_it(fields: dict[str, Any]) -> None:
+    """From Python anything can come, NaN included."""
+    try:
+        params = SamplingParams(**fields)
+        params.validate_for(vocab_size=VOCAB)
+    except RequestError as error:
+        assert error.param in fields
+    else:
+        hash(params)
+        assert SamplingParams(**{name: getattr(params, name) for name in fields}) == params
