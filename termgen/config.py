@@ -7,13 +7,22 @@ came from (flag, variable, file) is the business of `termgen.settings`. Standard
 
 from __future__ import annotations
 
-import math
-import types
-import typing
-from dataclasses import dataclass, field, fields
-from typing import Any
+import ipaddress
+from dataclasses import dataclass
 
 from termgen.errors import ConfigError
+from termgen.setting_types import SettingType, check_settings, setting, setting_types
+
+__all__ = [
+    "EngineConfig",
+    "ServerConfig",
+    "SettingType",
+    "UIConfig",
+    "check_settings",
+    "is_loopback",
+    "setting",
+    "setting_types",
+]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -25,16 +34,6 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_BACKENDS = ("triton", "torch_reference", "flashinfer", "flash_attn")
 CUDAGRAPH_MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 MAX_INT = 2**31 - 1
-
-
-def setting(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field with its help text.
-
-    metadata: `choices`; `minimum` and `maximum` (inclusive) or `above` (exclusive low end);
-    `flag` when it differs from the field's name; `metavar`; `nargs` of a flag that takes several
-    values at once (without it, a list's flag is repeated).
-    """
-    return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,9 +203,28 @@ class ServerConfig:
     port: int = setting(8000, "port to listen on; 0: any free one", minimum=0, maximum=65535)
     api_key: tuple[str, ...] = setting(
         (),
-        "key that clients must send; several are allowed (default: none needed)",
+        "key that clients must send; several are allowed (default: none needed). Other users of "
+        "this machine can see flags: TERMGEN_API_KEY or --api-key-file hide them",
         metavar="KEY",
         nargs="+",
+        secret=True,
+    )
+    api_key_file: str | None = setting(None, "file with further keys, one a line")
+    admin_key: tuple[str, ...] = setting(
+        (),
+        "key for pausing, resetting and watching the engine, and for everything else; with keys "
+        "for clients but none for admins, nobody may (default: whoever uses this machine may)",
+        metavar="KEY",
+        nargs="+",
+        secret=True,
+    )
+    insecure_no_auth: bool = setting(
+        False, "listen on an address that others reach although no key is set"
+    )
+    share_prefix_cache: bool = setting(
+        False,
+        "let clients with different keys reuse each other's cached prompts; how fast an answer "
+        "begins then tells what others have asked",
     )
     served_model_name: tuple[str, ...] = setting(
         (),
@@ -221,12 +239,52 @@ class ServerConfig:
         metavar="NAME",
         nargs="+",
     )
+    allowed_origin: tuple[str, ...] = setting(
+        (),
+        "origin of web pages that may use this server, such as https://chat.example; `*`: any "
+        "(default: none, and browsers are told so)",
+        metavar="ORIGIN",
+        nargs="+",
+    )
     max_body_bytes: int = setting(8 * 2**20, "largest request body in bytes", minimum=1024)
+    max_queue: int = setting(
+        2048,
+        "most completions that may wait to be started, beyond what can start at once; further "
+        "requests are refused with 429 and told when to come again. 0: no limit",
+        minimum=0,
+        maximum=MAX_INT,
+    )
+    max_queue_tokens: int = setting(
+        2**22,
+        "most prompt tokens that may wait, estimated from the size of the text; 0: no limit",
+        minimum=0,
+        maximum=2**62,
+    )
+    max_queue_time: float = setting(
+        0.0,
+        "seconds that a request may wait to be started before it ends with 429; 0: no limit",
+        minimum=0.0,
+    )
     sse_ping_interval: float = setting(
         15.0, "seconds of silence in a stream before a keep-alive comment; 0: never", minimum=0.0
     )
     force_include_usage: bool = setting(
         False, "end every stream with its token counts, asked for or not"
+    )
+    enable_tokenizer_info: bool = setting(
+        False, "answer /tokenizer_info, which shows the chat template"
+    )
+    metrics_compat: str = setting(
+        "none", "vllm: show metrics under vLLM's names too", choices=("none", "vllm")
+    )
+    log_requests: bool = setting(
+        False, "a log line for each request: tokens, times and how it ended; never what was said"
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "send a trace of each request there, such as http://127.0.0.1:4318/v1/traces (needs the "
+        "extra `otel`)",
+        metavar="URL",
     )
     drain_timeout: float = setting(
         30.0, "seconds that running requests get to finish when the server stops", minimum=0.0
@@ -236,7 +294,7 @@ class ServerConfig:
         check_settings(self)
         if not self.host:
             raise ConfigError("host must not be empty", param="host")
-        for name in ("api_key", "served_model_name"):
+        for name in ("api_key", "admin_key", "served_model_name", "allowed_origin"):
             if any(not value.strip() for value in getattr(self, name)):
                 raise ConfigError(f"{name} must not be empty", param=name)
 
@@ -275,89 +333,11 @@ class UIConfig:
         check_settings(self)
 
 
-@dataclass(frozen=True, slots=True)
-class SettingType:
-    """A field's annotation, taken apart."""
-
-    base: type
-    """bool, int, float or str; for a tuple, the type of its items."""
-    optional: bool
-    many: bool
-    """A tuple of any length."""
-
-    @property
-    def words(self) -> str:
-        """For messages: what a value must be."""
-        one = {bool: "true or false", int: "an integer", float: "a number", str: "text"}[self.base]
-        if not self.many:
-            return one
-        return "a list of integers" if self.base is int else "a list of text"
-
-
-def setting_types(config_class: type, omit: frozenset[str] = frozenset()) -> dict[str, SettingType]:
-    """Field name -> type, for a dataclass whose fields are made with `setting`."""
-    hints = typing.get_type_hints(config_class)
-    names = [f.name for f in fields(config_class) if f.name not in omit]
-    return {name: _setting_type(hints[name]) for name in names}
-
-
-def _setting_type(hint: Any) -> SettingType:
-    optional = False
-    if isinstance(hint, types.UnionType):
-        rest = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
-        assert len(rest) == 1, f"a setting has one type or None, not {hint}"
-        hint, optional = rest[0], True
-    many = typing.get_origin(hint) is tuple
-    base = typing.get_args(hint)[0] if many else hint
-    assert base in (bool, int, float, str), f"settings of type {hint} are not supported"
-    return SettingType(base, optional, many)
-
-
-def check_settings(config: Any) -> None:
-    """Check types, choices and ranges of every field, and normalise lists to tuples.
-
-    Called by `__post_init__`, so an out-of-range config cannot exist. Raises `ConfigError`.
-    """
-    kinds = setting_types(type(config))
-    for f in fields(config):
-        value = getattr(config, f.name)
-        kind = kinds[f.name]
-        if value is None and kind.optional:
-            continue
-        if kind.many and isinstance(value, kind.base):
-            value = (value,)
-        if kind.many and isinstance(value, (list, tuple)):
-            items = tuple(_convert(kind, f.name, item) for item in value)
-            object.__setattr__(config, f.name, items)
-        else:
-            items = (_convert(kind, f.name, value),)
-            object.__setattr__(config, f.name, items[0])
-        for item in items:
-            _check_range(f.name, item, f.metadata)
-
-
-def _convert(kind: SettingType, name: str, value: object) -> object:
-    if kind.base is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    # bool is an int in Python; here it is not one
-    is_right = isinstance(value, kind.base) and (kind.base is bool or not isinstance(value, bool))
-    if not is_right or (isinstance(value, float) and not math.isfinite(value)):
-        raise ConfigError(f"{name} must be {kind.words}, not {value!r}", param=name)
-    return value
-
-
-def _check_range(name: str, value: Any, metadata: typing.Mapping[str, Any]) -> None:
-    choices = metadata.get("choices")
-    if choices is not None and value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}", param=name)
-    low, high, above = (metadata.get(key) for key in ("minimum", "maximum", "above"))
-    too_low = (low is not None and value < low) or (above is not None and value <= above)
-    if not too_low and (high is None or value <= high):
-        return
-    if above is not None:
-        wanted = f"greater than {above:g}" + ("" if high is None else f" and at most {high:g}")
-    elif high is None:
-        wanted = f"at least {low}"
-    else:
-        wanted = f"between {low} and {high}"
-    raise ConfigError(f"{name} must be {wanted}, not {value}", param=name)
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches this address."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

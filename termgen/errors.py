@@ -8,7 +8,8 @@
     │   ├── CorruptFileError     a file is truncated, inconsistent or hostile
     │   └── DownloadError        fetching failed; nothing half-written is left behind
     ├── RequestError             one request is wrong: HTTP status, `code` slug and `param` name
-    │   └── ContextLengthError   the prompt (plus what it asks for) does not fit the model
+    │   ├── ContextLengthError   the prompt (plus what it asks for) does not fit the model
+    │   └── OverloadedError      too many wait already; says when to come again
     └── EngineError              the engine failed, not the request
         ├── StepError            one step failed; the requests in it are failed with this cause
         └── EngineDeadError      the engine thread is gone
@@ -80,6 +81,14 @@ class ContextLengthError(RequestError):
 
     def __init__(self, message: str, *, param: str | None = "messages") -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class OverloadedError(RequestError):
+    """Too much waits already. The same request may be taken `retry_after_s` later."""
+
+    def __init__(self, message: str, *, code: str, retry_after_s: float) -> None:
+        super().__init__(message, code=code, status=429, type="rate_limit_error")
+        self.retry_after_s = retry_after_s
 
 
 class EngineError(TermgenError):

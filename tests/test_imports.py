@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "termgen"
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "errors": ("errors",),
-    "config": ("config",),
+    "config": ("config", "setting_types"),
     "vocabulary": (
         "engine.__init__",
         "engine.sampling_params",
@@ -37,7 +37,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.gguf_bytes",
         "engine.startup_phases",
     ),
-    "client": ("client",),
+    "client": ("client", "telemetry"),
     "catalog": ("catalog", "fetch"),
     "host": ("engine",),  # whatever of the engine is not named elsewhere
     "device": (
@@ -51,8 +51,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.kernels",
     ),
     "executor": ("engine.executor",),
-    "core": ("engine.core",),
-    "engine": ("engine.engine", "engine.startup"),
+    "core": ("engine.core", "engine.pulse", "engine.sleep"),
+    "engine": ("engine.engine", "engine.sync_engine", "engine.startup"),
     "api": ("api",),
     "server": ("server", "serving"),
     "bench": ("bench",),

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fake_engine import FakeEngine, Script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server_harness import app_client, chat_body, read_events
+from server_harness import (
+    app_client,
+    chat_body,
+    completion_text,
+    eventually,
+    read_events,
+    serving,
+)
+
+from termgen.config import EngineConfig
+from termgen.engine.engine import AsyncEngine
 
 FIELDS = [
     *("model", "messages", "prompt", "stream", "stream_options", "max_tokens", "n", "stop"),
@@ -67,7 +79,7 @@ def check(status: int, content: bytes) -> None:
         else:
             assert json.loads(content)["object"] in ("chat.completion", "text_completion")
         return
-    assert status in (400, 404), content
+    assert status in (400, 404, 413), content
     error = json.loads(content)["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
@@ -124,7 +136,7 @@ def test_almost_json(content: str) -> None:
 )
 async def test_known_nastiness(path: str, content: bytes) -> None:
     status, answer = await post(path, content)
-    assert status == 400, answer
+    assert status in (400, 413), answer
     check(status, answer)
 
 
@@ -146,3 +158,50 @@ async def test_odd_headers_do_no_harm() -> None:
             response = await client.post("/v1/completions", content=b"{}", headers=raw)
             assert response.status_code in (400, 401, 413), headers
             assert response.json()["error"]["message"]
+
+
+async def test_a_good_stream_beside_hostile_clients(tiny_llama_dir: Path) -> None:
+    """On a real engine: the good client gets what it gets alone, and no block is left."""
+    config = EngineConfig(model=str(tiny_llama_dir), device="cpu", max_model_len=256)
+    engine = await AsyncEngine.start(config)
+    try:
+        async with serving(engine) as server:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                await hostile_hour(client)
+            await eventually(lambda: not engine.parts.core.has_work)
+            snapshot = await engine.snapshot()
+            assert snapshot.num_used_blocks == 0 and snapshot.requests == ()
+            assert server.num_answers == 0
+    finally:
+        await engine.shutdown()
+
+
+async def hostile_hour(client: httpx.AsyncClient) -> None:
+    good = {"prompt": "Hello", "max_tokens": 120, "ignore_eos": True, "stream": True, "seed": 1}
+
+    async def stream() -> str:
+        answer = await client.post("/v1/completions", json=good)
+        return completion_text(read_events(answer.content))
+
+    alone = await stream()
+    beside = asyncio.create_task(stream())
+    headers = {"content-type": "application/json"}
+    nasty = [
+        b'{"prompt":' + b"[" * 200_000,
+        b'{"prompt":"x","n":' + b"9" * 4000 + b"}",
+        b'{"prompt":"x","temperature":NaN}',
+        b'{"prompt":"x","logit_bias":{"99999999":1}}',
+        b'{"prompt":"x","stop":' + json.dumps(["x"] * 20_000).encode() + b"}",
+        b'{"prompt":' + json.dumps([[1]] * 20_000).encode() + b"}",
+        b'{"prompt":"' + b"a" * 100_000 + b'"}',
+        b'{"prompt":[99999999]}',
+        b'{"prompt":"x","n":128,"max_tokens":0}',
+        b'{"prompt":"x","cache_salt":"\\u0000"}',
+        b'{"prompt":"x","min_tokens":300}',
+    ]
+    while not beside.done():
+        for content in nasty:
+            answer = await client.post("/v1/completions", content=content, headers=headers)
+            check(answer.status_code, answer.content)
+            assert answer.status_code != 200, content[:60]
+    assert await beside == alone

@@ -242,7 +242,7 @@ def test_a_pause_is_told() -> None:
 def test_labels_are_closed_sets() -> None:
     """No user, key or request id can make new series."""
     metrics = ServerMetrics("m")
-    metrics.finished("stop")
+    metrics.requests.finished("stop")
     metrics.disconnected("decode")
     metrics.on_snapshot(make_snapshot())
     for family in text_string_to_metric_families(metrics.render().decode()):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -12,7 +14,9 @@ import pytest
 from fake_engine import FakeEngine, GenerateCall, Script
 from server_harness import chat_body, chat_text, eventually, read_events, serving, socket_client
 
+from termgen.client import TokenDelta
 from termgen.config import ServerConfig
+from termgen.engine.stream import DeltaStream
 from termgen.errors import ConfigError, EngineError
 from termgen.server import Server
 
@@ -89,13 +93,12 @@ async def test_tokens_arrive_while_the_engine_still_works() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-@pytest.mark.parametrize(
-    ("hold_after", "stage"), [(0, "before_first_token"), (2, "decode")], ids=["waiting", "decode"]
-)
+@pytest.mark.parametrize(("hold_after", "stage"), [(0, "queue"), (0, "prefill"), (2, "decode")])
 async def test_a_client_that_leaves_aborts_its_request(
     stream: bool, path: str, hold_after: int, stage: str
 ) -> None:
-    engine = FakeEngine(script=Script(hold_after=hold_after))
+    script = Script(hold_after=hold_after, waits_in_queue=stage == "queue")
+    engine = FakeEngine(script=script)
     async with serving(engine) as server:
         reader, writer = await connect(server)
         body = {**chat_body(), "prompt": "x", "stream": stream, "n": 2}
@@ -160,10 +163,30 @@ async def test_a_half_sent_body_is_dropped_quietly(caplog: pytest.LogCaptureFixt
     assert "Traceback" not in caplog.text
 
 
+class MergingEngine(FakeEngine):
+    """Reads its script at its own pace and merges what is not taken, as the real engine does."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[TokenDelta, None]:
+        stream = DeltaStream(1)
+
+        async def play() -> None:
+            async with aclosing(FakeEngine.generate(self, *args, **kwargs)) as deltas:
+                async for delta in deltas:
+                    stream.push(delta)
+
+        playing = asyncio.create_task(play())
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            playing.cancel()
+            await asyncio.wait([playing])
+
+
 async def test_a_slow_client_gets_larger_chunks_and_holds_nobody_up() -> None:
     """The engine finishes at its own pace; what piled up arrives merged, and complete."""
     pieces = [f"{i:05d}" + "·" * 10_000 for i in range(1000)]
-    engine = FakeEngine(script=Script(pieces=pieces))
+    engine = MergingEngine(script=Script(pieces=pieces))
     async with serving(engine) as server:
         host, port = server.url.removeprefix("http://").split(":")
         sock = socket.socket()
@@ -198,7 +221,7 @@ def _dechunk(raw: bytes) -> bytes:
 
 
 async def test_a_stalled_client_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("termgen.serving.responses.STALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("termgen.serving.connection.STALL_TIMEOUT_S", 0.2)
     engine = FakeEngine(script=Script(pieces=["x" * 20_000] * 1000, hold_after=900))
     async with serving(engine) as server:
         host, port = server.url.removeprefix("http://").split(":")
@@ -335,3 +358,23 @@ async def test_an_engine_can_come_later() -> None:
         assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
     await server.stop()
     await task
+
+
+async def test_many_streams_lose_and_reorder_nothing() -> None:
+    """A small version of `benchmarks/server_load.py --part stream`."""
+    pieces = [f"{i} " for i in range(60)]
+    engine = MergingEngine(script=Script(pieces=pieces, delay_s=0.001))
+    request = raw_request("/v1/chat/completions", chat_body(stream=True))
+    async with serving(engine) as server:
+
+        async def read() -> bytes:
+            reader, writer = await connect(server)
+            writer.write(request)
+            received = await reader.readuntil(b"\r\n0\r\n\r\n")
+            writer.close()
+            return _dechunk(received)
+
+        answers = await asyncio.gather(*(read() for _ in range(100)))
+    for answer in answers:
+        assert chat_text(read_events(answer)) == "".join(pieces)
+    assert len(engine.finished) == 100

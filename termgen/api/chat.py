@@ -34,14 +34,15 @@ from termgen.api.sampling import (
     parse_prompt_logprobs,
     parse_sampling,
 )
-from termgen.api.tool_calls import delta_of, message_fields, new_parser
+from termgen.api.sse import TextTemplate
+from termgen.api.tool_calls import deltas_of, finish_reason_of, message_fields, new_parser
 from termgen.api.tools import Tools, constrain, parse_calls, parse_tools, show_tools
 from termgen.client import ChatPrompt, TokenDelta, TokenLogprob
-from termgen.engine.request import FinishReason
 from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
 
 ROLES = ("system", "user", "assistant", "tool")
+MAX_MESSAGES = 4096
 MAX_TEMPLATE_KWARGS_BYTES = 4096
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {
@@ -91,7 +92,7 @@ def parse_chat(
     model: str,
     defaults: Mapping[str, Any],
     force_include_usage: bool = False,
-    tool_format: ToolFormat = ToolFormat(),  # noqa: B008 frozen
+    tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
 ) -> ChatRequest:
     """Check a body. `model` is the resolved served name, `defaults` the model's own sampling."""
     body = Fields(data)
@@ -115,7 +116,7 @@ def parse_chat(
         skip_special_tokens=params.skip_special_tokens and not tools.needs_special_tokens,
     )
     job = Job(
-        prompt=_parse_prompt(body, tools, tool_format),
+        prompt=parse_prompt(body, tools, tool_format),
         params=params,
         request_id=options.id,
         priority=parse_priority(body),
@@ -125,12 +126,19 @@ def parse_chat(
     return ChatRequest(job, options, ignored, tools)
 
 
-def _parse_prompt(body: Fields, tools: Tools, tool_format: ToolFormat) -> ChatPrompt:
+def parse_prompt(
+    body: Fields,
+    tools: Tools = Tools(),  # noqa: B008 frozen
+    tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
+) -> ChatPrompt:
+    """The messages and how to render them."""
     value = body.take("messages")
     if not isinstance(value, list):
         raise wrong_type("messages", "a list of messages", value)
     if not value:
         raise RequestError("messages must not be empty", param="messages")
+    if len(value) > MAX_MESSAGES:
+        raise RequestError(f"at most {MAX_MESSAGES} messages are allowed", param="messages")
     messages = tuple(_parse_message(m, f"messages[{i}]") for i, m in enumerate(value))
     continues = body.boolean("continue_final_message")
     generates = body.boolean("add_generation_prompt", not continues)
@@ -223,11 +231,12 @@ def _content(value: Any, where: str) -> str | None:
 class _Choice:
     """What one streamed choice still owes: logprobs and ids of tokens whose text is held back."""
 
-    __slots__ = ("logprobs", "parser", "started", "token_ids")
+    __slots__ = ("logprobs", "parser", "started", "template", "token_ids")
 
     def __init__(self, tools: Tools) -> None:
         self.parser = new_parser(tools) if tools.may_call else None
         self.started = False
+        self.template: TextTemplate | None = None
         self.logprobs: list[TokenLogprob] = []
         self.token_ids: list[int] = []
 
@@ -239,6 +248,9 @@ class ChatStream:
         self._options = request.options
         self._tools = request.tools
         self._wants_logprobs = request.job.params.logprobs is not None
+        o = request.options
+        adds = self._wants_logprobs or o.return_token_ids or o.continuous_usage
+        self._is_plain = not (adds or request.tools.may_call)
         self._tally = Tally(request.job.params.n)
         self._choices = [_Choice(request.tools) for _ in range(request.job.params.n)]
         self._num_open = request.job.params.n
@@ -253,7 +265,7 @@ class ChatStream:
         if self._options.return_token_ids:
             choice.token_ids.extend(delta.token_ids)
             self._prompt_token_ids = delta.prompt_token_ids or self._prompt_token_ids
-        parts = _parts(choice, delta)
+        parts = deltas_of(choice.parser, delta)
         wants_news = bool(parts) or self._options.return_token_ids
         if not wants_news and delta.finish_reason is None:
             return []
@@ -267,6 +279,20 @@ class ChatStream:
         if delta.finish_reason is not None:
             chunks.append(self._finish_chunk(index, delta))
         return chunks
+
+    def frame(self, index: int, delta: TokenDelta) -> bytes | None:
+        """What `feed` would say, encoded, for a delta in the middle that is only text."""
+        choice = self._choices[index]
+        if not self._is_plain or not choice.started or delta.finish_reason is not None:
+            return None
+        self._tally.add(index, delta)
+        if not delta.text:
+            return b""
+        if choice.template is None:
+            choice.template = TextTemplate(
+                lambda text: self._content_chunk(index, {"content": text})
+            )
+        return choice.template.frame(delta.text)
 
     def end(self) -> list[dict[str, Any]]:
         """What follows the last choice: the usage chunk, when it was asked for."""
@@ -321,30 +347,13 @@ class ChatStream:
     def _finish_chunk(self, index: int, delta: TokenDelta) -> dict[str, Any]:
         parser = self._choices[index].parser
         num_calls = 0 if parser is None else parser.num_calls
-        chunk = self._chunk(index, {}, _finish_reason(delta, num_calls, self._tools))
+        chunk = self._chunk(index, {}, finish_reason_of(delta, num_calls, self._tools))
         chunk["choices"][0]["stop_reason"] = delta.stop_reason
         self._num_open -= 1
         o = self._options
         if o.include_timings and not o.include_usage and self._num_open == 0:
             chunk["termgen"] = self._tally.timings()
         return chunk
-
-
-def _parts(choice: _Choice, delta: TokenDelta) -> list[dict[str, Any]]:
-    """What chunks say of the text of a delta."""
-    if choice.parser is None:
-        return [{"content": delta.text}] if delta.text else []
-    parts = choice.parser.feed(delta.text)
-    if delta.finish_reason is not None:
-        parts += choice.parser.finish()
-    return [delta_of(part) for part in parts]
-
-
-def _finish_reason(delta: TokenDelta, num_calls: int, tools: Tools) -> str:
-    """A call that was asked for by name is no news, as OpenAI and vLLM see it."""
-    if num_calls and delta.finish_reason is FinishReason.STOP and tools.choice != "named":
-        return "tool_calls"
-    return str(delta.finish_reason)
 
 
 def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, Any]:
@@ -361,7 +370,7 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
             "index": index,
             "message": {"role": "assistant", **fields, "refusal": None},
             "logprobs": None,
-            "finish_reason": _finish_reason(answer, len(fields.get("tool_calls", ())), tools),
+            "finish_reason": finish_reason_of(answer, len(fields.get("tool_calls", ())), tools),
             "stop_reason": answer.stop_reason,
         }
         if params.logprobs is not None:

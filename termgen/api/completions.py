@@ -26,6 +26,7 @@ from termgen.api.sampling import (
     parse_prompt_logprobs,
     parse_sampling,
 )
+from termgen.api.sse import TextTemplate
 from termgen.client import Prompt, TokenDelta, TokenLogprob
 from termgen.engine.sampling_params import MAX_LOGPROBS
 from termgen.errors import RequestError
@@ -154,13 +155,14 @@ def _is_token_list(value: list[Any]) -> bool:
 class _Choice:
     """What one streamed choice still owes: logprobs and ids of tokens whose text is held back."""
 
-    __slots__ = ("logprobs", "sent_echo", "started", "text_logprobs", "token_ids")
+    __slots__ = ("logprobs", "sent_echo", "started", "template", "text_logprobs", "token_ids")
 
     def __init__(self, text_logprobs: TextLogprobs) -> None:
         self.started = False
         self.sent_echo = False
         self.logprobs: list[TokenLogprob] = []
         self.token_ids: list[int] = []
+        self.template: TextTemplate | None = None
         self.text_logprobs = text_logprobs
 
 
@@ -180,6 +182,8 @@ class CompletionStream:
         """By prompt, for an echo with logprobs; they come with the prompt's first choice."""
         self._held: dict[int, list[tuple[int, TokenDelta]]] = {}
         """By prompt, what came of its other choices before."""
+        o = request.options
+        self._is_plain = not (request.wants_logprobs or o.return_token_ids or o.continuous_usage)
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
         """Chunks for one delta. None while its text is held back."""
@@ -211,6 +215,18 @@ class CompletionStream:
         if not wants_news and delta.finish_reason is None:
             return []
         return [self._chunk(index, text, delta)]
+
+    def frame(self, index: int, delta: TokenDelta) -> bytes | None:
+        """What `feed` would say, encoded, for a delta in the middle that is only text."""
+        choice = self._choices[index]
+        if not self._is_plain or not choice.started or delta.finish_reason is not None:
+            return None
+        self._tally.add(index, delta)
+        if not delta.text:
+            return b""
+        if choice.template is None:
+            choice.template = TextTemplate(lambda text: self._chunk(index, text, delta))
+        return choice.template.frame(delta.text)
 
     def end(self) -> list[dict[str, Any]]:
         """What follows the last choice: the usage chunk, when it was asked for."""

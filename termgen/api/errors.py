@@ -6,11 +6,18 @@ HTTP libraries; a reply is a status, headers and a JSON object in OpenAI's shape
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from termgen.errors import EngineDeadError, EngineError, RequestError, TermgenError
+from termgen.errors import (
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    TermgenError,
+)
 
 NO_RETRY = {"x-should-retry": "false"}
 """Clients built on OpenAI's SDK retry every 5xx unless told not to."""
@@ -47,6 +54,12 @@ def reply_for(exc: BaseException) -> ErrorReply:
     return ErrorReply(500, error_body(message, type="server_error", code="internal_error"))
 
 
+def error_code(exc: BaseException) -> str:
+    """The slug a client would be told for this."""
+    code = reply_for(exc).body["error"]["code"]
+    return str(code)
+
+
 def http_reply(status: int, detail: str, headers: Mapping[str, str] | None = None) -> ErrorReply:
     """The reply for a failure of HTTP itself: no such path, wrong method."""
     code = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}.get(status)
@@ -75,7 +88,7 @@ def model_not_found(model: str) -> RequestError:
 
 def invalid_api_key() -> RequestError:
     return RequestError(
-        "Missing or wrong API key; send it as `Authorization: Bearer KEY`",
+        "Missing or wrong API key; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
         code="invalid_api_key",
         status=401,
         type="authentication_error",
@@ -88,6 +101,31 @@ def host_not_allowed(host: str) -> RequestError:
         code="host_not_allowed",
         status=403,
         type="permission_error",
+    )
+
+
+def origin_not_allowed(origin: str) -> RequestError:
+    return RequestError(
+        f"Pages of {origin!r} may not use this server; see --allowed-origin",
+        code="origin_not_allowed",
+        status=403,
+        type="permission_error",
+    )
+
+
+def admin_only(*, is_possible: bool) -> RequestError:
+    hint = "send the admin key" if is_possible else "start the server with --admin-key to allow it"
+    return RequestError(
+        f"This is for administrators: {hint}",
+        code="admin_only",
+        status=403,
+        type="permission_error",
+    )
+
+
+def body_too_slow(limit_s: float) -> RequestError:
+    return RequestError(
+        f"The request body did not arrive within {limit_s:g} s", code="request_timeout", status=408
     )
 
 
@@ -106,9 +144,19 @@ def request_aborted() -> RequestError:
     return RequestError("The request was aborted", code="aborted", status=500, type="server_error")
 
 
+def not_supported(message: str) -> RequestError:
+    """An endpoint that clients know, and that this server will not have soon."""
+    return RequestError(message, code="not_supported", status=501, type="server_error")
+
+
 def _request_headers(exc: RequestError) -> dict[str, str]:
     if exc.status == 401:
         return {"www-authenticate": "Bearer"}
+    if isinstance(exc, OverloadedError):
+        return {
+            "retry-after": str(math.ceil(exc.retry_after_s)),
+            "retry-after-ms": str(math.ceil(exc.retry_after_s * 1000)),
+        }
     if exc.status == 503:
         return {"retry-after": "5"}
-    return dict(NO_RETRY) if exc.code == "aborted" else {}
+    return dict(NO_RETRY) if exc.code == "aborted" or exc.status == 501 else {}

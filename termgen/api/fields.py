@@ -36,7 +36,7 @@ def parse_json(raw: bytes, what: str = "The request body") -> dict[str, Any]:
         raise invalid_json(f"{what} is not valid JSON: {exc}") from None
     if not isinstance(value, dict):
         raise invalid_json(f"{what} must be a JSON object")
-    if b"\\u" in raw:
+    if b"\\ud" in raw or b"\\uD" in raw:
         # half of a surrogate pair is legal JSON, but no tokenizer or response can encode it
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 from termgen.api.call_reader import SPACE, CallReader
 from termgen.api.tool_grammar import MARKERS
 from termgen.api.tools import Tools
+from termgen.client import TokenDelta
+from termgen.engine.request import FinishReason
 from termgen.engine.tool_format import ResponseParser, ToolStyle
 
 END_OF_CALL = "</tool_call>"
@@ -343,3 +345,20 @@ def delta_of(part: Part) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, **new_call(name)}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def deltas_of(parser: CallParser | None, delta: TokenDelta) -> list[dict[str, Any]]:
+    """What chunks say of the text of a delta; without a parser all of it is content."""
+    if parser is None:
+        return [{"content": delta.text}] if delta.text else []
+    parts = parser.feed(delta.text)
+    if delta.finish_reason is not None:
+        parts += parser.finish()
+    return [delta_of(part) for part in parts]
+
+
+def finish_reason_of(delta: TokenDelta, num_calls: int, tools: Tools) -> str:
+    """A call that was asked for by name is no news, as OpenAI and vLLM see it."""
+    if num_calls and delta.finish_reason is FinishReason.STOP and tools.choice != "named":
+        return "tool_calls"
+    return str(delta.finish_reason)

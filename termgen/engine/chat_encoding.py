@@ -32,6 +32,7 @@ from termgen.client import Message
 from termgen.engine.chat_mask import Chat, Mask, alphabets, strings, unused_chars
 from termgen.engine.chat_messages import count_chars, normalise_messages, plain
 from termgen.engine.chat_template import ChatTemplate, last_text, select_template, template_error
+from termgen.engine.encode_text import encode_text
 from termgen.engine.tokenizer_files import TokenizerParts
 from termgen.errors import RequestError
 
@@ -91,7 +92,7 @@ class ChatEncoder:
         chat = _check(messages, add_generation_prompt, continue_final_message, variables)
         guard = self._guard(chat)
         text = self._render(guard.template, chat)
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = encode_text(self._backend, text, add_special_tokens=False)
         controls = guard.controls(encoding, text)
         if not controls:
             return list(encoding.ids)
@@ -239,7 +240,7 @@ class _Guard:
     def encode_guarded(self, text: str, masked: str) -> list[int]:
         """Encode `text` with control tokens only where `masked` has them too."""
         backend, anchor, anchor_id = self._text_backend()
-        own = self.controls(self._backend.encode(masked, add_special_tokens=False), masked)
+        own = self.controls(encode_text(self._backend, masked, add_special_tokens=False), masked)
         # An anchor, itself an added token, stands in for each of the template's control tokens:
         # the text between them is then split and normalised exactly as it would be beside those.
         pieces: list[str] = []
@@ -248,7 +249,7 @@ class _Guard:
             pieces += (text[position : control.start], anchor)
             position = control.end
         pieces.append(text[position:])
-        ids: list[int] = backend.encode("".join(pieces), add_special_tokens=False).ids
+        ids: list[int] = encode_text(backend, "".join(pieces), add_special_tokens=False).ids
         for token_id in ids:
             if token_id in self._guarded and token_id != self._unknown[0]:
                 raise _refusal(self._guarded[token_id].content)
@@ -268,7 +269,9 @@ class _Guard:
                     raise _refusal(spelled[0])
         expected = None
         if masked is not None:
-            found = self.controls(self._backend.encode(masked, add_special_tokens=False), masked)
+            found = self.controls(
+                encode_text(self._backend, masked, add_special_tokens=False), masked
+            )
             expected = [c.token_id for c in found if c.token_id in self._special_ids]
         if [c.token_id for c in controls if c.token_id in self._special_ids] != expected:
             raise template_error(

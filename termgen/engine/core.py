@@ -123,10 +123,7 @@ class EngineCore:
         return future
 
     def close(self, error: EngineError) -> None:
-        """No step will follow: calls that wait, and those still to come, end with this error.
-
-        Engine thread only.
-        """
+        """No step follows: calls, waiting or to come, end with this error. Engine thread only."""
         self._closed = error
         self.control.close(error)
         self._fail_calls(error)
@@ -392,6 +389,7 @@ class EngineCore:
             last_progress_ns=self.last_progress_ns,
             graphs=self.executor.graph_status(),
             paused=self.control.is_paused,
+            sleep_level=self.control.sleep_level,
         )
 
     def _idle_plan(self) -> StepPlan | None:

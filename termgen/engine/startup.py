@@ -21,6 +21,7 @@ from termgen.engine.grammar import GrammarCompiler, MaskFiller
 from termgen.engine.input_processor import InputProcessor
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.output import OutputProcessor
+from termgen.engine.request import GenerationRequest
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
 from termgen.engine.startup_phases import LOADING_TOKENIZER, PhaseClock, describe_startup
@@ -48,6 +49,11 @@ class EngineParts:
     tokenizer: Tokenizer | None
     input_processor: InputProcessor
     output_processor: OutputProcessor
+
+    def submit(self, request: GenerationRequest, arrival_ns: int) -> None:
+        """Hand a request's completions to text processing and to the loop."""
+        for completion in self.output_processor.expect(request, arrival_ns):
+            self.core.submit(completion, arrival_ns)
 
 
 def build_engine(
@@ -205,6 +211,7 @@ def _model_info(
         implementation=info.implementation,
         tool_format=ToolFormat() if tokenizer is None else tool_format(tokenizer),
         memory=info.memory,
+        max_num_seqs=info.max_num_seqs,
         run_ahead_ms=config.run_ahead_ms if info.max_in_flight > 1 else 0.0,
     )
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from termgen.client import Message
+from termgen.client import Message, TokenizerInfo
 from termgen.engine.chat_encoding import ChatEncoder
 from termgen.engine.detokenizer import BytesDecoder, TokenDecoder, WindowDecoder
+from termgen.engine.encode_text import encode_text
 from termgen.engine.tokenizer_files import TokenizerParts, read_folder
 from termgen.errors import ModelNotFoundError, RequestError
 
@@ -54,6 +55,7 @@ class Tokenizer:
         self._bytes_of, self._strip_leading_space = _byte_decoding(parts)
         self._all_bytes = _BytesTable(self._raw_bytes, frozenset())
         self._text_bytes = _BytesTable(self._raw_bytes, self.special_token_ids)
+        self.info = TokenizerInfo(dict(parts.named_tokens), parts.chat_templates.get("default"))
         self._max_token_chars: int | None = None
         self._chat = ChatEncoder(backend, parts) if parts.chat_templates else None
         self.chat_templates = parts.chat_templates
@@ -74,9 +76,9 @@ class Tokenizer:
         """Token ids of raw text. Text that spells a special token becomes that token."""
         check_encodable(text, param="prompt")
         if self._prefix_ids is None and self._suffix_ids is None:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            encoding = encode_text(self._backend, text, add_special_tokens=add_special_tokens)
             return list(encoding.ids)
-        ids = list(self._backend.encode(text, add_special_tokens=False).ids)
+        ids = list(encode_text(self._backend, text, add_special_tokens=False).ids)
         if not add_special_tokens:
             return ids
         return [*(self._prefix_ids or ()), *ids, *(self._suffix_ids or ())]

@@ -1,48 +1,75 @@
-"""One HTTP request's generation: every engine request behind it, merged into one flow of deltas.
+"""One HTTP request's generation: the engine requests behind it, and who is told of their deltas.
 
-A task per engine request reads it as fast as it comes, so the engine never waits for a client; what
-the client has not taken yet lies in one list per choice and is merged when taken. That is bounded
-by the request itself. Leaving the context closes every engine stream, which aborts what still runs.
+`run` hands every delta to one function, in the task that asks: with a single prompt, no task and no
+queue lies between the engine's stream and the client. A function that waits for a slow client holds
+up nobody else: the engine's stream merges what comes meanwhile. Leaving the context closes every
+engine stream, which aborts what still runs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
 
-from termgen.api.errors import request_aborted
+from starlette.types import Scope
+
+from termgen.api.errors import error_code, request_aborted
 from termgen.api.job import Job
-from termgen.client import EngineClient, TokenDelta, TokenLogprob, merge_deltas
+from termgen.client import EngineClient, TokenDelta, TokenLogprob
 from termgen.engine.request import FinishReason
 from termgen.errors import EngineError
-from termgen.serving.metrics import RequestMeter
+from termgen.serving.access import REQUEST_ID, Caller, caller_of, header
+from termgen.serving.admission import Ticket
+from termgen.serving.request_metrics import RequestMeter
+from termgen.serving.request_report import RequestReport, total
 from termgen.serving.state import ServerState
+
+Take = Callable[[int, TokenDelta], Awaitable[None]]
+"""Is told (choice, delta)."""
 
 
 class Generation:
-    """Use as an async context manager; then `wait`, `take`, until `is_complete`."""
+    """Use as an async context manager, and `run` it once within."""
 
     def __init__(self, state: ServerState, engine: EngineClient, jobs: Sequence[Job]) -> None:
+        """Raises RequestError while the engine sleeps."""
+        state.check_awake()
         self._state = state
         self._engine = engine
         self._jobs = jobs
-        self._tasks: list[asyncio.Task[None]] = []
-        self._pending: dict[int, list[TokenDelta]] = {}
-        self._news = asyncio.Event()
+        self._task: asyncio.Task[object] | None = None
+        """The one that is in `run`."""
         self._error: BaseException | None = None
         self._num_open = sum(job.params.n for job in jobs)
+        self._ticket: Ticket | None = None
+        self.caller: Caller | None = None
+        """Whose it is; see `bind`."""
+        self._scope: Scope = {}
+        self._began_ns = time.perf_counter_ns()
+        self._meters: list[RequestMeter] = []
         self.num_choices = self._num_open
         self.num_output_tokens = 0
 
+    def bind(self, scope: Scope) -> None:
+        """Say which HTTP request it belongs to, before the generation is entered."""
+        self.caller = caller_of(scope)
+        self._scope = scope
+
+    def is_known_as(self, name: str) -> bool:
+        """Whether this is the answer's id, or the `x-request-id` of its request."""
+        ids = [job.request_id for job in self._jobs]
+        is_answer = any(i == name or i.startswith(f"{name}-") for i in ids)
+        return is_answer or self._scope.get(REQUEST_ID) == name
+
     async def __aenter__(self) -> Generation:
+        assert self.caller is not None, "who asks must be known"
+        self._ticket = self._state.admission.admit(self._jobs)
         self._state.begin(self)
-        for position, job in enumerate(self._jobs):
-            task = asyncio.create_task(self._pump(position, job))
-            task.add_done_callback(self._on_pump_done)
-            self._tasks.append(task)
+        self._ticket.limit_wait(self.fail)
         return self
 
     async def __aexit__(
@@ -51,61 +78,138 @@ class Generation:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
-            for task in self._tasks:
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks)
-        finally:
-            self._state.end(self)
+        if self._num_open:
+            self._state.drain_events()  # how far it came is known only while it is
+        if self._ticket is not None:
+            self._ticket.close()
+        self._state.end(self)
+        if self._state.wants_reports:
+            self._state.report(self._report(exc))
+
+    @property
+    def stage(self) -> str:
+        """How far it has come: `queue`, `prefill` or `decode`."""
+        if self.num_output_tokens:
+            return "decode"
+        has_begun = self._ticket is not None and self._ticket.has_begun
+        return "prefill" if has_begun else "queue"
 
     @property
     def is_complete(self) -> bool:
-        """Every choice has ended and everything was taken."""
-        return self._num_open == 0 and not self._pending
+        """Every choice has ended; true already when the last delta is told."""
+        return self._num_open == 0
 
-    async def wait(self) -> None:
-        """Until there is news, an error, the end, or a `wake`."""
-        if not self._pending and self._error is None and self._num_open:
-            self._news.clear()
-            await self._news.wait()
-
-    def wake(self) -> None:
-        """Make `wait` return although nothing happened."""
-        self._news.set()
-
-    def take(self) -> list[tuple[int, TokenDelta]]:
-        """(choice, delta) for every choice with news; raises an error once that is all there is."""
-        pending, self._pending = self._pending, {}
-        if not pending and self._error is not None:
-            raise self._error
-        return [(choice, merge_deltas(deltas)) for choice, deltas in pending.items()]
+    async def run(self, take: Take) -> None:
+        """Tell every delta until all choices have ended. Raises what ends it before."""
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        num_cancels = self._task.cancelling()
+        try:
+            if self._error is not None:
+                raise self._error
+            if len(self._jobs) == 1:
+                await self._read(0, self._jobs[0], take)
+            else:
+                await self._read_all(take)
+        except asyncio.CancelledError:
+            if self._error is not None and self._task.uncancel() <= num_cancels:
+                raise self._error from None
+            raise
+        finally:
+            self._task = None
+        if self._num_open:
+            raise EngineError("The engine ended the request without a finish reason")
 
     def fail(self, error: BaseException) -> None:
-        """End with this error, unless one came first."""
+        """End with this error, unless one came first. Called from outside of `run`."""
         if self._error is None:
             self._error = error
-        self._news.set()
+            if self._task is not None:
+                self._task.cancel()
 
-    async def _pump(self, position: int, job: Job) -> None:
+    def _report(self, exc: BaseException | None) -> RequestReport:
+        if isinstance(exc, asyncio.CancelledError):
+            outcome = f"disconnected while in {self.stage}"
+        else:
+            error = self._error or exc
+            outcome = "ok" if error is None else error_code(error)
+        meters = self._meters
+        return RequestReport(
+            request_id=self._scope.get(REQUEST_ID, ""),
+            answer_id=self._jobs[0].request_id,
+            path=self._scope["path"],
+            model=self._state.names_for(self._engine)[0],
+            traceparent=header(self._scope, b"traceparent"),
+            num_choices=self.num_choices,
+            num_prompt_tokens=total([meter.num_prompt_tokens for meter in meters]),
+            num_cached_tokens=total([meter.num_cached_tokens for meter in meters]),
+            num_output_tokens=self.num_output_tokens,
+            finish_reasons=tuple(r for meter in meters for r in meter.finish_reasons),
+            outcome=outcome,
+            timings=tuple(m.timings for m in meters if m.timings is not None),
+            began_ns=self._began_ns,
+            ended_ns=time.perf_counter_ns(),
+        )
+
+    async def _read_all(self, take: Take) -> None:
+        tasks = [
+            asyncio.create_task(self._read(position, job, take))
+            for position, job in enumerate(self._jobs)
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            errors = [t.exception() for t in tasks if not t.cancelled()]
+        failed = next((error for error in errors if error is not None), None)
+        if failed is not None:
+            raise failed
+
+    async def _read(self, position: int, job: Job, take: Take) -> None:
         first_choice = position * job.params.n
         if not job.generates:
-            await self._prompt_only(first_choice, job)
+            await self._prompt_only(first_choice, job, take)
             return
-        meter = RequestMeter(self._state.require_metrics())
+        assert self.caller is not None and self._ticket is not None
+        meter = RequestMeter(self._state.require_metrics().requests, job.params)
+        self._meters.append(meter)
+        ticket, is_new = self._ticket, True
         stream = self._engine.generate(
             job.prompt,
             job.params,
             request_id=job.request_id,
             priority=job.priority,
-            cache_salt=job.cache_salt,
+            cache_salt=self.caller.salt(job.cache_salt),
         )
         async with aclosing(stream):
             async for delta in stream:
+                if is_new:
+                    is_new = False
+                    self._state.admission.on_prompt(job.prompt, delta.num_prompt_tokens)
                 meter.on_delta(delta)
-                self._put(first_choice + delta.index, delta)
+                if ticket.num_waiting:
+                    ticket.begin(job.request_id, delta.index)
+                self.num_output_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    ticket.num_ended += 1
+                    delta = await self._end_choice(first_choice, delta, take)
+                await take(first_choice + delta.index, delta)
 
-    async def _prompt_only(self, first_choice: int, job: Job) -> None:
+    async def _end_choice(self, first_choice: int, delta: TokenDelta, take: Take) -> TokenDelta:
+        """Neither an abort nor a failure is a finish reason of the API: the answer ends with it."""
+        if delta.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT):
+            self._num_open -= 1
+            return delta
+        if delta.text:
+            rest = replace(delta, finish_reason=None, error=None, timings=None)
+            await take(first_choice + delta.index, rest)
+        if delta.finish_reason is FinishReason.ABORT:
+            raise request_aborted()
+        raise delta.error or EngineError("The engine failed this request")
+
+    async def _prompt_only(self, first_choice: int, job: Job, take: Take) -> None:
         """`max_tokens` 0: the counts of a completion without tokens."""
         token_ids = await self._engine.tokenize(job.prompt)
         prompt_logprobs = await self._prompt_logprobs(job)
@@ -124,12 +228,14 @@ class Generation:
                 prompt_token_ids=tuple(token_ids) if index == 0 else None,
                 prompt_logprobs=prompt_logprobs if index == 0 else None,
             )
-            self._put(first_choice + index, delta)
+            self._num_open -= 1
+            await take(first_choice + index, delta)
 
     async def _prompt_logprobs(self, job: Job) -> tuple[TokenLogprob, ...] | None:
         """By way of one token that nobody sees."""
         if job.params.prompt_logprobs is None:
             return None
+        assert self.caller is not None
         params = replace(job.params, n=1, max_tokens=1, min_tokens=0, logprobs=None)
         found = None
         stream = self._engine.generate(
@@ -137,7 +243,7 @@ class Generation:
             params,
             request_id=job.request_id,
             priority=job.priority,
-            cache_salt=job.cache_salt,
+            cache_salt=self.caller.salt(job.cache_salt),
         )
         async with aclosing(stream):
             async for delta in stream:
@@ -147,29 +253,3 @@ class Generation:
                 if delta.finish_reason is FinishReason.ABORT:
                     raise request_aborted()
         return found
-
-    def _put(self, choice: int, delta: TokenDelta) -> None:
-        if self._error is not None:
-            return  # what comes after a failure is not part of the answer
-        self.num_output_tokens += len(delta.token_ids)
-        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            # neither is a finish reason of the API: the answer ends with an error instead
-            aborted = delta.finish_reason is FinishReason.ABORT
-            failure = delta.error or EngineError("The engine failed this request")
-            self.fail(request_aborted() if aborted else failure)
-            if not delta.text:
-                return
-            delta = replace(delta, finish_reason=None, error=None, timings=None)
-        elif delta.finish_reason is not None:
-            self._num_open -= 1
-        self._pending.setdefault(choice, []).append(delta)
-        self._news.set()
-
-    def _on_pump_done(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is not None:
-            self.fail(error)
-        elif self._num_open and all(t.done() for t in self._tasks):
-            self.fail(EngineError("The engine ended the request without a finish reason"))

@@ -1,7 +1,7 @@
 """Prometheus metrics of one served model. Everything runs on the event loop; nothing is global.
 
-Fed from three sides: `RequestMeter` sees every delta of one engine request as it arrives,
-`on_events` gets the engine's step records, `on_snapshot` its present state. Names mirror vLLM's
+Fed from three sides: `request_metrics` sees every delta of a request as it arrives, `on_events`
+gets the engine's step records, `on_snapshot` its present state. Names mirror vLLM's
 with the prefix `termgen_`, so that dashboards port by search and replace. The only label beside
 closed sets is `model`: never a user, a key or a request id.
 """
@@ -16,29 +16,19 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from termgen.client import RequestTimings, TokenDelta
 from termgen.engine.events import EngineEvent, EngineSnapshot, StepRecord
 from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.startup_phases import StartupPhase
+from termgen.serving.request_metrics import RequestMetrics
+from termgen.serving.vllm_metrics import VLLMNames
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# the first 16 are OpenTelemetry's, the whole list is vLLM's
-TTFT_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-# small models decode at 1 to 5 ms: the usual 10 ms start would hide them
-TOKEN_BUCKETS = (
-    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075),
-    *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5),
-)
-LATENCY_BUCKETS = tuple(0.01 * 2**i for i in range(14))  # 0.01 .. 81.92
 STEP_BUCKETS = (
     *(0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02),
     *(0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5),
 )
-SIZE_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
+STEP_TOKEN_BUCKETS = tuple(float(2**i) for i in range(15))  # 1 .. 16384
 
 
 @dataclass(slots=True)
@@ -98,8 +88,13 @@ class _SinceStartCollector(Collector):
 class ServerMetrics:
     """All metrics of one server and one model."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, vllm_names: bool = False) -> None:
         self._registry = CollectorRegistry()
+        self._shown = [self._registry]
+        if vllm_names:
+            again = CollectorRegistry()
+            again.register(VLLMNames(self._registry))
+            self._shown.append(again)
         self._model = model
         self._since_start = _SinceStart()
         self._registry.register(_SinceStartCollector(self._since_start, model))
@@ -132,21 +127,16 @@ class ServerMetrics:
             ["model", "phase"],
             registry=self._registry,
         )
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests begun")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
-        self.cached_tokens = self._counter(
-            "prompt_tokens_cached", "Prompt tokens that came from the prefix cache"
-        )
-        self._success = Counter(
-            "termgen_request_success",
-            "Completions that ended, by reason",
-            ["model", "finished_reason"],
-            registry=self._registry,
-        )
         self._disconnects = Counter(
             "termgen_client_disconnects",
             "Clients that left before their answer was complete",
             ["model", "stage"],
+            registry=self._registry,
+        )
+        self._rejected = Counter(
+            "termgen_rejected",
+            "Requests turned away before the engine saw them, by the code of the error",
+            ["model", "reason"],
             registry=self._registry,
         )
         self._graph_steps = Counter(
@@ -174,27 +164,20 @@ class ServerMetrics:
             "engine_padded_tokens", "Tokens that steps computed for nobody, to fit a recording"
         )
         self.ignored_fields = self._counter("ignored_fields", "Unknown request fields ignored")
+        self.heartbeat = self._gauge(
+            "engine_heartbeat_timestamp_seconds",
+            "When the engine last finished a step or answered, as Unix time",
+        )
+        self._cache_config = Gauge(
+            "termgen_cache_config_info",
+            "Always 1; the labels tell the size of the KV cache",
+            ["model", "block_size", "num_gpu_blocks"],
+            registry=self._registry,
+        )
+        self.requests = RequestMetrics(self._registry, model)
         self._add_histograms()
 
     def _add_histograms(self) -> None:
-        add = self._histogram
-        self.ttft = add("time_to_first_token_seconds", "Arrival to first token", TTFT_BUCKETS)
-        self.itl = add("inter_token_latency_seconds", "Between two tokens", TOKEN_BUCKETS)
-        self.tpot = add(
-            "request_time_per_output_token_seconds",
-            "Mean time per token after the first, per completion",
-            TOKEN_BUCKETS,
-        )
-        self.e2e = add("e2e_request_latency_seconds", "Arrival to last token", LATENCY_BUCKETS)
-        self.queue_time = add("request_queue_time_seconds", "Time in the queue", LATENCY_BUCKETS)
-        self.prefill_time = add(
-            "request_prefill_time_seconds", "First scheduled to first token", LATENCY_BUCKETS
-        )
-        self.decode_time = add(
-            "request_decode_time_seconds", "First token to last token", LATENCY_BUCKETS
-        )
-        self.prompt_size = add("request_prompt_tokens", "Prompt tokens", SIZE_BUCKETS)
-        self.output_size = add("request_generation_tokens", "Tokens generated", SIZE_BUCKETS)
         self._steps = Histogram(
             "termgen_engine_step_seconds",
             "Time of an engine step by phase",
@@ -202,6 +185,13 @@ class ServerMetrics:
             buckets=STEP_BUCKETS,
             registry=self._registry,
         )
+        self.iteration_tokens = Histogram(
+            "termgen_iteration_tokens_total",
+            "Tokens that one step computed",
+            ["model"],
+            buckets=STEP_TOKEN_BUCKETS,
+            registry=self._registry,
+        ).labels(self._model)
         self._step_phases = {
             phase: self._steps.labels(self._model, phase)
             for phase in ("schedule", "launch", "wait", "apply", "host", "device", "total")
@@ -221,12 +211,13 @@ class ServerMetrics:
         )
         return histogram.labels(self._model)
 
-    def finished(self, reason: str) -> None:
-        self._success.labels(self._model, reason).inc()
-
     def disconnected(self, stage: str) -> None:
-        """`stage`: `before_first_token` or `decode`."""
+        """`stage`: `queue`, `prefill` or `decode`."""
         self._disconnects.labels(self._model, stage).inc()
+
+    def rejected(self, reason: str) -> None:
+        """`reason`: a code of `termgen.api.errors` or of admission."""
+        self._rejected.labels(self._model, reason).inc()
 
     def on_events(self, events: Iterable[EngineEvent], *, num_dropped: int = 0) -> None:
         """Account for what the engine published since the last call."""
@@ -249,12 +240,15 @@ class ServerMetrics:
             self._device_idle.inc(event.idle_us / 1e6)
             phases["total"].observe(max(0, event.applied_ns - event.planned_ns) / 1e9)
             self._graph_steps.labels(self._model, event.graph_mode, event.graph_reason).inc()
-            self.step_tokens.inc(event.num_decode_rows + event.num_prefill_tokens)
+            num_tokens = event.num_decode_rows + event.num_prefill_tokens
+            self.step_tokens.inc(num_tokens)
+            self.iteration_tokens.observe(num_tokens)
             self.padded_tokens.inc(event.num_padded_tokens)
         if newest is not None:
             self._since_start.num_late_compiles = newest.num_late_compiles
             self._since_start.num_wasted_tokens = newest.num_wasted_tokens
             self._on_state(newest)
+            self._on_heartbeat(newest.applied_ns)
 
     def on_memory(self, ledger: MemoryLedger) -> None:
         """Once: an engine takes its memory while it starts."""
@@ -265,12 +259,20 @@ class ServerMetrics:
         for phase in phases:
             self._startup.labels(self._model, phase.name).set(phase.seconds)
 
+    def on_cache(self, *, block_size: int, num_blocks: int) -> None:
+        labels = (self._model, str(block_size), str(num_blocks))
+        self._cache_config.labels(*labels).set(1)
+
     def on_snapshot(self, snapshot: EngineSnapshot) -> None:
         self._on_state(snapshot)
+        self._on_heartbeat(max(snapshot.time_ns, snapshot.last_progress_ns))
         self.paused.set(snapshot.paused)
         recorded = snapshot.num_graphs_recorded
         self._graphs.labels(self._model, "recorded").set(recorded)
         self._graphs.labels(self._model, "waiting").set(snapshot.num_graphs - recorded)
+
+    def _on_heartbeat(self, time_ns: int) -> None:
+        self.heartbeat.set(time.time() - (time.perf_counter_ns() - time_ns) / 1e9)
 
     def _on_state(self, state: StepRecord | EngineSnapshot) -> None:
         self.num_running.set(state.num_running)
@@ -290,51 +292,4 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         """Prometheus text."""
-        return generate_latest(self._registry)
-
-
-class RequestMeter:
-    """Watches the deltas of one engine request, all its completions."""
-
-    __slots__ = ("_last_token_at", "_metrics", "_saw_prompt")
-
-    def __init__(self, metrics: ServerMetrics) -> None:
-        self._metrics = metrics
-        self._saw_prompt = False
-        self._last_token_at: dict[int, float] = {}
-
-    def on_delta(self, delta: TokenDelta) -> None:
-        metrics = self._metrics
-        if not self._saw_prompt:
-            self._saw_prompt = True
-            metrics.prompt_tokens.inc(delta.num_prompt_tokens)
-            metrics.cached_tokens.inc(delta.num_cached_tokens)
-            metrics.prompt_size.observe(delta.num_prompt_tokens)
-        if delta.token_ids:
-            now = time.perf_counter()
-            metrics.generation_tokens.inc(len(delta.token_ids))
-            before = self._last_token_at.get(delta.index)
-            if before is not None:
-                metrics.itl.observe((now - before) / len(delta.token_ids))
-            self._last_token_at[delta.index] = now
-        if delta.finish_reason is not None:
-            metrics.finished(str(delta.finish_reason))
-            metrics.output_size.observe(delta.num_output_tokens)
-            if delta.timings is not None:
-                self._on_timings(delta.timings, delta.num_output_tokens)
-
-    def _on_timings(self, timings: RequestTimings, num_tokens: int) -> None:
-        metrics = self._metrics
-        metrics.e2e.observe(timings.e2e_s)
-        if not timings.first_scheduled_ns:
-            return
-        metrics.queue_time.observe(timings.queue_s)
-        if not timings.first_token_ns:
-            return
-        metrics.ttft.observe(timings.ttft_s)
-        prefill_ns = timings.first_token_ns - timings.first_scheduled_ns
-        decode_ns = timings.finished_ns - timings.first_token_ns
-        metrics.prefill_time.observe(max(0, prefill_ns) / 1e9)
-        metrics.decode_time.observe(max(0, decode_ns) / 1e9)
-        if num_tokens > 1:
-            metrics.tpot.observe(max(0, decode_ns) / 1e9 / (num_tokens - 1))
+        return b"".join(generate_latest(registry) for registry in self._shown)

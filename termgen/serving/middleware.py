@@ -1,4 +1,4 @@
-"""Pure ASGI middleware, outermost first: request context, Host check, API keys, body limit.
+"""Pure ASGI middleware, outermost first: request context, Host check, (`access`), body limit.
 
 `RequestContext` is also the one error handler: whatever a handler or another middleware raises
 becomes a JSON body here. Nothing reads `request.url`, which a client's Host header can bend.
@@ -6,31 +6,36 @@ becomes a JSON body here. Nothing reads `request.url`, which a client's Host hea
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import ipaddress
 import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from termgen.api.errors import body_too_large, host_not_allowed, invalid_api_key, reply_for
-from termgen.errors import TermgenError
+from termgen.api.anthropic import anthropic_reply, is_messages_path
+from termgen.api.errors import ErrorReply, body_too_large, host_not_allowed, reply_for
+from termgen.config import is_loopback
+from termgen.errors import RequestError, TermgenError
+from termgen.serving.access import REQUEST_ID, header
 from termgen.serving.responses import ClientDisconnected, error_response
 
 logger = logging.getLogger("termgen.server")
 access_logger = logging.getLogger("termgen.server.access")
 
-OPEN_PATHS = frozenset({"/health"})
-"""Paths that need no key. Everything else does, whether a route exists or not."""
-
 PROBE_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Asked for every few seconds by machines: their access lines are for debugging."""
+
+REFUSALS = frozenset(
+    {
+        *("invalid_api_key", "admin_only", "host_not_allowed", "origin_not_allowed"),
+        *("request_too_large", "request_timeout", "loading", "draining"),
+    }
+)
+"""Codes of errors that turn a request away whatever it asks. Admission counts its own."""
 
 CLIENT_CLOSED = 499
 """Only ever logged: nobody is there to read it."""
@@ -38,19 +43,12 @@ CLIENT_CLOSED = 499
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 
 
-def header(scope: Scope, name: bytes) -> str | None:
-    """The first header of this name."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return bytes(value).decode("latin-1")
-    return None
-
-
 class RequestContext:
     """Names the request, turns exceptions into JSON errors, writes the access line."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, on_refused: Callable[[str], None]) -> None:
         self.app = app
+        self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,6 +57,7 @@ class RequestContext:
         given = header(scope, b"x-request-id")
         is_usable = given is not None and _REQUEST_ID.fullmatch(given)
         request_id = given if given is not None and is_usable else uuid.uuid4().hex
+        scope[REQUEST_ID] = request_id
         status = 0
         begun = time.perf_counter()
 
@@ -66,7 +65,10 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if is_messages_path(scope["path"]):
+                    headers["request-id"] = request_id  # where Anthropic's clients look
             await send(message)
 
         try:
@@ -76,9 +78,12 @@ class RequestContext:
         except Exception as error:
             if status:
                 raise  # too late for a response; the server closes the connection
+            if isinstance(error, RequestError) and error.code in REFUSALS:
+                self._on_refused(error.code)
             if not isinstance(error, TermgenError):
                 logger.exception("request %s failed", request_id)
-            await error_response(reply_for(error))(scope, receive, send_named)
+            reply = for_path(scope, reply_for(error))
+            await error_response(reply)(scope, receive, send_named)
         finally:
             self._log(scope, status, time.perf_counter() - begun, request_id)
 
@@ -95,6 +100,13 @@ class RequestContext:
             seconds * 1e3,
             request_id,
         )
+
+
+def for_path(scope: Scope, reply: ErrorReply) -> ErrorReply:
+    """The reply in the shape that the clients of this endpoint know."""
+    if is_messages_path(scope["path"]):
+        return anthropic_reply(reply, scope[REQUEST_ID])
+    return reply
 
 
 class HostCheck:
@@ -122,36 +134,6 @@ class HostCheck:
         elif name.count(":") == 1:
             name = name.partition(":")[0]
         return name in self._allowed or is_loopback(name)
-
-
-def is_loopback(host: str) -> bool:
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-class ApiKeyCheck:
-    """With keys configured, every path but `OPEN_PATHS` needs one of them."""
-
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
-        self.app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        needs_key = self._digests and scope["type"] != "lifespan"
-        if needs_key and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
-            raise invalid_api_key()
-        await self.app(scope, receive, send)
-
-    def _has_key(self, scope: Scope) -> bool:
-        scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        # every key is compared, so that the time taken tells nothing about which one was close
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
 
 
 class BodyLimit:

@@ -10,22 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from termgen.api import sse
 from termgen.api.errors import ErrorReply
 from termgen.client import TokenDelta, merge_deltas
 from termgen.errors import TermgenError
+from termgen.serving.connection import WRITE_CHUNK
 from termgen.serving.generation import Generation
 from termgen.serving.state import ServerState
 
 logger = logging.getLogger("termgen.server")
-
-STALL_TIMEOUT_S = 60.0
-"""A client that takes no data for this long counts as gone."""
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
@@ -36,11 +35,20 @@ class ClientDisconnected(Exception):
 
 
 class ChunkStream(Protocol):
-    """`ChatStream` or `CompletionStream`."""
+    """`ChatStream`, `CompletionStream`, or what another endpoint makes of the former."""
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]: ...
 
     def end(self) -> list[dict[str, Any]]: ...
+
+
+@runtime_checkable
+class TextFrames(Protocol):
+    """A `ChunkStream` that has a shorter way for deltas that are nothing but text."""
+
+    def frame(self, index: int, delta: TokenDelta) -> bytes | None:
+        """The bytes of what `feed` would return; None where this way does not do."""
+        ...
 
 
 class JSONReply(Response):
@@ -65,9 +73,9 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     gone = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done() and not task.cancelled():
+        if task.done():
             return task.result()
-        raise ClientDisconnected  # cancelled by itself: the client took no data
+        raise ClientDisconnected
     finally:
         task.cancel()
         gone.cancel()
@@ -83,13 +91,17 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def _while_connected(
-    state: ServerState, generation: Generation, receive: Receive, work: Coroutine[Any, Any, None]
+    state: ServerState,
+    generation: Generation,
+    scope: Scope,
+    receive: Receive,
+    work: Coroutine[Any, Any, None],
 ) -> None:
+    generation.bind(scope)
     try:
         await until_disconnect(receive, work)
     except ClientDisconnected:
-        stage = "decode" if generation.num_output_tokens else "before_first_token"
-        state.require_metrics().disconnected(stage)
+        state.require_metrics().disconnected(generation.stage)
         raise
 
 
@@ -111,42 +123,66 @@ class CompleteResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._run(scope, receive, send)
-        await _while_connected(self._state, self._generation, receive, work)
+        await _while_connected(self._state, self._generation, scope, receive, work)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._generation as generation:
             parts: list[list[TokenDelta]] = [[] for _ in range(generation.num_choices)]
-            while not generation.is_complete:
-                await generation.wait()
-                for choice, delta in generation.take():
-                    parts[choice].append(delta)
+
+            async def keep(choice: int, delta: TokenDelta) -> None:
+                parts[choice].append(delta)
+
+            await generation.run(keep)
         body = self._build([merge_deltas(deltas) for deltas in parts])
         await JSONReply(body, headers=self._headers)(scope, receive, send)
 
 
 class EventStreamResponse:
-    """Streams chunks as they come; several deltas that pile up behind a slow client become one."""
+    """Streams chunks as they come. While a slow client holds a write up, the engine's stream merges
+    what follows into one."""
 
     def __init__(
-        self, state: ServerState, generation: Generation, headers: Headers, *, chunks: ChunkStream
+        self,
+        state: ServerState,
+        generation: Generation,
+        headers: Headers,
+        *,
+        chunks: ChunkStream,
+        wire: sse.Wire = sse.CHAT_WIRE,
     ) -> None:
         self._state = state
         self._generation = generation
         self._headers = {**sse.HEADERS, **headers}
         self._chunks = chunks
+        self._wire = wire
+        self._fast = chunks.frame if isinstance(chunks, TextFrames) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._run(send)
-        await _while_connected(self._state, self._generation, receive, work)
+        work = self._run(scope, send)
+        await _while_connected(self._state, self._generation, scope, receive, work)
 
-    async def _run(self, send: Send) -> None:
+    async def _run(self, scope: Scope, send: Send) -> None:
+        write_chunk = scope.get("extensions", {}).get(WRITE_CHUNK)
         interval_s = self._state.config.sse_ping_interval
         async with self._generation as generation:
             writer = EventWriter(
-                send, self._headers, ping_interval_s=interval_s, wake=generation.wake
+                send,
+                self._headers,
+                ping_interval_s=interval_s,
+                write_chunk=write_chunk,
+                ping=self._wire.ping,
             )
+
+            async def write(choice: int, delta: TokenDelta) -> None:
+                data = self._data(choice, delta)
+                if generation.is_complete:
+                    data += self._frames(self._chunks.end()) + self._wire.done
+                    await writer.write(data, is_last=True)
+                elif data:
+                    await writer.write(data)
+
             try:
-                await self._stream(generation, writer)
+                await generation.run(write)
             except ClientDisconnected:
                 raise
             except Exception as error:
@@ -154,83 +190,89 @@ class EventStreamResponse:
                     raise  # still a plain error response
                 if not isinstance(error, TermgenError):
                     logger.exception("a stream failed")  # the client learns only that it did
-                await writer.write(sse.error_frames(error), is_last=True)
+                await writer.write(self._wire.error_frames(error), is_last=True)
             finally:
                 writer.close()
 
-    async def _stream(self, generation: Generation, writer: EventWriter) -> None:
-        while True:
-            await generation.wait()
-            data = b"".join(
-                _frames(self._chunks.feed(choice, delta)) for choice, delta in generation.take()
-            )
-            if generation.is_complete:
-                data += _frames(self._chunks.end()) + sse.DONE
-                await writer.write(data, is_last=True)
-                return
-            if data:
-                await writer.write(data)
-            elif writer.is_ping_due:
-                await writer.write(sse.PING)
+    def _data(self, choice: int, delta: TokenDelta) -> bytes:
+        if self._fast is not None:
+            data = self._fast(choice, delta)
+            if data is not None:
+                return data
+        return self._frames(self._chunks.feed(choice, delta))
 
-
-def _frames(chunks: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(sse.frame(chunk) for chunk in chunks)
+    def _frames(self, chunks: Iterable[dict[str, Any]]) -> bytes:
+        return b"".join(self._wire.frame(chunk) for chunk in chunks)
 
 
 class EventWriter:
-    """Writes to the client, and keeps time: when a ping is due, when the client has stalled.
+    """Writes to the client, and a ping into long silences.
 
-    One timer per stream looks at two stamps now and then, so that a token costs no timer.
+    One timer per stream looks at a stamp now and then, so that a token costs no timer.
     """
 
     def __init__(
-        self, send: Send, headers: Headers, *, ping_interval_s: float, wake: Callable[[], None]
+        self,
+        send: Send,
+        headers: Headers,
+        *,
+        ping_interval_s: float,
+        write_chunk: Callable[[bytes], bool] | None,
+        ping: bytes = sse.PING,
     ) -> None:
         self._send = send
+        self._write_chunk = write_chunk
+        self._ping_frame = ping
         self._headers = headers
         self._ping_interval_s = ping_interval_s
-        self._wake = wake
         self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
         self._wrote_at = self._loop.time()
         self._is_blocked = False
+        self._is_over = False
         self.has_started = False
-        self._interval_s = min(ping_interval_s or STALL_TIMEOUT_S, STALL_TIMEOUT_S)
-        self._timer = self._loop.call_later(self._interval_s, self._look)
-
-    @property
-    def is_ping_due(self) -> bool:
-        silence_s = self._loop.time() - self._wrote_at
-        return self._ping_interval_s > 0 and silence_s >= self._ping_interval_s
+        self._ping: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if ping_interval_s:
+            self._timer = self._loop.call_later(ping_interval_s, self._look)
 
     async def write(self, data: bytes, *, is_last: bool = False) -> None:
-        messages: list[Message] = []
-        if not self.has_started:
-            self.has_started = True
-            raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in self._headers.items()]
-            messages.append({"type": "http.response.start", "status": 200, "headers": raw})
-        messages.append({"type": "http.response.body", "body": data, "more_body": not is_last})
         self._wrote_at = self._loop.time()
+        quickly = self._write_chunk if self.has_started and not is_last else None
+        if quickly is not None and not self._is_blocked and quickly(data):
+            return
         self._is_blocked = True
+        self._is_over = self._is_over or is_last
         try:
-            for message in messages:
-                await self._send(message)
+            if not self.has_started:
+                await self._start()
+            await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
         except OSError:
             raise ClientDisconnected from None  # how newer ASGI servers report it
         self._is_blocked = False
         self._wrote_at = self._loop.time()
 
     def close(self) -> None:
-        self._timer.cancel()
+        self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._ping is not None:
+            self._ping.cancel()
+
+    async def _start(self) -> None:
+        self.has_started = True
+        raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in self._headers.items()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": raw})
 
     def _look(self) -> None:
         silence_s = self._loop.time() - self._wrote_at
-        if self._is_blocked and silence_s >= STALL_TIMEOUT_S and self._task is not None:
-            logger.warning("a client took no data for %.0f s; its request is aborted", silence_s)
-            self._task.cancel()
-            return
-        if not self._is_blocked and self.is_ping_due:
-            self._wake()
-        wait_s = self._interval_s - silence_s
-        self._timer = self._loop.call_later(wait_s if wait_s > 0 else self._interval_s, self._look)
+        if silence_s >= self._ping_interval_s and not self._is_blocked:
+            self._ping = self._loop.create_task(self._write_ping())
+        wait_s = self._ping_interval_s - silence_s
+        self._timer = self._loop.call_later(
+            wait_s if wait_s > 0 else self._ping_interval_s, self._look
+        )
+
+    async def _write_ping(self) -> None:
+        if not self._is_over:
+            with suppress(ClientDisconnected):  # whoever writes next finds out
+                await self.write(self._ping_frame)

@@ -20,11 +20,11 @@ import uvicorn
 
 from termgen import __version__
 from termgen.client import EngineClient
-from termgen.config import ServerConfig
+from termgen.config import ServerConfig, is_loopback
 from termgen.engine.startup_phases import READY
 from termgen.errors import ConfigError
 from termgen.serving.app import build_app
-from termgen.serving.middleware import is_loopback
+from termgen.serving.connection import Connection
 from termgen.serving.state import ServerState
 
 logger = logging.getLogger("termgen.server")
@@ -77,6 +77,7 @@ class Server:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 build_app(self._state),
+                http=Connection,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -96,9 +97,22 @@ class Server:
     def bind(self) -> None:
         """Take the port. Raises `ConfigError` when that is not possible. Done by `serve` too."""
         if self._socket is None:
+            self._check_access()
             self._socket = _bind(self._config.host, self._config.port)
             host, port = self._socket.getsockname()[:2]
             self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _check_access(self) -> None:
+        config = self._config
+        if self._state.keys.has_client_keys or is_loopback(config.host):
+            return
+        if not config.insecure_no_auth:
+            raise ConfigError(
+                f"anyone who reaches {config.host} could use this server: set --api-key or "
+                "--api-key-file, or allow it with --insecure-no-auth",
+                param="host",
+            )
+        logger.warning("anyone who reaches %s can use this server: no key is set", config.host)
 
     @property
     def url(self) -> str:
@@ -142,6 +156,7 @@ class Server:
         if not await self._state.wait_idle(timeout_s):
             self._state.fail_all()
             await self._state.wait_idle(ABORT_GRACE_S)
+        self._state.close_hub()
         self._uvicorn.should_exit = True
         if self._is_serving:
             await self._ended.wait()
@@ -152,6 +167,7 @@ class Server:
         """End what is under way instead of waiting for it. For the impatient second signal."""
         self._state.is_draining = True
         self._state.fail_all()
+        self._state.close_hub()
         self._uvicorn.should_exit = True
 
 
@@ -216,7 +232,6 @@ async def _run(
 ) -> None:
     server = Server(None, config)
     server.bind()
-    _warn_if_open(config)
     signals = _Signals()
     serving = asyncio.create_task(server.serve())
     try:
@@ -319,10 +334,3 @@ class _PhaseLog:
 
 def _log_ready(url: str) -> None:
     logger.info("termgen %s serves at %s", __version__, url)
-
-
-def _warn_if_open(config: ServerConfig) -> None:
-    if not config.api_key and not is_loopback(config.host):
-        logger.warning(
-            "anyone who reaches %s can use this server: no --api-key is set", config.host
-        )

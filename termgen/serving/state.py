@@ -5,20 +5,28 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from termgen.api.errors import unavailable
+from termgen.api.errors import request_aborted, unavailable
 from termgen.api.models import served_names
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.engine.events import EventRing
 from termgen.errors import EngineDeadError, EngineError
+from termgen.serving.access import Caller, KeyRing, Role
+from termgen.serving.admission import AdmissionControl
+from termgen.serving.event_hub import EventHub
 from termgen.serving.metrics import ServerMetrics
+from termgen.serving.request_report import ReportSink, RequestLog, RequestReport
 
 EVENT_RING_CAPACITY = 16_384
 SNAPSHOT_TIMEOUT_S = 1.0
 
 
 class Cancellable(Protocol):
-    """An answer under way, as far as stopping the server is concerned."""
+    """An answer under way, as far as stopping it is concerned."""
+
+    caller: Caller | None
+
+    def is_known_as(self, name: str) -> bool: ...
 
     def fail(self, error: Exception) -> None: ...
 
@@ -31,6 +39,15 @@ class ServerState:
         self.engine: EngineClient | None = None
         self.metrics: ServerMetrics | None = None
         self.is_draining = False
+        self.hub: EventHub | None = None
+        """Of those who listen to the engine's events."""
+        self.large_bodies = asyncio.Lock()
+        """Held while one is parsed."""
+        self._sinks = _report_sinks(config)
+        self.keys = KeyRing(config)
+        self.admission = AdmissionControl(
+            config, drain_events=self.drain_events, on_refused=self.refused
+        )
         self._ring: EventRing | None = None
         self._answers: set[Cancellable] = set()
         self._is_idle = asyncio.Event()
@@ -39,31 +56,46 @@ class ServerState:
     def attach(self, engine: EngineClient) -> None:
         """Begin to serve this engine. Once."""
         assert self.engine is None, "a server has one engine"
-        self.metrics = ServerMetrics(self.names_for(engine)[0])
+        self.metrics = ServerMetrics(
+            self.names_for(engine)[0], vllm_names=self.config.metrics_compat == "vllm"
+        )
+        self.metrics.on_cache(
+            block_size=engine.model.block_size, num_blocks=engine.model.num_blocks
+        )
         if engine.model.memory is not None:
             self.metrics.on_memory(engine.model.memory)
         self.metrics.on_startup(engine.model.startup)
+        self.admission.num_seats = engine.model.max_num_seqs
         self.metrics.run_ahead.set(engine.model.run_ahead_ms / 1e3)
         self._ring = engine.events(EVENT_RING_CAPACITY)
+        self.hub = EventHub(engine)
         self.engine = engine
 
     def detach(self) -> None:
         """Let go of the engine's events."""
+        self.close_hub()
         if self.engine is not None and self._ring is not None:
             self.engine.close_events(self._ring)
             self._ring = None
+
+    def close_hub(self) -> None:
+        """End the streams of events; new ones end at once."""
+        if self.hub is not None:
+            self.hub.close()
 
     def names_for(self, engine: EngineClient) -> tuple[str, ...]:
         return served_names(engine.model, self.config.served_model_name)
 
     @property
     def status(self) -> str:
-        """`ok`, or why new requests are refused: loading, draining, engine_dead."""
+        """`ok`, or why new requests are refused: loading, draining, engine_dead, asleep."""
         if self.engine is None:
             return "loading"
         if not self.engine.is_healthy:
             return "engine_dead"
-        return "draining" if self.is_draining else "ok"
+        if self.is_draining:
+            return "draining"
+        return "asleep" if self.engine.sleep_level else "ok"
 
     def require_engine(self) -> EngineClient:
         """The engine, if a new request may be given to it now."""
@@ -77,14 +109,30 @@ class ServerState:
         assert self.engine is not None
         return self.engine
 
+    def check_awake(self) -> None:
+        """Raises RequestError while the engine sleeps: a new answer would wait for who knows."""
+        if self.status == "asleep":
+            raise unavailable("asleep", "The engine sleeps; try again when it has been woken up")
+
     def require_metrics(self) -> ServerMetrics:
         assert self.metrics is not None, "metrics exist from attach() on"
         return self.metrics
 
+    def require_hub(self) -> EventHub:
+        assert self.hub is not None, "there is one from attach() on"
+        return self.hub
+
     def drain_events(self) -> None:
-        """Feed the metrics with what the engine has published."""
+        """Tell admission and metrics what the engine has published."""
         if self._ring is not None and self.metrics is not None:
-            self.metrics.on_events(self._ring.drain(), num_dropped=self._ring.num_dropped)
+            events = self._ring.drain()
+            self.admission.on_events(events)
+            self.metrics.on_events(events, num_dropped=self._ring.num_dropped)
+
+    def refused(self, reason: str) -> None:
+        """Count a request that was turned away."""
+        if self.metrics is not None:
+            self.metrics.rejected(reason)
 
     async def render_metrics(self) -> bytes:
         """Prometheus text; with an engine that does not answer, what is known of it."""
@@ -97,6 +145,19 @@ class ServerState:
         except (TimeoutError, EngineError):
             pass  # the last step record is the newest state there is
         return self.metrics.render()
+
+    @property
+    def wants_reports(self) -> bool:
+        return bool(self._sinks)
+
+    def report(self, report: RequestReport) -> None:
+        for sink in self._sinks:
+            sink.add(report)
+
+    def close_reports(self) -> None:
+        """Send what has not been sent yet. Takes a moment: not for the event loop."""
+        for sink in self._sinks:
+            sink.close()
 
     # -- answers under way -----------------------------------------------------------------
 
@@ -122,7 +183,28 @@ class ServerState:
             return False
         return True
 
+    def cancel(self, caller: Caller, name: str) -> bool:
+        """End this caller's answers of that name, an admin's anybody's; whether there are any."""
+        is_admin = caller.role is Role.ADMIN
+        found = [
+            answer
+            for answer in self._answers
+            if answer.is_known_as(name) and (is_admin or answer.caller == caller)
+        ]
+        for answer in found:
+            answer.fail(request_aborted())
+        return bool(found)
+
     def fail_all(self) -> None:
         """End every answer under way: an error frame in streams, 503 elsewhere."""
         for answer in tuple(self._answers):
             answer.fail(unavailable("draining", "The server is shutting down"))
+
+
+def _report_sinks(config: ServerConfig) -> list[ReportSink]:
+    sinks: list[ReportSink] = [RequestLog()] if config.log_requests else []
+    if config.otlp_traces_endpoint is not None:
+        from termgen.serving.tracing import TraceExporter  # an extra
+
+        sinks.append(TraceExporter(config.otlp_traces_endpoint))
+    return sinks

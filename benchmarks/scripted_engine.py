@@ -1,0 +1,195 @@
+"""An engine whose every token is known beforehand: what remains to be measured is the server.
+
+`ScriptedEngine` is an `EngineClient` with an engine thread, one step every so often, one wake-up of
+the event loop a step, as the real one. Each token says its number and when its step ended, so that
+a client can tell lost tokens, wrong order and delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import numpy as np
+
+from termgen.client import ModelInfo, PauseMode, Prompt, RequestTimings, TokenDelta
+from termgen.engine.events import EngineSnapshot, EventBus, EventRing
+from termgen.engine.request import FinishReason
+from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.stream import DeltaStream
+
+MODEL = ModelInfo(
+    model_id="scripted",
+    root="scripted",
+    architecture="none",
+    dtype="none",
+    quantization=None,
+    device="none",
+    device_name="none",
+    max_model_len=2**20,
+    vocab_size=2**31,
+    num_blocks=1,
+    block_size=16,
+    has_chat_template=True,
+    created=0,
+    max_num_seqs=1024,
+)
+
+
+class _Row:
+    __slots__ = ("arrival_ns", "count", "first_ns", "request_id", "stream", "wanted")
+
+    def __init__(self, request_id: str, wanted: int) -> None:
+        self.request_id = request_id
+        self.wanted = wanted
+        self.count = 0
+        self.stream = DeltaStream(1)
+        self.arrival_ns = time.perf_counter_ns()
+        self.first_ns = 0
+
+
+class ScriptedEngine:
+    """Every `step_s` each running request gets one token, until `max_tokens` of them."""
+
+    def __init__(self, step_s: float, *, min_running: int = 1) -> None:
+        """Nobody gets a token before `min_running` requests are there."""
+        self._step_s = step_s
+        self._min_running = min_running
+        self.has_begun = False
+        self._loop = asyncio.get_running_loop()
+        self._rows: dict[str, _Row] = {}
+        self._steps: deque[int] = deque()
+        self._is_woken = False
+        self._is_stopping = threading.Event()
+        self._bus = EventBus()
+        self.num_tokens = 0
+        self.ended_at = 0.0
+        self.begun_at = 0.0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        due = time.perf_counter()
+        while not self._is_stopping.is_set():
+            due += self._step_s
+            time.sleep(max(0.0, due - time.perf_counter()))
+            if len(self._rows) < self._min_running and not self.has_begun:
+                continue
+            self.has_begun = True
+            self._steps.append(time.perf_counter_ns())
+            if not self._is_woken:
+                self._is_woken = True
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_woken = False
+        self.begun_at = self.begun_at or time.perf_counter()
+        while self._steps:
+            step_ns = self._steps.popleft()
+            for row in list(self._rows.values()):
+                self._push(row, step_ns)
+
+    def _push(self, row: _Row, step_ns: int) -> None:
+        row.first_ns = row.first_ns or step_ns
+        number, row.count = row.count, row.count + 1
+        is_last = row.count == row.wanted
+        row.stream.push(
+            TokenDelta(
+                request_id=row.request_id,
+                index=0,
+                text=f"{number} {step_ns};",
+                token_ids=(number,),
+                logprobs=None,
+                finish_reason=FinishReason.LENGTH if is_last else None,
+                stop_reason=None,
+                num_prompt_tokens=1,
+                num_cached_tokens=0,
+                num_output_tokens=row.count,
+                prompt_token_ids=(1,) if number == 0 else None,
+                timings=RequestTimings(row.arrival_ns, row.arrival_ns, row.first_ns, step_ns)
+                if is_last
+                else None,
+            )
+        )
+        self.num_tokens += 1
+        if is_last:
+            del self._rows[row.request_id]
+            self.ended_at = time.perf_counter()
+
+    @property
+    def model(self) -> ModelInfo:
+        return MODEL
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        row = _Row(request_id or str(id(params)), params.max_tokens or 1)
+        self._rows[row.request_id] = row
+        try:
+            async for delta in row.stream:
+                yield delta
+        finally:
+            self._rows.pop(row.request_id, None)
+
+    async def abort(self, request_id: str) -> bool:
+        return self._rows.pop(request_id, None) is not None
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        return [1]
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    async def snapshot(self) -> EngineSnapshot:
+        counts: dict[str, Any] = dict.fromkeys(
+            (
+                *("num_waiting", "num_used_blocks", "num_cached_blocks", "num_free_blocks"),
+                *("prefix_query_tokens", "prefix_hit_tokens", "num_preemptions", "num_finished"),
+                *("prompt_tokens", "generation_tokens", "max_num_batched_tokens"),
+            ),
+            0,
+        )
+        return EngineSnapshot(
+            time_ns=time.perf_counter_ns(),
+            step=None,
+            requests=(),
+            num_running=len(self._rows),
+            block_states=np.zeros(1, np.uint8),
+            block_owners=np.zeros(1, np.int32),
+            max_num_seqs=MODEL.max_num_seqs,
+            last_progress_ns=time.perf_counter_ns(),
+            **counts,
+        )
+
+    def events(self, capacity: int = 4096) -> EventRing:
+        return self._bus.subscribe(capacity)
+
+    def close_events(self, ring: EventRing) -> None:
+        self._bus.unsubscribe(ring)
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        raise AssertionError("the benchmark does not pause")
+
+    async def resume(self) -> None:
+        raise AssertionError("the benchmark does not pause")
+
+    async def reset_prefix_cache(self, *, force: bool = False) -> bool:
+        return True
+
+    @property
+    def is_healthy(self) -> bool:
+        return True

@@ -1,0 +1,223 @@
+"""Who calls: API keys, the admin key, and web pages of other sites. Pure ASGI middleware.
+
+Default deny: with keys set, every path but `OPEN_PATHS` needs one, whether a route exists or not;
+`ADMIN_PATHS` need the admin key. Paths are read from the scope, never from a URL that a client's
+Host header can bend. Keys are compared by digest, all of them, and never logged. What was found out
+travels on as a `Caller`; its `salt` keeps the prefix caches of different keys apart.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import secrets
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from termgen.api.errors import admin_only, invalid_api_key, origin_not_allowed
+from termgen.config import ServerConfig, is_loopback
+from termgen.errors import ConfigError
+
+OPEN_PATHS = frozenset({"/health"})
+"""Paths that need no key."""
+
+ADMIN_PATHS = frozenset(
+    {
+        "/v1/events",
+        "/reset_prefix_cache",
+        "/pause",
+        "/resume",
+        "/sleep",
+        "/wake_up",
+        "/is_paused",
+        "/is_sleeping",
+    }
+)
+"""Paths that change the engine for everybody, or show what everybody does."""
+
+CALLER = "termgen.caller"
+REQUEST_ID = "termgen.request_id"
+"""Keys of the ASGI scope."""
+
+MAX_KEY_FILE_BYTES = 2**20
+
+
+class Role(enum.Enum):
+    ANYONE = "anyone"
+    """No key was needed."""
+    CLIENT = "client"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose request it is."""
+
+    role: Role = Role.ANYONE
+    salt_key: bytes | None = field(default=None, repr=False)
+    """Differs from key to key; None where all callers share one prefix cache."""
+    key_digest: bytes = field(default=b"", repr=False)
+    """Tells callers apart: the key's."""
+
+    def salt(self, cache_salt: str | None) -> str | None:
+        """The cache salt of this caller's request, which asked for `cache_salt` itself."""
+        if self.salt_key is None:
+            return cache_salt
+        return hmac.new(self.salt_key, (cache_salt or "").encode(), hashlib.sha256).hexdigest()
+
+
+def caller_of(scope: Scope) -> Caller:
+    caller: Caller = scope[CALLER]
+    return caller
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first header of this name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value).decode("latin-1")
+    return None
+
+
+class KeyRing:
+    """The keys of one server, as digests."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Reads the key file. Raises `ConfigError`."""
+        clients = [*config.api_key]
+        if config.api_key_file is not None:
+            clients += read_key_file(config.api_key_file)
+        roles = [(key, Role.CLIENT) for key in clients]
+        roles += [(key, Role.ADMIN) for key in config.admin_key]
+        clash = set(clients) & set(config.admin_key)
+        if clash:
+            raise ConfigError("admin_key must differ from every api_key", param="admin_key")
+        secret = secrets.token_bytes(32)
+        is_shared = config.share_prefix_cache or len(roles) < 2
+        self._callers = [
+            (
+                _digest(key.encode()),
+                Caller(role, None if is_shared else _derive(secret, key), _digest(key.encode())),
+            )
+            for key, role in roles
+        ]
+        self.has_client_keys = bool(clients)
+        self.has_admin_keys = bool(config.admin_key)
+        self.is_local = is_loopback(config.host)
+
+    def find(self, key: bytes) -> Caller | None:
+        """Takes as long whichever key it is, and whether it is one."""
+        digest, found = _digest(key), None
+        for known, caller in self._callers:
+            if hmac.compare_digest(digest, known):
+                found = caller
+        return found
+
+    def check(self, path: str, key: bytes | None) -> Caller:
+        """Who calls, if this caller may use this path. Raises `RequestError`: 401 or 403."""
+        caller = self.find(key) if key is not None else None
+        if path in OPEN_PATHS:
+            return caller or Caller()
+        if path in ADMIN_PATHS:
+            return self._check_admin(caller)
+        if caller is None:
+            if self.has_client_keys:
+                raise invalid_api_key()
+            return Caller()
+        return caller
+
+    def _check_admin(self, caller: Caller | None) -> Caller:
+        """Without any key set, whoever reaches a loopback address owns the machine."""
+        if not self.has_admin_keys and not self.has_client_keys and self.is_local:
+            return Caller(Role.ADMIN)
+        if caller is None and (self.has_client_keys or self.has_admin_keys):
+            raise invalid_api_key()
+        if caller is None or caller.role is not Role.ADMIN:
+            raise admin_only(is_possible=self.has_admin_keys)
+        return caller
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _derive(secret: bytes, key: str) -> bytes:
+    return hmac.new(secret, key.encode(), hashlib.sha256).digest()
+
+
+def read_key_file(name: str) -> list[str]:
+    """One key a line; empty lines and those that begin with # do not count."""
+    path = Path(name)
+    try:
+        if stat.S_ISREG(path.stat().st_mode) and path.stat().st_size > MAX_KEY_FILE_BYTES:
+            raise ConfigError(f"api_key_file {name} is too large", param="api_key_file")
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(f"api_key_file {name}: {reason}", param="api_key_file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"api_key_file {name} is not text", param="api_key_file") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:  # an emptied file must not open the server
+        raise ConfigError(f"api_key_file {name} holds no key", param="api_key_file")
+    return keys
+
+
+class ApiKeyCheck:
+    """Refuses whom `KeyRing.check` refuses; leaves the `Caller` in the scope."""
+
+    def __init__(self, app: ASGIApp, *, keys: KeyRing) -> None:
+        self.app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            scope[CALLER] = self._keys.check(scope["path"], _key_of(scope))
+        await self.app(scope, receive, send)
+
+
+def _key_of(scope: Scope) -> bytes | None:
+    """`Authorization: Bearer KEY`, or `x-api-key` as Anthropic's clients send it."""
+    authorization = header(scope, b"authorization")
+    if authorization is None:
+        key = header(scope, b"x-api-key")
+        return None if key is None else key.strip().encode("latin-1")
+    scheme, _, key = authorization.partition(" ")
+    if scheme.lower() != "bearer":
+        return None
+    return key.strip().encode("latin-1")
+
+
+class OriginCheck:
+    """Refuses what web pages of other sites send, whether or not they could read the answer.
+
+    Browsers name the page's origin; programs name none. Pages of the server itself may, and those
+    that the configuration allows.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed: Sequence[str]) -> None:
+        self.app = app
+        self._allowed = frozenset(origin.rstrip("/").lower() for origin in allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            origin = header(scope, b"origin")
+            if origin is not None and not self._is_allowed(origin.lower(), scope):
+                raise origin_not_allowed(origin[:100])
+        await self.app(scope, receive, send)
+
+    def _is_allowed(self, origin: str, scope: Scope) -> bool:
+        if "*" in self._allowed or origin in self._allowed:
+            return True
+        try:
+            named = urlsplit(origin)
+        except ValueError:
+            return False
+        own = f"{scope.get('scheme', 'http')}://{(header(scope, b'host') or '').lower()}"
+        return bool(named.netloc) and origin == own

@@ -1,0 +1,255 @@
+"""Who may queue: requests are counted before anything is spent on them, and refused when too many
+wait.
+
+A completion waits from its admission until the engine starts to compute it: its events say when,
+and its first token at the latest. `Generation` takes a `Ticket` for each HTTP request and gives it
+back. Refusals say when to come again, from how fast completions have been started lately. Owned by
+the event loop; knows nothing of HTTP or tokenizers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from termgen.api.job import Job
+from termgen.client import ChatPrompt, Prompt
+from termgen.config import ServerConfig
+from termgen.engine.events import EngineEvent, RequestEventKind, StepRecord
+from termgen.errors import OverloadedError
+
+RATE_WINDOW_S = 30.0
+"""Starts of this long ago still count for the rate."""
+MAX_RETRY_AFTER_S = 60.0
+MIN_RETRY_AFTER_S = 0.1
+UNKNOWN_RETRY_AFTER_S = 5.0
+"""When nothing was started lately."""
+
+FIRST_CHARS_PER_TOKEN = 4.0
+RATIO_WEIGHT = 0.05
+"""Of the newest request in the running mean of characters per token."""
+
+_RENAMED = re.compile(r"~\d+$")
+"""What the engine appends to an id that is still in use."""
+
+
+class Ticket:
+    """One HTTP request's place. `close` it whatever happens."""
+
+    __slots__ = ("_admission", "_begun", "_sizes", "_timer", "num_ended", "num_tokens")
+
+    def __init__(self, admission: AdmissionControl, jobs: Sequence[Job]) -> None:
+        self._admission = admission
+        sizes = {job.request_id: _num_completions(job) for job in jobs}
+        self._sizes = {job_id: size for job_id, size in sizes.items() if size}
+        self._begun: set[tuple[str, int]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self.num_ended = 0
+        """Completions that are over; their seats are free again."""
+        self.num_tokens = sum(admission.estimate(job.prompt) for job in jobs)
+
+    @property
+    def job_ids(self) -> Iterable[str]:
+        return self._sizes
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(self._sizes.values()) - len(self._begun)
+
+    @property
+    def num_seated(self) -> int:
+        return len(self._begun) - self.num_ended
+
+    @property
+    def has_begun(self) -> bool:
+        """The engine computes, or has computed, some of it."""
+        return bool(self._begun) or not self._sizes
+
+    def begin(self, job_id: str, index: int) -> None:
+        """A completion has left the queue. May be told more than once."""
+        key = (job_id, index)
+        if key not in self._begun and index < self._sizes.get(job_id, 0):
+            self._begun.add(key)
+            self._admission.on_begin(self)
+
+    def limit_wait(self, fail: Callable[[OverloadedError], None]) -> None:
+        """Call `fail` if the request still waits as a whole when its time is over."""
+        limit_s = self._admission.max_time_s
+        if limit_s and self._sizes:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(limit_s, self._on_time, fail)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._admission.on_close(self)
+
+    def _on_time(self, fail: Callable[[OverloadedError], None]) -> None:
+        self._admission.look()
+        if not self.has_begun:
+            fail(self._admission.waited_too_long())
+
+
+class AdmissionControl:
+    """The tickets of one server."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        drain_events: Callable[[], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        """`drain_events` makes the caller pass on, by `on_events`, what the engine published."""
+        self._max_queue = config.max_queue
+        self._max_tokens = config.max_queue_tokens
+        self.max_time_s = config.max_queue_time
+        self.look = drain_events
+        self._on_refused = on_refused
+        self.num_seats = 0
+        """Completions the engine can run at once, 0 while that is not known."""
+        self._open: set[Ticket] = set()
+        self._by_job: dict[str, Ticket] = {}
+        self._num_waiting = 0
+        self._tokens_waiting = 0
+        self._newest: StepRecord | None = None
+        self._begun_at: deque[float] = deque(maxlen=256)
+        self._chars_per_token = FIRST_CHARS_PER_TOKEN
+
+    @property
+    def is_full(self) -> bool:
+        return self._is_full(1)
+
+    def check_room(self) -> None:
+        """Refuse early, before a body is read, what `admit` would refuse."""
+        if self._is_full(1):
+            raise self._queue_full(1)
+
+    def admit(self, jobs: Sequence[Job]) -> Ticket:
+        """A place for all of these, or `OverloadedError`. Costs no look at the text."""
+        ticket = Ticket(self, jobs)
+        if self._is_full(ticket.num_waiting):
+            raise self._queue_full(ticket.num_waiting)
+        limit = self._max_tokens
+        if limit and self._tokens_waiting and self._tokens_waiting + ticket.num_tokens > limit:
+            self.look()
+            if self._tokens_waiting and self._tokens_waiting + ticket.num_tokens > limit:
+                raise self._refusal(
+                    "queue_tokens_full",
+                    f"{self._tokens_waiting} prompt tokens wait already, and at most {limit} may",
+                    num_over=1,
+                )
+        self._open.add(ticket)
+        self._by_job.update(dict.fromkeys(ticket.job_ids, ticket))
+        self._num_waiting += ticket.num_waiting
+        self._tokens_waiting += ticket.num_tokens if ticket.num_waiting else 0
+        return ticket
+
+    def on_begin(self, ticket: Ticket) -> None:
+        self._num_waiting -= 1
+        self._begun_at.append(time.monotonic())
+        if not ticket.num_waiting:
+            self._tokens_waiting -= ticket.num_tokens
+
+    def on_close(self, ticket: Ticket) -> None:
+        if ticket not in self._open:
+            return
+        self._open.remove(ticket)
+        for job_id in ticket.job_ids:
+            self._by_job.pop(job_id, None)
+        if ticket.num_waiting:
+            self._num_waiting -= ticket.num_waiting
+            self._tokens_waiting -= ticket.num_tokens
+
+    def on_events(self, events: Iterable[EngineEvent]) -> None:
+        for event in events:
+            if isinstance(event, StepRecord):
+                self._newest = event
+            elif event.kind is RequestEventKind.SCHEDULED and self._by_job:
+                self._on_scheduled(_RENAMED.sub("", event.request_id))
+
+    def on_prompt(self, prompt: Prompt, num_tokens: int) -> None:
+        """How long a prompt turned out to be."""
+        if num_tokens and isinstance(prompt, (str, ChatPrompt)):
+            ratio = min(16.0, max(0.5, num_chars(prompt) / num_tokens))
+            self._chars_per_token += RATIO_WEIGHT * (ratio - self._chars_per_token)
+
+    def estimate(self, prompt: Prompt) -> int:
+        """Prompt tokens, without tokenising."""
+        if isinstance(prompt, (str, ChatPrompt)):
+            return int(num_chars(prompt) / self._chars_per_token) + 1
+        return len(prompt)
+
+    def waited_too_long(self) -> OverloadedError:
+        return self._refusal(
+            "queue_timeout",
+            f"The request waited {self.max_time_s:g} s without being started",
+            num_over=max(1, self._num_waiting),
+        )
+
+    def _on_scheduled(self, engine_id: str) -> None:
+        """`ID` of a single completion, `ID-INDEX` of one of several."""
+        ticket = self._by_job.get(engine_id)
+        if ticket is not None:
+            ticket.begin(engine_id, 0)
+            return
+        job_id, _, index = engine_id.rpartition("-")
+        ticket = self._by_job.get(job_id)
+        if ticket is not None and index.isdigit():
+            ticket.begin(job_id, int(index))
+
+    def _is_full(self, num_new: int) -> bool:
+        # a server where nothing waits takes whatever is asked: its size is judged elsewhere
+        limit = self._max_queue
+        if not limit or not self._num_waiting or self._num_waiting + num_new <= limit:
+            return False
+        self.look()
+        return bool(self._num_waiting) and self._num_waiting + num_new > limit + self._num_free()
+
+    def _num_free(self) -> int:
+        """Seats that those who wait can take at once."""
+        if self._newest is not None and self._newest.num_waiting:
+            return 0  # if seats are free, memory is not
+        return max(0, self.num_seats - sum(ticket.num_seated for ticket in self._open))
+
+    def _queue_full(self, num_new: int) -> OverloadedError:
+        num_over = self._num_waiting + num_new - self._max_queue - self._num_free()
+        return self._refusal(
+            "queue_full",
+            f"{self._num_waiting} completions wait already, and at most {self._max_queue} may",
+            num_over=num_over,
+        )
+
+    def _refusal(self, code: str, message: str, *, num_over: int) -> OverloadedError:
+        self._on_refused(code)
+        after_s = self._seconds_for(num_over)
+        return OverloadedError(
+            f"{message}; try again in {after_s:.1f} s", code=code, retry_after_s=after_s
+        )
+
+    def _seconds_for(self, num_starts: int) -> float:
+        """How long so many starts take, at the rate of late."""
+        now = time.monotonic()
+        while self._begun_at and now - self._begun_at[0] > RATE_WINDOW_S:
+            self._begun_at.popleft()
+        if len(self._begun_at) < 2:
+            return UNKNOWN_RETRY_AFTER_S
+        rate = len(self._begun_at) / max(1e-3, now - self._begun_at[0])
+        return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, num_starts / rate))
+
+
+def _num_completions(job: Job) -> int:
+    """That the engine is given."""
+    if job.generates:
+        return job.params.n
+    return 0 if job.params.prompt_logprobs is None else 1
+
+
+def num_chars(prompt: str | ChatPrompt) -> int:
+    """Characters of text. Messages were parsed: their content is text or None."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(m.get("content") or "") for m in prompt.messages)

@@ -1,0 +1,155 @@
+"""One client's connection: what uvicorn leaves to its user about clients that are slow or wrong.
+
+- A client that has announced a request and does not finish its head is not waited for.
+- One that takes no data is given up: its connection ends, which aborts its request. Taking little
+  by little is fine.
+- One that sends its next request already is read on: else it could not be seen to leave.
+- What is not HTTP gets its answer as JSON, like every other error.
+
+And one thing about speed: a stream may hand over its chunks here, past the layers between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from termgen.api.errors import error_body
+from termgen.api.sse import dumps
+
+HEAD_TIMEOUT_S = 60.0
+"""From the first byte of a request, or the connection, to the end of its head."""
+
+MAX_EARLY_BYTES = 2**20
+"""Of further requests while one is answered."""
+
+STALL_TIMEOUT_S = 60.0
+"""A client that takes no data for this long counts as gone."""
+
+
+WRITE_CHUNK = "termgen.write_chunk"
+"""Key in the ASGI scope's `extensions`: `(data) -> bool`, for the body of a stream whose head was
+sent. Every layer would only pass it on, at half of what a token costs. False: `send` it instead."""
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection with two timers, both off while a request is under way as it should."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_early_bytes = 0
+        self._inner = self.app
+        self.app = self._run
+
+    async def _run(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["http_version"] == "1.1":  # others know no chunks
+            scope["extensions"] = {WRITE_CHUNK: self._write_chunk}
+        await self._inner(scope, receive, send)
+
+    def _write_chunk(self, data: bytes) -> bool:
+        if self.flow.write_paused or self.cycle.disconnected or not data:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn forgets it when the connection broke
+        self._stop_head_timer()
+        self._stop_stall_timer()
+
+    def data_received(self, data: bytes) -> None:
+        is_early = self._is_early
+        self._num_early_bytes = self._num_early_bytes + len(data) if is_early else 0
+        if self._num_early_bytes > MAX_EARLY_BYTES:
+            self.transport.abort()
+            return
+        super().data_received(data)
+        if self._is_early:
+            self.flow.resume_reading()
+        if self._is_answering:
+            self._stop_head_timer()
+        elif self.timeout_keep_alive_task is None and self._head_timer is None:
+            self._await_head()
+
+    @property
+    def _is_early(self) -> bool:
+        """What comes now belongs to a later request."""
+        return self._is_answering and self.conn.their_state is h11.DONE
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # -- heads that do not come ------------------------------------------------------------
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_no_head)
+
+    def _on_no_head(self) -> None:
+        self._head_timer = None
+        if not self._is_answering and self.timeout_keep_alive_task is None:
+            self.transport.abort()
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    # -- clients that do not read ----------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_stall_timer()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # closing would wait for ever until it is taken
+
+    def _watch(self, size: int) -> None:
+        self._stall_timer = self.loop.call_later(STALL_TIMEOUT_S, self._on_slow, size)
+
+    def _on_slow(self, size_before: int) -> None:
+        size = self.transport.get_write_buffer_size()
+        if size < size_before:
+            self._watch(size)
+            return
+        self._stall_timer = None
+        self.logger.warning("a client took no data for %.0f s", STALL_TIMEOUT_S)
+        self.transport.abort()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    # -- what is not HTTP ------------------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        body = dumps(error_body(msg, type="invalid_request_error", code="invalid_http"))
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        response = h11.Response(status_code=400, headers=headers, reason=HTTPStatus(400).phrase)
+        events: list[Any] = [response, h11.Data(data=body), h11.EndOfMessage()]
+        for event in events:
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()

@@ -1,0 +1,216 @@
+"""Prometheus metrics of requests: how many tokens, how long, how they ended.
+
+`RequestMeter` sees every delta of one engine request. What is told of every token is counted in
+plain numbers and read when somebody asks; what is told once a request goes the usual way.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from termgen.client import RequestTimings, TokenDelta
+from termgen.engine.sampling_params import SamplingParams
+
+# the first 16 are OpenTelemetry's, the whole list is vLLM's
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+# small models decode at 1 to 5 ms: the usual 10 ms start would hide them
+TOKEN_BUCKETS = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5),
+)
+LATENCY_BUCKETS = tuple(0.01 * 2**i for i in range(14))  # 0.01 .. 81.92
+SIZE_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
+N_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
+
+
+class TokenMetrics(Collector):
+    """What every token tells: no locks, since one thread uses it."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._counts = [0] * (len(TOKEN_BUCKETS) + 1)
+        self._sum = 0.0
+        self.num_tokens = 0
+
+    def between(self, seconds: float) -> None:
+        self._counts[bisect_left(TOKEN_BUCKETS, seconds)] += 1
+        self._sum += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        tokens = CounterMetricFamily(
+            "termgen_generation_tokens", "Tokens generated", labels=["model"]
+        )
+        tokens.add_metric([self._model], self.num_tokens)
+        yield tokens
+        gaps = HistogramMetricFamily(
+            "termgen_inter_token_latency_seconds", "Between two tokens", labels=["model"]
+        )
+        names = [*map(floatToGoString, TOKEN_BUCKETS), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        gaps.add_metric([self._model], buckets, self._sum)
+        yield gaps
+
+
+class RequestMetrics:
+    """Of all requests of one server."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry = registry
+        self._model = model
+        self.tokens = TokenMetrics(model)
+        registry.register(self.tokens)
+        self._success = Counter(
+            "termgen_request_success",
+            "Completions that ended, by reason",
+            ["model", "finished_reason"],
+            registry=registry,
+        )
+        self._by_source = Counter(
+            "termgen_prompt_tokens_by_source",
+            "Prompt tokens of requests begun, by where their keys and values came from",
+            ["model", "source"],
+            registry=registry,
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests begun")
+        self.cached_tokens = self._counter(
+            "prompt_tokens_cached", "Prompt tokens that came from the prefix cache"
+        )
+        self._add_times()
+        self._add_sizes()
+
+    def _add_times(self) -> None:
+        add = self._histogram
+        self.ttft = add("time_to_first_token_seconds", "Arrival to first token", TTFT_BUCKETS)
+        self.tpot = add(
+            "request_time_per_output_token_seconds",
+            "Mean time per token after the first, per completion",
+            TOKEN_BUCKETS,
+        )
+        self.e2e = add("e2e_request_latency_seconds", "Arrival to last token", LATENCY_BUCKETS)
+        self.queue_time = add("request_queue_time_seconds", "Time in the queue", LATENCY_BUCKETS)
+        self.inference_time = add(
+            "request_inference_time_seconds", "First scheduled to last token", LATENCY_BUCKETS
+        )
+        self.prefill_time = add(
+            "request_prefill_time_seconds", "First scheduled to first token", LATENCY_BUCKETS
+        )
+        self.decode_time = add(
+            "request_decode_time_seconds", "First token to last token", LATENCY_BUCKETS
+        )
+
+    def _add_sizes(self) -> None:
+        add = self._histogram
+        self.prompt_size = add("request_prompt_tokens", "Prompt tokens", SIZE_BUCKETS)
+        self.computed_size = add(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens that had to be computed",
+            SIZE_BUCKETS,
+        )
+        self.output_size = add("request_generation_tokens", "Tokens generated", SIZE_BUCKETS)
+        self.params_n = add("request_params_n", "Completions asked for", N_BUCKETS)
+        self.params_max_tokens = add(
+            "request_params_max_tokens", "Tokens asked for, where a limit was set", SIZE_BUCKETS
+        )
+
+    def _counter(self, name: str, help_text: str) -> Counter:
+        counter = Counter(f"termgen_{name}", help_text, ["model"], registry=self._registry)
+        return counter.labels(self._model)
+
+    def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(
+            f"termgen_{name}", help_text, ["model"], buckets=buckets, registry=self._registry
+        )
+        return histogram.labels(self._model)
+
+    def begun(self, params: SamplingParams) -> None:
+        self.params_n.observe(params.n)
+        if params.max_tokens is not None:
+            self.params_max_tokens.observe(params.max_tokens)
+
+    def on_prompt(self, num_tokens: int, num_cached: int) -> None:
+        num_computed = max(0, num_tokens - num_cached)
+        self.prompt_tokens.inc(num_tokens)
+        self.cached_tokens.inc(num_cached)
+        self._by_source.labels(self._model, "local_cache_hit").inc(num_cached)
+        self._by_source.labels(self._model, "local_compute").inc(num_computed)
+        self.prompt_size.observe(num_tokens)
+        self.computed_size.observe(num_computed)
+
+    def finished(self, reason: str) -> None:
+        self._success.labels(self._model, reason).inc()
+
+    def on_timings(self, timings: RequestTimings, num_tokens: int) -> None:
+        self.e2e.observe(timings.e2e_s)
+        if not timings.first_scheduled_ns:
+            return
+        self.queue_time.observe(timings.queue_s)
+        self.inference_time.observe(_seconds(timings.first_scheduled_ns, timings.finished_ns))
+        if not timings.first_token_ns:
+            return
+        self.ttft.observe(timings.ttft_s)
+        decode_s = _seconds(timings.first_token_ns, timings.finished_ns)
+        self.prefill_time.observe(_seconds(timings.first_scheduled_ns, timings.first_token_ns))
+        self.decode_time.observe(decode_s)
+        if num_tokens > 1:
+            self.tpot.observe(decode_s / (num_tokens - 1))
+
+
+def _seconds(begin_ns: int, end_ns: int) -> float:
+    return max(0, end_ns - begin_ns) / 1e9
+
+
+class RequestMeter:
+    """Watches the deltas of one engine request, all its completions."""
+
+    __slots__ = (
+        *("_last_token_at", "_metrics", "_tokens", "finish_reasons", "num_cached_tokens"),
+        *("num_output_tokens", "num_prompt_tokens", "timings"),
+    )
+
+    def __init__(self, metrics: RequestMetrics, params: SamplingParams) -> None:
+        self._metrics = metrics
+        self._tokens = metrics.tokens
+        self._last_token_at: dict[int, float] = {}
+        self.num_prompt_tokens: int | None = None
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.finish_reasons: list[str] = []
+        self.timings: RequestTimings | None = None
+        """Of the completion that ended last."""
+        metrics.begun(params)
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        if self.num_prompt_tokens is None:
+            self.num_prompt_tokens = delta.num_prompt_tokens
+            self.num_cached_tokens = delta.num_cached_tokens
+            self._metrics.on_prompt(delta.num_prompt_tokens, delta.num_cached_tokens)
+        num_tokens = len(delta.token_ids)
+        if num_tokens:
+            now = time.perf_counter()
+            self.num_output_tokens += num_tokens
+            self._tokens.num_tokens += num_tokens
+            before = self._last_token_at.get(delta.index)
+            if before is not None:
+                self._tokens.between((now - before) / num_tokens)
+            self._last_token_at[delta.index] = now
+        if delta.finish_reason is not None:
+            self._on_end(delta)
+
+    def _on_end(self, delta: TokenDelta) -> None:
+        self.finish_reasons.append(str(delta.finish_reason))
+        self._metrics.finished(str(delta.finish_reason))
+        self._metrics.output_size.observe(delta.num_output_tokens)
+        if delta.timings is not None:
+            self.timings = delta.timings
+            self._metrics.on_timings(delta.timings, delta.num_output_tokens)

@@ -1,0 +1,78 @@
+"""The short way to a frame says, byte for byte, what the long way says."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from fake_engine import make_model_info
+
+from termgen.api import sse
+from termgen.api.chat import ChatStream, parse_chat
+from termgen.api.completions import CompletionStream, parse_completion
+from termgen.client import TokenDelta
+from termgen.engine.request import FinishReason
+
+TEXTS = ("a", " wörd", "", "\n", '"q"', "\\", "👋🏽", "\x00\x1f", "\u2028</script>", "你", "}{")
+
+
+def make_streams(chat: bool, fields: dict[str, Any]) -> list[Any]:
+    """Two streams of one request."""
+    model = make_model_info()
+    if chat:
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
+        request = parse_chat(body, model=model.model_id, defaults={})
+        return [ChatStream(request), ChatStream(request)]
+    completion = parse_completion(
+        {"prompt": ["x", "y"], "stream": True, **fields}, model=model.model_id, defaults={}
+    )
+    return [CompletionStream(completion, ["", "e"]), CompletionStream(completion, ["", "e"])]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 2},
+        {"stream_options": {"include_usage": True}},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"return_token_ids": True},
+        {"include_timings": True},
+    ],
+)
+def test_both_ways_say_the_same(chat: bool, fields: dict[str, Any]) -> None:
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    long_way, short_way = make_streams(chat, fields)
+    num_choices = fields.get("n", 1) * (1 if chat else 2)
+    counts = [0] * num_choices
+    num_short = 0
+    for i in range(200):
+        index = rng.randrange(num_choices)
+        counts[index] += 1
+        is_last = i == 199
+        delta = TokenDelta(
+            request_id="r",
+            index=0,
+            text=rng.choice(TEXTS),
+            token_ids=(i,),
+            logprobs=None,
+            finish_reason=FinishReason.STOP if is_last else None,
+            stop_reason=None,
+            num_prompt_tokens=3,
+            num_cached_tokens=1,
+            num_output_tokens=counts[index],
+            prompt_token_ids=(1, 2, 3) if counts[index] == 1 else None,
+        )
+        expected = b"".join(sse.frame(chunk) for chunk in long_way.feed(index, delta))
+        found = short_way.frame(index, delta)
+        num_short += found is not None
+        if found is None:
+            found = b"".join(sse.frame(chunk) for chunk in short_way.feed(index, delta))
+        assert found == expected
+    assert long_way.end() == short_way.end()
+    is_plain = "return_token_ids" not in fields and "continuous" not in str(fields)
+    assert (num_short > 150) == is_plain

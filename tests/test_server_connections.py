@@ -1,0 +1,236 @@
+"""Clients that are slow, silent or no HTTP clients, over sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeEngine, Script
+from server_harness import chat_body, eventually, serving
+
+from termgen.server import Server
+
+
+def head(path: str, length: int) -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        f"content-length: {length}\r\n\r\n"
+    ).encode()
+
+
+def request(path: str, body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    return head(path, len(content)) + content
+
+
+def address(server: Server) -> tuple[str, int]:
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+async def narrow_socket(server: Server) -> socket.socket:
+    """A connection that takes in only some kilobytes unless it is read."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, address(server))
+    return sock
+
+
+async def is_closed(reader: asyncio.StreamReader) -> bytes:
+    """What comes before the end of the connection."""
+    received = b""
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionResetError):
+            while part := await reader.read(2**16):
+                received += part
+    return received
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comple", b"GET / HTTP/1.1\r\nhost: x\r\nx-a: "])
+async def test_a_head_that_never_ends_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr("termgen.serving.connection.HEAD_TIMEOUT_S", 0.1)
+    async with serving(FakeEngine()) as server:
+        reader, writer = await asyncio.open_connection(*address(server))
+        writer.write(sent)
+        assert await is_closed(reader) == b""
+        writer.close()
+
+
+async def test_a_second_head_that_never_ends_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(FakeEngine()) as server:
+        reader, writer = await asyncio.open_connection(*address(server))
+        writer.write(b"GET /version HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        await reader.readuntil(b"}")
+        monkeypatch.setattr("termgen.serving.connection.HEAD_TIMEOUT_S", 0.1)
+        writer.write(b"GET /version HT")
+        assert await is_closed(reader) == b""
+        writer.close()
+
+
+async def test_a_long_answer_is_no_slow_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("termgen.serving.connection.HEAD_TIMEOUT_S", 0.05)
+    async with serving(FakeEngine(script=Script(first_delay_s=0.3))) as server:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            for _ in range(2):
+                answer = await client.post("/v1/chat/completions", json=chat_body())
+                assert answer.status_code == 200
+
+
+async def test_a_body_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("termgen.serving.body.BODY_TIMEOUT_S", 0.1)
+    engine = FakeEngine()
+    async with serving(engine) as server:
+        reader, writer = await asyncio.open_connection(*address(server))
+        writer.write(head("/v1/completions", 100) + b'{"prompt"')
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"request_timeout" in await reader.readuntil(b"}}")
+        writer.close()
+    assert engine.calls == []
+
+
+async def test_a_whole_answer_nobody_takes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("termgen.serving.connection.STALL_TIMEOUT_S", 0.1)
+    engine = FakeEngine(script=Script(pieces=["x" * 100_000] * 100))
+    async with serving(engine) as server:
+        connections = server._uvicorn.server_state.connections
+        sock = await narrow_socket(server)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(sock, request("/v1/chat/completions", chat_body()))
+        await eventually(lambda: bool(engine.finished))
+        await eventually(lambda: not connections)
+        sock.close()
+
+
+async def test_a_client_that_takes_little_by_little_gets_it_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For longer than the timeout, but never silent for that long."""
+    monkeypatch.setattr("termgen.serving.connection.STALL_TIMEOUT_S", 0.5)
+    engine = FakeEngine(script=Script(pieces=["x" * 100_000] * 40))
+    async with serving(engine) as server:
+        assert server._socket is not None  # the kernel holds megabytes back otherwise
+        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+        sock = await narrow_socket(server)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(sock, request("/v1/chat/completions", chat_body()))
+        received = b""
+        begun = loop.time()
+        while not received.endswith(b"}}}"):
+            slowly = loop.time() - begun < 1.0
+            part = await loop.sock_recv(sock, 16_384 if slowly else 2**20)
+            assert part, "the connection was cut"
+            received += part
+            await asyncio.sleep(0.02 if slowly else 0)
+        sock.close()
+    body = json.loads(received[received.index(b"\r\n\r\n") + 4 :])
+    assert body["choices"][0]["message"]["content"] == "x" * 4_000_000
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+async def test_a_client_that_sends_its_next_request_early_is_seen_to_leave(how: str) -> None:
+    engine = FakeEngine(script=Script(hold_after=1))
+    async with serving(engine) as server:
+        _, writer = await asyncio.open_connection(*address(server))
+        writer.write(request("/v1/completions", {"prompt": "x"}))
+        await eventually(lambda: bool(engine.live))
+        writer.write(request("/v1/completions", {"prompt": "x"}))
+        await asyncio.sleep(0.05)
+        assert len(engine.calls) == 1
+        writer.close() if how == "close" else writer.transport.abort()
+        await eventually(lambda: not engine.live)
+    assert len(engine.aborted) == 1 and len(engine.calls) == 1
+
+
+async def test_early_requests_are_answered_in_order() -> None:
+    engine = FakeEngine(script=Script(delay_s=0.002))
+    async with serving(engine) as server:
+        reader, writer = await asyncio.open_connection(*address(server))
+        one = request("/v1/completions", {"prompt": "x", "max_tokens": 3})
+        writer.write(one * 2)
+        await asyncio.sleep(0.01)
+        writer.write(one)
+        for _ in range(3):
+            answer = await reader.readuntil(b"}}}")
+            assert answer.startswith(b"HTTP/1.1 200") and b"Hello, wor" in answer
+        writer.close()
+    assert len(engine.finished) == 3
+
+
+async def test_early_requests_without_end_are_not_kept() -> None:
+    engine = FakeEngine(script=Script(hold_after=1))
+    async with serving(engine) as server:
+        reader, writer = await asyncio.open_connection(*address(server))
+        writer.write(request("/v1/completions", {"prompt": "x"}))
+        await eventually(lambda: bool(engine.live))
+        writer.write(request("/v1/completions", {"prompt": "x" * 2_000_000}))
+        assert await is_closed(reader) == b""
+        await eventually(lambda: not engine.live)
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"NONSENSE\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5, 6\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 1_000_000 + b"\r\n\r\n",
+        b"GET /" + b"y" * 1_000_000,
+    ],
+    ids=["tls", "words", "two hosts", "no host", "lengths", "length", "header", "path"],
+)
+async def test_what_is_not_http_gets_json(sent: bytes) -> None:
+    async with serving(FakeEngine()) as server:
+        reader, writer = await asyncio.open_connection(*address(server))
+        writer.write(sent)
+        answer = await is_closed(reader)
+        status, _, rest = answer.partition(b"\r\n")
+        assert status.startswith(b"HTTP/1.1 4"), answer
+        error = json.loads(rest.partition(b"\r\n\r\n")[2])["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
+        writer.close()
+
+
+async def test_clients_that_drop_leave_nothing_behind() -> None:
+    """Wherever they are: connected, in the head, in the body, waiting, reading. A small version of
+    `benchmarks/server_load.py --part drop`."""
+    engine = FakeEngine(script=Script(pieces=["x"] * 10_000, delay_s=0.002))
+    async with serving(engine) as server:
+        await asyncio.sleep(0.05)
+        state = server._uvicorn.server_state
+        tasks, files = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
+        whole = request("/v1/chat/completions", chat_body())
+        stream = request("/v1/chat/completions", chat_body(stream=True))
+        for i in range(200):
+            sent = (b"", whole[:20], whole[:-5], whole, stream)[i % 5]
+            reader, writer = await asyncio.open_connection(*address(server))
+            writer.write(sent)
+            if sent is stream:
+                await reader.readuntil(b"data: ")
+            elif i % 3:
+                await asyncio.sleep(0.005)
+            writer.transport.abort() if i % 2 else writer.close()
+        await eventually(lambda: not engine.live and not state.connections, timeout_s=20)
+        await eventually(lambda: len(asyncio.all_tasks()) <= tasks)
+        await eventually(lambda: len(os.listdir("/proc/self/fd")) <= files)
+        assert server.num_answers == 0 and not state.tasks
+        assert not server._state.admission._open
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.get("/health")).status_code == 200
+    assert engine.finished == [] and len(engine.aborted) >= 40
