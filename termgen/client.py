@@ -39,6 +39,11 @@ PauseMode = Literal["wait", "abort", "keep"]
 """What becomes of the requests an engine holds when it is paused."""
 
 
+SleepLevel = Literal[1, 2]
+"""How much an engine gives back while it sleeps: 1: the KV cache, and the weights of a GPU, which
+are kept in main memory; 2: the weights too, which are read from disk again."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """One generated token and the most likely alternatives at its position."""
@@ -159,6 +164,15 @@ class ModelInfo:
     """How much work is queued at most while nobody waits; 0 where steps do not run ahead so far."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizerInfo:
+    """What a client needs to build prompts as this engine's tokenizer does."""
+
+    named_tokens: Mapping[str, str] = field(default_factory=dict)
+    """`bos_token`, `eos_token` and so on, where the model has them."""
+    chat_template: str | None = None
+
+
 class EngineClient(Protocol):
     """An engine seen from outside. All coroutines may be awaited on any one asyncio loop."""
 
@@ -185,13 +199,20 @@ class EngineClient(Protocol):
         """Stop a request; its stream ends with finish_reason ABORT. False if it is unknown."""
         ...
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids `generate` would use for this prompt."""
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids `generate` would use for this prompt; raw text can do without special ones."""
         ...
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text of these tokens, special tokens included. `RequestError` for ids out of range."""
         ...
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself. `RequestError` for ids out of range."""
+        ...
+
+    @property
+    def tokenizer_info(self) -> TokenizerInfo: ...
 
     async def snapshot(self) -> EngineSnapshot:
         """The engine's present state, built between two steps."""
@@ -225,7 +246,34 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> None:
+        """Pause, then give memory back until `wake_up`; returns when it has been given back.
+
+        Requests that `mode` keeps, and new ones, wait; those that had begun are computed again.
+        Raises `RequestError` for an unknown level or mode, or when it sleeps already.
+        """
+        ...
+
+    async def wake_up(self) -> None:
+        """Take the memory again and go on. Raises `EngineError`, and sleeps on, when that fails."""
+        ...
+
+    @property
+    def is_paused(self) -> bool: ...
+
+    @property
+    def sleep_level(self) -> int:
+        """0: awake."""
+        ...
+
     @property
     def is_healthy(self) -> bool:
         """False once the engine thread has died or stands still with work queued."""
+        ...
+
+    async def why_unhealthy(self) -> str | None:
+        """Feel the engine's pulse: why it can serve nobody, None when it answers or makes progress.
+
+        Unlike `is_healthy` it finds an idle engine that no longer reacts.
+        """
         ...

@@ -271,6 +271,9 @@ class ServerConfig:
     force_include_usage: bool = setting(
         False, "end every stream with its token counts, asked for or not"
     )
+    enable_tokenizer_info: bool = setting(
+        False, "answer /tokenizer_info, which shows the chat template"
+    )
     metrics_compat: str = setting(
         "none", "vllm: show metrics under vLLM's names too", choices=("none", "vllm")
     )

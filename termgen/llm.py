@@ -18,7 +18,7 @@ from typing import Any, TypeGuard, cast
 
 from tqdm import tqdm
 
-from termgen.client import ChatPrompt, Message, ModelInfo, Prompt
+from termgen.client import ChatPrompt, Message, ModelInfo, Prompt, SleepLevel
 from termgen.config import EngineConfig
 from termgen.engine.engine import SyncEngine
 from termgen.engine.output import RequestOutput, RequestOutputBuilder
@@ -121,6 +121,16 @@ class LLM:
         """Forget every cached prefix. False if some are in use, which is never so at rest."""
         return self._engine.reset_prefix_cache()
 
+    def sleep(self, level: SleepLevel = 1) -> None:
+        """Give memory back until `wake_up`: the KV cache, and at level 1 a GPU's weights, which
+        main memory keeps; at level 2 all weights, which are read again. Nothing is generated
+        meanwhile."""
+        self._engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Take the memory again. Raises `EngineError`, and sleeps on, when it is not there."""
+        self._engine.wake_up()
+
     def shutdown(self) -> None:
         """Free the model. May be called again; nothing else may."""
         if self._is_open:
@@ -143,6 +153,8 @@ class LLM:
     ) -> list[RequestOutput]:
         if not self._is_open:
             raise EngineError("this LLM has been shut down")
+        if self._engine.sleep_level:
+            raise EngineError("this LLM sleeps; call wake_up first")
         params = self._params_for(len(inputs), sampling_params)
         requests = [self._request(i, inputs[i], params[i]) for i in range(len(inputs))]
         builders = {

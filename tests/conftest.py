@@ -8,7 +8,7 @@ through pip.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,17 @@ def tiny_model_dir(
 def tiny_llama_dir(tiny_model_dir: Callable[..., Path]) -> Path:
     """A 2-layer random Llama as safetensors, with a byte-level tokenizer and a chat template."""
     return tiny_model_dir("llama")
+
+
+@pytest.fixture(scope="session")
+def smollm2_url(smollm2_gguf: Path) -> Iterator[str]:
+    """A server with SmolLM2 on a socket, in a thread of its own, for clients that block. Its model
+    is called `smollm2`."""
+    from real_server import RealServer
+
+    server = RealServer(smollm2_gguf)
+    yield server.url
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,9 @@ from termgen.client import (
     PauseMode,
     Prompt,
     RequestTimings,
+    SleepLevel,
     TokenDelta,
+    TokenizerInfo,
     TokenLogprob,
 )
 from termgen.engine.events import (
@@ -217,6 +219,8 @@ class FakeEngine:
         self.bus = EventBus()
         self.scripted_snapshot: EngineSnapshot | None = None
         self.healthy = True
+        self.is_paused = False
+        self.sleep_level = 0
 
     @property
     def model(self) -> ModelInfo:
@@ -280,9 +284,16 @@ class FakeEngine:
         stop.set()
         return True
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         await asyncio.sleep(0)
-        return render(prompt)
+        return render(prompt) if add_special_tokens else render(prompt)[1:]
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return [chr(token_id % 256) for token_id in token_ids]
+
+    @property
+    def tokenizer_info(self) -> TokenizerInfo:
+        return TokenizerInfo({"eos_token": "</s>"}, "{{ messages }}")
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         await asyncio.sleep(0)
@@ -303,13 +314,26 @@ class FakeEngine:
 
     async def pause(self, mode: PauseMode = "wait") -> None:
         self.controls.append(f"pause {mode}")
+        self.is_paused = True
 
     async def resume(self) -> None:
         self.controls.append("resume")
+        self.is_paused = False
 
     async def reset_prefix_cache(self, *, force: bool = False) -> bool:
         self.controls.append("reset_prefix_cache force" if force else "reset_prefix_cache")
         return force or not self._live
+
+    async def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> None:
+        self.controls.append(f"sleep {level} {mode}")
+        self.sleep_level = level
+
+    async def wake_up(self) -> None:
+        self.controls.append("wake_up")
+        self.sleep_level = 0
+
+    async def why_unhealthy(self) -> str | None:
+        return None if self.healthy else "the engine thread has stopped"
 
     def _checked_prompt(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         ids = render(prompt)

@@ -36,6 +36,9 @@ class FakeExecutor:
         self.on_submit: Callable[[StepPlan], None] | None = None
         self.num_idle_jobs = 0
         """Pieces of work for idle moments."""
+        self.slept: list[str] = []
+        """What it was told about sleep."""
+        self.sleep_error: Exception | None = None
         self._rows: dict[int, tuple[AddedRow, list[int]]] = {}
         self._computed: dict[int, int] = {}
         self._finished: set[int] = set()
@@ -90,6 +93,20 @@ class FakeExecutor:
 
     def graph_status(self) -> GraphStatus:
         return GraphStatus(0, self.num_idle_jobs)
+
+    def sleep(self, level: int) -> None:
+        if self.sleep_error is not None:
+            raise self.sleep_error
+        self.slept.append(f"sleep {level}")
+
+    def give_back(self) -> None:
+        self.slept.append("give back")
+
+    def wake_up(self, on_progress: Callable[[str, float], None]) -> None:
+        if self.sleep_error is not None:
+            raise self.sleep_error
+        on_progress("loading weights", 0.5)
+        self.slept.append("wake up")
 
     def shutdown(self) -> None:
         self.plans.clear()

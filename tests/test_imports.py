@@ -34,7 +34,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.gguf_bytes",
         "engine.startup_phases",
     ),
-    "client": ("client",),
+    "client": ("client", "telemetry"),
     "catalog": ("catalog", "fetch"),
     "host": ("engine",),  # whatever of the engine is not named elsewhere
     "device": (
@@ -48,8 +48,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.kernels",
     ),
     "executor": ("engine.executor",),
-    "core": ("engine.core",),
-    "engine": ("engine.engine", "engine.startup"),
+    "core": ("engine.core", "engine.pulse", "engine.sleep"),
+    "engine": ("engine.engine", "engine.sync_engine", "engine.startup"),
     "api": ("api",),
     "server": ("server", "serving"),
     "bench": ("bench",),

@@ -96,6 +96,17 @@ def test_chat_is_generate_on_the_rendered_template(llm: LLM) -> None:
     assert len(bare.prompt_token_ids) < len(both[0].prompt_token_ids)
 
 
+def test_sleep(llm: LLM) -> None:
+    prompt = list(range(2, 30))
+    told = llm.generate([prompt], GREEDY)[0].outputs[0].token_ids
+    for level in (1, 2):
+        llm.sleep(level)  # type: ignore[arg-type]
+        with pytest.raises(EngineError, match="wake_up"):
+            llm.generate([prompt], GREEDY)
+        llm.wake_up()
+        assert llm.generate([prompt], GREEDY)[0].outputs[0].token_ids == told
+
+
 def test_repeated_prompts_hit_the_prefix_cache(llm: LLM) -> None:
     llm.reset_prefix_cache()
     prompt = list(range(2, 66))

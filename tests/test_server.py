@@ -426,7 +426,7 @@ async def test_health_tells_the_truth() -> None:
         for path in ("/health", "/ready"):
             response = await client.get(path)
             assert response.status_code == 503
-            assert response.json() == {"status": "engine_dead"}
+            assert response.json()["status"] == "engine_dead"
         response = await client.post("/v1/chat/completions", json=chat_body())
         assert response.status_code == 503
         assert error_of(response)["code"] == "engine_dead"

@@ -108,7 +108,7 @@ def parse_chat(
         defaults=defaults,
     )
     job = Job(
-        prompt=_parse_prompt(body),
+        prompt=parse_prompt(body),
         params=params,
         request_id=options.id,
         priority=parse_priority(body),
@@ -117,7 +117,8 @@ def parse_chat(
     return ChatRequest(job, options, body.finish(harmless=CHAT_HARMLESS, refused=CHAT_REFUSED))
 
 
-def _parse_prompt(body: Fields) -> ChatPrompt:
+def parse_prompt(body: Fields) -> ChatPrompt:
+    """The messages and how to render them."""
     value = body.take("messages")
     if not isinstance(value, list):
         raise wrong_type("messages", "a list of messages", value)

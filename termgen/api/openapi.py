@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from termgen.api.anthropic import is_messages_path
 from termgen.errors import RequestError
 
 Parser = Callable[[Mapping[str, Any]], object]
@@ -45,6 +46,20 @@ ERROR = {
     },
 }
 
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Body:
@@ -74,14 +89,15 @@ def describe(endpoints: Sequence[Endpoint], *, title: str, version: str) -> dict
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
         "paths": paths,
-        "components": {"schemas": {"Error": ERROR}},
+        "components": {"schemas": {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR}},
     }
 
 
 def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
+    name = "AnthropicError" if is_messages_path(endpoint.path) else "Error"
     error = {
         "description": "what is wrong, or who is in the way",
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},
     }
     operation: dict[str, Any] = {
         "summary": endpoint.summary,

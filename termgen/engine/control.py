@@ -1,4 +1,4 @@
-"""Pause, resume and reset of an engine that may have steps in flight.
+"""Pause, resume, reset and sleep of an engine that may have steps in flight.
 
 `EngineControl` belongs to the core and lives on its thread. The core asks it before each launch
 (`may_launch`) and tells it after each turn (`settle`). What has to wait for steps to land is
@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import get_args
 
-from termgen.client import PauseMode
+from termgen.client import PauseMode, SleepLevel
 from termgen.engine.delivery import FinishedRow
 from termgen.engine.request import FinishReason
 from termgen.engine.request_queue import first_begun
@@ -47,6 +47,8 @@ class EngineControl:
         self._resets: list[_Reset] = []
         self.is_resting = False
         """Paused, and nothing is left to be done before `resume`. Any thread may read it."""
+        self.sleep_level = 0
+        """0: awake. Any thread may read it."""
 
     @property
     def is_paused(self) -> bool:
@@ -63,6 +65,7 @@ class EngineControl:
             raise RequestError(
                 f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}", param="mode"
             )
+        self._check_awake()
         self._mode = mode
         self._scheduler.admits_new = False
         self.is_resting = False
@@ -74,10 +77,32 @@ class EngineControl:
 
     def resume(self) -> None:
         """Go on. Whoever still waits for a pause to take effect is told that it will not."""
+        self._check_awake()
         self._mode = None
         self._scheduler.admits_new = True
         self.is_resting = False
         self._fail_pauses(EngineError("the engine was resumed before it had come to rest"))
+
+    def lie_down(self, level: int) -> None:
+        """The device is about to lose its KV cache: nobody's keys and values count any more."""
+        self._check_awake()
+        if not self.is_resting:
+            raise EngineError("the engine was resumed before it could sleep")
+        self.sleep_level = level
+        self._reset(force=True, why="the engine sleeps")
+
+    def get_up(self) -> None:
+        """Go on after sleep."""
+        self.sleep_level = 0
+        self.resume()
+
+    def _check_awake(self) -> None:
+        if self.sleep_level:
+            raise RequestError(
+                f"the engine sleeps at level {self.sleep_level}; wake it up first",
+                code="asleep",
+                status=409,
+            )
 
     def reset_prefix_cache(self, force: bool) -> Future[bool]:
         """See `EngineClient.reset_prefix_cache`."""
@@ -120,11 +145,11 @@ class EngineControl:
         """Whether any request runs, or has run and waits to go on."""
         return bool(self._scheduler.num_running or first_begun(self._scheduler.waiting))
 
-    def _reset(self, force: bool) -> bool:
+    def _reset(self, force: bool, why: str = "the prefix cache was reset") -> bool:
         if not force:
             return self._scheduler.reset_prefix_cache()
         self._scheduler.recompute_all()
-        self._on_preempted("the prefix cache was reset")
+        self._on_preempted(why)
         return True
 
     def _fail_pauses(self, error: EngineError) -> None:
@@ -140,3 +165,9 @@ def finish_all(scheduler: Scheduler) -> list[FinishedRow]:
     requests = [table.request_at(slot) for slot in table.running.tolist()] + [*scheduler.waiting]
     rows = [scheduler.finish(request.request_id, FinishReason.ABORT) for request in requests]
     return [row for row in rows if row is not None]
+
+
+def check_level(level: object) -> None:
+    """Raises RequestError. Before the pause, so that a wrong level changes nothing."""
+    if isinstance(level, bool) or level not in get_args(SleepLevel):
+        raise RequestError(f"level must be 1 or 2, not {level!r:.40}", param="level")

@@ -391,6 +391,7 @@ class EngineCore:
             last_progress_ns=self.last_progress_ns,
             graphs=self.executor.graph_status(),
             paused=self.control.is_paused,
+            sleep_level=self.control.sleep_level,
         )
 
     def _idle_plan(self) -> StepPlan | None:

@@ -1,6 +1,6 @@
-"""The engine's two faces: `SyncEngine` steps in the caller's thread, `AsyncEngine` in its own.
+"""`AsyncEngine`, the in-process `EngineClient`; `SyncEngine` steps in the caller's thread instead.
 
-`AsyncEngine` is the in-process `EngineClient`. Its engine thread does no text work: it hands one
+Its engine thread does no text work: it hands one
 delivery per step to the event loop, with one wake-up, and the loop turns tokens into text.
 """
 
@@ -15,120 +15,29 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
 
-from termgen.client import ModelInfo, PauseMode, Prompt, TokenDelta
+from termgen.client import ModelInfo, PauseMode, Prompt, SleepLevel, TokenDelta, TokenizerInfo
 from termgen.config import EngineConfig
-from termgen.engine.control import EngineControl
+from termgen.engine.control import EngineControl, check_level
 from termgen.engine.delivery import StepDelivery
 from termgen.engine.events import EngineSnapshot, EventRing
-from termgen.engine.input_processor import InputProcessor
+from termgen.engine.pulse import Pulse
 from termgen.engine.request import GenerationRequest
 from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.sleep import fall_asleep, wake_up
 from termgen.engine.startup import EngineParts, Progress, build_engine
 from termgen.engine.stream import DeltaStream
+from termgen.engine.sync_engine import Settled, SyncEngine
 from termgen.engine.tokenizer import Tokenizer
 from termgen.errors import EngineDeadError, RequestError
 
-STALL_SECONDS = 60.0
-"""Work queued and no step landed for this long: the engine counts as unhealthy."""
+__all__ = ["AsyncEngine", "SyncEngine"]
 
 COLLECT_SECONDS = 30.0
 """While busy the collector is off, and young garbage is collected this often."""
 
 FULL_COLLECTIONS = 20
 """Every so many of those collections look at old garbage too, or it would pile up for ever."""
-
-
-Settled = TypeVar("Settled", bool, None)
-"""What a command answers once it has taken effect."""
-
-
-def _submit(parts: EngineParts, request: GenerationRequest, arrival_ns: int) -> None:
-    """Hand a request's completions to text processing and to the loop."""
-    for completion in parts.output_processor.expect(request, arrival_ns):
-        parts.core.submit(completion, arrival_ns)
-
-
-class SyncEngine:
-    """An engine that runs when `step` is called. For offline work and tests; one thread only."""
-
-    def __init__(self, config: EngineConfig, on_progress: Progress | None = None) -> None:
-        self._deliveries: deque[StepDelivery] = deque()
-        self._parts = build_engine(
-            config, on_delivery=self._deliveries.append, on_progress=on_progress
-        )
-        self.core = self._parts.core
-        self._news: list[TokenDelta] = []
-
-    @property
-    def model(self) -> ModelInfo:
-        return self._parts.model
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._parts.tokenizer
-
-    @property
-    def input_processor(self) -> InputProcessor:
-        return self._parts.input_processor
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether `step` has something to do or to tell. Paused requests do not count."""
-        return bool(self.core.has_work or self._news)
-
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a request."""
-        _submit(self._parts, request, time.perf_counter_ns())
-
-    def abort(self, request_id: str) -> None:
-        """Stop a request; its last deltas have finish_reason ABORT."""
-        for engine_id in self._parts.output_processor.engine_ids(request_id):
-            self.core.abort(engine_id)
-
-    def step(self) -> list[TokenDelta]:
-        """Run one engine step and return its news; [] when idle, when what can wait is done."""
-        if not self._turn():
-            self.core.use_idle_time()
-        news, self._news = self._news, []
-        return news
-
-    def _turn(self) -> bool:
-        was_busy = self.core.step()
-        while self._deliveries:
-            self._news += self._parts.output_processor.process(self._deliveries.popleft())
-        for request_id in self._parts.output_processor.take_aborts():
-            self.core.abort(request_id)
-        return was_busy
-
-    def _settled(self, command: Callable[[EngineControl], Future[Settled]]) -> Settled:
-        """Step until a command has taken effect; the next `step` returns the news of these."""
-        asked = self.core.call(lambda: command(self.core.control))
-        while not (asked.done() and (asked.exception() or asked.result().done())):
-            self._turn()
-        settled: Future[Settled] = asked.result()
-        return settled.result()
-
-    def snapshot(self) -> EngineSnapshot:
-        return self.core.snapshot()
-
-    def pause(self, mode: PauseMode = "wait") -> None:
-        """See `EngineClient.pause`."""
-        self._settled(lambda control: control.pause(mode))
-
-    def resume(self) -> None:
-        """See `EngineClient.resume`."""
-        self.core.control.resume()
-
-    def reset_prefix_cache(self, *, force: bool = False) -> bool:
-        """See `EngineClient.reset_prefix_cache`."""
-        return self._settled(lambda control: control.reset_prefix_cache(force))
-
-    def shutdown(self) -> None:
-        """Free the model; whatever still runs or waits is dropped. May be called again."""
-        self.core.drain()
-        self.core.executor.shutdown()
 
 
 class AsyncEngine:
@@ -148,6 +57,7 @@ class AsyncEngine:
         self._parts: EngineParts | None = None
         self._stopping = False
         self._death: EngineDeadError | None = None
+        self._pulse = Pulse()
         self._thread = threading.Thread(target=self._run, name="termgen-engine", daemon=True)
 
     @classmethod
@@ -223,7 +133,7 @@ class AsyncEngine:
     def _open(self, request: GenerationRequest, arrival_ns: int) -> DeltaStream:
         if self._death is not None:
             raise self._death
-        _submit(self.parts, request, arrival_ns)
+        self.parts.submit(request, arrival_ns)
         stream = self._streams[request.request_id] = DeltaStream(request.params.n)
         return stream
 
@@ -239,10 +149,25 @@ class AsyncEngine:
             self.parts.core.abort(engine_id)
         return bool(ids)
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        return await asyncio.to_thread(self.parts.input_processor.tokenize, prompt)
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        return await asyncio.to_thread(
+            self.parts.input_processor.tokenize, prompt, add_special_tokens=add_special_tokens
+        )
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
+        tokenizer = self._tokenizer_for(token_ids)
+        return await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=False)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        tokenizer = self._tokenizer_for(token_ids)
+        return [tokenizer.token_text(token_id) for token_id in token_ids]
+
+    @property
+    def tokenizer_info(self) -> TokenizerInfo:
+        tokenizer = self.parts.tokenizer
+        return TokenizerInfo() if tokenizer is None else tokenizer.info
+
+    def _tokenizer_for(self, token_ids: Sequence[int]) -> Tokenizer:
         tokenizer = self.parts.tokenizer
         if tokenizer is None:
             raise RequestError("the engine runs without a tokenizer", param="tokens")
@@ -252,7 +177,7 @@ class AsyncEngine:
                 raise RequestError(
                     f"token id {token_id} is outside the vocabulary of {size}", param="tokens"
                 )
-        return await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=False)
+        return tokenizer
 
     async def snapshot(self) -> EngineSnapshot:
         if self._death is not None:
@@ -287,13 +212,38 @@ class AsyncEngine:
         settled = await asyncio.wrap_future(core.call(lambda: command(core.control)))
         return await asyncio.wrap_future(settled)
 
+    async def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> None:
+        """See `EngineClient.sleep`."""
+        check_level(level)
+        await self.pause(mode)
+        core = self.parts.core
+        await asyncio.wrap_future(core.call(lambda: fall_asleep(core, level)))
+
+    async def wake_up(self) -> None:
+        """See `EngineClient.wake_up`."""
+        core = self.parts.core
+        await asyncio.wrap_future(core.call(lambda: wake_up(core)))
+
+    @property
+    def is_paused(self) -> bool:
+        return self.parts.core.control.is_paused
+
+    @property
+    def sleep_level(self) -> int:
+        return self.parts.core.control.sleep_level
+
     @property
     def is_healthy(self) -> bool:
-        if self._death is not None or not self._thread.is_alive():
-            return False
-        core = self.parts.core
-        silent_s = (time.perf_counter_ns() - core.last_progress_ns) / 1e9
-        return not core.has_work or silent_s < STALL_SECONDS
+        return self._why_dead() is None and self._pulse.why_stuck(self.parts.core) is None
+
+    async def why_unhealthy(self) -> str | None:
+        """See `EngineClient.why_unhealthy`."""
+        return self._why_dead() or await self._pulse.feel(self.parts.core)
+
+    def _why_dead(self) -> str | None:
+        if self._death is not None:
+            return str(self._death)
+        return None if self._thread.is_alive() else "the engine's thread has ended"
 
     # -- engine thread ---------------------------------------------------------------------
 

@@ -214,3 +214,5 @@ class EngineSnapshot:
     """CUDA graphs recorded, and those still to be recorded in idle moments."""
     paused: bool = False
     """`EngineClient.pause` holds back new requests, or all steps."""
+    sleep_level: int = 0
+    """How much was given back until `EngineClient.wake_up`; 0: awake."""

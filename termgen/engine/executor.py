@@ -17,6 +17,7 @@ from termgen.engine.step import DeviceInfo, GraphStatus, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from termgen.engine.runner.model_runner import ModelRunner
+    from termgen.engine.runner.sleep import DeepSleep, LightSleep
 
 
 SPIN_COUNT = "10000"
@@ -46,6 +47,20 @@ class Executor(Protocol):
         ...
 
     def graph_status(self) -> GraphStatus: ...
+
+    def sleep(self, level: int) -> None:
+        """Let go of the KV cache, and of the weights as `SleepLevel` says. No step is in flight.
+        When it raises, nothing has changed."""
+        ...
+
+    def give_back(self) -> None:
+        """Asleep, and garbage collected: return to the device what nothing refers to any more."""
+        ...
+
+    def wake_up(self, on_progress: Callable[[str, float], None]) -> None:
+        """Be as after `start`, with the same sizes; all rows are forgotten. Raises EngineError, and
+        sleeps on, when that is not possible."""
+        ...
 
     def shutdown(self) -> None: ...
 
@@ -83,6 +98,8 @@ class LocalExecutor:
         self._path = path
         self._runner: ModelRunner | None = None
         self._worker: ThreadPoolExecutor | None = None
+        self._info: DeviceInfo | None = None
+        self._sleep: LightSleep | DeepSleep | None = None
 
     def start(self, on_progress: Callable[[str, float], None]) -> DeviceInfo:
         """Load the model and size the caches. Raises ConfigError or ModelError."""
@@ -91,6 +108,7 @@ class LocalExecutor:
         from termgen.engine.runner.build import build_runner  # torch: seconds
 
         self._runner, info = build_runner(self._config, self._path, on_progress)
+        self._info = info
         if info.device == "cpu" and info.max_in_flight > 1:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="termgen-cpu-stream")
         return info
@@ -114,10 +132,30 @@ class LocalExecutor:
         return self._runner.execute(plan).result()
 
     def idle(self) -> bool:
-        return self._runner is not None and self._runner.record_next()
+        is_awake = self._sleep is None
+        return is_awake and self._runner is not None and self._runner.record_next()
 
     def graph_status(self) -> GraphStatus:
         return self._runner.graphs.status if self._runner is not None else GraphStatus(0, 0)
+
+    def sleep(self, level: int) -> None:
+        from termgen.engine.runner.sleep import DeepSleep, LightSleep
+
+        assert self._runner is not None and self._info is not None, "start() comes first"
+        if level == 1:
+            self._sleep = LightSleep(self._runner, self._config, self._info)
+        else:
+            self._sleep = DeepSleep(self._config, self._path, self._info)
+            self._runner = None
+
+    def give_back(self) -> None:
+        assert self._sleep is not None, "sleep() comes first"
+        self._sleep.give_back()
+
+    def wake_up(self, on_progress: Callable[[str, float], None]) -> None:
+        assert self._sleep is not None, "sleep() comes first"
+        self._runner = self._sleep.wake_up(on_progress)
+        self._sleep = None
 
     def shutdown(self) -> None:
         if self._worker is not None:

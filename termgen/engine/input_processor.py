@@ -120,10 +120,13 @@ class InputProcessor:
                 param="allowed_token_ids",
             )
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
-        """The ids `process` would submit for this prompt; may be longer than the context."""
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids `process` would submit for this prompt; may be longer than the context.
+
+        add_special_tokens: for raw text only; chat templates write their own.
+        """
         if isinstance(prompt, str):
-            ids = self._encode_text(prompt)
+            ids = self._encode_text(prompt, add_special_tokens)
         elif isinstance(prompt, ChatPrompt):
             ids = self._encode_chat(prompt)
         else:
@@ -134,10 +137,10 @@ class InputProcessor:
         self._check_range(ids, _param_of(prompt))
         return ids
 
-    def _encode_text(self, text: str) -> list[int]:
+    def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
         tokenizer = self._need_tokenizer("prompt")
         self._check_size(len(text), tokenizer, "prompt")
-        return tokenizer.encode(text)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
         tokenizer = self._need_tokenizer("messages")

@@ -23,6 +23,7 @@ def build_snapshot(
     last_progress_ns: int,
     graphs: GraphStatus,
     paused: bool,
+    sleep_level: int,
 ) -> EngineSnapshot:
     """`plan` is the newest plan, for the tokens each request has in it."""
     now = time.perf_counter_ns()
@@ -65,6 +66,7 @@ def build_snapshot(
         num_graphs_recorded=graphs.num_recorded,
         num_graphs=graphs.num_graphs,
         paused=paused,
+        sleep_level=sleep_level,
     )
 
 

@@ -20,6 +20,7 @@ from termgen.engine.executor import Executor, LocalExecutor
 from termgen.engine.input_processor import InputProcessor
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.output import OutputProcessor
+from termgen.engine.request import GenerationRequest
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
 from termgen.engine.startup_phases import LOADING_TOKENIZER, PhaseClock, describe_startup
@@ -45,6 +46,11 @@ class EngineParts:
     tokenizer: Tokenizer | None
     input_processor: InputProcessor
     output_processor: OutputProcessor
+
+    def submit(self, request: GenerationRequest, arrival_ns: int) -> None:
+        """Hand a request's completions to text processing and to the loop."""
+        for completion in self.output_processor.expect(request, arrival_ns):
+            self.core.submit(completion, arrival_ns)
 
 
 def build_engine(

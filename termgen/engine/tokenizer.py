@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from termgen.client import Message
+from termgen.client import Message, TokenizerInfo
 from termgen.engine.chat_encoding import ChatEncoder
 from termgen.engine.detokenizer import BytesDecoder, TokenDecoder, WindowDecoder
 from termgen.engine.encode_text import encode_text
@@ -55,6 +55,7 @@ class Tokenizer:
         self._bytes_of, self._strip_leading_space = _byte_decoding(parts)
         self._all_bytes = _BytesTable(self._raw_bytes, frozenset())
         self._text_bytes = _BytesTable(self._raw_bytes, self.special_token_ids)
+        self.info = TokenizerInfo(dict(parts.named_tokens), parts.chat_templates.get("default"))
         self._max_token_chars: int | None = None
         self._chat = ChatEncoder(backend, parts) if parts.chat_templates else None
 

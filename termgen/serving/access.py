@@ -35,6 +35,8 @@ ADMIN_PATHS = frozenset(
         "/resume",
         "/sleep",
         "/wake_up",
+        "/is_paused",
+        "/is_sleeping",
     }
 )
 """Paths that change the engine for everybody, or show what everybody does."""
@@ -60,6 +62,8 @@ class Caller:
     role: Role = Role.ANYONE
     salt_key: bytes | None = field(default=None, repr=False)
     """Differs from key to key; None where all callers share one prefix cache."""
+    key_digest: bytes = field(default=b"", repr=False)
+    """Tells callers apart: the key's."""
 
     def salt(self, cache_salt: str | None) -> str | None:
         """The cache salt of this caller's request, which asked for `cache_salt` itself."""
@@ -99,7 +103,7 @@ class KeyRing:
         self._callers = [
             (
                 _digest(key.encode()),
-                Caller(role, None if is_shared else _derive(secret, key)),
+                Caller(role, None if is_shared else _derive(secret, key), _digest(key.encode())),
             )
             for key, role in roles
         ]

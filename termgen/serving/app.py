@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,18 +24,20 @@ from termgen.api.completions import (
     completion_response,
     parse_completion,
 )
-from termgen.api.errors import http_reply, model_not_found
+from termgen.api.errors import http_reply, model_not_found, not_supported
 from termgen.api.fields import ignored_header
 from termgen.api.models import model_list, model_object, resolve_model
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
-from termgen.errors import RequestError
 from termgen.serving.access import ApiKeyCheck, OriginCheck
-from termgen.serving.body import read_object
+from termgen.serving.admin_routes import ADMIN_ROUTES
+from termgen.serving.bridge_routes import BRIDGE_ROUTES
+from termgen.serving.event_routes import EVENT_ROUTES
 from termgen.serving.generation import Generation
 from termgen.serving.metrics import CONTENT_TYPE
-from termgen.serving.middleware import BodyLimit, HostCheck, RequestContext
+from termgen.serving.middleware import BodyLimit, HostCheck, RequestContext, for_path
 from termgen.serving.openapi_route import OpenAPI
+from termgen.serving.reading import read_json, state_of
 from termgen.serving.responses import (
     CompleteResponse,
     EventStreamResponse,
@@ -44,6 +46,7 @@ from termgen.serving.responses import (
     error_response,
 )
 from termgen.serving.state import ServerState
+from termgen.serving.token_routes import TOKEN_ROUTES
 
 T = TypeVar("T")
 
@@ -67,10 +70,15 @@ def build_app(state: ServerState) -> Starlette:
             Route("/v1/models/{id:path}", get_model),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"], include_in_schema=False),
             Route("/health", health),
             Route("/ready", ready),
             Route("/metrics", metrics),
             Route("/version", version),
+            *TOKEN_ROUTES,
+            *BRIDGE_ROUTES,
+            *ADMIN_ROUTES,
+            *EVENT_ROUTES,
             OpenAPI().route(),
         ],
         middleware=[
@@ -129,19 +137,16 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """Errors of the router: no such path, wrong method."""
     assert isinstance(error, HTTPException)
     detail = f"{error.detail}: {request.method} {request.scope['path'][:200]}"
-    return error_response(http_reply(error.status_code, detail, error.headers))
-
-
-def _state(request: Request) -> ServerState:
-    state: ServerState = request.app.state.server
-    return state
+    return error_response(
+        for_path(request.scope, http_reply(error.status_code, detail, error.headers))
+    )
 
 
 # -- generation ----------------------------------------------------------------------------
 
 
 async def chat_completions(request: Request) -> ASGIApp:
-    state, engine = _state(request), _state(request).require_engine()
+    state, engine = state_of(request), state_of(request).require_engine()
     chat = await _parse_body(request, engine, parse_chat)
     headers = _answer_headers(state, chat.ignored)
     generation = Generation(state, engine, [chat.job])
@@ -153,7 +158,7 @@ async def chat_completions(request: Request) -> ASGIApp:
 
 
 async def completions(request: Request) -> ASGIApp:
-    state, engine = _state(request), _state(request).require_engine()
+    state, engine = state_of(request), state_of(request).require_engine()
     completion = await _parse_body(request, engine, parse_completion)
     headers = _answer_headers(state, completion.ignored)
     echoes = await _echoes(engine, completion)
@@ -171,7 +176,7 @@ async def completions(request: Request) -> ASGIApp:
 
 async def _parse_body(request: Request, engine: EngineClient, parse: Callable[..., T]) -> T:
     """What `parse`, one of the two endpoints', makes of the body."""
-    state = _state(request)
+    state = state_of(request)
     state.admission.check_room()
     data = await read_json(request)
     return parse(
@@ -180,20 +185,6 @@ async def _parse_body(request: Request, engine: EngineClient, parse: Callable[..
         defaults=engine.model.default_params,
         force_include_usage=state.config.force_include_usage,
     )
-
-
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body of a POST, which must say that it is JSON.
-
-    Browsers may send other types across sites without asking first, JSON they may not.
-    """
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
-        raise RequestError(
-            "Send the body as JSON, with `content-type: application/json`",
-            param="content-type",
-        )
-    return await read_object(request, _state(request).large_bodies)
 
 
 async def _echoes(engine: EngineClient, completion: CompletionRequest) -> Sequence[str]:
@@ -222,13 +213,13 @@ def _answer_headers(state: ServerState, ignored: tuple[str, ...]) -> Headers:
 
 
 async def list_models(request: Request) -> Response:
-    state = _state(request)
+    state = state_of(request)
     engine = state.require_engine()
     return JSONReply(model_list(engine.model, state.names_for(engine)))
 
 
 async def get_model(request: Request) -> Response:
-    state = _state(request)
+    state = state_of(request)
     engine = state.require_engine()
     name = request.path_params["id"]
     if name not in state.names_for(engine):
@@ -236,17 +227,28 @@ async def get_model(request: Request) -> Response:
     return JSONReply(model_object(engine.model, name))
 
 
+async def embeddings(request: Request) -> Response:
+    raise not_supported("This server generates text; it makes no embeddings")
+
+
 async def health(request: Request) -> Response:
-    """Liveness: 503 while loading, and when the engine is dead or stands still with work."""
-    status = _state(request).status
-    is_alive = status in ("ok", "draining")
-    return JSONReply({"status": status}, status_code=200 if is_alive else 503)
+    """Liveness: 503 while loading, and when the engine is dead, stuck or does not react."""
+    state = state_of(request)
+    status = state.status
+    if state.engine is None:
+        return JSONReply({"status": status}, status_code=503)
+    reason = await state.engine.why_unhealthy()
+    if reason is None:
+        return JSONReply({"status": status})
+    return JSONReply({"status": "engine_dead", "reason": reason}, status_code=503)
 
 
 async def ready(request: Request) -> Response:
-    """Whether a new request would be taken now."""
-    state = _state(request)
+    """Whether a new request would be taken now, and begun without waiting for an administrator."""
+    state = state_of(request)
     status = state.status
+    if status == "ok" and state.engine is not None and state.engine.is_paused:
+        status = "paused"
     if status == "ok" and state.admission.is_full:
         status = "queue_full"
     if status == "ok":
@@ -255,7 +257,7 @@ async def ready(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    body = await _state(request).render_metrics()
+    body = await state_of(request).render_metrics()
     return Response(body, headers={"content-type": CONTENT_TYPE})
 
 

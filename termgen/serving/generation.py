@@ -36,6 +36,8 @@ class Generation:
     """Use as an async context manager, and `run` it once within."""
 
     def __init__(self, state: ServerState, engine: EngineClient, jobs: Sequence[Job]) -> None:
+        """Raises RequestError while the engine sleeps."""
+        state.check_awake()
         self._state = state
         self._engine = engine
         self._jobs = jobs
@@ -56,6 +58,12 @@ class Generation:
         """Say which HTTP request it belongs to, before the generation is entered."""
         self.caller = caller_of(scope)
         self._scope = scope
+
+    def is_known_as(self, name: str) -> bool:
+        """Whether this is the answer's id, or the `x-request-id` of its request."""
+        ids = [job.request_id for job in self._jobs]
+        is_answer = any(i == name or i.startswith(f"{name}-") for i in ids)
+        return is_answer or self._scope.get(REQUEST_ID) == name
 
     async def __aenter__(self) -> Generation:
         assert self.caller is not None, "who asks must be known"

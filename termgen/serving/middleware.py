@@ -16,7 +16,8 @@ from urllib.parse import quote
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from termgen.api.errors import body_too_large, host_not_allowed, reply_for
+from termgen.api.anthropic import anthropic_reply, is_messages_path
+from termgen.api.errors import ErrorReply, body_too_large, host_not_allowed, reply_for
 from termgen.config import is_loopback
 from termgen.errors import RequestError, TermgenError
 from termgen.serving.access import REQUEST_ID, header
@@ -64,7 +65,10 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if is_messages_path(scope["path"]):
+                    headers["request-id"] = request_id  # where Anthropic's clients look
             await send(message)
 
         try:
@@ -78,7 +82,8 @@ class RequestContext:
                 self._on_refused(error.code)
             if not isinstance(error, TermgenError):
                 logger.exception("request %s failed", request_id)
-            await error_response(reply_for(error))(scope, receive, send_named)
+            reply = for_path(scope, reply_for(error))
+            await error_response(reply)(scope, receive, send_named)
         finally:
             self._log(scope, status, time.perf_counter() - begun, request_id)
 
@@ -95,6 +100,13 @@ class RequestContext:
             seconds * 1e3,
             request_id,
         )
+
+
+def for_path(scope: Scope, reply: ErrorReply) -> ErrorReply:
+    """The reply in the shape that the clients of this endpoint know."""
+    if is_messages_path(scope["path"]):
+        return anthropic_reply(reply, scope[REQUEST_ID])
+    return reply
 
 
 class HostCheck:

@@ -12,10 +12,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from termgen import __version__
+from termgen.api.anthropic_input import parse_messages
 from termgen.api.chat import parse_chat
 from termgen.api.completions import parse_completion
 from termgen.api.models import resolve_model
 from termgen.api.openapi import Body, Endpoint, Parser, describe
+from termgen.api.responses_input import parse_responses
 from termgen.serving.responses import JSONReply
 
 
@@ -34,6 +36,10 @@ BODIES: Mapping[str, Body] = {
         _checked(parse_chat), {"messages": [{"role": "user", "content": "x"}]}
     ),
     "/v1/completions": Body(_checked(parse_completion), {"prompt": "x"}),
+    "/v1/messages": Body(
+        _checked(parse_messages), {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    ),
+    "/v1/responses": Body(_checked(parse_responses), {"input": "x"}),
 }
 """What is known of the bodies of POST routes; of others only that they are objects."""
 
@@ -59,7 +65,7 @@ def describe_app(app: Starlette) -> dict[str, Any]:
     endpoints = [
         Endpoint(route.path, method, _summary(route), _body(route.path, method))
         for route in app.routes
-        if isinstance(route, Route)
+        if isinstance(route, Route) and route.include_in_schema
         for method in sorted((route.methods or set()) - {"HEAD"})
     ]
     return describe(endpoints, title="termgen", version=__version__)

@@ -35,7 +35,7 @@ class ClientDisconnected(Exception):
 
 
 class ChunkStream(Protocol):
-    """`ChatStream` or `CompletionStream`."""
+    """`ChatStream`, `CompletionStream`, or what another endpoint makes of the former."""
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]: ...
 
@@ -142,12 +142,19 @@ class EventStreamResponse:
     what follows into one."""
 
     def __init__(
-        self, state: ServerState, generation: Generation, headers: Headers, *, chunks: ChunkStream
+        self,
+        state: ServerState,
+        generation: Generation,
+        headers: Headers,
+        *,
+        chunks: ChunkStream,
+        wire: sse.Wire = sse.CHAT_WIRE,
     ) -> None:
         self._state = state
         self._generation = generation
         self._headers = {**sse.HEADERS, **headers}
         self._chunks = chunks
+        self._wire = wire
         self._fast = chunks.frame if isinstance(chunks, TextFrames) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,13 +166,17 @@ class EventStreamResponse:
         interval_s = self._state.config.sse_ping_interval
         async with self._generation as generation:
             writer = EventWriter(
-                send, self._headers, ping_interval_s=interval_s, write_chunk=write_chunk
+                send,
+                self._headers,
+                ping_interval_s=interval_s,
+                write_chunk=write_chunk,
+                ping=self._wire.ping,
             )
 
             async def write(choice: int, delta: TokenDelta) -> None:
                 data = self._data(choice, delta)
                 if generation.is_complete:
-                    data += _frames(self._chunks.end()) + sse.DONE
+                    data += self._frames(self._chunks.end()) + self._wire.done
                     await writer.write(data, is_last=True)
                 elif data:
                     await writer.write(data)
@@ -179,7 +190,7 @@ class EventStreamResponse:
                     raise  # still a plain error response
                 if not isinstance(error, TermgenError):
                     logger.exception("a stream failed")  # the client learns only that it did
-                await writer.write(sse.error_frames(error), is_last=True)
+                await writer.write(self._wire.error_frames(error), is_last=True)
             finally:
                 writer.close()
 
@@ -188,11 +199,10 @@ class EventStreamResponse:
             data = self._fast(choice, delta)
             if data is not None:
                 return data
-        return _frames(self._chunks.feed(choice, delta))
+        return self._frames(self._chunks.feed(choice, delta))
 
-
-def _frames(chunks: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(sse.frame(chunk) for chunk in chunks)
+    def _frames(self, chunks: Iterable[dict[str, Any]]) -> bytes:
+        return b"".join(self._wire.frame(chunk) for chunk in chunks)
 
 
 class EventWriter:
@@ -208,9 +218,11 @@ class EventWriter:
         *,
         ping_interval_s: float,
         write_chunk: Callable[[bytes], bool] | None,
+        ping: bytes = sse.PING,
     ) -> None:
         self._send = send
         self._write_chunk = write_chunk
+        self._ping_frame = ping
         self._headers = headers
         self._ping_interval_s = ping_interval_s
         self._loop = asyncio.get_running_loop()
@@ -263,4 +275,4 @@ class EventWriter:
     async def _write_ping(self) -> None:
         if not self._is_over:
             with suppress(ClientDisconnected):  # whoever writes next finds out
-                await self.write(sse.PING)
+                await self.write(self._ping_frame)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from termgen.api.errors import unavailable
+from termgen.api.errors import request_aborted, unavailable
 from termgen.api.models import served_names
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.engine.events import EventRing
 from termgen.errors import EngineDeadError, EngineError
-from termgen.serving.access import KeyRing
+from termgen.serving.access import Caller, KeyRing, Role
 from termgen.serving.admission import AdmissionControl
+from termgen.serving.event_hub import EventHub
 from termgen.serving.metrics import ServerMetrics
 from termgen.serving.request_report import ReportSink, RequestLog, RequestReport
 
@@ -21,7 +22,11 @@ SNAPSHOT_TIMEOUT_S = 1.0
 
 
 class Cancellable(Protocol):
-    """An answer under way, as far as stopping the server is concerned."""
+    """An answer under way, as far as stopping it is concerned."""
+
+    caller: Caller | None
+
+    def is_known_as(self, name: str) -> bool: ...
 
     def fail(self, error: Exception) -> None: ...
 
@@ -34,6 +39,8 @@ class ServerState:
         self.engine: EngineClient | None = None
         self.metrics: ServerMetrics | None = None
         self.is_draining = False
+        self.hub: EventHub | None = None
+        """Of those who listen to the engine's events."""
         self.large_bodies = asyncio.Lock()
         """Held while one is parsed."""
         self._sinks = _report_sinks(config)
@@ -61,25 +68,34 @@ class ServerState:
         self.admission.num_seats = engine.model.max_num_seqs
         self.metrics.run_ahead.set(engine.model.run_ahead_ms / 1e3)
         self._ring = engine.events(EVENT_RING_CAPACITY)
+        self.hub = EventHub(engine)
         self.engine = engine
 
     def detach(self) -> None:
         """Let go of the engine's events."""
+        self.close_hub()
         if self.engine is not None and self._ring is not None:
             self.engine.close_events(self._ring)
             self._ring = None
+
+    def close_hub(self) -> None:
+        """End the streams of events; new ones end at once."""
+        if self.hub is not None:
+            self.hub.close()
 
     def names_for(self, engine: EngineClient) -> tuple[str, ...]:
         return served_names(engine.model, self.config.served_model_name)
 
     @property
     def status(self) -> str:
-        """`ok`, or why new requests are refused: loading, draining, engine_dead."""
+        """`ok`, or why new requests are refused: loading, draining, engine_dead, asleep."""
         if self.engine is None:
             return "loading"
         if not self.engine.is_healthy:
             return "engine_dead"
-        return "draining" if self.is_draining else "ok"
+        if self.is_draining:
+            return "draining"
+        return "asleep" if self.engine.sleep_level else "ok"
 
     def require_engine(self) -> EngineClient:
         """The engine, if a new request may be given to it now."""
@@ -93,9 +109,18 @@ class ServerState:
         assert self.engine is not None
         return self.engine
 
+    def check_awake(self) -> None:
+        """Raises RequestError while the engine sleeps: a new answer would wait for who knows."""
+        if self.status == "asleep":
+            raise unavailable("asleep", "The engine sleeps; try again when it has been woken up")
+
     def require_metrics(self) -> ServerMetrics:
         assert self.metrics is not None, "metrics exist from attach() on"
         return self.metrics
+
+    def require_hub(self) -> EventHub:
+        assert self.hub is not None, "there is one from attach() on"
+        return self.hub
 
     def drain_events(self) -> None:
         """Tell admission and metrics what the engine has published."""
@@ -157,6 +182,18 @@ class ServerState:
         except TimeoutError:
             return False
         return True
+
+    def cancel(self, caller: Caller, name: str) -> bool:
+        """End this caller's answers of that name, an admin's anybody's; whether there are any."""
+        is_admin = caller.role is Role.ADMIN
+        found = [
+            answer
+            for answer in self._answers
+            if answer.is_known_as(name) and (is_admin or answer.caller == caller)
+        ]
+        for answer in found:
+            answer.fail(request_aborted())
+        return bool(found)
 
     def fail_all(self) -> None:
         """End every answer under way: an error frame in streams, 503 elsewhere."""

@@ -355,16 +355,21 @@ def _blocks_of(num_tokens: int, block_size: int) -> int:
     return -(-(num_tokens - 1) // block_size) + 1
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Of every tensor that the model's modules hold, copies in another layout included."""
+def held_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Every tensor that the model's modules hold, copies in another layout included."""
     held = {
-        id(tensor): tensor.numel() * tensor.element_size()
+        id(tensor): tensor
         for module in model.modules()
         for store in (vars(module), module._parameters, module._buffers)
         for tensor in store.values()
         if isinstance(tensor, torch.Tensor)
     }
-    return sum(held.values())
+    return list(held.values())
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Of all that the model's modules hold."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in held_tensors(model))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

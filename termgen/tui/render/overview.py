@@ -129,15 +129,17 @@ def gauges_tile(view: DashboardView, frame: Frame) -> list[Row]:
     name = "TTFT p50 / p99" if frame.width >= ROOMY_TILE else "TTFT"
     rows.append(spread([(name, "muted")], [(ttft, "text")], width))
     right: list[Span] = [(f"{view.num_waiting} waiting", "warn" if view.num_waiting else "muted")]
-    if _is_paused(view):
+    if rest := _rest(view):
         is_roomy = frame.width >= ROOMY_TILE
-        right = [("paused  ", "warn/b"), *right] if is_roomy else [("paused", "warn/b")]
+        right = [(f"{rest}  ", "warn/b"), *right] if is_roomy else [(rest, "warn/b")]
     return frame.draw([("now", "text/b")], right, rows)
 
 
-def _is_paused(view: DashboardView) -> bool:
-    """The engine, not the picture of it."""
-    return view.snapshot is not None and view.snapshot.paused
+def _rest(view: DashboardView) -> str:
+    """How the engine, not the picture of it, is held back; empty when it is not."""
+    if view.snapshot is None or not view.snapshot.paused:
+        return ""
+    return "asleep" if view.snapshot.sleep_level else "paused"
 
 
 def _gauge(name: str, share: float, value: str, role: str, width: int) -> Row:
@@ -161,7 +163,8 @@ def numbers_line(view: DashboardView, width: int) -> Row:
             (" ms", "muted"),
         ],
     ]
-    spans: list[Span] = [(" paused ", "warn/b")] if _is_paused(view) else []
+    rest = _rest(view)
+    spans: list[Span] = [(f" {rest} ", "warn/b")] if rest else []
     for group in groups:
         if row_width((*spans, *group)) >= width:
             break

@@ -1,0 +1,268 @@
+"""The body of /v1/messages, Anthropic's endpoint, in a chat's words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from termgen.api.chat import ChatRequest
+from termgen.api.chat_bridge import (
+    parse_as_chat,
+)
+from termgen.api.errors import unsupported
+from termgen.api.fields import Check, Fields, check_depth, is_empty, one_of, wrong_type
+from termgen.api.sampling import MAX_INT
+from termgen.errors import RequestError
+
+HARMLESS = frozenset(
+    {
+        "anthropic_version",
+        "betas",
+        "cache_control",  # prefixes are cached anyway
+        "diagnostics",
+        "inference_geo",
+        "metadata",
+        "service_tier",
+        "user_profile_id",
+        "workspace_id",
+    }
+)
+
+
+def _asks_for_no_thoughts(value: Any) -> bool:
+    """Off, or left to the model, which may well not think."""
+    return isinstance(value, dict) and value.get("type") in ("disabled", "adaptive")
+
+
+def _only_drops_thoughts(value: Any) -> bool:
+    """Edits of the history that concern what templates do not show in any case."""
+    edits = value.get("edits") if isinstance(value, dict) else None
+    return isinstance(edits, list) and all(
+        isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking")
+        for edit in edits
+    )
+
+
+REFUSED: dict[str, Check] = {
+    "container": is_empty,
+    "context_management": _only_drops_thoughts,
+    "mcp_servers": is_empty,
+    "speed": one_of("standard"),
+    "thinking": _asks_for_no_thoughts,
+}
+
+NAMES = {
+    "parameters": "input_schema",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "stop": "stop_sequences",
+}
+"""Fields of the chat by the names they have here."""
+
+_STAMP = re.compile(r"\bcch=[^;\s]*")
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesRequest:
+    chat: ChatRequest
+    ignored: tuple[str, ...]
+
+
+def parse_messages(
+    data: Mapping[str, Any], *, only_counts: bool = False, **context: Any
+) -> MessagesRequest:
+    """Check a body. only_counts: of count_tokens, which asks for no answer. Raises RequestError."""
+    body = Fields(data)
+    body.take("model")
+    max_tokens = body.integer("max_tokens", low=1, high=MAX_INT)
+    if max_tokens is None and not only_counts:
+        raise RequestError("max_tokens must be given", param="max_tokens")
+    chat: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "messages": [*_system(body), *_messages(body.take("messages"))],
+        "stop": body.take("stop_sequences"),
+        "stream": body.boolean("stream"),
+        **{name: body.take(name) for name in ("temperature", "top_p")},
+        "top_k": body.integer("top_k", low=0, high=MAX_INT),
+        **_tools(body),
+        **_output(body.object("output_config")),
+    }
+    if chat["messages"][-1]["role"] == "assistant":  # the answer is to go on from these words
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    if chat["stop"] is not None and not isinstance(chat["stop"], list):
+        raise wrong_type("stop_sequences", "a list of strings", chat["stop"])
+    ignored = body.finish(harmless=HARMLESS, refused=REFUSED)
+    context.pop("force_include_usage", None)  # this endpoint always tells
+    return MessagesRequest(parse_as_chat(chat, id_prefix="msg_", names=NAMES, **context), ignored)
+
+
+def _system(body: Fields) -> list[dict[str, Any]]:
+    """Instructions, one message.
+
+    A client stamps its first block anew for every request; left in, no prompt would ever be found
+    in the prefix cache.
+    """
+    texts = _texts(body.take("system"), "system")
+    texts = [
+        _STAMP.sub("cch=", text) if text.startswith("x-anthropic-billing-header:") else text
+        for text in texts
+    ]
+    return [{"role": "system", "content": "\n".join(texts)}] if texts else []
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise wrong_type("messages", "a list of messages", value)
+    if not value:
+        raise RequestError("messages must not be empty", param="messages")
+    messages: list[dict[str, Any]] = []
+    for i, message in enumerate(value):
+        where = f"messages[{i}]"
+        if not isinstance(message, dict):
+            raise wrong_type(where, "an object", message)
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant"):
+            raise wrong_type(f"{where}.role", "user or assistant", role)
+        if role == "user":
+            messages += _user(content, f"{where}.content")
+        else:
+            messages.append(_assistant(content, f"{where}.content"))
+    return messages
+
+
+def _blocks(value: Any, where: str) -> list[tuple[str, dict[str, Any], str]]:
+    """(type, block, its name) of each content block; a string is a block of text."""
+    if isinstance(value, str):
+        return [("text", {"text": value}, where)]
+    if not isinstance(value, list):
+        raise wrong_type(where, "a string or a list of blocks", value)
+    blocks = []
+    for i, block in enumerate(value):
+        at = f"{where}[{i}]"
+        if not isinstance(block, dict):
+            raise wrong_type(at, "an object", block)
+        kind = block.get("type")
+        if kind == "text" and not isinstance(block.get("text"), str):
+            raise wrong_type(f"{at}.text", "a string", block.get("text"))
+        blocks.append((kind if isinstance(kind, str) else "", block, at))
+    return blocks
+
+
+def _refuse(kind: str, at: str) -> RequestError:
+    return unsupported(f"{at}.type", f"{at}: blocks of type {kind!r:.40} are not supported here")
+
+
+def _texts(value: Any, where: str) -> list[str]:
+    """Of blocks that may only be text."""
+    texts = []
+    for kind, block, at in _blocks(value if value is not None else [], where):
+        if kind != "text":
+            raise _refuse(kind, at)
+        texts.append(block["text"])
+    return texts
+
+
+def _user(content: Any, where: str) -> list[dict[str, Any]]:
+    """A user's turn: results of tools, each a message of its own, and text."""
+    messages: list[dict[str, Any]] = []
+    texts = []
+    for kind, block, at in _blocks(content, where):
+        if kind == "text":
+            texts.append({"type": "text", "text": block["text"]})
+        elif kind == "tool_result":
+            call_id = block.get("tool_use_id")
+            if not isinstance(call_id, str):
+                raise wrong_type(f"{at}.tool_use_id", "a string", call_id)
+            text = "\n".join(_texts(block.get("content"), f"{at}.content"))
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        else:
+            raise _refuse(kind, at)
+    if texts or not messages:
+        messages.append({"role": "user", "content": texts})
+    return messages
+
+
+def _assistant(content: Any, where: str) -> dict[str, Any]:
+    """An assistant's turn. What it thought is for its template, if that shows it."""
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    texts, calls, thoughts = [], [], []
+    for kind, block, at in _blocks(content, where):
+        if kind == "text":
+            texts.append({"type": "text", "text": block["text"]})
+        elif kind == "tool_use":
+            calls.append(_call(block, at))
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind != "redacted_thinking":
+            raise _refuse(kind, at)
+    if texts or not calls:
+        message["content"] = texts
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return message
+
+
+def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:
+    given = block.get("input")
+    if not isinstance(given, dict):
+        raise wrong_type(f"{at}.input", "an object", given)
+    check_depth(f"{at}.input", given)
+    for name in ("id", "name"):
+        if not isinstance(block.get(name), str):
+            raise wrong_type(f"{at}.{name}", "a string", block.get(name))
+    function = {"name": block["name"], "arguments": json.dumps(given)}
+    return {"id": block["id"], "type": "function", "function": function}
+
+
+def _tools(body: Fields) -> dict[str, Any]:
+    """`tools` and `tool_choice` in a chat's words."""
+    given = body.take("tools")
+    if given is None or given == []:
+        given = None
+    elif not isinstance(given, list):
+        raise wrong_type("tools", "a list", given)
+    tools = []
+    for i, tool in enumerate(given or ()):
+        if not isinstance(tool, dict):
+            raise wrong_type(f"tools[{i}]", "an object", tool)
+        if tool.get("type") not in (None, "custom"):
+            raise unsupported(
+                f"tools[{i}].type", f"tools[{i}]: only tools of the client's own are supported"
+            )
+        function = {k: tool[k] for k in ("name", "description", "strict") if k in tool}
+        function["parameters"] = tool.get("input_schema")
+        tools.append({"type": "function", "function": function})
+    fields: dict[str, Any] = {"tools": tools} if tools else {}
+    choice = body.object("tool_choice")
+    if choice is None:
+        return fields
+    kind, name = choice.string("type"), choice.string("name")
+    if choice.boolean("disable_parallel_tool_use"):
+        fields["parallel_tool_calls"] = False
+    if kind == "tool":
+        fields["tool_choice"] = {"type": "function", "function": {"name": name}}
+    elif kind in ("auto", "any", "none"):
+        fields["tool_choice"] = "required" if kind == "any" else kind
+    else:
+        raise wrong_type("tool_choice.type", "auto, any, tool or none", kind)
+    return fields
+
+
+def _output(config: Fields | None) -> dict[str, Any]:
+    """What the answer is to look like, in a chat's words."""
+    if config is None:
+        return {}
+    fields: dict[str, Any] = {"reasoning_effort": config.string("effort")}
+    wanted = config.object("format")
+    if wanted is not None:
+        if wanted.string("type") != "json_schema":
+            raise wrong_type("output_config.format.type", "json_schema", wanted.take("type"))
+        schema = {"name": "output", "schema": wanted.take("schema"), "strict": True}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields

@@ -1,0 +1,137 @@
+"""What endpoints that are a chat in other words share: /v1/messages and /v1/responses.
+
+They translate their body into one of /v1/chat/completions, so that there is one place where
+parameters, messages and tools are checked, and translate its chunks back. `ChatNews` is what the
+latter come down to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from termgen.api.chat import ChatRequest, ChatStream, chat_response, parse_chat
+from termgen.client import TokenDelta
+from termgen.errors import RequestError
+
+_TOOL = re.compile(r"^(tools\[\d+\])\.function")
+"""Both endpoints have a tool's fields at its top."""
+
+
+def parse_as_chat(
+    body: Mapping[str, Any],
+    *,
+    id_prefix: str,
+    names: Mapping[str, str],
+    **context: Any,
+) -> ChatRequest:
+    """The chat request for a translated body. names: what its fields are called by the client."""
+    try:
+        chat = parse_chat(body, **context)
+    except RequestError as error:
+        raise renamed(error, names) from None
+    answer_id = id_prefix + chat.options.id.partition("-")[2]
+    return replace(
+        chat,
+        options=replace(chat.options, id=answer_id),
+        job=replace(chat.job, request_id=answer_id),
+    )
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """The error with the client's name of the field; the longest name that fits counts."""
+    param = _TOOL.sub(r"\1", error.param or "")
+    for ours, theirs in sorted(names.items(), key=lambda pair: -len(pair[0])):
+        if param == ours or param.startswith((f"{ours}.", f"{ours}[")):
+            param = theirs + param[len(ours) :]
+            break
+    if "parameters" in names:
+        param = param.replace("].parameters", f"].{names['parameters']}")
+    message = str(error).replace(error.param, param, 1) if error.param else str(error)
+    return RequestError(
+        message, param=param or None, code=error.code, status=error.status, type=error.type
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TextNews:
+    """More of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallNews:
+    """A call begins, when it has an id, and goes on."""
+
+    index: int
+    id: str | None
+    name: str
+    arguments: str
+    """More of the JSON text."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndNews:
+    """The answer is complete."""
+
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+News = TextNews | CallNews | EndNews
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt: int
+    cached: int
+    output: int
+
+
+class ChatNews:
+    """The one choice of a chat's stream, as news."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        assert request.job.params.n == 1, "these endpoints have one answer"
+        self._chat = ChatStream(request)
+        self.usage = Usage(0, 0, 0)
+
+    def feed(self, delta: TokenDelta) -> Iterator[News]:
+        self.usage = Usage(
+            delta.num_prompt_tokens, delta.num_cached_tokens, delta.num_output_tokens
+        )
+        for chunk in self._chat.feed(0, delta):
+            for choice in chunk["choices"]:
+                yield from _news_of(choice)
+
+
+def _news_of(choice: Mapping[str, Any]) -> Iterator[News]:
+    delta = choice["delta"]
+    if delta.get("content"):
+        yield TextNews(delta["content"])
+    for call in delta.get("tool_calls") or ():
+        function = call.get("function") or {}
+        yield CallNews(
+            call["index"],
+            call.get("id"),
+            function.get("name") or "",
+            function.get("arguments") or "",
+        )
+    if choice["finish_reason"] is not None:
+        yield EndNews(choice["finish_reason"], choice.get("stop_reason"))
+
+
+def whole_answer(request: ChatRequest, answers: list[TokenDelta]) -> tuple[list[News], Usage]:
+    """The same of a whole answer: its text, its calls, its end."""
+    response = chat_response(request, answers)
+    choice, usage = response["choices"][0], response["usage"]
+    message = dict(choice["message"])
+    message["tool_calls"] = [
+        {"index": i, **call} for i, call in enumerate(message.get("tool_calls") or ())
+    ]
+    news = list(_news_of({**choice, "delta": message}))
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return news, Usage(usage["prompt_tokens"], cached, usage["completion_tokens"])

@@ -1,0 +1,251 @@
+"""/v1/responses, OpenAI's newer endpoint, without state: a chat's news to events or a response.
+
+`responses_input` has the way in.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from termgen.api import sse
+from termgen.api.chat_bridge import (
+    CallNews,
+    ChatNews,
+    EndNews,
+    News,
+    TextNews,
+    Usage,
+    whole_answer,
+)
+from termgen.api.errors import reply_for
+from termgen.api.responses_input import ResponsesRequest
+from termgen.client import TokenDelta
+
+
+class _Items:
+    """The output items of one response, as its news come."""
+
+    def __init__(self) -> None:
+        self.done: list[dict[str, Any]] = []
+        self.open: dict[str, Any] | None = None
+        self.call: int | None = None
+        """The number of the open call; None for a message."""
+        self.end = EndNews("stop", None)
+
+    def begins(self, news: TextNews | CallNews) -> bool:
+        """Whether this is news of another item than the open one."""
+        number = news.index if isinstance(news, CallNews) else None
+        return self.open is None or number != self.call
+
+    def begin(self, news: TextNews | CallNews) -> dict[str, Any]:
+        self.call = news.index if isinstance(news, CallNews) else None
+        if isinstance(news, CallNews):
+            call_id = news.id or f"call_{uuid.uuid4().hex}"
+            self.open = {
+                "type": "function_call",
+                "id": f"fc_{uuid.uuid4().hex}",
+                "call_id": call_id,
+                "name": news.name,
+                "arguments": "",
+                "status": "in_progress",
+            }
+        else:
+            self.open = {
+                "type": "message",
+                "id": f"msg_{uuid.uuid4().hex}",
+                "role": "assistant",
+                "content": [],
+                "status": "in_progress",
+            }
+        return dict(self.open)
+
+    def add(self, news: TextNews | CallNews) -> None:
+        assert self.open is not None
+        if isinstance(news, CallNews):
+            self.open["arguments"] += news.arguments
+            return
+        if not self.open["content"]:
+            self.open["content"] = [_part("")]
+        self.open["content"][0]["text"] += news.text
+
+    def close(self, status: str) -> dict[str, Any]:
+        assert self.open is not None
+        item, self.open = {**self.open, "status": status}, None
+        self.done.append(item)
+        return item
+
+    @property
+    def status(self) -> str:
+        """The response's, and that of what was being written when it ended."""
+        return "incomplete" if self.end.finish_reason == "length" else "completed"
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _object(request: ResponsesRequest, status: str, **fields: Any) -> dict[str, Any]:
+    """A response. fields: what is known by now."""
+    options = request.chat.options
+    return {
+        "id": options.id,
+        "object": "response",
+        "created_at": options.created,
+        "status": status,
+        "background": False,
+        "completed_at": int(time.time()) if status == "completed" else None,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "model": options.model,
+        "output": [],
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "truncation": "disabled",
+        "usage": None,
+        **request.echo,
+        **fields,
+    }
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.output,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt + usage.output,
+    }
+
+
+def response_object(request: ResponsesRequest, answers: list[TokenDelta]) -> dict[str, Any]:
+    """The whole response."""
+    news, usage = whole_answer(request.chat, answers)
+    items = _Items()
+    for item in news:
+        if isinstance(item, EndNews):
+            items.end = item
+            continue
+        if items.begins(item):
+            if items.open is not None:
+                items.close("completed")
+            items.begin(item)
+        items.add(item)
+    if items.open is None and not items.done:
+        items.begin(TextNews(""))
+        items.add(TextNews(""))
+    if items.open is not None:
+        items.close(items.status)
+    return _object(request, items.status, output=items.done, usage=_usage(usage))
+
+
+class ResponseStream:
+    """A chat's deltas to the events of a response, each with its sequence number.
+
+    created, in_progress; for each item added, its deltas, done; then completed, incomplete or
+    failed.
+    """
+
+    def __init__(self, request: ResponsesRequest) -> None:
+        self._request = request
+        self._news = ChatNews(request.chat)
+        self._items = _Items()
+        self._sequence = 0
+
+    def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        for news in self._news.feed(delta):
+            events += self._start()
+            events += self._events_of(news)
+        return events
+
+    def end(self) -> list[dict[str, Any]]:
+        events = self._start()
+        items = self._items
+        if items.open is None and not items.done:
+            events += self._events_of(TextNews(""))
+        if items.open is not None:
+            events += self._close(items.status)
+        response = _object(
+            self._request, items.status, output=items.done, usage=_usage(self._news.usage)
+        )
+        return [*events, self._event(f"response.{items.status}", response=response)]
+
+    def failure(self, error: BaseException) -> list[dict[str, Any]]:
+        """How a stream that has begun ends with an error."""
+        told = reply_for(error).body["error"]
+        fault = {"code": told["code"] or "server_error", "message": told["message"]}
+        response = _object(self._request, "failed", output=self._items.done, error=fault)
+        return [*self._start(), self._event("response.failed", response=response)]
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._sequence += 1
+        return {"type": kind, "sequence_number": self._sequence - 1, **fields}
+
+    def _start(self) -> list[dict[str, Any]]:
+        if self._sequence:
+            return []
+        response = _object(self._request, "in_progress")
+        return [
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
+        ]
+
+    def _events_of(self, news: News) -> list[dict[str, Any]]:
+        items = self._items
+        if isinstance(news, EndNews):
+            items.end = news
+            return []
+        events: list[dict[str, Any]] = []
+        if items.begins(news):
+            if items.open is not None:
+                events += self._close("completed")
+            item = items.begin(news)
+            at = {"output_index": len(items.done)}
+            events.append(self._event("response.output_item.added", item=item, **at))
+            if isinstance(news, TextNews):
+                part = {**self._place(), "part": _part("")}
+                events.append(self._event("response.content_part.added", **part))
+        items.add(news)
+        if isinstance(news, CallNews):
+            if news.arguments:
+                kind = "response.function_call_arguments.delta"
+                events.append(self._event(kind, **self._place(), delta=news.arguments))
+        elif news.text:
+            kind = "response.output_text.delta"
+            events.append(self._event(kind, **self._place(), delta=news.text, logprobs=[]))
+        return events
+
+    def _place(self) -> dict[str, Any]:
+        """Where the open item is, and its one part, if it is a message."""
+        items = self._items
+        assert items.open is not None
+        place = {"item_id": items.open["id"], "output_index": len(items.done)}
+        return place if items.call is not None else {**place, "content_index": 0}
+
+    def _close(self, status: str) -> list[dict[str, Any]]:
+        place, is_call = self._place(), self._items.call is not None
+        number = place["output_index"]
+        item = self._items.close(status)
+        events = []
+        if is_call:
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            events.append(self._event("response.function_call_arguments.done", **place, **told))
+        else:
+            part = item["content"][0]
+            done = {**place, "text": part["text"], "logprobs": []}
+            events.append(self._event("response.output_text.done", **done))
+            events.append(self._event("response.content_part.done", **place, part=part))
+        done = {"output_index": number, "item": item}
+        return [*events, self._event("response.output_item.done", **done)]
+
+
+def responses_wire(stream: ResponseStream) -> sse.Wire:
+    def error_frames(exc: BaseException) -> bytes:
+        return b"".join(sse.named_frame(event) for event in stream.failure(exc))
+
+    frame: Callable[[dict[str, Any]], bytes] = sse.named_frame
+    return sse.Wire(frame=frame, done=b"", error_frames=error_frames)

@@ -1,0 +1,243 @@
+"""The body of /v1/responses in a chat's words.
+
+Nothing is stored, so whatever refers to an earlier response is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from termgen.api.chat import ChatRequest
+from termgen.api.chat_bridge import (
+    parse_as_chat,
+)
+from termgen.api.errors import unsupported
+from termgen.api.fields import Check, Fields, check_depth, is_empty, one_of, wrong_type
+from termgen.api.sampling import MAX_INT
+from termgen.errors import RequestError
+
+HARMLESS = frozenset(
+    {
+        "client_metadata",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "stream_options",
+        "user",
+    }
+)
+REFUSED: dict[str, Check] = {
+    "background": is_empty,
+    "context_management": is_empty,
+    "conversation": is_empty,
+    "max_tool_calls": is_empty,
+    "moderation": is_empty,
+    "previous_response_id": is_empty,
+    "prompt": is_empty,
+    "store": is_empty,
+    "top_logprobs": is_empty,
+    "truncation": one_of("disabled"),
+}
+HARMLESS_INCLUDES = frozenset({"reasoning.encrypted_content"})
+"""What asks for parts that an answer here never has."""
+
+NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of the chat by the names they have here."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    chat: ChatRequest
+    echo: dict[str, Any]
+    """What a response repeats of its request."""
+    ignored: tuple[str, ...]
+
+
+def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest:
+    """Check a body. Raises RequestError."""
+    body = Fields(data)
+    body.take("model")
+    _check_includes(body.take("include"))
+    reasoning, text = body.object("reasoning"), body.object("text")
+    tools = _tools(body.take("tools"))
+    messages = _messages(body.take("input"))
+    if instructions := body.string("instructions"):
+        messages.insert(0, {"role": "system", "content": instructions})
+    chat: dict[str, Any] = {
+        "messages": messages,
+        "max_tokens": body.integer("max_output_tokens", low=1, high=MAX_INT),
+        "stream": body.boolean("stream"),
+        **{name: body.take(name) for name in ("temperature", "top_p")},
+        "reasoning_effort": reasoning.string("effort") if reasoning else None,
+        "parallel_tool_calls": body.boolean("parallel_tool_calls", True),
+        "tools": [{"type": "function", "function": _function(tool)} for tool in tools] or None,
+        "tool_choice": _tool_choice(body.take("tool_choice")),
+    }
+    output_format = text.take("format") if text else None
+    if output_format is not None:
+        chat["response_format"] = _response_format(output_format)
+    ignored = body.finish(harmless=HARMLESS, refused=REFUSED)
+    context.pop("force_include_usage", None)  # this endpoint always tells
+    request = parse_as_chat(chat, id_prefix="resp_", names=NAMES, **context)
+    params = request.job.params
+    echo = {
+        "instructions": data.get("instructions"),
+        "max_output_tokens": data.get("max_output_tokens"),
+        "metadata": data.get("metadata") or {},
+        "parallel_tool_calls": chat["parallel_tool_calls"],
+        "temperature": params.temperature,
+        "text": {"format": output_format or {"type": "text"}},
+        "tool_choice": data.get("tool_choice") or "auto",
+        "tools": tools,
+        "top_p": params.top_p,
+        "user": data.get("user"),
+    }
+    return ResponsesRequest(request, echo, ignored)
+
+
+def _check_includes(value: Any) -> None:
+    if value is not None and not isinstance(value, list):
+        raise wrong_type("include", "a list", value)
+    for name in value or ():
+        if not isinstance(name, str) or name not in HARMLESS_INCLUDES:
+            raise unsupported("include", f"include: {str(name)[:60]!r} is not supported here")
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise wrong_type("tools", "a list", value)
+    for i, tool in enumerate(value):
+        if not isinstance(tool, dict):
+            raise wrong_type(f"tools[{i}]", "an object", tool)
+        if tool.get("type") != "function":
+            raise unsupported(
+                f"tools[{i}].type",
+                f"tools[{i}]: tools of type {str(tool.get('type'))[:40]!r} are not supported here",
+            )
+    return value
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool without its envelope. `strict` is the rule here, where a chat must ask for it."""
+    names = ("name", "description", "parameters", "strict")
+    return {name: tool[name] for name in names if tool.get(name) is not None}
+
+
+def _tool_choice(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") == "function":
+        return {"type": "function", "function": {"name": value.get("name")}}
+    if value is not None and value not in ("auto", "none", "required"):
+        raise wrong_type("tool_choice", "auto, none, required or a function", value)
+    return value
+
+
+def _response_format(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong_type("text.format", "an object", value)
+    if value.get("type") != "json_schema":
+        return value
+    names = ("name", "description", "schema", "strict")
+    return {"type": "json_schema", "json_schema": {n: value[n] for n in names if n in value}}
+
+
+# -- input ---------------------------------------------------------------------------------
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise wrong_type("input", "a string or a list of items", value)
+    if not value:
+        raise RequestError("input must not be empty", param="input")
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(value):
+        where = f"input[{i}]"
+        if not isinstance(item, dict):
+            raise wrong_type(where, "an object", item)
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append(_message(item, where))
+        elif kind == "function_call":
+            _add_call(messages, _call(item, where))
+        elif kind == "function_call_output":
+            messages.append(_result(item, where))
+        elif kind != "reasoning":  # which nobody can read again
+            raise unsupported(
+                f"{where}.type", f"{where}: items of type {str(kind)[:40]!r} are not supported here"
+            )
+    if not messages:
+        raise RequestError("input has nothing to answer", param="input")
+    return messages
+
+
+def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = item.get("role")
+    if role not in ("user", "assistant", "system", "developer"):
+        raise wrong_type(f"{where}.role", "user, assistant, system or developer", role)
+    return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
+
+
+def _text(value: Any, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong_type(where, "a string or a list of text parts", value)
+    texts = []
+    for i, part in enumerate(value):
+        if not isinstance(part, dict):
+            raise wrong_type(f"{where}[{i}]", "an object", part)
+        kind = part.get("type")
+        key = "refusal" if kind == "refusal" else "text"
+        if kind not in ("input_text", "output_text", "text", "refusal"):
+            raise unsupported(
+                f"{where}[{i}].type",
+                f"{where}[{i}]: parts of type {str(kind)[:40]!r} are not supported here",
+            )
+        if not isinstance(part.get(key), str):
+            raise wrong_type(f"{where}[{i}].{key}", "a string", part.get(key))
+        texts.append(part[key])
+    return "\n".join(texts)
+
+
+def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for name in ("call_id", "name", "arguments"):
+        if not isinstance(item.get(name), str):
+            raise wrong_type(f"{where}.{name}", "a string", item.get(name))
+    function = {"name": item["name"], "arguments": item["arguments"] or "{}"}
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise wrong_type(f"{where}.arguments", "the text of a JSON object", item["arguments"])
+    check_depth(f"{where}.arguments", arguments)
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
+    """Calls are part of the assistant's turn that they end."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _result(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(item.get("call_id"), str):
+        raise wrong_type(f"{where}.call_id", "a string", item.get("call_id"))
+    text = _text(item.get("output"), f"{where}.output")
+    return {"role": "tool", "tool_call_id": item["call_id"], "content": text}

@@ -1,0 +1,89 @@
+"""/tokenize, /detokenize and /tokenizer_info, in the shapes that vLLM's clients know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from termgen.api.chat import parse_prompt
+from termgen.api.fields import Fields, is_empty, is_int, wrong_type
+from termgen.api.sampling import MAX_INT
+from termgen.client import ChatPrompt, ModelInfo, TokenizerInfo
+from termgen.errors import RequestError
+
+MAX_IDS = 1_000_000
+
+REFUSED = {"tools": is_empty, "mm_processor_kwargs": is_empty, "chat_template": is_empty}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    prompt: str | ChatPrompt
+    add_special_tokens: bool
+    """For text; a chat template writes its own."""
+    wants_texts: bool
+    ignored: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeRequest:
+    token_ids: tuple[int, ...]
+    ignored: tuple[str, ...]
+
+
+def parse_tokenize(data: Mapping[str, Any]) -> TokenizeRequest:
+    body = Fields(data)
+    body.take("model")  # resolved by the caller
+    text = body.string("prompt")
+    special = body.take("add_special_tokens")
+    if special is not None and not isinstance(special, bool):
+        raise wrong_type("add_special_tokens", "true or false", special)
+    if text is None and data.get("messages") is None:
+        raise RequestError("send a prompt or messages", param="prompt")
+    if text is not None and data.get("messages") is not None:
+        raise RequestError("prompt and messages exclude each other", param="messages")
+    prompt = text if text is not None else parse_prompt(body)
+    if special and not isinstance(prompt, str):
+        raise RequestError(
+            "add_special_tokens is for a prompt; messages get theirs from the chat template",
+            param="add_special_tokens",
+        )
+    return TokenizeRequest(
+        prompt=prompt,
+        add_special_tokens=special is not False,
+        wants_texts=body.boolean("return_token_strs"),
+        ignored=body.finish(harmless=frozenset(), refused=REFUSED),
+    )
+
+
+def parse_detokenize(data: Mapping[str, Any]) -> DetokenizeRequest:
+    body = Fields(data)
+    body.take("model")
+    ids = body.take("tokens")
+    if not isinstance(ids, list) or len(ids) > MAX_IDS or not all(map(is_int, ids)):
+        raise wrong_type("tokens", f"a list of at most {MAX_IDS} token ids", ids)
+    if any(not 0 <= token_id <= MAX_INT for token_id in ids):
+        raise RequestError("tokens has an id outside the vocabulary", param="tokens")
+    return DetokenizeRequest(tuple(ids), body.finish(harmless=frozenset(), refused={}))
+
+
+def tokenize_response(
+    model: ModelInfo, token_ids: Sequence[int], texts: Sequence[str] | None
+) -> dict[str, Any]:
+    return {
+        "count": len(token_ids),
+        "max_model_len": model.max_model_len,
+        "tokens": list(token_ids),
+        "token_strs": None if texts is None else list(texts),
+    }
+
+
+def tokenizer_object(model: ModelInfo, info: TokenizerInfo) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **info.named_tokens,
+        "model_max_length": model.max_model_len,
+        "vocab_size": model.vocab_size,
+        "chat_template": info.chat_template,
+    }

@@ -1,0 +1,127 @@
+"""One history of engine events for all who listen over HTTP.
+
+Events are numbered and kept in one bounded history; a listener is a number in it, so a slow one
+costs nothing and loses the oldest first. Whoever comes back within `LINGER_S` goes on where it was.
+Lives on the event loop, without a task of its own: listeners move the events when they look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections import deque
+from dataclasses import dataclass
+
+from termgen.client import EngineClient
+from termgen.engine.events import EngineEvent, EventRing
+from termgen.errors import RequestError
+
+HISTORY = 16_384
+"""Events kept: half a minute of a busy GPU, hours of an idle one."""
+
+MAX_LISTENERS = 8
+
+LINGER_S = 60.0
+"""How long events are kept for listeners who lost their connection."""
+
+MAX_BATCH = 4096
+"""Events taken at once, so that one frame stays small."""
+
+
+@dataclass(slots=True)
+class Listener:
+    """One reader's place: the number of the newest event it has."""
+
+    cursor: int
+    dropped: int = 0
+    """Events it was too slow for, since it began."""
+
+
+class EventHub:
+    """Of one engine."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._listeners: list[Listener] = []
+        self._history: deque[EngineEvent] = deque(maxlen=HISTORY)
+        self._newest = 0
+        """The number of the newest event; the first one has 1."""
+        self._ring: EventRing | None = None
+        self._num_lost = 0
+        self._linger: asyncio.TimerHandle | None = None
+        self.stream = ""
+        """Names this numbering."""
+        self.closing = asyncio.Event()
+        """Set when the server is about to stop."""
+
+    def join(self, last_seen: tuple[str, int] | None) -> tuple[Listener, bool]:
+        """A listener, and whether it goes on behind the event it saw last. Raises RequestError."""
+        if len(self._listeners) >= MAX_LISTENERS:
+            raise RequestError(
+                f"{MAX_LISTENERS} clients listen already; close one of them",
+                code="too_many_listeners",
+                status=429,
+                type="rate_limit_error",
+            )
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
+        if self._ring is None:
+            self._ring = self._engine.events(HISTORY)
+            self._num_lost = 0
+            self.stream = secrets.token_hex(4)
+            self._newest = 0
+        self._move()
+        resumes = last_seen is not None and last_seen[0] == self.stream
+        cursor = self._newest
+        if last_seen is not None and resumes:
+            cursor = min(last_seen[1], self._newest)
+        listener = Listener(cursor)
+        self._listeners.append(listener)
+        return listener, resumes
+
+    def leave(self, listener: Listener) -> None:
+        self._listeners.remove(listener)
+        if not self._listeners and not self.closing.is_set():
+            loop = asyncio.get_running_loop()
+            self._linger = loop.call_later(LINGER_S, self._forget)
+
+    def read(self, listener: Listener) -> tuple[int, list[EngineEvent]]:
+        """What is new to a listener, at most `MAX_BATCH`; and the number of the first of these."""
+        self._move()
+        oldest = self._newest - len(self._history)
+        if listener.cursor < oldest:
+            listener.dropped += oldest - listener.cursor
+            listener.cursor = oldest
+        begin = listener.cursor - oldest
+        events = list(itertools.islice(self._history, begin, begin + MAX_BATCH))
+        first = listener.cursor + 1
+        listener.cursor += len(events)
+        return first, events
+
+    def close(self) -> None:
+        """End every stream: no more is to come."""
+        self.closing.set()
+        if self._linger is not None:
+            self._linger.cancel()
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._ring is not None:
+            self._engine.close_events(self._ring)
+            self._ring = None
+        self._history.clear()
+
+    def _move(self) -> None:
+        if self._ring is None:
+            return
+        events = self._ring.drain()
+        lost, self._num_lost = self._ring.num_dropped - self._num_lost, self._ring.num_dropped
+        if lost:
+            # They came before those that are left: numbers stay in step with the history only if
+            # it begins anew behind the gap.
+            self._newest += lost
+            self._history.clear()
+        self._history.extend(events)
+        self._newest += len(events)

@@ -1,0 +1,229 @@
+"""`GET /v1/events`: what the engine does, as a stream. `termgen.telemetry` has the wire form."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from termgen.api import sse
+from termgen.client import EngineClient, ModelInfo
+from termgen.engine.events import EngineEvent, EngineSnapshot
+from termgen.errors import EngineError, RequestError
+from termgen.serving.event_hub import EventHub, Listener
+from termgen.serving.reading import state_of
+from termgen.serving.responses import EventWriter, until_disconnect
+from termgen.serving.state import SNAPSHOT_TIMEOUT_S, ServerState
+from termgen.telemetry import (
+    TOPICS,
+    Cache,
+    Model,
+    Opening,
+    encode,
+    encode_events,
+    frame_id,
+    parse_frame_id,
+)
+
+DEFAULT_HZ = 4.0
+MAX_HZ = 20.0
+MIN_HZ = 0.1
+
+IDLE_SNAPSHOT_S = 1.0
+"""How often the state of an engine without work is looked at."""
+
+MAX_LAST_ID_CHARS = 64
+
+
+async def events(request: Request) -> ASGIApp:
+    state, engine = state_of(request), state_of(request).require_engine()
+    topics, hz = _topics(request), _hz(request)
+    given = request.headers.get("last-event-id") or request.query_params.get("last_event_id")
+    last_seen = parse_frame_id(given) if given and len(given) <= MAX_LAST_ID_CHARS else None
+    return EventsResponse(
+        state, engine, state.require_hub(), topics=topics, hz=hz, last_seen=last_seen
+    )
+
+
+def _topics(request: Request) -> frozenset[str]:
+    text = request.query_params.get("topics")
+    if text is None:
+        return frozenset(TOPICS)
+    topics = frozenset(part.strip() for part in text.split(","))
+    if not topics <= frozenset(TOPICS):
+        raise RequestError(
+            f"topics must be some of {', '.join(TOPICS)}, not {text[:60]!r}", param="topics"
+        )
+    return topics
+
+
+def _hz(request: Request) -> float:
+    text = request.query_params.get("hz")
+    if text is None:
+        return DEFAULT_HZ
+    try:
+        hz = float(text)
+    except ValueError:
+        hz = math.nan
+    if not MIN_HZ <= hz <= MAX_HZ:
+        raise RequestError(
+            f"hz must be a number between {MIN_HZ} and {MAX_HZ:g}, not {text[:40]!r}", param="hz"
+        )
+    return hz
+
+
+class EventsResponse:
+    """One listener's stream."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        engine: EngineClient,
+        hub: EventHub,
+        *,
+        topics: frozenset[str],
+        hz: float,
+        last_seen: tuple[str, int] | None,
+    ) -> None:
+        self._state = state
+        self._engine = engine
+        self._hub = hub
+        self._topics = topics
+        self._hz = hz
+        self._last_seen = last_seen
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        listener, resumed = self._hub.join(self._last_seen)
+        try:
+            await until_disconnect(receive, self._run(send, listener, resumed))
+        finally:
+            self._hub.leave(listener)
+
+    async def _run(self, send: Send, listener: Listener, resumed: bool) -> None:
+        writer = EventWriter(
+            send,
+            sse.HEADERS,
+            ping_interval_s=self._state.config.sse_ping_interval,
+            write_chunk=None,
+        )
+        try:
+            source = _Source(self._state, self._engine, self._hub, listener, self._topics)
+            await writer.write(await source.opening(resumed))
+            while not await self._closes_within(1 / self._hz):
+                data = await source.news()
+                if data:
+                    await writer.write(data)
+            await writer.write(b"", is_last=True)
+        finally:
+            writer.close()
+
+    async def _closes_within(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._hub.closing.wait()
+        return self._hub.closing.is_set()
+
+
+class _Source:
+    """Frames for one listener, and what it was told last."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        engine: EngineClient,
+        hub: EventHub,
+        listener: Listener,
+        topics: frozenset[str],
+    ) -> None:
+        self._state = state
+        self._engine = engine
+        self._hub = hub
+        self._listener = listener
+        self._topics = topics
+        self._told_model: tuple[str, ModelInfo] = (self._status, engine.model)
+        self._told: EngineSnapshot | None = None
+        self._looked_at = -math.inf
+
+    @property
+    def _status(self) -> str:
+        return self._state.status
+
+    @property
+    def _id(self) -> str:
+        return frame_id(self._hub.stream, self._listener.cursor)
+
+    async def opening(self, resumed: bool) -> bytes:
+        self._told = await self._snapshot()
+        opening = Opening(
+            stream=self._hub.stream,
+            resumed=resumed,
+            clock_ns=time.perf_counter_ns(),
+            unix_ns=time.time_ns(),
+            dropped=self._listener.dropped,
+            status=self._told_model[0],
+            model=self._told_model[1],
+            snapshot=self._told,
+        )
+        return bytes(encode(opening, self._id))
+
+    async def news(self) -> bytes:
+        first, found = self._hub.read(self._listener)
+        frames = list(
+            encode_events(
+                found,
+                stream=self._hub.stream,
+                first=first,
+                dropped=self._listener.dropped,
+                topics=self._topics,
+            )
+        )
+        if "cache" in self._topics and self._may_have_changed(found):
+            snapshot = await self._snapshot()
+            if snapshot is not None and not _same(snapshot, self._told):
+                self._told = snapshot
+                message = Cache(dropped=self._listener.dropped, snapshot=snapshot)
+                frames.append(encode(message, self._id))
+        model = (self._status, self._engine.model)
+        if "model" in self._topics and model != self._told_model:
+            self._told_model = model
+            frames.append(encode(Model(status=model[0], model=model[1]), self._id))
+        return b"".join(map(bytes, frames))
+
+    def _may_have_changed(self, found: list[EngineEvent]) -> bool:
+        """Building a snapshot is the engine's time: an idle one is seldom asked."""
+        told = self._told
+        is_busy = told is None or told.num_running or told.num_waiting
+        waited_s = time.monotonic() - self._looked_at
+        return bool(found or (is_busy and not self._engine.is_paused) or waited_s > IDLE_SNAPSHOT_S)
+
+    async def _snapshot(self) -> EngineSnapshot | None:
+        self._looked_at = time.monotonic()
+        with suppress(TimeoutError, EngineError):
+            async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
+                return await self._engine.snapshot()
+        return None
+
+
+def _same(new: EngineSnapshot, old: EngineSnapshot | None) -> bool:
+    """Whether only time has passed."""
+    if old is None or (new.block_states != old.block_states).any():
+        return False
+    if (new.block_owners != old.block_owners).any():
+        return False
+    return _timeless(new) == _timeless(old)
+
+
+def _timeless(snapshot: EngineSnapshot) -> tuple[object, ...]:
+    requests = tuple(replace(view, age_s=0.0) for view in snapshot.requests)
+    fields = type(snapshot).__dataclass_fields__
+    others = fields.keys() - {"time_ns", "requests", "block_states", "block_owners"}
+    return (requests, *(getattr(snapshot, name) for name in sorted(others)))
+
+
+EVENT_ROUTES = (Route("/v1/events", events, include_in_schema=False),)

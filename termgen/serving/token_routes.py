@@ -1,0 +1,58 @@
+"""Routes that turn text into tokens and back. They work while the engine is paused or asleep."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from termgen.api.fields import ignored_header
+from termgen.api.models import resolve_model
+from termgen.api.tokens import (
+    parse_detokenize,
+    parse_tokenize,
+    tokenize_response,
+    tokenizer_object,
+)
+from termgen.serving.reading import read_json, state_of
+from termgen.serving.responses import JSONReply
+
+
+async def tokenize(request: Request) -> Response:
+    state, engine = state_of(request), state_of(request).require_engine()
+    data = await read_json(request)
+    resolve_model(data.get("model"), state.names_for(engine))
+    asked = parse_tokenize(data)
+    ids = await engine.tokenize(asked.prompt, add_special_tokens=asked.add_special_tokens)
+    texts = await engine.token_texts(ids) if asked.wants_texts else None
+    return JSONReply(tokenize_response(engine.model, ids, texts), headers=_headers(asked.ignored))
+
+
+async def detokenize(request: Request) -> Response:
+    state, engine = state_of(request), state_of(request).require_engine()
+    data = await read_json(request)
+    resolve_model(data.get("model"), state.names_for(engine))
+    asked = parse_detokenize(data)
+    text = await engine.detokenize(asked.token_ids)
+    return JSONReply({"prompt": text}, headers=_headers(asked.ignored))
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """Off unless asked for: a chat template may hold a system prompt that is nobody's business."""
+    state = state_of(request)
+    if not state.config.enable_tokenizer_info:
+        raise HTTPException(404, "off; the server needs --enable-tokenizer-info")
+    engine = state.require_engine()
+    return JSONReply(tokenizer_object(engine.model, engine.tokenizer_info))
+
+
+def _headers(ignored: tuple[str, ...]) -> dict[str, str]:
+    return {"x-termgen-ignored": ignored_header(ignored)} if ignored else {}
+
+
+TOKEN_ROUTES = (
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/tokenizer_info", tokenizer_info),
+)

@@ -1,0 +1,279 @@
+"""The wire form of what an engine publishes, as `GET /v1/events` streams it: encoder and decoder.
+
+Lossless: what `decode` returns equals what the engine published, so that a screen in another
+process can be drawn from the stream alone. The form follows the fields of the classes in
+`engine.events` and `client`, by name. A reader ignores fields it does not know and gives those that
+are missing their default; what could not be read so gets a new VERSION. docs/endpoints.md describes
+it for other languages. Pure: no sockets, no engine.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import enum
+import functools
+import json
+import types
+import typing
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
+
+import numpy as np
+
+from termgen.client import ModelInfo
+from termgen.engine.events import EngineEvent, EngineSnapshot, RequestEvent, StepRecord
+from termgen.errors import TermgenError
+
+VERSION = 1
+
+T = TypeVar("T")
+
+
+class TelemetryError(TermgenError):
+    """A stream that is not one of ours, or of a version this reader does not know."""
+
+
+# -- what is on the wire -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """`snapshot`, the first frame: everything as it stands."""
+
+    version: int = VERSION
+    stream: str
+    """Names the numbering of the events: ids of another stream mean nothing here."""
+    resumed: bool
+    """The frames go on after `Last-Event-ID`, with nothing lost but what `dropped` counts."""
+    clock_ns: int
+    """The sender's perf_counter_ns now; all times of the stream are by this clock."""
+    unix_ns: int
+    """The time of day at that moment."""
+    dropped: int
+    status: str
+    """As /ready has it: ok, draining, asleep, engine_dead."""
+    model: ModelInfo
+    snapshot: EngineSnapshot | None
+    """None when the engine did not answer in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Events:
+    """`step` or `request`: records, oldest first."""
+
+    dropped: int
+    """Events of the chosen topics or others, since the opening, that were lost to slowness."""
+    events: tuple[EngineEvent, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cache:
+    """`cache`: the engine's state once more, with its block map and its requests."""
+
+    dropped: int
+    snapshot: EngineSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """`model`: what is served, or how it stands, has changed."""
+
+    status: str
+    model: ModelInfo
+
+
+Message = Opening | Events | Cache | Model
+
+_PLAIN = (bool, int, float, str)
+"""Types that JSON has."""
+
+TOPICS = ("step", "request", "cache", "model")
+"""What a reader may choose from; the first frame comes in any case."""
+
+EVENT_TYPES: dict[str, type[StepRecord] | type[RequestEvent]] = {
+    "step": StepRecord,
+    "request": RequestEvent,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One server-sent event."""
+
+    event: str
+    id: str
+    data: bytes
+
+    def __bytes__(self) -> bytes:
+        return b"event: %s\nid: %s\ndata: %s\n\n" % (
+            self.event.encode(),
+            self.id.encode(),
+            self.data,
+        )
+
+
+def topic_of(event: EngineEvent) -> str:
+    return "step" if isinstance(event, StepRecord) else "request"
+
+
+# -- to the wire ---------------------------------------------------------------------------
+
+
+def encode(message: Opening | Cache | Model, frame_id: str) -> Frame:
+    name = {Opening: "snapshot", Cache: "cache", Model: "model"}[type(message)]
+    return Frame(name, frame_id, _dumps(_plain(message)))
+
+
+def encode_events(
+    events: Sequence[EngineEvent], *, stream: str, first: int, dropped: int, topics: frozenset[str]
+) -> Iterator[Frame]:
+    """One frame for each run of records of a kind. first: the number of the first event.
+
+    A frame's id is the number of its last event, so that a reader can go on behind it.
+    """
+    numbered = enumerate(events, start=first)
+    for topic, run in groupby(numbered, key=lambda item: topic_of(item[1])):
+        records = list(run)
+        if topic not in topics:
+            continue
+        body = {
+            "dropped": dropped,
+            "columns": EVENT_TYPES[topic]._fields,
+            "rows": [list(record) for _, record in records],
+        }
+        yield Frame(topic, frame_id(stream, records[-1][0]), _dumps(body))
+
+
+def frame_id(stream: str, number: int) -> str:
+    return f"{stream}-{number}"
+
+
+def parse_frame_id(text: str) -> tuple[str, int] | None:
+    """Stream and number of the last event seen; None for what no frame of ours had."""
+    stream, _, number = text.rpartition("-")
+    is_number = number.isascii() and number.isdigit() and len(number) < 19
+    return (stream, int(number)) if stream and is_number else None
+
+
+def _dumps(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _plain(value: Any) -> Any:
+    """JSON values for anything the annotated classes hold."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, np.ndarray):
+        packed = zlib.compress(np.ascontiguousarray(value).tobytes(), 1)
+        return {
+            "dtype": value.dtype.str,
+            "shape": list(value.shape),
+            "zlib": base64.b64encode(packed).decode(),
+        }
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: _plain(item) for name, item in value._asdict().items()}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if callable(value):  # code stays where it is
+        return None
+    assert value is None or isinstance(value, (bool, int, float, str)), type(value)
+    return value
+
+
+# -- from the wire -------------------------------------------------------------------------
+
+
+def decode(frame: Frame) -> Message | None:
+    """What a frame says; None for a kind this version does not know. Raises TelemetryError."""
+    try:
+        body = json.loads(frame.data)
+        if frame.event in EVENT_TYPES:
+            return Events(dropped=body["dropped"], events=_rows(EVENT_TYPES[frame.event], body))
+        if frame.event == "snapshot":
+            if body["version"] != VERSION:
+                raise TelemetryError(
+                    f"the server speaks version {body['version']!r} of the event stream, this "
+                    f"program version {VERSION}; use the same termgen on both ends"
+                )
+            return _build(Opening, body)
+        kinds: dict[str, type[Cache] | type[Model]] = {"cache": Cache, "model": Model}
+        return _build(kinds[frame.event], body) if frame.event in kinds else None
+    except (KeyError, TypeError, ValueError, zlib.error) as error:
+        raise TelemetryError(f"a {frame.event!r} frame cannot be read: {error!r}") from error
+
+
+class FrameReader:
+    """Bytes of a stream, cut anywhere, to frames. Comments and unknown fields are skipped."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        *blocks, self._rest = (self._rest + data).split(b"\n\n")
+        for block in blocks:
+            fields = {
+                name: value.removeprefix(b" ")
+                for name, _, value in (line.partition(b":") for line in block.split(b"\n"))
+            }
+            if b"data" in fields:
+                event, number = fields.get(b"event", b"message"), fields.get(b"id", b"")
+                yield Frame(event.decode(), number.decode(), fields[b"data"])
+
+
+def _rows(kind: type[T], body: Mapping[str, Any]) -> tuple[T, ...]:
+    """Hundreds come a second, so what all rows share is looked up once."""
+    hints, columns = _hints(typing.cast(Any, kind)), body["columns"]
+    known = [(i, name) for i, name in enumerate(columns) if name in hints]
+    special = [(name, hints[name]) for _, name in known if hints[name] not in _PLAIN]
+    rows = []
+    for row in body["rows"]:
+        if len(row) != len(columns):
+            raise ValueError(f"{len(row)} values for {len(columns)} columns")
+        fields = {name: row[i] for i, name in known}
+        for name, hint in special:
+            fields[name] = _typed(hint, fields[name])
+        rows.append(kind(**fields))
+    return tuple(rows)
+
+
+def _build(kind: type[T], value: Mapping[str, Any]) -> T:
+    """An object of a dataclass or named tuple, by its annotations."""
+    hints = _hints(typing.cast(Any, kind))
+    return kind(
+        **{name: _typed(hints[name], item) for name, item in value.items() if name in hints}
+    )
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Annotations are text until looked up, which costs more than all else here."""
+    return typing.get_type_hints(kind)
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if value is None or hint is Any:
+        return value
+    if origin in (types.UnionType, typing.Union):
+        return _typed(next(a for a in arguments if a is not types.NoneType), value)
+    if origin is np.ndarray:
+        flat = np.frombuffer(zlib.decompress(base64.b64decode(value["zlib"])), value["dtype"])
+        return flat.reshape(value["shape"])
+    if origin is tuple:
+        return tuple(_typed(arguments[0], item) for item in value)
+    if isinstance(hint, type):
+        if issubclass(hint, enum.Enum):
+            return hint(value)
+        if dataclasses.is_dataclass(hint) or hasattr(hint, "_asdict"):
+            return _build(hint, value)
+        if hint is float:
+            return float(value)
+    return value

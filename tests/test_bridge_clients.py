@@ -1,0 +1,222 @@
+"""The anthropic and openai packages against /v1/messages and /v1/responses, scripted engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from fake_engine import FakeEngine, GenerateCall, Script, make_model_info
+from server_harness import eventually, serving
+
+from termgen.errors import EngineError
+
+ANSWER = "Hello, world! Ça va? 👋🏽."
+USER: Any = [{"role": "user", "content": "hi"}]
+ASK: dict[str, Any] = {"model": "fake/model-1", "max_tokens": 50, "messages": USER}
+TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object", "properties": {}}}
+
+
+@asynccontextmanager
+async def anthropic_client(
+    engine: FakeEngine, *, key: str = "none", **config: Any
+) -> AsyncGenerator[anthropic.AsyncAnthropic, None]:
+    async with serving(engine, **config) as server:
+        async with anthropic.AsyncAnthropic(
+            base_url=server.url, api_key=key, max_retries=0, timeout=20
+        ) as client:
+            yield client
+
+
+@asynccontextmanager
+async def openai_client(engine: FakeEngine) -> AsyncGenerator[openai.AsyncOpenAI, None]:
+    async with serving(engine) as server:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20
+        ) as client:
+            yield client
+
+
+async def test_messages() -> None:
+    engine = FakeEngine(script=Script(num_cached_tokens=3))
+    async with anthropic_client(engine, api_key=("k",), key="k") as client:
+        answer = await client.messages.create(
+            **ASK,
+            system="Be brief.",
+            stop_sequences=["never"],
+            extra_body={"top_k": 3, "temperature": 0.2},
+        )
+        assert answer.content[0].type == "text" and answer.content[0].text == ANSWER
+        assert (answer.stop_reason, answer.role, answer.model) == (
+            "end_turn",
+            "assistant",
+            "fake/model-1",
+        )
+        assert answer.usage.cache_read_input_tokens == 3 and answer.usage.output_tokens == 11
+        count = await client.messages.count_tokens(
+            model="fake/model-1", messages=USER, system="Be brief."
+        )
+        assert count.input_tokens == answer.usage.input_tokens + 3
+        stopped = await client.messages.create(**ASK, stop_sequences=["world"])
+        assert (stopped.content[0].text, stopped.stop_sequence) == ("Hello, ", "world")  # type: ignore[union-attr]
+        assert stopped.stop_reason == "stop_sequence"
+        cut = await client.messages.create(**{**ASK, "max_tokens": 2})
+        assert cut.stop_reason == "max_tokens"
+        assert answer._request_id
+    assert engine.calls[0].params.top_k == 3
+    assert engine.calls[0].request_id == answer.id
+
+
+async def test_the_messages_stream_equals_the_message() -> None:
+    async with anthropic_client(FakeEngine(script=Script(delay_s=0.002))) as client:
+        async with client.messages.stream(**ASK) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_message()
+        whole = await client.messages.create(**ASK)
+    assert final.content[0].type == "text" and final.content[0].text == ANSWER
+    assert final.usage == whole.usage and final.stop_reason == whole.stop_reason == "end_turn"
+    kinds = [e.type for e in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+async def test_pings_and_a_client_that_leaves() -> None:
+    engine = FakeEngine(script=Script(pieces=("a", "b"), first_delay_s=0.1, delay_s=0.1))
+    async with anthropic_client(engine, sse_ping_interval=0.02) as client:
+        async with client.messages.stream(**ASK) as stream:
+            assert await stream.get_final_text() == "ab"
+    engine = FakeEngine(script=Script(hold_after=2))
+    async with anthropic_client(engine) as client:
+        async with client.messages.stream(**ASK) as stream:
+            async for _ in stream.text_stream:
+                break
+        await eventually(lambda: not engine.live)
+        assert len(engine.aborted) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "kind"),
+    [
+        ({"model": "claude"}, anthropic.NotFoundError, "not_found_error"),
+        ({"extra_body": {"temperature": 9}}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"max_tokens": 10**6}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"messages": []}, anthropic.BadRequestError, "invalid_request_error"),
+    ],
+)
+async def test_errors_have_anthropics_shape(
+    fields: dict[str, Any], error: type[anthropic.APIStatusError], kind: str
+) -> None:
+    engine = FakeEngine(model=make_model_info(max_model_len=100))
+    async with anthropic_client(engine) as client:
+        for stream in (False, True):
+            with pytest.raises(error) as caught:
+                await client.messages.create(**{**ASK, **fields}, stream=stream)
+            body: Any = caught.value.body
+            assert body["type"] == "error" and body["error"]["type"] == kind
+            assert body["request_id"] == caught.value.request_id
+
+
+async def test_keys_limits_and_the_router_speak_anthropic_too() -> None:
+    async with serving(FakeEngine(), api_key=("k",), max_body_bytes=1024) as server:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            good = {"x-api-key": "k"}
+            for status, kind, answer in (
+                (401, "authentication_error", await client.post("/v1/messages", json=ASK)),
+                (
+                    413,
+                    "request_too_large",
+                    await client.post("/v1/messages", headers=good, content=b"x" * 2000),
+                ),
+                (405, "invalid_request_error", await client.get("/v1/messages", headers=good)),
+                (404, "not_found_error", await client.get("/v1/messages/batches", headers=good)),
+            ):
+                assert answer.status_code == status, answer.text
+                assert answer.json()["error"]["type"] == kind
+
+
+async def test_a_failure_in_mid_stream() -> None:
+    engine = FakeEngine(script=Script(fail_after=2, error=EngineError("the step failed")))
+    async with anthropic_client(engine) as client:
+        with pytest.raises(anthropic.APIStatusError, match="the step failed"):
+            async with client.messages.stream(**ASK) as stream:
+                await stream.get_final_message()
+    async with openai_client(engine) as client:
+        stream = await client.responses.create(model="fake/model-1", input="hi", stream=True)
+        events = [event async for event in stream]
+    assert events[-1].type == "response.failed"
+    error = events[-1].response.error
+    assert error is not None and "the step failed" in error.message
+
+
+# -- Responses -----------------------------------------------------------------------------
+
+
+async def test_responses() -> None:
+    def script(call: GenerateCall) -> Script:
+        return Script(num_cached_tokens=3)
+
+    engine = FakeEngine(script=script)
+    async with openai_client(engine) as client:
+        answer = await client.responses.create(
+            model="fake/model-1",
+            instructions="Be brief.",
+            input="hi",
+            temperature=0.3,
+            max_output_tokens=60,
+            metadata={"a": "b"},
+        )
+        assert answer.output_text == ANSWER and answer.status == "completed"
+        assert answer.error is None and answer.metadata == {"a": "b"}
+        assert (answer.temperature, answer.max_output_tokens) == (0.3, 60)
+        usage = answer.usage
+        assert usage is not None and usage.output_tokens == 11
+        assert usage.input_tokens_details.cached_tokens == 3
+        cut = await client.responses.create(
+            model="fake/model-1", input="hi", max_output_tokens=2, store=False
+        )
+        assert cut.status == "incomplete"
+        assert cut.incomplete_details is not None
+        assert cut.incomplete_details.reason == "max_output_tokens"
+        # the conversation goes on with what came back
+        again = await client.responses.create(
+            model="fake/model-1",
+            input=[*USER, *answer.output, {"role": "user", "content": "and?"}],  # type: ignore[list-item]
+        )
+        assert again.output_text == ANSWER
+    roles = [m["role"] for m in engine.calls[-1].prompt.messages]  # type: ignore[union-attr]
+    assert roles == ["user", "assistant", "user"]
+
+
+async def test_the_responses_stream_equals_the_response() -> None:
+    async with openai_client(FakeEngine(script=Script(delay_s=0.002))) as client:
+        async with client.responses.stream(model="fake/model-1", input="hi") as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+    assert final.output_text == ANSWER and final.status == "completed"
+    assert [e.sequence_number for e in events] == list(range(len(events)))  # type: ignore[union-attr]
+    assert events[0].type == "response.created" and events[-1].type == "response.completed"
+    deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+    assert "".join(deltas) == ANSWER and len(deltas) > 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"max_output_tokens": 10**6}, "input"),
+        ({"top_p": 2.0}, "top_p"),
+    ],
+)
+async def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
+    engine = FakeEngine(model=make_model_info(max_model_len=100))
+    async with openai_client(engine) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(model="fake/model-1", input="hi", **fields)
+        assert caught.value.param == param
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve("resp_1")

@@ -1,0 +1,175 @@
+"""Other people's clients against the real server with a real model, over a socket.
+
+Each must get the words that a plain request gets. openai-node is tested where Node and its package
+are: `npm install --prefix tests/node`. litellm cannot be installed beside the newest openai, so it
+is tested where TERMGEN_LITELLM_PYTHON names a Python that has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+NODE = Path(__file__).parent / "node"
+QUESTION = "Name the capital of France."
+MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+GREEDY = {"temperature": 0}
+TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def told(smollm2_url: str) -> str:
+    """The answer's first tokens."""
+    body = {"messages": MESSAGES, "max_tokens": TOKENS, **GREEDY}
+    answer = httpx.post(f"{smollm2_url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    assert len(text) > 10
+    return text
+
+
+def test_anthropic(smollm2_url: str, told: str) -> None:
+    with anthropic.Anthropic(base_url=smollm2_url, api_key="none", max_retries=0) as client:
+        ask: dict[str, Any] = {"model": "smollm2", "max_tokens": TOKENS, "messages": MESSAGES}
+        answer = client.messages.create(**ask, extra_body=GREEDY)
+        assert answer.content[0].type == "text" and answer.content[0].text == told
+        assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", TOKENS)
+        count = client.messages.count_tokens(model="smollm2", messages=MESSAGES)
+        usage = answer.usage
+        assert count.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+        with client.messages.stream(**ask, extra_body=GREEDY) as stream:
+            assert "".join(stream.text_stream) == told
+            final = stream.get_final_message()
+        assert final.stop_reason == "max_tokens" and final.usage.output_tokens == TOKENS
+        word = told.split()[1]
+        stopped = client.messages.create(**ask, stop_sequences=[word], extra_body=GREEDY)
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
+        assert stopped.content[0].text == told[: told.index(word)]  # type: ignore[union-attr]
+        begun = [*MESSAGES, {"role": "assistant", "content": told[:12].rstrip()}]
+        on = client.messages.create(**{**ask, "messages": begun}, extra_body=GREEDY)
+        assert on.content[0].text.split()[0] in told  # type: ignore[union-attr]
+
+
+def test_openai_responses(smollm2_url: str, told: str) -> None:
+    with openai.OpenAI(base_url=f"{smollm2_url}/v1", api_key="none", max_retries=0) as client:
+        ask: dict[str, Any] = {"model": "smollm2", "max_output_tokens": TOKENS, "temperature": 0}
+        answer = client.responses.create(input=QUESTION, **ask)
+        assert answer.output_text == told and answer.status == "incomplete"
+        parts: Any = [
+            {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
+        ]
+        assert client.responses.create(input=parts, **ask).output_text == told
+        stream = client.responses.create(input=QUESTION, stream=True, **ask)
+        events = list(stream)
+        deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+        assert "".join(deltas) == told
+        last = events[-1]
+        assert last.type == "response.incomplete" and last.response.output_text == told
+        history: Any = [*parts, *answer.output, {"role": "user", "content": "And of Spain?"}]
+        assert client.responses.create(input=history, **ask).output_text
+
+
+def test_langchain(smollm2_url: str, told: str) -> None:
+    from langchain_core.messages import HumanMessage, SystemMessage
+    from langchain_openai import ChatOpenAI
+
+    options: dict[str, Any] = {
+        "model": "smollm2",
+        "base_url": f"{smollm2_url}/v1",
+        "api_key": "none",
+        "temperature": 0,
+        "max_retries": 0,
+    }
+    chat = ChatOpenAI(**options, max_tokens=TOKENS)
+    answer = chat.invoke([HumanMessage(QUESTION)])
+    assert answer.content == told
+    assert answer.usage_metadata is not None and answer.usage_metadata["output_tokens"] == TOKENS
+    assert "".join(str(chunk.content) for chunk in chat.stream(QUESTION)) == told
+    assert [a.content for a in chat.batch([QUESTION, QUESTION])] == [told, told]
+    assert chat.invoke([SystemMessage("You are a poet."), HumanMessage(QUESTION)]).content
+    responses = ChatOpenAI(**options, max_tokens=TOKENS, use_responses_api=True)
+    assert responses.invoke(QUESTION).text == told
+    assert "".join(chunk.text for chunk in responses.stream(QUESTION)) == told
+
+
+def test_llm(smollm2_url: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    monkeypatch.setenv("LLM_LOAD_PLUGINS", "")
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- model_id: termgen\n  model_name: smollm2\n  api_base: {smollm2_url}/v1\n"
+    )
+    import llm
+
+    model = llm.get_model("termgen")
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS, "key": "none"}
+    assert model.prompt(QUESTION, stream=False, **options).text() == told
+    assert "".join(model.prompt(QUESTION, stream=True, **options)) == told
+    talk = model.conversation()
+    assert talk.prompt(QUESTION, **options).text() == told
+    assert talk.prompt("And of Spain?", **options).text()
+
+
+def test_openai_node(smollm2_url: str, told: str) -> None:
+    node = shutil.which("node")
+    if node is None or not (NODE / "node_modules" / "openai").is_dir():
+        pytest.skip("needs Node, and `npm install --prefix tests/node`")
+    asked = subprocess.run(
+        [node, str(NODE / "ask.mjs"), smollm2_url, QUESTION],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert asked.returncode == 0, asked.stderr
+    answers = json.loads(asked.stdout)
+    assert answers["chat"] == answers["stream"] == answers["response"] == told
+    assert answers["usage"] == TOKENS
+    assert answers["events"][0] == "response.created"
+    assert answers["events"][-1] == "response.incomplete"
+    assert answers["error"] == ["NotFoundError", 404, "model_not_found"]
+
+
+LITELLM = """
+import json, sys, litellm
+url, question = sys.argv[1:]
+messages = [{"role": "user", "content": question}]
+ask = dict(api_base=url + "/v1", api_key="none", messages=messages, max_tokens=5, temperature=0)
+told = []
+for model in ("openai/smollm2", "hosted_vllm/smollm2"):
+    told.append(litellm.completion(model=model, **ask).choices[0].message.content)
+    parts = litellm.completion(model=model, stream=True, **ask)
+    told.append("".join(part.choices[0].delta.content or "" for part in parts))
+claude = dict(ask, api_base=url)
+told.append(litellm.completion(model="anthropic/smollm2", **claude).choices[0].message.content)
+parts = litellm.completion(model="anthropic/smollm2", stream=True, **claude)
+told.append("".join(part.choices[0].delta.content or "" for part in parts))
+try:
+    litellm.completion(model="openai/smollm2", api_base=url + "/v1", api_key="none",
+                       messages=[{"role": "user", "content": "word " * 5000}])
+except litellm.ContextWindowExceededError:
+    print(json.dumps(told))
+"""
+
+
+def test_litellm(smollm2_url: str, told: str) -> None:
+    python = os.environ.get("TERMGEN_LITELLM_PYTHON")
+    if python is None:
+        pytest.skip("needs TERMGEN_LITELLM_PYTHON, a Python with litellm")
+    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
+    asked = subprocess.run(
+        [python, "-c", LITELLM, smollm2_url, QUESTION],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert json.loads(asked.stdout.splitlines()[-1]) == [told] * 6
