@@ -145,6 +145,27 @@ async def test_json_ends_at_stop_strings_and_limits_like_any_text(long_llama_dir
         assert chat_text(events) == text
 
 
+async def test_calls_are_enforced_in_the_words_of_other_endpoints_too(long_llama_dir: Path) -> None:
+    async with tiny_server(long_llama_dir) as (client, _):
+        tool = {"name": "write", "input_schema": SCHEMA}
+        body = {"max_tokens": 300, "messages": MESSAGES, "tools": [tool]}
+        reply = await client.post("/v1/messages", json={**body, "tool_choice": {"type": "any"}})
+        calls = [part for part in reply.json()["content"] if part["type"] == "tool_use"]
+        assert calls[0]["name"] == "write"
+        jsonschema.validate(calls[0]["input"], SCHEMA)
+        given = {"type": "function", "name": "write", "parameters": SCHEMA}
+        body = {
+            "input": "hi",
+            "max_output_tokens": 300,
+            "tools": [given],
+            "tool_choice": "required",
+        }
+        reply = await client.post("/v1/responses", json={**body, "parallel_tool_calls": False})
+        (item,) = reply.json()["output"]
+        assert (item["type"], item["name"]) == ("function_call", "write")
+        jsonschema.validate(json.loads(item["arguments"]), SCHEMA)
+
+
 BAD: list[dict[str, Any]] = [
     {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
     {"response_format": {"type": "json_object", "schema": {"$ref": "#/definitions/none"}}},
