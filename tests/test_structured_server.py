@@ -160,7 +160,7 @@ async def test_calls_are_enforced_in_the_words_of_other_endpoints_too(long_llama
             "tools": [given],
             "tool_choice": "required",
         }
-        reply = await client.post("/v1/responses", json={**body, "parallel_tool_calls": False})
+        reply = await client.post("/v1/responses", json=body)
         (item,) = reply.json()["output"]
         assert (item["type"], item["name"]) == ("function_call", "write")
         jsonschema.validate(json.loads(item["arguments"]), SCHEMA)
