@@ -190,7 +190,7 @@ async def hostile_hour(client: httpx.AsyncClient) -> None:
         b'{"prompt":' + b"[" * 200_000,
         b'{"prompt":"x","n":' + b"9" * 4000 + b"}",
         b'{"prompt":"x","temperature":NaN}',
-        b'{"prompt":"x","logit_bias":{"0":1e300}}',
+        b'{"prompt":"x","logit_bias":{"99999999":1}}',
         b'{"prompt":"x","stop":' + json.dumps(["x"] * 20_000).encode() + b"}",
         b'{"prompt":' + json.dumps([[1]] * 20_000).encode() + b"}",
         b'{"prompt":"' + b"a" * 100_000 + b'"}',

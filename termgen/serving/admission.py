@@ -43,7 +43,8 @@ class Ticket:
 
     def __init__(self, admission: AdmissionControl, jobs: Sequence[Job]) -> None:
         self._admission = admission
-        self._sizes = {job.request_id: job.params.n for job in jobs if job.generates}
+        sizes = {job.request_id: _num_completions(job) for job in jobs}
+        self._sizes = {job_id: size for job_id, size in sizes.items() if size}
         self._begun: set[tuple[str, int]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.num_ended = 0
@@ -238,6 +239,13 @@ class AdmissionControl:
             return UNKNOWN_RETRY_AFTER_S
         rate = len(self._begun_at) / max(1e-3, now - self._begun_at[0])
         return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, num_starts / rate))
+
+
+def _num_completions(job: Job) -> int:
+    """That the engine is given."""
+    if job.generates:
+        return job.params.n
+    return 0 if job.params.prompt_logprobs is None else 1
 
 
 def num_chars(prompt: str | ChatPrompt) -> int:
