@@ -159,6 +159,7 @@ async def test_calls_are_enforced_in_the_words_of_other_endpoints_too(long_llama
             "max_output_tokens": 300,
             "tools": [given],
             "tool_choice": "required",
+            "parallel_tool_calls": False,
         }
         reply = await client.post("/v1/responses", json=body)
         (item,) = reply.json()["output"]
