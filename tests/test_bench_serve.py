@@ -121,7 +121,7 @@ async def test_chats_and_extra_fields() -> None:
 
 async def test_the_document_has_vllms_keys(tmp_path: Path) -> None:
     async with serving(FakeEngine(script=at_once)) as server:
-        run = await measure(server.url, goodput=("ttft:60000", "tpot:0.000001"), **SHAPE)
+        run = await measure(server.url, goodput=("ttft:60000", "e2el:0.000001"), **SHAPE)
     read = json.loads(json.dumps(document(run, None)))
     assert read.keys() >= {
         *("date", "backend", "model_id", "tokenizer_id", "num_prompts", "request_rate"),

@@ -113,8 +113,8 @@ async def test_pages_are_whole_and_fetch_nothing() -> None:
 
 
 def test_charts_scale_and_thin_out() -> None:
-    assert [round_up(v) for v in (0, 0.3, 1, 1.2, 2.2, 4, 7, 1000)] == [
-        *(1, 0.5, 1, 2, 2.5, 5, 10, 1000)
+    assert [round_up(v) for v in (0, 0.45, 1, 1.2, 2.2, 4, 7, 1000)] == [
+        *(1, 0.5, 1, 1.5, 3, 4, 8, 1000)
     ]
     many = Series("a", [(float(i), 1.0) for i in range(10_000)], is_dots=True)
     svg = ElementTree.fromstring(chart([many], x_title="x", y_title="y"))

@@ -80,8 +80,8 @@ def _serve_charts(run: ServeRun) -> list[tuple[str, str]]:
         ("Output tokens by second", "tokens/s", result.output_tokens_by_second(), 3),
         ("Requests under way by second", "requests", result.running_by_second(), 4),
     )
-    for title, unit, values, style in by_second:
-        points = [(i + 0.5, float(v)) for i, v in enumerate(values)]
+    for title, unit, counts, style in by_second:
+        points = [(i + 0.5, float(count)) for i, count in enumerate(counts)]
         line = Series(unit, points, style=style)
         charts.append((title, chart([line], x_title="s", y_title=unit)))
     return charts

@@ -13,13 +13,14 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from termgen.bench.stream_client import Answer, Target, ask
+from termgen.bench.stream_client import Answer, Connector, Target
 
 REPORT_S = 0.25
 TICK_S = 0.01
@@ -56,6 +57,7 @@ class _Run:
     """Counts under way."""
 
     plan: LoadPlan
+    connector: Connector
     began: float
     answers: list[dict[str, Any]]
     lateness: list[float] = field(default_factory=list)
@@ -68,8 +70,9 @@ class _Run:
 
 async def run_load(plan: LoadPlan) -> dict[str, Any]:
     """Send everything, wait for every answer, return what was measured."""
-    run = _Run(plan, time.perf_counter() + LEAD_S, [{} for _ in plan.bodies])
     encoded = [json.dumps(body).encode() for body in plan.bodies]
+    connector = await Connector.find(plan.target)
+    run = _Run(plan, connector, time.perf_counter() + LEAD_S, [{} for _ in plan.bodies])
     seats = asyncio.Semaphore(plan.max_concurrency or len(plan.bodies))
     cpu, wall = time.process_time(), time.perf_counter()
     helpers = [asyncio.create_task(_watch(run)), asyncio.create_task(_report(run))]
@@ -95,7 +98,7 @@ async def run_load(plan: LoadPlan) -> dict[str, Any]:
 async def _one(run: _Run, index: int, body: bytes, seats: asyncio.Semaphore) -> None:
     async with seats:
         run.num_running += 1
-        answer = await ask(run.plan.target, body, timeout_s=run.plan.timeout_s)
+        answer = await run.connector.ask(body, timeout_s=run.plan.timeout_s)
         run.num_running -= 1
     run.num_done += 1
     run.num_failed += answer.error is not None
@@ -141,7 +144,14 @@ def _tell(value: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def _allow_connections() -> None:
+    """Each takes a file; the usual limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main() -> None:
+    _allow_connections()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     plan = LoadPlan.from_json(sys.stdin.readline())
     gc.freeze()

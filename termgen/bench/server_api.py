@@ -53,7 +53,10 @@ class ServerApi:
     def __init__(self, url: str, *, api_key: str | None) -> None:
         self.url = url
         self.headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.AsyncClient(base_url=url, headers=self.headers, timeout=TIMEOUT_S)
+        # no proxies, as the load generator uses none: both must talk to the same server
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=self.headers, timeout=TIMEOUT_S, trust_env=False
+        )
 
     async def __aenter__(self) -> ServerApi:
         return self

@@ -116,7 +116,8 @@ class _Stream(asyncio.Protocol):
                     self._finish(None)
                     return
         except h11.RemoteProtocolError as error:
-            self._finish(f"this is not HTTP: {error}")
+            # without data it is only that the connection ended in the middle
+            self._finish(f"this is not HTTP: {error}" if data else None)
 
     def _take(self, data: bytes, now: float) -> None:
         if self._status != 200:
@@ -177,7 +178,9 @@ class _Stream(asyncio.Protocol):
         if self.done.done():
             return
         answer = self._answer
-        if self._status not in (0, 200):
+        if not self._status:
+            answer.error = error or "the connection was closed without an answer"
+        elif self._status != 200:
             answer.error = f"status {self._status}: {_short(self._error_body)}"
         elif error is not None:
             answer.error = answer.error or error
@@ -188,28 +191,50 @@ class _Stream(asyncio.Protocol):
         self.done.set_result(None)
 
 
-async def ask(target: Target, body: bytes, *, timeout_s: float) -> Answer:
-    """Send one request and read its answer to the end. What goes wrong is in `Answer.error`."""
-    answer = Answer(began=time.perf_counter())
-    state, request = target.encode(body)
-    transport: asyncio.Transport | None = None
-    try:
-        async with asyncio.timeout(timeout_s):
-            transport, stream = await asyncio.get_running_loop().create_connection(
-                lambda: _Stream(state, request, answer),
-                target.host,
-                target.port,
-                ssl=ssl.create_default_context() if target.is_tls else None,
-            )
-            await stream.done
-    except TimeoutError:
-        answer.error = f"no end after {timeout_s:g} s"
-    except OSError as error:
-        answer.error = f"no connection to {target.host}:{target.port}: {error.strerror or error}"
-    finally:
-        if transport is not None:
-            transport.abort()
-    return answer
+class Connector:
+    """Opens connections to one server. Finds its address and reads certificates once: both take
+    milliseconds, which would count as the server's."""
+
+    def __init__(self, target: Target, address: str) -> None:
+        self.target = target
+        self._address = address
+        self._tls = ssl.create_default_context() if target.is_tls else None
+
+    @classmethod
+    async def find(cls, target: Target) -> Connector:
+        """The address that a first connection reaches; of a server that is away, its name."""
+        try:
+            _, writer = await asyncio.open_connection(target.host, target.port)
+        except OSError:
+            return cls(target, target.host)
+        peer: tuple[str, int] = writer.get_extra_info("peername")
+        writer.close()
+        return cls(target, peer[0])
+
+    async def ask(self, body: bytes, *, timeout_s: float) -> Answer:
+        """Send one request, read its answer to the end. What goes wrong is in `Answer.error`."""
+        answer, target = Answer(began=time.perf_counter()), self.target
+        state, request = target.encode(body)
+        transport: asyncio.Transport | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                transport, stream = await asyncio.get_running_loop().create_connection(
+                    lambda: _Stream(state, request, answer),
+                    self._address,
+                    target.port,
+                    ssl=self._tls,
+                    server_hostname=target.host if target.is_tls else None,
+                )
+                await stream.done
+        except TimeoutError:
+            answer.error = f"no end after {timeout_s:g} s"
+        except OSError as error:
+            reason = error.strerror or error
+            answer.error = f"no connection to {target.host}:{target.port}: {reason}"
+        finally:
+            if transport is not None:
+                transport.abort()
+        return answer
 
 
 def _short(raw: bytes) -> str:

@@ -66,11 +66,13 @@ def cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def round_up(value: float) -> float:
-    """The next of 1, 2, 2.5 and 5 times a power of ten."""
+    """The next round number: axes end there."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
-    return next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= value * (1 - 1e-9))
+    return next(
+        m * power for m in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if m * power >= value * (1 - 1e-9)
+    )
 
 
 def _axes(right: float, top: float, x_title: str, y_title: str) -> list[str]:

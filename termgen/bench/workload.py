@@ -57,7 +57,7 @@ def varied_requests(
 
     def lengths(middle: int) -> list[int]:
         low, high = int(middle * (1 - ratio)), int(middle * (1 + ratio))
-        return np.maximum(1, rng.integers(low, high + 1, size=count)).tolist()
+        return [max(1, int(n)) for n in rng.integers(low, high + 1, size=count)]
 
     sizes = zip(lengths(input_len), lengths(output_len), strict=True)
     return [
