@@ -29,7 +29,9 @@ def test_it_starts_a_server_measures_it_and_writes_files(
 ) -> None:
     path = tmp_path / "a.json"
     engine = ["--model", str(tiny_llama_dir), "--device", "cpu", "--max-num-seqs", "4"]
-    code = bench("serve", *engine, *LOAD, "--result-filename", str(path), "--seed", "5")
+    page = tmp_path / "a.html"
+    files = ["--result-filename", str(path), "--output-html", str(page)]
+    code = bench("serve", *engine, *LOAD, *files, "--seed", "5")
     out, err = capsys.readouterr()
     assert code == 0, err
     read = json.loads(path.read_text())
@@ -38,6 +40,24 @@ def test_it_starts_a_server_measures_it_and_writes_files(
     assert read["engine_flags"][0] == f"--model={tiny_llama_dir}" and read["seed"] == 5
     assert read["server_owner"] == "termgen" and "3, 0" in out
     assert "termgen: memory: weights " in err and str(path) in err
+    assert "<svg" in page.read_text()
+
+
+def test_a_sweep_over_a_server_that_is_there(
+    capsys: pytest.CaptureFixture[str], smollm2_url: str, tmp_path: Path
+) -> None:
+    lengths = ["--random-input-len", "6", "--random-output-len", "2", "--num-prompts", "2"]
+    files = ["--save-result", "--label", "a/b", "--result-dir", str(tmp_path)]
+    page = tmp_path / "s.html"
+    limits = ["--goodput", "ttft:60000", "--sweep-to", "2", "--output-html", str(page)]
+    code = bench("sweep", "--base-url", smollm2_url, "--seed", "2", *lengths, *files, *limits)
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    (path,) = tmp_path.glob("sweep-a-b-*.json")
+    read = json.loads(path.read_text())
+    assert [level["load"] for level in read["levels"]] == [1, 2] and read["knee"] == 2
+    assert read["levels"][1]["completed"] == 8 and read["engine_flags"] is None
+    assert "raise --sweep-to" in out and "<svg" in page.read_text()
 
 
 def test_the_engines_flags_are_passed_on() -> None:

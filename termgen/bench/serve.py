@@ -188,7 +188,7 @@ def file_name(run: ServeRun) -> str:
     rate = run.result.as_json()["request_rate"]
     seats = "" if options.max_concurrency is None else f"-concurrency{options.max_concurrency}"
     model = run.model.model_id.rsplit("/", 1)[-1]
-    name = options.label or options.backend
+    name = (options.label or options.backend).replace("/", "-")
     return f"{name}-{rate}qps{seats}-{model}-{time.strftime('%Y%m%d-%H%M%S')}.json"
 
 
