@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from termgen.bench import html_report, report, serve_report, sweep
 from termgen.bench.compare_options import CompareOptions
+from termgen.bench.options import check_seed
 from termgen.bench.own_server import OwnServer, own_server
 from termgen.bench.serve import ServeBench, ServeRun, document, file_name
 from termgen.bench.serve_options import ServeOptions
@@ -75,6 +76,7 @@ def run_compare(layers: SettingLayers) -> int:
 
 def find_subject(args: argparse.Namespace, layers: SettingLayers, options: ServeOptions) -> Subject:
     config = layers.resolve(EngineConfig)
+    check_seed(config.seed)
     if options.url is not None:
         for f in fields(EngineConfig):
             if f.name not in FOR_ANY_SERVER and layers.given(f.name) is not None:

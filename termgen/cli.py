@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import termgen
 from termgen.bench.compare_options import CompareOptions
-from termgen.bench.options import LatencyOptions, ThroughputOptions
+from termgen.bench.options import LatencyOptions, ThroughputOptions, check_seed
 from termgen.bench.serve_options import ServeOptions
 from termgen.bench.sweep_options import SweepOptions
 from termgen.config import EngineConfig, ServerConfig, UIConfig
@@ -241,6 +241,7 @@ def bench_command(args: argparse.Namespace) -> int:
     options = layers.resolve(options_class)
     # equal prompts come again in every batch: finding them in the cache would skip the prefill
     config = layers.resolve(EngineConfig, enable_prefix_caching=False)
+    check_seed(config.seed)
     from termgen.launch import run_bench
 
     return run_bench(args.bench, options, config)

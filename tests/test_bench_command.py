@@ -75,6 +75,8 @@ def test_the_engines_flags_are_passed_on() -> None:
         (["serve", "--base-url", "http://127.0.0.1:9", "--max-num-seqs", "3"], "leave it out, or"),
         (["serve", "--model", "/none/such"], "/none/such"),
         (["serve", "--goodput", "x:1"], "(from --goodput)"),
+        (["serve", "--seed", "-1"], "seed must be at least 0 in a bench, not -1"),
+        (["latency", "--seed", "-1"], "seed must be at least 0 in a bench, not -1"),
         (
             ["serve", "--base-url", "http://127.0.0.1:9", "--result-filename", "/none/x.json"],
             "result_filename: /none/x.json cannot be written",

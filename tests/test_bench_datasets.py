@@ -194,6 +194,8 @@ def test_times_are_those_of_the_rate() -> None:
     ("values", "words"),
     [
         ({"base_url": "127.0.0.1:8000"}, "base_url must be like http"),
+        ({"base_url": "http://h:99999"}, "base_url must be like http"),
+        ({"base_url": "ftp://h"}, "base_url must be like http"),
         ({"host": "a"}, "host needs --port"),
         ({"port": 80}, "port needs --host"),
         ({"host": "a", "port": 1, "base_url": "http://x"}, "exclude each other"),
@@ -220,4 +222,6 @@ def test_urls_are_cut_to_their_root() -> None:
     assert ServeOptions(base_url="http://h:1/v1/").url == "http://h:1"
     assert ServeOptions(host="h", port=2).url == "http://h:2"
     assert ServeOptions().url is None
+    assert ServeOptions().ready_timeout_s == 600
+    assert ServeOptions(host="h", port=2).ready_timeout_s == 10
     assert ServeOptions(request_rate=float("inf")).request_rate == math.inf

@@ -64,3 +64,9 @@ class ThroughputOptions:
                         f"{name} cannot be changed: dataset {self.dataset_name} fixes it",
                         param=name,
                     )
+
+
+def check_seed(seed: int) -> None:
+    """An engine takes any seed, prompts are drawn from 0 up only. Raises `ConfigError`."""
+    if seed < 0:
+        raise ConfigError(f"seed must be at least 0 in a bench, not {seed}", param="seed")

@@ -24,7 +24,7 @@ from termgen.bench.serve_options import ServeOptions
 from termgen.bench.serve_result import ServeResult, make_result
 from termgen.bench.server_api import ServedModel, ServerApi, choose_model, error_text
 from termgen.bench.stream_client import Target
-from termgen.errors import ConfigError, EngineError
+from termgen.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class ServeBench:
         check: Callable[[], None] | None = None,
     ) -> ServeBench:
         """Wait until the server answers. Raises `ConfigError`."""
-        models = await api.wait_ready(options.ready_check_timeout_sec, check=check)
+        models = await api.wait_ready(options.ready_timeout_s, check=check)
         model = choose_model(models, asked_model)
         pool = [] if options.is_chat else await api.token_pool(model.model_id)
         return cls(api, model, pool, options)
@@ -148,10 +148,7 @@ class ServeBench:
 def target_of(api: ServerApi, path: str) -> Target:
     parts = urlsplit(api.url)
     is_tls = parts.scheme == "https"
-    try:
-        port = parts.port or (443 if is_tls else 80)
-    except ValueError:
-        raise ConfigError(f"base_url: {api.url} has no valid port", param="base_url") from None
+    port = parts.port or (443 if is_tls else 80)
     headers = tuple(api.headers.items())
     return Target(parts.hostname or "", port, parts.path + path, headers, is_tls)
 

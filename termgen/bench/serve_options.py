@@ -21,6 +21,8 @@ ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 METRICS = ("ttft", "tpot", "itl", "e2el")
 """Time to first token, time per output token after it, between two chunks, whole request."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+READY_S = 10.0
+OWN_READY_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +106,11 @@ class ServeOptions:
         None, "further fields of each request, as a JSON object", metavar="JSON"
     )
     request_timeout: float = setting(600.0, "seconds a request may take", above=0.0)
-    ready_check_timeout_sec: float = setting(
-        600.0, "seconds the server may take until it answers", minimum=0.0
+    ready_check_timeout_sec: float | None = setting(
+        None,
+        "seconds the server may take until it answers (default: 10, or 600 for a server that is "
+        "started)",
+        minimum=0.0,
     )
     goodput: tuple[str, ...] = setting(
         (),
@@ -152,8 +157,7 @@ class ServeOptions:
                 raise ConfigError(f"{given} needs --{missing}", param=given)
         url = self.url
         if url is not None:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            if not _is_url(url):
                 raise ConfigError(
                     f"base_url must be like http://127.0.0.1:8000, not {url!r}", param="base_url"
                 )
@@ -175,6 +179,12 @@ class ServeOptions:
         if self.host is not None:
             return f"http://{self.host}:{self.port}"
         return None if self.base_url is None else self.base_url.rstrip("/").removesuffix("/v1")
+
+    @property
+    def ready_timeout_s(self) -> float:
+        if self.ready_check_timeout_sec is not None:
+            return self.ready_check_timeout_sec
+        return OWN_READY_S if self.url is None else READY_S
 
     @property
     def path(self) -> str:
@@ -244,6 +254,14 @@ class ServeOptions:
 def _spell_dataset(options: ServeOptions) -> None:
     # vLLM writes prefix_repetition
     object.__setattr__(options, "dataset_name", options.dataset_name.replace("_", "-"))
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        return False
 
 
 def _number(text: str) -> float | None:
