@@ -65,6 +65,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "progress",
         "launch",
         "generate",
+        "generate_format",
         "models_command",
         "llm",
         "exit_codes",
