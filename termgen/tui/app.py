@@ -10,6 +10,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from rich.text import Text
@@ -26,7 +27,7 @@ from termgen.tui import themes
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.screens.help import HelpScreen, HelpSection
+from termgen.tui.screens.help import HelpScreen, HelpSection, key_names
 from termgen.tui.screens.loading import LoadingScreen, StartupProgress
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.transcript import Transcript
@@ -220,8 +221,7 @@ class TermgenApp(App[None]):
                 "System prompt", "Instructions for the model (/system)", screen.action_edit_system
             )
         if isinstance(screen, DashboardScreen):
-            yield SystemCommand("Pause", "Freeze or go on live (space)", screen.action_pause)
-            yield SystemCommand("Live", "Follow the engine (esc)", screen.action_live)
+            yield from self._dashboard_commands(screen)
         if self.client is not None:
             yield SystemCommand("Chat", "Go to the chat (1)", lambda: self.action_show("chat"))
             yield SystemCommand(
@@ -231,6 +231,15 @@ class TermgenApp(App[None]):
         yield SystemCommand("Theme", "Choose the colours (/theme)", self.action_change_theme)
         yield SystemCommand("Screenshot", "Save an SVG picture (F12)", self._save_picture)
         yield SystemCommand("Quit", "Leave termgen (ctrl+q)", self.action_quit)
+
+    def _dashboard_commands(self, screen: DashboardScreen) -> Iterable[SystemCommand]:
+        """Every key of the dashboard but those that move, which one holds down."""
+        for binding in screen.BINDINGS:
+            if binding.action.startswith(("app.", "step(", "select(")):
+                continue
+            help_text = f"{binding.tooltip} ({key_names(binding)})"
+            run = partial(screen.run_action, binding.action)
+            yield SystemCommand(binding.description, help_text, run)
 
     def _save_picture(self) -> None:
         self.set_timer(0.2, self.action_screenshot)  # after the palette has closed

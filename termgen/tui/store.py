@@ -19,6 +19,7 @@ from termgen.engine.events import (
     RequestEventKind,
     StepRecord,
 )
+from termgen.tui.graph_stats import GraphFigures, GraphStats
 
 BUCKET_NS = 250_000_000
 """Width of one point of the series."""
@@ -90,6 +91,7 @@ class DashboardView:
     num_dropped: int
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    graphs: GraphFigures
 
     @property
     def num_blocks(self) -> int:
@@ -155,6 +157,7 @@ class DashboardStore:
         self._finished: deque[tuple[int, RequestRow]] = deque(maxlen=FINISHED_KEPT)
         self._last_rows: dict[str, RequestRow] = {}
         self._num_finished = 0
+        self._graphs = GraphStats()
         self._snapshot: EngineSnapshot | None = None
 
     def apply(self, events: Iterable[EngineEvent]) -> None:
@@ -172,6 +175,7 @@ class DashboardStore:
 
     def _apply_step(self, step: StepRecord) -> None:
         self._steps.append(step)
+        self._graphs.add(step)
         last = step.ended_ns // BUCKET_NS
         first = max(step.started_ns // BUCKET_NS, last - MAX_STEP_BUCKETS)
         share = 1 / (last - first + 1)
@@ -282,6 +286,7 @@ class DashboardStore:
             num_dropped=self.num_dropped,
             max_num_seqs=snapshot.max_num_seqs if snapshot else None,
             max_num_batched_tokens=snapshot.max_num_batched_tokens if snapshot else None,
+            graphs=self._graphs.figures,
         )
         return view if counters is None else _with_counters(view, counters)
 

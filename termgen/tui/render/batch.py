@@ -13,7 +13,7 @@ from termgen.tui.spans import Row, Span, merge
 from termgen.tui.store import mode_letter, mode_shares, padding_share, step_ms, step_tokens
 
 MIN_PEAK_TOKENS = 16
-_MODE_ROLES = {"F": "mode-full", "P": "mode-piecewise", "N": "mode-none"}
+MODE_ROLES = {"F": "mode-full", "P": "mode-piecewise", "N": "mode-none"}
 
 
 def batch_panel(
@@ -115,7 +115,7 @@ def _modes(steps: Sequence[StepRecord], marked: int | None) -> Row:
     spans: list[Span] = []
     for index, step in enumerate(steps):
         letter = mode_letter(step.graph_mode)
-        role = _MODE_ROLES.get(letter, "mode-none")
+        role = MODE_ROLES.get(letter, "mode-none")
         spans.append((letter, role + "/r" if index == marked else role))
     return merge(spans)
 

@@ -13,23 +13,23 @@ from collections.abc import Callable, Sequence
 
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import Binding
-from textual.containers import Horizontal
-from textual.events import MouseScrollDown, MouseScrollUp, ScreenResume, ScreenSuspend
+from textual.containers import Horizontal, Vertical
+from textual.events import Click, MouseScrollDown, MouseScrollUp, ScreenResume, ScreenSuspend
 from textual.widgets import Footer
 
 from termgen.client import EngineClient
 from termgen.errors import EngineError
-from termgen.tui.render import overview
+from termgen.tui.render import graphs, overview, timeline
 from termgen.tui.render.batch import batch_panel
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.kv_map import kv_panel
 from termgen.tui.render.overview import LiveState
 from termgen.tui.render.requests import requests_panel
 from termgen.tui.screens.base import ThemedScreen
+from termgen.tui.screens.dashboard_keys import KEYS, page_at, tab_line
 from termgen.tui.spans import Row
 from termgen.tui.store import DashboardStore, DashboardView
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.widgets.canvas import Canvas, Painter
 
 BOX_COLUMNS, BOX_ROWS = 100, 34
 IDLE_SNAPSHOT_S = 2.0
@@ -38,47 +38,7 @@ RING_CAPACITY = 4096
 
 
 class DashboardScreen(ThemedScreen):
-    BINDINGS = [
-        Binding("space", "pause", "Pause", id="dashboard.pause", tooltip="Freeze or go on live"),
-        Binding(
-            "left",
-            "step(1)",
-            "Step",
-            id="dashboard.step_back",
-            key_display="←→",
-            tooltip="Freeze and look at the step before (shift: 10 steps)",
-        ),
-        Binding(
-            "right", "step(-1)", "Step on", show=False, id="dashboard.step_on", tooltip="Next step"
-        ),
-        Binding("shift+left", "step(10)", "10 back", show=False, id="dashboard.step_back_10"),
-        Binding("shift+right", "step(-10)", "10 on", show=False, id="dashboard.step_on_10"),
-        Binding(
-            "up",
-            "select(-1)",
-            "Request",
-            id="dashboard.select_up",
-            key_display="↑↓",
-            tooltip="Mark a request: its blocks light up in the map",
-        ),
-        Binding(
-            "down",
-            "select(1)",
-            "Next request",
-            show=False,
-            id="dashboard.select_down",
-            tooltip="Mark the next request",
-        ),
-        Binding(
-            "escape",
-            "live",
-            "Live",
-            show=False,
-            id="dashboard.live",
-            tooltip="Unmark and follow the engine again",
-        ),
-        Binding("f2,1", "app.show('chat')", "Chat", id="dashboard.chat", tooltip="Go to the chat"),
-    ]
+    BINDINGS = [*KEYS]
 
     def __init__(
         self,
@@ -104,19 +64,28 @@ class DashboardScreen(ThemedScreen):
         self._back: int | None = None
         self._selected: str | None = None
         self._first_row = 0
+        self._page = "overview"
+        self._num_steps = timeline.DEFAULT_STEPS
+        self._pages: dict[str, Painter] = {
+            "timeline": self._paint_timeline,
+            "graphs": self._paint_graphs,
+        }
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_header, id="header")
-        yield Canvas(self._paint_numbers, id="numbers")
-        yield Canvas(self._paint_sparks, id="sparks")
-        with Horizontal(id="tiles"):
-            yield Canvas(self._framed(overview.decode_tile), id="decode")
-            yield Canvas(self._framed(overview.prefill_tile), id="prefill")
-            yield Canvas(self._framed(overview.step_tile), id="step")
-            yield Canvas(self._framed(overview.gauges_tile), id="gauges")
-        yield Canvas(self._paint_batch, id="batch")
-        yield Canvas(self._paint_blocks, id="blocks")
-        yield Canvas(self._paint_requests, id="requests")
+        yield Canvas(lambda width, height: [tab_line(self._page)], id="tabs")
+        with Vertical(id="overview"):
+            yield Canvas(self._paint_numbers, id="numbers")
+            yield Canvas(self._paint_sparks, id="sparks")
+            with Horizontal(id="tiles"):
+                yield Canvas(self._framed(overview.decode_tile), id="decode")
+                yield Canvas(self._framed(overview.prefill_tile), id="prefill")
+                yield Canvas(self._framed(overview.step_tile), id="step")
+                yield Canvas(self._framed(overview.gauges_tile), id="gauges")
+            yield Canvas(self._paint_batch, id="batch")
+            yield Canvas(self._paint_blocks, id="blocks")
+            yield Canvas(self._paint_requests, id="requests")
+        yield Canvas(self._paint_page, id="page")
         yield Footer(show_command_palette=False)
 
     @property
@@ -179,9 +148,28 @@ class DashboardScreen(ThemedScreen):
         self._observed = now
 
     def paint(self) -> None:
+        shows_overview = self._page == "overview"
         for canvas in self.query(Canvas):
-            if canvas.display:
+            if canvas.display and (shows_overview or canvas.id in ("header", "tabs", "page")):
                 canvas.repaint()
+
+    def action_page(self, name: str) -> None:
+        """Show one of the `PAGES`."""
+        self._page = name
+        self.query_one("#overview").display = name == "overview"
+        self.query_one("#page").display = name != "overview"
+        self.paint()
+
+    def on_click(self, event: Click) -> None:
+        if event.widget is not None and event.widget.id == "tabs":
+            name = page_at(event.x)
+            if name is not None:
+                self.action_page(name)
+
+    def action_zoom(self, by: int) -> None:
+        wanted = self._num_steps // 2 if by > 0 else self._num_steps * 2
+        self._num_steps = min(timeline.MAX_STEPS, max(timeline.MIN_STEPS, wanted))
+        self.paint()
 
     def action_pause(self) -> None:
         self._paused = not self._paused
@@ -226,9 +214,12 @@ class DashboardScreen(ThemedScreen):
         shown = max(1, self._frame(*canvas.size).inner_height - 1)
         self._first_row = min(index, max(self._first_row, index - shown + 1))
 
+    @property
+    def _boxed(self) -> bool:
+        return self.size.width >= BOX_COLUMNS and self.size.height >= BOX_ROWS
+
     def _frame(self, width: int, height: int) -> Frame:
-        boxed = self.size.width >= BOX_COLUMNS and self.size.height >= BOX_ROWS
-        return Frame(width, height, boxed)
+        return Frame(width, height, self._boxed)
 
     def _framed(
         self, renderer: Callable[[DashboardView, Frame], list[Row]]
@@ -262,3 +253,21 @@ class DashboardScreen(ThemedScreen):
     def _paint_requests(self, width: int, height: int) -> Sequence[Row]:
         frame = self._frame(width, height)
         return requests_panel(self._view, frame, selected=self._selected, first=self._first_row)
+
+    def _paint_page(self, width: int, height: int) -> Sequence[Row]:
+        return self._pages[self._page](width, height)
+
+    def _paint_timeline(self, width: int, height: int) -> Sequence[Row]:
+        return timeline.timeline_page(
+            self._view.steps,
+            width,
+            height,
+            self.palette.glyphs,
+            boxed=self._boxed,
+            cursor=self._back,
+            num_steps=self._num_steps,
+        )
+
+    def _paint_graphs(self, width: int, height: int) -> Sequence[Row]:
+        model = self._client.model
+        return graphs.graphs_page(self._view, model, width, height, boxed=self._boxed)
