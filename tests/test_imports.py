@@ -63,6 +63,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "launch",
         "generate",
         "models_command",
+        "top_command",
         "llm",
         "exit_codes",
     ),

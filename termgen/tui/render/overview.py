@@ -27,6 +27,10 @@ class LiveState:
     """CPU share of the thread that draws, per wall second."""
     back: int = 0
     """Steps behind the newest, when paused."""
+    trouble: str = "engine stopped"
+    """What is wrong when not healthy."""
+    replay: str = ""
+    """Where a recording is, and its speed; empty when this is no recording."""
 
 
 def model_words(model: ModelInfo) -> str:
@@ -73,10 +77,12 @@ def header(model: ModelInfo, view: DashboardView, live: LiveState, width: int) -
 def _live_words(view: DashboardView, live: LiveState, width: int) -> list[Span]:
     right: list[Span] = []
     if not live.healthy:
-        right.append(("✗ engine stopped  ", "bad/b"))
+        right.append((f"✗ {live.trouble}  ", "bad/b"))
     elif live.paused:
         back = f" −{live.back}" if live.back else ""
         right.append((f"❚❚ paused{back}  ", "warn/b"))
+    elif live.replay:
+        right.append(("▶ replay  ", "accent/b"))
     else:
         right += [("● ", "good"), (f"live {live.hz:g} Hz  ", "text")]
     if view.num_dropped:
@@ -84,7 +90,7 @@ def _live_words(view: DashboardView, live: LiveState, width: int) -> list[Span]:
     if live.observer_share is not None:
         name = "observer" if width >= 100 else "obs"
         right.append((f"{name} {percent(live.observer_share)}  ", "muted"))
-    right.append((clock(view.uptime_s) + " ", "muted"))
+    right.append(((live.replay or clock(view.uptime_s)) + " ", "muted"))
     return right
 
 

@@ -17,14 +17,17 @@ from textual.containers import Horizontal, Vertical
 from textual.events import Click, MouseScrollDown, MouseScrollUp, ScreenResume, ScreenSuspend
 from textual.widgets import Footer
 
-from termgen.client import EngineClient
+from termgen.engine.events import EngineEvent
 from termgen.errors import EngineError
+from termgen.tui.feed import EngineFeed, StreamFeed
+from termgen.tui.formatting import clock
 from termgen.tui.render import graphs, overview, timeline
 from termgen.tui.render.batch import batch_panel
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.kv_map import kv_panel
 from termgen.tui.render.overview import LiveState
 from termgen.tui.render.requests import requests_panel
+from termgen.tui.replay import ReplayFeed
 from termgen.tui.screens.base import ThemedScreen
 from termgen.tui.screens.dashboard_keys import KEYS, page_at, tab_line
 from termgen.tui.spans import Row
@@ -35,6 +38,8 @@ BOX_COLUMNS, BOX_ROWS = 100, 34
 IDLE_SNAPSHOT_S = 2.0
 OBSERVER_SMOOTHING = 0.2
 RING_CAPACITY = 4096
+REPLAY_CAPACITY = 65_536
+"""Turning a recording back plays minutes of it at once."""
 
 
 class DashboardScreen(ThemedScreen):
@@ -42,7 +47,7 @@ class DashboardScreen(ThemedScreen):
 
     def __init__(
         self,
-        client: EngineClient,
+        client: EngineFeed,
         *,
         hz: float,
         now_ns: Callable[[], int] = time.perf_counter_ns,
@@ -53,7 +58,10 @@ class DashboardScreen(ThemedScreen):
         self._hz = hz
         self._now_ns = now_ns
         self._cpu_ns = cpu_ns
-        self._ring = client.events(RING_CAPACITY)
+        self._stream = client if isinstance(client, StreamFeed) else None
+        self._replay = client if isinstance(client, ReplayFeed) else None
+        self._epoch = self._stream.epoch if self._stream else 0
+        self._ring = client.events(REPLAY_CAPACITY if self._replay else RING_CAPACITY)
         self._store = DashboardStore(started_ns=now_ns())
         self._view: DashboardView = self._store.view(now_ns())
         self._snapshot_ns = 0
@@ -115,9 +123,7 @@ class DashboardScreen(ThemedScreen):
 
     async def refresh_view(self) -> None:
         """One frame: events, snapshot, view, paint."""
-        events = self._ring.drain()
-        self._store.num_dropped = self._ring.num_dropped
-        self._store.apply(events)
+        events = self._take_events()
         waited_s = (self._now_ns() - self._snapshot_ns) / 1e9
         if events or not self._snapshot_idle or waited_s > IDLE_SNAPSHOT_S:
             await self._fetch_snapshot()
@@ -126,8 +132,24 @@ class DashboardScreen(ThemedScreen):
             self._view = self._store.view(self._now_ns())
         self.paint()
 
+    def _take_events(self) -> list[EngineEvent]:
+        if self._replay is not None:
+            self._replay.advance()
+        events = self._ring.drain()
+        lost = self._ring.num_dropped
+        if self._stream is not None:
+            lost += self._stream.num_dropped
+            if self._stream.epoch != self._epoch:  # another engine, or another past
+                self._epoch = self._stream.epoch
+                self._store = DashboardStore(started_ns=self._now_ns())
+                self._snapshot_idle, self._back = False, None
+        self._store.num_dropped = lost
+        self._store.apply(events)
+        return events
+
     async def _fetch_snapshot(self) -> None:
-        if self._paused or not self._client.is_healthy:
+        may_ask = self._stream is not None or self._client.is_healthy  # a stream has the last one
+        if self._paused or not may_ask:
             return
         try:
             snapshot = await self._client.snapshot()
@@ -172,16 +194,43 @@ class DashboardScreen(ThemedScreen):
         self.paint()
 
     def action_pause(self) -> None:
-        self._paused = not self._paused
+        self._freeze(not self._paused)
         if not self._paused:
             self._back = None
         self.paint()
+
+    def _freeze(self, paused: bool) -> None:
+        self._paused = paused
+        if self._replay is not None:
+            self._replay.stop(paused)
+
+    async def action_seek(self, seconds: int) -> None:
+        if self._is_recording():
+            assert self._replay is not None
+            self._ring.drain()
+            self._replay.seek(seconds * 1_000_000_000)
+            self._take_events()
+            self._store.set_snapshot(await self._replay.snapshot())
+            self._back = None
+            self._view = self._store.view(self._now_ns())
+            self.paint()
+
+    def action_speed(self, by: int) -> None:
+        if self._is_recording():
+            assert self._replay is not None
+            self._replay.set_speed(2.0**by)
+            self.paint()
+
+    def _is_recording(self) -> bool:
+        if self._replay is None:
+            self.notify("only a recording can be turned: termgen top --replay FILE")
+        return self._replay is not None
 
     def action_step(self, back: int) -> None:
         """Freeze, and move the mark among the recorded steps."""
         if not self._view.steps:
             return
-        self._paused = True
+        self._freeze(True)
         self._back = min(len(self._view.steps) - 1, max(0, (self._back or 0) + back))
         self.paint()
 
@@ -198,7 +247,8 @@ class DashboardScreen(ThemedScreen):
         self.paint()
 
     def action_live(self) -> None:
-        self._paused, self._back, self._selected, self._first_row = False, None, None, 0
+        self._freeze(False)
+        self._back, self._selected, self._first_row = None, None, 0
         self.paint()
 
     @on(MouseScrollDown)
@@ -233,6 +283,8 @@ class DashboardScreen(ThemedScreen):
             healthy=self._client.is_healthy,
             observer_share=self._observer_share,
             back=self._back or 0,
+            trouble=(self._stream.trouble if self._stream else "") or "engine stopped",
+            replay=_replay_words(self._replay) if self._replay else "",
         )
         return [overview.header(self._client.model, self._view, live, width)]
 
@@ -271,3 +323,9 @@ class DashboardScreen(ThemedScreen):
     def _paint_graphs(self, width: int, height: int) -> Sequence[Row]:
         model = self._client.model
         return graphs.graphs_page(self._view, model, width, height, boxed=self._boxed)
+
+
+def _replay_words(replay: ReplayFeed) -> str:
+    """`0:12/1:40`, with the speed when it is not that of life."""
+    speed = "" if replay.speed == 1 else f" ×{replay.speed:g}"
+    return f"{clock(replay.position_ns / 1e9)}/{clock(replay.length_ns / 1e9)}{speed}"
