@@ -20,6 +20,7 @@ from termgen.engine.events import (
     StepRecord,
 )
 from termgen.tui.graph_stats import GraphFigures, GraphStats
+from termgen.tui.lanes import LaneBook
 
 BUCKET_NS = 250_000_000
 """Width of one point of the series."""
@@ -158,6 +159,8 @@ class DashboardStore:
         self._last_rows: dict[str, RequestRow] = {}
         self._num_finished = 0
         self._graphs = GraphStats()
+        self.lanes = LaneBook()
+        """What each request did, for any step that is kept."""
         self._snapshot: EngineSnapshot | None = None
 
     def apply(self, events: Iterable[EngineEvent]) -> None:
@@ -169,6 +172,7 @@ class DashboardStore:
 
     def set_snapshot(self, snapshot: EngineSnapshot) -> None:
         self._snapshot = snapshot
+        self.lanes.add_snapshot(snapshot)
         self._last_rows = {
             row.request_id: row for row in self._live_rows(snapshot, snapshot.time_ns)
         }
@@ -176,6 +180,7 @@ class DashboardStore:
     def _apply_step(self, step: StepRecord) -> None:
         self._steps.append(step)
         self._graphs.add(step)
+        self.lanes.add_step(step)
         last = step.ended_ns // BUCKET_NS
         first = max(step.started_ns // BUCKET_NS, last - MAX_STEP_BUCKETS)
         share = 1 / (last - first + 1)
@@ -185,6 +190,7 @@ class DashboardStore:
         self._step_ms.peak(last, step_ms(step))
 
     def _apply_request(self, event: RequestEvent) -> None:
+        self.lanes.add_event(event)
         track = self._live.get(event.request_id)
         if track is None:
             if event.kind is RequestEventKind.FINISHED:

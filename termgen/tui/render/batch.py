@@ -21,7 +21,7 @@ def batch_panel(
 ) -> list[Row]:
     """`cursor` counts steps back from the newest; None follows the newest."""
     width, height = frame.inner_width, frame.inner_height
-    shown, marked = _window(steps, width, cursor)
+    shown, marked = steps_in_view(steps, width, cursor)
     step = shown[marked] if shown else None
     title: list[Span] = [
         ("batch", "text/b"),
@@ -47,7 +47,7 @@ def batch_panel(
     return frame.draw(title, legend, body)
 
 
-def _window(
+def steps_in_view(
     steps: Sequence[StepRecord], width: int, cursor: int | None
 ) -> tuple[list[StepRecord], int]:
     """The steps in view and the index of the marked one among them."""

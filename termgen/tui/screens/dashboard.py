@@ -24,7 +24,9 @@ from termgen.tui.formatting import clock
 from termgen.tui.render import graphs, overview, timeline
 from termgen.tui.render.batch import batch_panel
 from termgen.tui.render.frame import Frame
+from termgen.tui.render.inspector import inspector_page
 from termgen.tui.render.kv_map import kv_panel
+from termgen.tui.render.lanes import batch_page
 from termgen.tui.render.overview import LiveState
 from termgen.tui.render.requests import requests_panel
 from termgen.tui.replay import ReplayFeed
@@ -76,6 +78,8 @@ class DashboardScreen(ThemedScreen):
         self._num_steps = timeline.DEFAULT_STEPS
         self._pages: dict[str, Painter] = {
             "timeline": self._paint_timeline,
+            "batch": self._paint_lanes,
+            "request": self._paint_request,
             "graphs": self._paint_graphs,
         }
 
@@ -318,6 +322,30 @@ class DashboardScreen(ThemedScreen):
             boxed=self._boxed,
             cursor=self._back,
             num_steps=self._num_steps,
+        )
+
+    def _paint_lanes(self, width: int, height: int) -> Sequence[Row]:
+        return batch_page(
+            self._view,
+            self._store.lanes,
+            width,
+            height,
+            self.palette.glyphs,
+            boxed=self._boxed,
+            cursor=self._back,
+            selected=self._selected,
+        )
+
+    def _paint_request(self, width: int, height: int) -> Sequence[Row]:
+        first = next((row.request_id for row in self._view.requests), None)
+        return inspector_page(
+            self._store.lanes.get(self._selected or first),
+            self._view.steps,
+            self._view.now_ns,
+            width,
+            height,
+            self.palette.glyphs,
+            boxed=self._boxed,
         )
 
     def _paint_graphs(self, width: int, height: int) -> Sequence[Row]:

@@ -18,6 +18,8 @@ class Page(NamedTuple):
 PAGES = (
     Page("overview", "o", "Throughput, batch, blocks and requests at a glance"),
     Page("timeline", "t", "What host and device did when, step by step"),
+    Page("batch", "b", "Who is in each step, the token budget, and who waits and why"),
+    Page("request", "i", "The marked request from its arrival to its end"),
     Page("graphs", "g", "CUDA graphs, memory and the start"),
 )
 
@@ -70,7 +72,7 @@ KEYS = [
     ),
     *(
         Binding(
-            page.key,
+            "i,enter" if page.name == "request" else page.key,
             f"page('{page.name}')",
             page.name.capitalize(),
             show=False,
