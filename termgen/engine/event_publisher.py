@@ -131,6 +131,7 @@ class EventPublisher:
             idle_us=max(0, result.started_ns - free_since_ns) / 1e3,
             prefill_ids=times.prefills[0],
             prefill_tokens=times.prefills[1],
+            num_evictions=pool.num_evictions,
         )
         self._bus.publish(record)
         self._first_tokens(applied, times.landed_ns)

@@ -69,6 +69,8 @@ class StepRecord(NamedTuple):
     rows decode. Those that were over before it landed are left out."""
     prefill_tokens: tuple[int, ...] = ()
     """How many tokens of each."""
+    num_evictions: int = 0
+    """Since start: blocks whose cached prefix had to be forgotten for new tokens."""
 
     @property
     def launched_ns(self) -> int:

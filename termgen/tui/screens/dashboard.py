@@ -14,27 +14,33 @@ from collections.abc import Callable, Sequence
 from textual import on, work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.events import Click, MouseScrollDown, MouseScrollUp, ScreenResume, ScreenSuspend
+from textual.events import (
+    Click,
+    MouseMove,
+    MouseScrollDown,
+    MouseScrollUp,
+    ScreenResume,
+    ScreenSuspend,
+)
 from textual.widgets import Footer
 
 from termgen.engine.events import EngineEvent
 from termgen.errors import EngineError
 from termgen.tui.feed import EngineFeed, StreamFeed
 from termgen.tui.formatting import clock
-from termgen.tui.render import graphs, overview, timeline
+from termgen.tui.render import overview
 from termgen.tui.render.batch import batch_panel
 from termgen.tui.render.frame import Frame
-from termgen.tui.render.inspector import inspector_page
 from termgen.tui.render.kv_map import kv_panel
-from termgen.tui.render.lanes import batch_page
 from termgen.tui.render.overview import LiveState
 from termgen.tui.render.requests import requests_panel
 from termgen.tui.replay import ReplayFeed
 from termgen.tui.screens.base import ThemedScreen
 from termgen.tui.screens.dashboard_keys import KEYS, page_at, tab_line
+from termgen.tui.screens.dashboard_pages import Pages, Sight
 from termgen.tui.spans import Row
 from termgen.tui.store import DashboardStore, DashboardView
-from termgen.tui.widgets.canvas import Canvas, Painter
+from termgen.tui.widgets.canvas import Canvas
 
 BOX_COLUMNS, BOX_ROWS = 100, 34
 IDLE_SNAPSHOT_S = 2.0
@@ -75,13 +81,7 @@ class DashboardScreen(ThemedScreen):
         self._selected: str | None = None
         self._first_row = 0
         self._page = "overview"
-        self._num_steps = timeline.DEFAULT_STEPS
-        self._pages: dict[str, Painter] = {
-            "timeline": self._paint_timeline,
-            "batch": self._paint_lanes,
-            "request": self._paint_request,
-            "graphs": self._paint_graphs,
-        }
+        self._pages = Pages()
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_header, id="header")
@@ -192,9 +192,15 @@ class DashboardScreen(ThemedScreen):
             if name is not None:
                 self.action_page(name)
 
+    def on_mouse_move(self, event: MouseMove) -> None:
+        """The block under the mouse is the one that is asked about."""
+        if self._page == "blocks" and event.widget is not None and event.widget.id == "page":
+            edge = 2 if self._boxed else 1
+            if self._pages.kv_cursor.point(event.x - edge, event.y - 1):
+                self.paint()
+
     def action_zoom(self, by: int) -> None:
-        wanted = self._num_steps // 2 if by > 0 else self._num_steps * 2
-        self._num_steps = min(timeline.MAX_STEPS, max(timeline.MIN_STEPS, wanted))
+        self._pages.zoom(self._page, by)
         self.paint()
 
     def action_pause(self) -> None:
@@ -231,7 +237,11 @@ class DashboardScreen(ThemedScreen):
         return self._replay is not None
 
     def action_step(self, back: int) -> None:
-        """Freeze, and move the mark among the recorded steps."""
+        """Freeze, and move the mark among the recorded steps; move in the map of the blocks."""
+        if self._page == "blocks":
+            self._pages.kv_cursor.move(columns=-back)
+            self.paint()
+            return
         if not self._view.steps:
             return
         self._freeze(True)
@@ -239,6 +249,10 @@ class DashboardScreen(ThemedScreen):
         self.paint()
 
     def action_select(self, by: int) -> None:
+        if self._page == "blocks":
+            self._pages.kv_cursor.move(rows=by)
+            self.paint()
+            return
         ids = [row.request_id for row in self._view.requests]
         if not ids:
             return
@@ -311,46 +325,16 @@ class DashboardScreen(ThemedScreen):
         return requests_panel(self._view, frame, selected=self._selected, first=self._first_row)
 
     def _paint_page(self, width: int, height: int) -> Sequence[Row]:
-        return self._pages[self._page](width, height)
-
-    def _paint_timeline(self, width: int, height: int) -> Sequence[Row]:
-        return timeline.timeline_page(
-            self._view.steps,
-            width,
-            height,
-            self.palette.glyphs,
+        sight = Sight(
+            view=self._view,
+            lanes=self._store.lanes,
+            model=self._client.model,
+            glyphs=self.palette.glyphs,
             boxed=self._boxed,
-            cursor=self._back,
-            num_steps=self._num_steps,
-        )
-
-    def _paint_lanes(self, width: int, height: int) -> Sequence[Row]:
-        return batch_page(
-            self._view,
-            self._store.lanes,
-            width,
-            height,
-            self.palette.glyphs,
-            boxed=self._boxed,
-            cursor=self._back,
+            back=self._back,
             selected=self._selected,
         )
-
-    def _paint_request(self, width: int, height: int) -> Sequence[Row]:
-        first = next((row.request_id for row in self._view.requests), None)
-        return inspector_page(
-            self._store.lanes.get(self._selected or first),
-            self._view.steps,
-            self._view.now_ns,
-            width,
-            height,
-            self.palette.glyphs,
-            boxed=self._boxed,
-        )
-
-    def _paint_graphs(self, width: int, height: int) -> Sequence[Row]:
-        model = self._client.model
-        return graphs.graphs_page(self._view, model, width, height, boxed=self._boxed)
+        return self._pages.paint(self._page, sight, width, height)
 
 
 def _replay_words(replay: ReplayFeed) -> str:

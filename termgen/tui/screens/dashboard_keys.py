@@ -19,6 +19,7 @@ PAGES = (
     Page("overview", "o", "Throughput, batch, blocks and requests at a glance"),
     Page("timeline", "t", "What host and device did when, step by step"),
     Page("batch", "b", "Who is in each step, the token budget, and who waits and why"),
+    Page("blocks", "k", "Every KV block: its state, its owner, and a cursor to ask with"),
     Page("request", "i", "The marked request from its arrival to its end"),
     Page("graphs", "g", "CUDA graphs, memory and the start"),
 )
@@ -87,7 +88,7 @@ KEYS = [
         "Zoom in",
         show=False,
         id="dashboard.zoom_in",
-        tooltip="Fewer steps in the timeline",
+        tooltip="Fewer steps in the timeline, fewer blocks in a cell",
     ),
     Binding(
         "minus",
@@ -95,7 +96,7 @@ KEYS = [
         "Zoom out",
         show=False,
         id="dashboard.zoom_out",
-        tooltip="More steps in the timeline",
+        tooltip="More steps in the timeline, more blocks in a cell",
     ),
     Binding(
         "left_square_bracket",
