@@ -49,6 +49,7 @@ class EventPublisher:
         self._bus = bus
         self._scheduler = scheduler
         self._last_ended_ns = 0
+        self._publish_ns = 0
 
     def queued(self, request: Request) -> None:
         detail = request.params.describe() if self._bus.has_readers else ""
@@ -91,6 +92,7 @@ class EventPublisher:
         times: StepTimes,
     ) -> StepRecord:
         """A landed step, and the first tokens in it."""
+        began_ns = time.perf_counter_ns()
         scheduler = self._scheduler
         pool, stats = scheduler.kv.pool, scheduler.stats
         past_prompt = plan.num_computed >= scheduler.slots.num_prompt[plan.slots]
@@ -132,9 +134,11 @@ class EventPublisher:
             prefill_ids=times.prefills[0],
             prefill_tokens=times.prefills[1],
             num_evictions=pool.num_evictions,
+            publish_us=self._publish_ns / 1e3,
         )
         self._bus.publish(record)
         self._first_tokens(applied, times.landed_ns)
+        self._publish_ns = time.perf_counter_ns() - began_ns
         return record
 
     def _first_tokens(self, applied: AppliedStep, time_ns: int) -> None:

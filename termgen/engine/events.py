@@ -71,6 +71,8 @@ class StepRecord(NamedTuple):
     """How many tokens of each."""
     num_evictions: int = 0
     """Since start: blocks whose cached prefix had to be forgotten for new tokens."""
+    publish_us: float = 0.0
+    """What telling of the step before this one took the engine."""
 
     @property
     def launched_ns(self) -> int:

@@ -21,6 +21,7 @@ from termgen.engine.events import (
 )
 from termgen.tui.graph_stats import GraphFigures, GraphStats
 from termgen.tui.lanes import LaneBook
+from termgen.tui.log import LogBook
 
 BUCKET_NS = 250_000_000
 """Width of one point of the series."""
@@ -161,6 +162,7 @@ class DashboardStore:
         self._graphs = GraphStats()
         self.lanes = LaneBook()
         """What each request did, for any step that is kept."""
+        self.log = LogBook()
         self._snapshot: EngineSnapshot | None = None
 
     def apply(self, events: Iterable[EngineEvent]) -> None:
@@ -181,6 +183,7 @@ class DashboardStore:
         self._steps.append(step)
         self._graphs.add(step)
         self.lanes.add_step(step)
+        self.log.add_step(step)
         last = step.ended_ns // BUCKET_NS
         first = max(step.started_ns // BUCKET_NS, last - MAX_STEP_BUCKETS)
         share = 1 / (last - first + 1)
@@ -191,6 +194,7 @@ class DashboardStore:
 
     def _apply_request(self, event: RequestEvent) -> None:
         self.lanes.add_event(event)
+        self.log.add_event(event)
         track = self._live.get(event.request_id)
         if track is None:
             if event.kind is RequestEventKind.FINISHED:

@@ -31,6 +31,7 @@ _PHASES: tuple[tuple[str, str, Callable[[StepRecord], float]], ...] = (
     ("launch", "accent", lambda s: s.launch_us / 1e3),
     ("wait", "faint", lambda s: s.wait_us / 1e3),
     ("apply", "latency", lambda s: s.apply_us / 1e3),
+    ("telling", "muted", lambda s: s.publish_us / 1e3),
     ("host in all", "text", lambda s: s.host_us / 1e3),
     ("device", "decode", lambda s: max(0, s.ended_ns - s.started_ns) / 1e6),
     ("idle", "bad", lambda s: s.idle_us / 1e3),

@@ -22,12 +22,13 @@ from textual.events import (
     ScreenResume,
     ScreenSuspend,
 )
-from textual.widgets import Footer
+from textual.widgets import Footer, Input
 
 from termgen.engine.events import EngineEvent
 from termgen.errors import EngineError
 from termgen.tui.feed import EngineFeed, StreamFeed
 from termgen.tui.formatting import clock
+from termgen.tui.log import Level, LogTap
 from termgen.tui.render import overview
 from termgen.tui.render.batch import batch_panel
 from termgen.tui.render.frame import Frame
@@ -44,6 +45,8 @@ from termgen.tui.widgets.canvas import Canvas
 
 BOX_COLUMNS, BOX_ROWS = 100, 34
 IDLE_SNAPSHOT_S = 2.0
+SNAPSHOT_S = 1.0
+"""An engine that does not answer must not hold up the picture that says so."""
 OBSERVER_SMOOTHING = 0.2
 RING_CAPACITY = 4096
 REPLAY_CAPACITY = 65_536
@@ -51,6 +54,7 @@ REPLAY_CAPACITY = 65_536
 
 
 class DashboardScreen(ThemedScreen):
+    AUTO_FOCUS = ""  # the search is shown when asked for; until then keys are the screen's
     BINDINGS = [*KEYS]
 
     def __init__(
@@ -82,6 +86,8 @@ class DashboardScreen(ThemedScreen):
         self._first_row = 0
         self._page = "overview"
         self._pages = Pages()
+        self._tap = LogTap() if self._stream is None else None
+        """What an engine elsewhere logs is not in this process."""
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_header, id="header")
@@ -98,6 +104,7 @@ class DashboardScreen(ThemedScreen):
             yield Canvas(self._paint_blocks, id="blocks")
             yield Canvas(self._paint_requests, id="requests")
         yield Canvas(self._paint_page, id="page")
+        yield Input(placeholder="words in the log", id="search", compact=True)
         yield Footer(show_command_palette=False)
 
     @property
@@ -108,6 +115,8 @@ class DashboardScreen(ThemedScreen):
     def close(self) -> None:
         """Stop listening to the engine."""
         self._client.close_events(self._ring)
+        if self._tap is not None:
+            self._tap.close()
 
     @on(ScreenResume)
     def _start_pump(self) -> None:
@@ -149,6 +158,8 @@ class DashboardScreen(ThemedScreen):
                 self._snapshot_idle, self._back = False, None
         self._store.num_dropped = lost
         self._store.apply(events)
+        for line in self._tap.drain() if self._tap is not None else ():
+            self._store.log.add(line)
         return events
 
     async def _fetch_snapshot(self) -> None:
@@ -156,9 +167,10 @@ class DashboardScreen(ThemedScreen):
         if self._paused or not may_ask:
             return
         try:
-            snapshot = await self._client.snapshot()
-        except EngineError:
-            return  # the header says so: is_healthy is False from now on
+            async with asyncio.timeout(SNAPSHOT_S):
+                snapshot = await self._client.snapshot()
+        except (EngineError, TimeoutError):
+            return  # the header and the log page say so
         self._snapshot_ns = self._now_ns()
         self._snapshot_idle = not snapshot.num_running and not snapshot.num_waiting
         self._store.set_snapshot(snapshot)
@@ -185,6 +197,27 @@ class DashboardScreen(ThemedScreen):
         self.query_one("#overview").display = name == "overview"
         self.query_one("#page").display = name != "overview"
         self.paint()
+
+    def action_log_level(self) -> None:
+        self._pages.log_level = Level((self._pages.log_level + 1) % len(Level))
+        self.action_page("log")
+
+    def action_search(self) -> None:
+        self.action_page("log")
+        search = self.query_one("#search", Input)
+        search.display = True
+        search.focus()
+
+    @on(Input.Changed, "#search")
+    def _look_for(self, event: Input.Changed) -> None:
+        self._pages.search = event.value
+        self.paint()
+
+    @on(Input.Submitted, "#search")
+    def _keep_search(self) -> None:
+        """The words stay; the keys are the dashboard's again."""
+        self.query_one("#search").display = False
+        self.set_focus(None)
 
     def on_click(self, event: Click) -> None:
         if event.widget is not None and event.widget.id == "tabs":
@@ -265,6 +298,9 @@ class DashboardScreen(ThemedScreen):
         self.paint()
 
     def action_live(self) -> None:
+        search = self.query_one("#search", Input)
+        search.value, search.display = "", False
+        self.set_focus(None)
         self._freeze(False)
         self._back, self._selected, self._first_row = None, None, 0
         self.paint()
@@ -286,6 +322,11 @@ class DashboardScreen(ThemedScreen):
     def _boxed(self) -> bool:
         return self.size.width >= BOX_COLUMNS and self.size.height >= BOX_ROWS
 
+    @property
+    def _trouble(self) -> str:
+        """What is wrong when the engine is not healthy."""
+        return (self._stream.trouble if self._stream else "") or "engine stopped"
+
     def _frame(self, width: int, height: int) -> Frame:
         return Frame(width, height, self._boxed)
 
@@ -301,7 +342,7 @@ class DashboardScreen(ThemedScreen):
             healthy=self._client.is_healthy,
             observer_share=self._observer_share,
             back=self._back or 0,
-            trouble=(self._stream.trouble if self._stream else "") or "engine stopped",
+            trouble=self._trouble,
             replay=_replay_words(self._replay) if self._replay else "",
         )
         return [overview.header(self._client.model, self._view, live, width)]
@@ -333,6 +374,9 @@ class DashboardScreen(ThemedScreen):
             boxed=self._boxed,
             back=self._back,
             selected=self._selected,
+            log=self._store.log,
+            trouble="" if self._client.is_healthy else self._trouble,
+            observer_share=self._observer_share,
         )
         return self._pages.paint(self._page, sight, width, height)
 

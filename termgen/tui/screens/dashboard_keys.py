@@ -22,6 +22,7 @@ PAGES = (
     Page("blocks", "k", "Every KV block: its state, its owner, and a cursor to ask with"),
     Page("request", "i", "The marked request from its arrival to its end"),
     Page("graphs", "g", "CUDA graphs, memory and the start"),
+    Page("log", "l", "Is the engine alive, what does watching cost, and its log"),
 )
 
 KEYS = [
@@ -81,6 +82,22 @@ KEYS = [
             tooltip=page.help,
         )
         for page in PAGES
+    ),
+    Binding(
+        "v",
+        "log_level",
+        "Log level",
+        show=False,
+        id="dashboard.log_level",
+        tooltip="Show more or fewer lines of the log: debug, info, warning, error",
+    ),
+    Binding(
+        "slash",
+        "search",
+        "Search the log",
+        show=False,
+        id="dashboard.search",
+        tooltip="Show the lines of the log with these words (enter keeps, esc ends it)",
     ),
     Binding(
         "plus,equals_sign",

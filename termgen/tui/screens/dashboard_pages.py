@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from termgen.client import ModelInfo
 from termgen.tui.kv_cursor import KvCursor
 from termgen.tui.lanes import LaneBook
+from termgen.tui.log import Level, LogBook
 from termgen.tui.palette import Glyphs
 from termgen.tui.render import graphs, timeline
 from termgen.tui.render.inspector import inspector_page
 from termgen.tui.render.kv_page import kv_page
 from termgen.tui.render.lanes import batch_page
+from termgen.tui.render.log_page import log_page
 from termgen.tui.spans import Row
 from termgen.tui.store import DashboardView
 
@@ -30,6 +32,11 @@ class Sight:
     """Steps from the newest to the marked one."""
     selected: str | None
     """The marked request."""
+    log: LogBook
+    trouble: str
+    """What is known to be wrong; empty while nothing is."""
+    observer_share: float | None
+    """Of a core, by the thread that draws."""
 
 
 class Pages:
@@ -37,6 +44,8 @@ class Pages:
 
     def __init__(self) -> None:
         self.kv_cursor = KvCursor()
+        self.log_level = Level.INFO
+        self.search = ""
         self._num_steps = timeline.DEFAULT_STEPS
         self._painters = {
             "timeline": self._timeline,
@@ -44,6 +53,7 @@ class Pages:
             "blocks": self._blocks,
             "request": self._request,
             "graphs": self._graphs,
+            "log": self._log,
         }
 
     def paint(self, name: str, sight: Sight, width: int, height: int) -> Sequence[Row]:
@@ -106,3 +116,16 @@ class Pages:
 
     def _graphs(self, sight: Sight, width: int, height: int) -> Sequence[Row]:
         return graphs.graphs_page(sight.view, sight.model, width, height, boxed=sight.boxed)
+
+    def _log(self, sight: Sight, width: int, height: int) -> Sequence[Row]:
+        return log_page(
+            sight.view,
+            sight.log,
+            width,
+            height,
+            boxed=sight.boxed,
+            trouble=sight.trouble,
+            observer_share=sight.observer_share,
+            level=self.log_level,
+            words=self.search,
+        )

@@ -34,6 +34,7 @@ _NAMES = {
     "greater_than_sign": ">",
     "equals_sign": "=",
     "plus": "+",
+    "slash": "/",
     "minus": "-",
 }
 
