@@ -16,7 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from termgen.client import ModelInfo, PauseMode, Prompt, RequestTimings, TokenDelta
+from termgen.client import (
+    ModelInfo,
+    PauseMode,
+    Prompt,
+    RequestTimings,
+    SleepLevel,
+    TokenDelta,
+    TokenizerInfo,
+)
 from termgen.engine.events import EngineSnapshot, EventBus, EventRing
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
@@ -148,8 +156,15 @@ class ScriptedEngine:
     async def abort(self, request_id: str) -> bool:
         return self._rows.pop(request_id, None) is not None
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         return [1]
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return [""] * len(token_ids)
+
+    @property
+    def tokenizer_info(self) -> TokenizerInfo:
+        return TokenizerInfo()
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return ""
@@ -190,6 +205,23 @@ class ScriptedEngine:
     async def reset_prefix_cache(self, *, force: bool = False) -> bool:
         return True
 
+    async def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> None:
+        raise AssertionError("the benchmark does not sleep")
+
+    async def wake_up(self) -> None:
+        raise AssertionError("the benchmark does not sleep")
+
+    @property
+    def is_paused(self) -> bool:
+        return False
+
+    @property
+    def sleep_level(self) -> int:
+        return 0
+
     @property
     def is_healthy(self) -> bool:
         return True
+
+    async def why_unhealthy(self) -> str | None:
+        return None

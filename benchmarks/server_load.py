@@ -129,7 +129,7 @@ async def stream_round(args: argparse.Namespace) -> dict[str, Any]:
         skip = args.rate // args.streams  # the first second, in which all streams begin at once
         flags = {"port": port, "streams": args.streams, "tokens": num_tokens, "skip": skip}
         process = await child("load_client.py", **flags)
-        while not engine.has_begun:
+        while not engine.has_begun and process.returncode is None:
             await asyncio.sleep(0.01)
         before = cpu_s()
         result = await outcome(process)

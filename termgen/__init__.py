@@ -1,7 +1,7 @@
 """termgen: chat with, serve and watch a local language model.
 
-`LLM` and `SamplingParams` are the public Python surface; everything else may change. Names are
-looked up on first use, so that importing the package costs nothing.
+`LLM`, `SamplingParams` and `StructuredOutputsParams` are the public Python surface; everything else
+may change. Names are looked up on first use, so that importing the package costs nothing.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from termgen.engine.sampling_params import SamplingParams
+    from termgen.engine.structured_outputs import StructuredOutputsParams
     from termgen.llm import LLM
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"LLM": "termgen.llm", "SamplingParams": "termgen.engine.sampling_params"}
+_HOMES = {
+    "LLM": "termgen.llm",
+    "SamplingParams": "termgen.engine.sampling_params",
+    "StructuredOutputsParams": "termgen.engine.structured_outputs",
+}
 
 
 def __getattr__(name: str) -> Any:

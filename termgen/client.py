@@ -15,6 +15,7 @@ from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.startup_phases import StartupPhase
+from termgen.engine.tool_format import ToolFormat
 from termgen.errors import EngineError
 
 Message = Mapping[str, Any]
@@ -154,6 +155,8 @@ class ModelInfo:
     """Sampling defaults from the model's generation_config.json."""
     implementation: str = "termgen"
     """Whose code runs the model: termgen's, or that of transformers."""
+    tool_format: ToolFormat = field(default_factory=ToolFormat)
+    """How it writes tool calls."""
     memory: MemoryLedger | None = None
     """What the device's memory is taken by; None where only the other end knows."""
     startup: tuple[StartupPhase, ...] = ()

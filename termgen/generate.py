@@ -20,6 +20,7 @@ from termgen.config import EngineConfig
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ConfigError
 from termgen.exit_codes import INTERRUPTED, OK
+from termgen.generate_format import KINDS, add_format_flags, read_format
 from termgen.settings import SettingLayers, add_flags
 
 if TYPE_CHECKING:  # numpy, tokenizers and torch stay out of `--help`
@@ -50,9 +51,9 @@ SAMPLING_HELP = {
     "allowed_token_ids": "draw no other token than this one; may be repeated",
     "bad_words": "do not write this, as the tokenizer spells it; may be repeated",
 }
-OMITTED = ("n", "seed", "logit_bias")
-"""One run is one completion; `--seed` of the engine group is the request's seed too; `logit_bias`
-has a flag of its own form."""
+OMITTED = ("n", "seed", "logit_bias", "structured_outputs")
+"""One run is one completion; `--seed` of the engine group is the request's seed too; the others
+have flags of their own form."""
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +79,7 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="add this to the logit of a token; may be repeated",
     )
+    add_format_flags(parser)
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -161,7 +163,9 @@ def read_params(layers: SettingLayers) -> SamplingParams:
 
 def _given(layers: SettingLayers) -> dict[str, Any]:
     names = [f.name for f in fields(SamplingParams) if f.name != "n"]
-    return {name: value for name in names if (value := layers.given(name)) is not None}
+    given = {name: value for name in names if (value := layers.given(name)) is not None}
+    form = read_format({name: layers.given(name) for name in KINDS})
+    return given if form is None else {**given, "structured_outputs": form}
 
 
 def _completed(layers: SettingLayers, model_defaults: Any) -> SamplingParams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -150,6 +151,62 @@ async def test_a_failure_in_mid_stream() -> None:
     assert events[-1].type == "response.failed"
     error = events[-1].response.error
     assert error is not None and "the step failed" in error.message
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"city": "Köln", "n": 2}}\n</tool_call>'
+CALLING = Script(pieces=("I ", "look.", *(CALL[i : i + 7] for i in range(0, len(CALL), 7))))
+
+
+async def test_messages_with_tools() -> None:
+    engine = FakeEngine(script=CALLING)
+    async with anthropic_client(engine) as client:
+        answer = await client.messages.create(**ASK, tools=[TOOL])
+        assert [block.type for block in answer.content] == ["text", "tool_use"]
+        assert answer.stop_reason == "tool_use"
+        use = answer.content[1]
+        assert use.type == "tool_use" and (use.name, use.input) == ("f", {"city": "Köln", "n": 2})
+        async with client.messages.stream(**ASK, tools=[TOOL]) as stream:
+            final = await stream.get_final_message()
+        assert final.stop_reason == "tool_use" and final.usage == answer.usage
+        streamed = final.content[1]
+        assert streamed.type == "tool_use" and streamed.input == use.input
+        assert final.content[0].text == answer.content[0].text  # type: ignore[union-attr]
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": "rain"}
+        history: Any = [
+            *USER,
+            {"role": "assistant", "content": answer.content},
+            {"role": "user", "content": [result]},
+        ]
+        await client.messages.create(**{**ASK, "messages": history}, tools=[TOOL])
+        alone: Any = {"type": "none"}
+        text = await client.messages.create(**ASK, tools=[TOOL], tool_choice=alone)
+        assert [block.type for block in text.content] == ["text"]
+        forced: Any = {"type": "tool", "name": "f"}
+        await client.messages.create(**ASK, tools=[TOOL], tool_choice=forced)
+        with pytest.raises(anthropic.BadRequestError, match="no tool 'g'"):
+            wrong: Any = {"type": "tool", "name": "g"}
+            await client.messages.create(**ASK, tools=[TOOL], tool_choice=wrong)
+    assert engine.calls[-1].params.structured_outputs is not None, "enforced"
+
+
+async def test_responses_with_tools() -> None:
+    tool: Any = {"type": "function", "name": "f", "parameters": TOOL["input_schema"]}
+    async with openai_client(FakeEngine(script=CALLING)) as client:
+        ask: dict[str, Any] = {"model": "fake/model-1", "input": "hi", "tools": [tool]}
+        answer = await client.responses.create(**ask)
+        assert [item.type for item in answer.output] == ["message", "function_call"]
+        call: Any = answer.output[1]
+        assert call.name == "f" and json.loads(call.arguments) == {"city": "Köln", "n": 2}
+        async with client.responses.stream(**ask) as stream:
+            events = [event async for event in stream]
+            final: Any = await stream.get_final_response()
+        assert final.output[1].arguments == call.arguments
+        assert final.output_text == answer.output_text
+        deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+        assert "".join(deltas) == call.arguments
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        history: Any = [*USER, *answer.output, result]
+        assert (await client.responses.create(**{**ask, "input": history})).output_text
 
 
 # -- Responses -----------------------------------------------------------------------------

@@ -132,6 +132,9 @@ def test_flags_that_vllm_has_too(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--messages", "/none.json"], "--messages /none.json: No such file"),
         (["generate", "--prompt-token-ids", "1,x"], "must be integers, not '1,x'"),
         (["generate", " "], "the prompt is empty"),
+        (["generate", "hi", "--json-schema", "/none.json"], "--json-schema /none.json: No such"),
+        (["generate", "hi", "--regex", "a", "--choice", "b"], "not allowed with argument"),
+        (["generate", "hi", "--regex", ""], "--regex"),
         (["pull", "nothing-like-it"], "unknown model 'nothing-like-it'"),
         (["pull"], "required: name"),
         (["bench", "latency", "--batch-size", "0"], "batch_size must be between"),
@@ -458,3 +461,18 @@ def test_bench_writes_its_figures(
     figures = json.loads(path.read_text())
     assert len(figures["latencies"]) == 2 and set(figures["percentiles"]) >= {"10", "50", "99"}
     assert figures["model"]["architecture"] and "average latency" in out
+
+
+def test_generate_gives_the_form_that_is_asked_for(
+    capsys: pytest.CaptureFixture[str], tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    flags = ["--temperature", "1", "--max-tokens", "60", "Hello"]
+    chosen = answer(capsys, tiny_llama_dir, *flags, "--choice", "yes", "--choice", "no")
+    assert chosen["text"] in ("yes", "no") and chosen["finish_reason"] == "stop"
+    assert re.fullmatch(
+        "[ab]{3}", answer(capsys, tiny_llama_dir, *flags, "--regex", "[ab]{3}")["text"]
+    )
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "integer", "minimum": 10, "maximum": 99}')
+    number = answer(capsys, tiny_llama_dir, *flags, "--json-schema", str(schema))["text"]
+    assert 10 <= json.loads(number) <= 99

@@ -25,6 +25,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "vocabulary": (
         "engine.__init__",
         "engine.sampling_params",
+        "engine.structured_outputs",
+        "engine.token_mask",
+        "engine.tool_format",
         "engine.request",
         "engine.step",
         "engine.events",

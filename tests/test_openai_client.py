@@ -128,7 +128,7 @@ async def test_leaving_a_stream_aborts_it() -> None:
     [
         ({"model": "gpt-4"}, openai.NotFoundError, "model_not_found"),
         ({"temperature": 9}, openai.BadRequestError, "invalid_value"),
-        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "unsupported_parameter"),
+        ({"tools": [{"type": "web"}]}, openai.BadRequestError, "unsupported_parameter"),
         ({"max_tokens": 10**6}, openai.BadRequestError, "context_length_exceeded"),
     ],
 )

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_all_is_the_whole_surface_and_every_name_is_there() -> None:
-    assert termgen.__all__ == ["LLM", "SamplingParams", "__version__"]
+    names = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
+    assert termgen.__all__ == names
     for name in termgen.__all__:
         assert getattr(termgen, name) is not None
     assert set(termgen.__all__) <= set(dir(termgen))

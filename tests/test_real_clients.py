@@ -59,6 +59,66 @@ def test_anthropic(smollm2_url: str, told: str) -> None:
         assert on.content[0].text.split()[0] in told  # type: ignore[union-attr]
 
 
+TOOL = {
+    "name": "get_weather",
+    "description": "The weather in a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "days": {"type": "integer"}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_calls_that_must_come(smollm2_url: str) -> None:
+    """A small model would not call by itself: the grammar makes it."""
+    ask: Any = [{"role": "user", "content": "What is the weather in Paris for 2 days?"}]
+    with anthropic.Anthropic(base_url=smollm2_url, api_key="none", max_retries=0) as client:
+        options: dict[str, Any] = {
+            "model": "smollm2",
+            "max_tokens": 80,
+            "messages": ask,
+            "tools": [TOOL],
+            "tool_choice": {"type": "tool", "name": "get_weather"},
+            "extra_body": GREEDY,
+        }
+        answer = client.messages.create(**options)
+        use: Any = answer.content[-1]
+        assert (answer.stop_reason, use.type, use.name) == ("tool_use", "tool_use", "get_weather")
+        assert set(use.input) == {"city", "days"} and isinstance(use.input["days"], int)
+        with client.messages.stream(**options) as stream:
+            streamed: Any = stream.get_final_message().content[-1]
+        assert streamed.input == use.input
+    with openai.OpenAI(base_url=f"{smollm2_url}/v1", api_key="none", max_retries=0) as client:
+        tool: Any = {
+            "type": "function",
+            "name": "get_weather",
+            "parameters": TOOL["input_schema"],
+            "strict": True,
+        }
+        response = client.responses.create(
+            model="smollm2", input=ask, tools=[tool], tool_choice="required", temperature=0
+        )
+        call: Any = response.output[-1]
+        assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city", "days"}
+        formatted: Any = {
+            "format": {
+                "type": "json_schema",
+                "name": "place",
+                "schema": {
+                    "type": "object",
+                    "properties": {"city": {"type": "string", "maxLength": 12}},
+                    "required": ["city"],
+                    "additionalProperties": False,
+                },
+                "strict": True,
+            }
+        }
+        place = client.responses.create(model="smollm2", input=ask, text=formatted, temperature=0)
+        assert json.loads(place.output_text).keys() == {"city"}
+
+
 def test_openai_responses(smollm2_url: str, told: str) -> None:
     with openai.OpenAI(base_url=f"{smollm2_url}/v1", api_key="none", max_retries=0) as client:
         ask: dict[str, Any] = {"model": "smollm2", "max_output_tokens": TOKENS, "temperature": 0}

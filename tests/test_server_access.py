@@ -171,6 +171,12 @@ async def test_each_key_has_a_prefix_cache_of_its_own() -> None:
         return [call.cache_salt for call in engine.calls]
 
     two: dict[str, Any] = {"api_key": ("a", "b")}
+    engine.calls.clear()
+    async with app_client(engine, **two) as client:
+        body = {"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 0}
+        for key in ("a", "b"):
+            await client.post("/v1/completions", json=body, headers=bearer(key))
+    assert len({call.cache_salt for call in engine.calls} - {None}) == 2, "nor by an echo"
     first, again, other, streamed = await salts("a", "a", "b", **two)
     assert first == again and other == streamed and first != other
     assert first is not None and "a" != first and len(first) == 64

@@ -62,7 +62,7 @@ async def test_tokens_and_back(tiny_llama_dir: Path) -> None:
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
         ("/tokenize", {**chat_body(), "add_special_tokens": True}, "add_special_tokens"),
-        ("/tokenize", {**chat_body(), "tools": [{}]}, "tools"),
+        ("/tokenize", {**chat_body(), "tools": [{}]}, "tools[0].function"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens"),

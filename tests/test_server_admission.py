@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -83,6 +84,18 @@ def test_every_completion_counts() -> None:
         desk.scheduled(engine_id)
     assert desk.is_admitted(job("d", n=2)), "twice told is told once"
     assert not desk.is_admitted(job("e"))
+
+
+def test_an_echo_counts_where_the_engine_has_to_read_it() -> None:
+    """Log-probabilities of a prompt take a step of the engine; the prompt alone takes none."""
+    desk = Desk(max_queue=1)
+    assert desk.is_admitted(job("a"))
+    echo = replace(job("b", n=3), generates=False)
+    assert desk.control.admit([echo]).num_waiting == 0
+    read = replace(echo, params=SamplingParams(n=3, prompt_logprobs=0))
+    assert not desk.is_admitted(read)
+    desk.scheduled("a")
+    assert desk.control.admit([read]).num_waiting == 1
 
 
 def test_a_server_where_nobody_waits_takes_anything() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from termgen.api.errors import unsupported
@@ -15,7 +15,6 @@ from termgen.api.fields import (
     is_empty,
     never,
     one_of,
-    parse_json,
     wrong_type,
 )
 from termgen.api.job import (
@@ -36,7 +35,10 @@ from termgen.api.sampling import (
     parse_sampling,
 )
 from termgen.api.sse import TextTemplate
+from termgen.api.tool_calls import deltas_of, finish_reason_of, message_fields, new_parser
+from termgen.api.tools import Tools, constrain, parse_calls, parse_tools, show_tools
 from termgen.client import ChatPrompt, TokenDelta, TokenLogprob
+from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -60,11 +62,9 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
     }
 )
 
-CHAT_HARMLESS = HARMLESS | {"parallel_tool_calls"}
+CHAT_HARMLESS = HARMLESS
 CHAT_REFUSED: dict[str, Check] = {
     **REFUSED,
-    "tools": is_empty,
-    "tool_choice": one_of("none"),
     "functions": is_empty,
     "function_call": one_of("none"),
     "audio": never,
@@ -83,6 +83,7 @@ class ChatRequest:
     job: Job
     options: ResponseOptions
     ignored: tuple[str, ...]
+    tools: Tools
 
 
 def parse_chat(
@@ -91,6 +92,7 @@ def parse_chat(
     model: str,
     defaults: Mapping[str, Any],
     force_include_usage: bool = False,
+    tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
 ) -> ChatRequest:
     """Check a body. `model` is the resolved served name, `defaults` the model's own sampling."""
     body = Fields(data)
@@ -107,17 +109,28 @@ def parse_chat(
         prompt_logprobs=parse_prompt_logprobs(body, stream=options.stream),
         defaults=defaults,
     )
+    tools = parse_tools(body, tool_format)
+    params = replace(
+        params,
+        structured_outputs=constrain(tools, params.structured_outputs),
+        skip_special_tokens=params.skip_special_tokens and not tools.needs_special_tokens,
+    )
     job = Job(
-        prompt=parse_prompt(body),
+        prompt=parse_prompt(body, tools, tool_format),
         params=params,
         request_id=options.id,
         priority=parse_priority(body),
         cache_salt=parse_cache_salt(body),
     )
-    return ChatRequest(job, options, body.finish(harmless=CHAT_HARMLESS, refused=CHAT_REFUSED))
+    ignored = body.finish(harmless=CHAT_HARMLESS, refused=CHAT_REFUSED)
+    return ChatRequest(job, options, ignored, tools)
 
 
-def parse_prompt(body: Fields) -> ChatPrompt:
+def parse_prompt(
+    body: Fields,
+    tools: Tools = Tools(),  # noqa: B008 frozen
+    tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
+) -> ChatPrompt:
     """The messages and how to render them."""
     value = body.take("messages")
     if not isinstance(value, list):
@@ -139,11 +152,12 @@ def parse_prompt(body: Fields) -> ChatPrompt:
             "continue_final_message needs an assistant message at the end",
             param="continue_final_message",
         )
+    shown, variables = show_tools(messages, tools, tool_format)
     return ChatPrompt(
-        messages=messages,
+        messages=shown,
         add_generation_prompt=generates,
         continue_final_message=continues,
-        template_kwargs=_template_kwargs(body),
+        template_kwargs={**_template_kwargs(body), **variables},
     )
 
 
@@ -177,7 +191,7 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
     role = "system" if role == "developer" else role
     if role not in ROLES:
         raise wrong_type(f"{where}.role", "system, developer, user, assistant or tool", role)
-    tool_calls = _tool_calls(message.take("tool_calls"), where) if role == "assistant" else []
+    tool_calls = parse_calls(message.take("tool_calls"), where) if role == "assistant" else []
     content = _content(message.take("content"), f"{where}.content")
     if content is None and not tool_calls:
         raise wrong_type(f"{where}.content", "a string or a list of text parts", content)
@@ -214,35 +228,13 @@ def _content(value: Any, where: str) -> str | None:
     return "\n".join(texts)
 
 
-def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Calls in the history. Templates want `arguments` as an object, clients send it as text."""
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise wrong_type(f"{where}.tool_calls", "a list", value)
-    calls = []
-    for i, call in enumerate(value):
-        at = f"{where}.tool_calls[{i}]"
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise wrong_type(at, "an object with function.name", call)
-        arguments = function.get("arguments") or "{}"
-        if isinstance(arguments, str):
-            arguments = parse_json(arguments.encode(), f"{at}.function.arguments")
-        if not isinstance(arguments, dict):
-            raise wrong_type(f"{at}.function.arguments", "a JSON object", arguments)
-        check_depth(f"{at}.function.arguments", arguments)
-        parsed = {"name": function["name"], "arguments": arguments}
-        calls.append({"id": call.get("id"), "type": "function", "function": parsed})
-    return calls
-
-
 class _Choice:
     """What one streamed choice still owes: logprobs and ids of tokens whose text is held back."""
 
-    __slots__ = ("logprobs", "started", "template", "token_ids")
+    __slots__ = ("logprobs", "parser", "started", "template", "token_ids")
 
-    def __init__(self) -> None:
+    def __init__(self, tools: Tools) -> None:
+        self.parser = new_parser(tools) if tools.may_call else None
         self.started = False
         self.template: TextTemplate | None = None
         self.logprobs: list[TokenLogprob] = []
@@ -254,11 +246,13 @@ class ChatStream:
 
     def __init__(self, request: ChatRequest) -> None:
         self._options = request.options
+        self._tools = request.tools
         self._wants_logprobs = request.job.params.logprobs is not None
         o = request.options
-        self._is_plain = not (self._wants_logprobs or o.return_token_ids or o.continuous_usage)
+        adds = self._wants_logprobs or o.return_token_ids or o.continuous_usage
+        self._is_plain = not (adds or request.tools.may_call)
         self._tally = Tally(request.job.params.n)
-        self._choices = [_Choice() for _ in range(request.job.params.n)]
+        self._choices = [_Choice(request.tools) for _ in range(request.job.params.n)]
         self._num_open = request.job.params.n
         self._prompt_token_ids: tuple[int, ...] | None = None
         """Until a chunk has carried them."""
@@ -271,15 +265,17 @@ class ChatStream:
         if self._options.return_token_ids:
             choice.token_ids.extend(delta.token_ids)
             self._prompt_token_ids = delta.prompt_token_ids or self._prompt_token_ids
-        wants_news = bool(delta.text) or self._options.return_token_ids
+        parts = deltas_of(choice.parser, delta)
+        wants_news = bool(parts) or self._options.return_token_ids
         if not wants_news and delta.finish_reason is None:
             return []
         chunks = []
         if not choice.started:
             choice.started = True
             chunks.append(self._role_chunk(index))
-        if delta.text or choice.logprobs or choice.token_ids:
-            chunks.append(self._content_chunk(index, delta.text))
+        if not parts and (choice.logprobs or choice.token_ids):
+            parts = [{"content": ""}]
+        chunks += [self._content_chunk(index, part) for part in parts]
         if delta.finish_reason is not None:
             chunks.append(self._finish_chunk(index, delta))
         return chunks
@@ -293,7 +289,9 @@ class ChatStream:
         if not delta.text:
             return b""
         if choice.template is None:
-            choice.template = TextTemplate(lambda text: self._content_chunk(index, text))
+            choice.template = TextTemplate(
+                lambda text: self._content_chunk(index, {"content": text})
+            )
         return choice.template.frame(delta.text)
 
     def end(self) -> list[dict[str, Any]]:
@@ -335,8 +333,8 @@ class ChatStream:
             self._prompt_token_ids = None
         return chunk
 
-    def _content_chunk(self, index: int, text: str) -> dict[str, Any]:
-        choice, chunk = self._choices[index], self._chunk(index, {"content": text})
+    def _content_chunk(self, index: int, part: dict[str, Any]) -> dict[str, Any]:
+        choice, chunk = self._choices[index], self._chunk(index, part)
         if self._wants_logprobs:
             chunk["choices"][0]["logprobs"] = chat_logprobs_object(
                 choice.logprobs, tokens_as_ids=self._options.tokens_as_ids
@@ -347,7 +345,9 @@ class ChatStream:
         return chunk
 
     def _finish_chunk(self, index: int, delta: TokenDelta) -> dict[str, Any]:
-        chunk = self._chunk(index, {}, str(delta.finish_reason))
+        parser = self._choices[index].parser
+        num_calls = 0 if parser is None else parser.num_calls
+        chunk = self._chunk(index, {}, finish_reason_of(delta, num_calls, self._tools))
         chunk["choices"][0]["stop_reason"] = delta.stop_reason
         self._num_open -= 1
         o = self._options
@@ -358,16 +358,19 @@ class ChatStream:
 
 def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, Any]:
     """The whole response. `answers[i]` is choice i as one merged delta."""
-    o, params = request.options, request.job.params
+    o, params, tools = request.options, request.job.params, request.tools
     tally = Tally(params.n)
     choices = []
     for index, answer in enumerate(answers):
         tally.add(index, answer)
+        fields: dict[str, Any] = {"content": answer.text}
+        if tools.may_call:
+            fields = message_fields(new_parser(tools), answer.text)
         choice: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": {"role": "assistant", **fields, "refusal": None},
             "logprobs": None,
-            "finish_reason": answer.finish_reason,
+            "finish_reason": finish_reason_of(answer, len(fields.get("tool_calls", ())), tools),
             "stop_reason": answer.stop_reason,
         }
         if params.logprobs is not None:

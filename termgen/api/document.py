@@ -50,7 +50,9 @@ def _table(group: Group) -> str:
 def ignored() -> str:
     lines = [f"- Both endpoints: {_names(IGNORED[COMPLETIONS])}."]
     only = IGNORED[CHAT] - IGNORED[COMPLETIONS]
-    return "\n".join([*lines, f"- Chat too: {_names(only)}.", ""])
+    if only:
+        lines.append(f"- Chat too: {_names(only)}.")
+    return "\n".join([*lines, ""])
 
 
 def refused() -> str:

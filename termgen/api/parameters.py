@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from termgen.api.chat import MAX_TEMPLATE_KWARGS_BYTES
 from termgen.api.completions import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_PROMPTS
+from termgen.api.tools import MAX_TOOLS
 from termgen.engine.sampling_params import (
     GREEDY_EPSILON,
     MAX_BAD_WORD_CHARS,
@@ -262,18 +263,43 @@ SAMPLING = Group(
 CONSTRAINTS = Group(
     "Answers of a given form",
     (
-        Parameter("response_format", "an object", "a form that the answer is held to", "text"),
         Parameter(
-            "structured_outputs", "an object", "the same in vLLM's words", "none", origin=_VLLM
+            "response_format",
+            "`text`, `json_object` or `json_schema` with its schema",
+            "JSON that the answer is held to; see [structured outputs](structured-outputs.md)",
+            "text",
+        ),
+        Parameter(
+            "structured_outputs",
+            "an object with one of `json`, `json_object`, `regex`, `choice`, `grammar`",
+            "a form that the answer is held to",
+            "none",
+            origin=_VLLM,
         ),
         Parameter("guided_json", "a schema", "the same in vLLM's older words", "none", BOTH, _VLLM),
         Parameter("guided_regex", "a string", "likewise", "none", BOTH, _VLLM),
         Parameter("guided_choice", "a list", "likewise", "none", BOTH, _VLLM),
         Parameter("guided_grammar", "a string", "likewise", "none", BOTH, _VLLM),
-        Parameter("tools", "a list", "functions that the model may call", "none", (CHAT,)),
-        Parameter("tool_choice", "a string or an object", "whether it must", "auto", (CHAT,)),
         Parameter(
-            "parallel_tool_calls", "true, false", "whether it may call several", "on", (CHAT,)
+            "tools",
+            f"up to {MAX_TOOLS} functions",
+            "what the model may call; see [tool calls](structured-outputs.md#tool-calls)",
+            "none",
+            (CHAT,),
+        ),
+        Parameter(
+            "tool_choice",
+            "`none`, `auto`, `required` or a function",
+            "whether it must; calls that must come are enforced",
+            "auto",
+            (CHAT,),
+        ),
+        Parameter(
+            "parallel_tool_calls",
+            "true, false",
+            "whether several calls may come at once",
+            "on",
+            (CHAT,),
         ),
     ),
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 from termgen.api.errors import unsupported
 from termgen.api.fields import Check, Fields, is_empty, is_number, never, one_of, wrong_type
+from termgen.api.structured import parse_structured
 from termgen.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, SamplingParams
 from termgen.errors import RequestError
 
@@ -44,12 +45,6 @@ HARMLESS = frozenset(
 """Accepted on every endpoint although they do nothing: none of them can change the answer."""
 
 REFUSED: dict[str, Check] = {
-    "response_format": one_of({"type": "text"}),
-    "structured_outputs": is_empty,
-    "guided_json": never,
-    "guided_regex": never,
-    "guided_choice": never,
-    "guided_grammar": never,
     "use_beam_search": is_empty,
     "length_penalty": one_of(1, 1.0),
     "truncate_prompt_tokens": never,
@@ -92,6 +87,7 @@ def parse_sampling(
         max_tokens=max_tokens,
         min_tokens=body.integer("min_tokens", low=0, high=MAX_INT) or 0,
         logprobs=logprobs,
+        structured_outputs=parse_structured(body),
         prompt_logprobs=prompt_logprobs,
         logit_bias=_logit_bias(body),
         allowed_token_ids=body.token_ids("allowed_token_ids"),

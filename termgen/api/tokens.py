@@ -9,12 +9,14 @@ from typing import Any
 from termgen.api.chat import parse_prompt
 from termgen.api.fields import Fields, is_empty, is_int, wrong_type
 from termgen.api.sampling import MAX_INT
+from termgen.api.tools import parse_tools
 from termgen.client import ChatPrompt, ModelInfo, TokenizerInfo
+from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
 
 MAX_IDS = 1_000_000
 
-REFUSED = {"tools": is_empty, "mm_processor_kwargs": is_empty, "chat_template": is_empty}
+REFUSED = {"mm_processor_kwargs": is_empty, "chat_template": is_empty}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class DetokenizeRequest:
     ignored: tuple[str, ...]
 
 
-def parse_tokenize(data: Mapping[str, Any]) -> TokenizeRequest:
+def parse_tokenize(data: Mapping[str, Any], tool_format: ToolFormat) -> TokenizeRequest:
     body = Fields(data)
     body.take("model")  # resolved by the caller
     text = body.string("prompt")
@@ -43,7 +45,7 @@ def parse_tokenize(data: Mapping[str, Any]) -> TokenizeRequest:
         raise RequestError("send a prompt or messages", param="prompt")
     if text is not None and data.get("messages") is not None:
         raise RequestError("prompt and messages exclude each other", param="messages")
-    prompt = text if text is not None else parse_prompt(body)
+    prompt = text if text is not None else _parse_chat(body, tool_format)
     if special and not isinstance(prompt, str):
         raise RequestError(
             "add_special_tokens is for a prompt; messages get theirs from the chat template",
@@ -55,6 +57,11 @@ def parse_tokenize(data: Mapping[str, Any]) -> TokenizeRequest:
         wants_texts=body.boolean("return_token_strs"),
         ignored=body.finish(harmless=frozenset(), refused=REFUSED),
     )
+
+
+def _parse_chat(body: Fields, tool_format: ToolFormat) -> ChatPrompt:
+    """The prompt that a chat with these messages and tools would have."""
+    return parse_prompt(body, parse_tools(body, tool_format), tool_format)
 
 
 def parse_detokenize(data: Mapping[str, Any]) -> DetokenizeRequest:

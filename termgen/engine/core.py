@@ -123,10 +123,7 @@ class EngineCore:
         return future
 
     def close(self, error: EngineError) -> None:
-        """No step will follow: calls that wait, and those still to come, end with this error.
-
-        Engine thread only.
-        """
+        """No step follows: calls, waiting or to come, end with this error. Engine thread only."""
         self._closed = error
         self.control.close(error)
         self._fail_calls(error)
@@ -319,6 +316,7 @@ class EngineCore:
             priority=submitted.priority,
             arrival_ns=arrival_ns,
             cache_salt=submitted.cache_salt,
+            matcher=submitted.start_grammar(),
             bad_token_ids=submitted.bad_token_ids,
         )
         try:

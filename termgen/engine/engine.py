@@ -117,6 +117,7 @@ class AsyncEngine:
             request_id=request_id or self._new_id(),
             priority=priority,
             cache_salt=cache_salt,
+            grammar=await self.parts.input_processor.compile_grammar(params),
         )
         stream = self._open(request, arrival_ns)
         try:

@@ -7,12 +7,14 @@ filled in. Every fault is a `RequestError` naming the field. Stateless, so any t
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from termgen.client import ChatPrompt, Prompt
+from termgen.engine.grammar import COMPILE_TIMEOUT_S, GrammarCompiler, named, too_slow
 from termgen.engine.request import (
     MAX_BAD_SEQUENCE_TOKENS,
     MAX_PRIORITY,
@@ -20,6 +22,8 @@ from termgen.engine.request import (
     check_cache_salt,
 )
 from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.structured_outputs import StructuredOutputsParams
+from termgen.engine.token_mask import TokenGrammar
 from termgen.engine.tokenizer import Tokenizer, check_encodable
 from termgen.errors import ContextLengthError, RequestError
 
@@ -37,9 +41,11 @@ class InputProcessor:
         *,
         eos_token_ids: Collection[int] = (),
         has_priorities: bool = True,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """has_priorities: the scheduler looks at them."""
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -53,8 +59,12 @@ class InputProcessor:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        grammar: TokenGrammar | None = None,
     ) -> GenerationRequest:
-        """The request to submit. Raises RequestError before anything is queued."""
+        """The request to submit. Raises RequestError before anything is queued.
+
+        grammar: what `params.structured_outputs` was compiled to, where that was done before.
+        """
         _check_envelope(request_id, priority, cache_salt)
         if priority and not self._has_priorities:
             raise RequestError(
@@ -74,12 +84,17 @@ class InputProcessor:
         self._check_allowed(params, bad_token_ids)
         ids = self.tokenize(prompt)
         params = self._complete(params, num_prompt=len(ids), param=_param_of(prompt))
+        if grammar is None and params.structured_outputs is not None:
+            grammar = self.need_grammars(params.structured_outputs).compile(
+                params.structured_outputs
+            )
         return GenerationRequest(
             request_id=request_id or f"req-{uuid.uuid4().hex}",
             prompt_token_ids=tuple(ids),
             params=params,
             priority=priority,
             cache_salt=cache_salt,
+            grammar=grammar,
             bad_token_ids=bad_token_ids,
         )
 
@@ -119,6 +134,28 @@ class InputProcessor:
                 "bad_words and min_tokens leave none of allowed_token_ids to be drawn",
                 param="allowed_token_ids",
             )
+
+    async def compile_grammar(self, params: SamplingParams) -> TokenGrammar | None:
+        """Wait for the grammar of a request, holding no thread. Raises RequestError."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        future = asyncio.wrap_future(self.need_grammars(wanted).submit(wanted))
+        try:
+            return await asyncio.wait_for(asyncio.shield(future), COMPILE_TIMEOUT_S)
+        except TimeoutError:
+            raise too_slow(wanted) from None
+        except RequestError as error:
+            raise named(error, wanted) from None
+
+    def need_grammars(self, wanted: StructuredOutputsParams) -> GrammarCompiler:
+        """Raises RequestError where there is no vocabulary to constrain."""
+        if self._grammars is None:
+            raise RequestError(
+                "structured outputs need a tokenizer, and this engine runs without one",
+                param=wanted.param,
+            )
+        return self._grammars
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """The ids `process` would submit for this prompt; may be longer than the context.

@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from termgen.engine.constraints import masks_of
 from termgen.engine.request import IntArray, Request
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import AddedRow, PromptSpan, StepPlan
+from termgen.engine.token_mask import RowMasks
 
 
 class SamplingDemands(NamedTuple):
@@ -65,6 +67,7 @@ class PlanBuilder:
                 max_total_tokens=request.max_total_tokens,
                 stop_token_ids=tuple(sorted(request.stop_token_ids)),
                 params=request.params,
+                has_grammar=request.matcher is not None,
                 seed=request.seed,
                 bad_token_ids=request.bad_token_ids,
             )
@@ -96,6 +99,7 @@ class PlanBuilder:
             num_draft_tokens=np.zeros_like(counts),
             num_computed=table.num_computed[slots] - counts,
             released=released,
+            masks=masks_of(table, slots),
             prompt_spans=spans,
             max_prompt_logprobs=max(0, max_prompt_logprobs),
         )
@@ -111,6 +115,7 @@ class PlanBuilder:
         num_draft_tokens: IntArray,
         num_computed: IntArray,
         released: tuple[int, ...],
+        masks: RowMasks | None = None,
         prompt_spans: tuple[PromptSpan, ...] = (),
         max_prompt_logprobs: int = 0,
     ) -> StepPlan:
@@ -133,6 +138,7 @@ class PlanBuilder:
             needs_sampling=demands.sampling,
             needs_top_k_top_p=demands.top_k_top_p,
             needs_min_tokens=demands.min_tokens,
+            masks=masks,
             needs_logit_edits=demands.logit_edits,
             prompt_spans=prompt_spans,
             max_prompt_logprobs=max_prompt_logprobs,

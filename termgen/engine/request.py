@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.token_mask import TokenGrammar, TokenMask, TokenMatcher
 from termgen.errors import RequestError
 
 IntArray = npt.NDArray[np.int32]
@@ -48,6 +49,8 @@ class GenerationRequest:
     """Lower runs first; only the priority policy looks at it."""
     cache_salt: str | None = None
     """Prefix-cache entries are shared only between requests with the same salt."""
+    grammar: TokenGrammar | None = field(default=None, compare=False)
+    """What `params.structured_outputs` was compiled to."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """`params.bad_words` as the tokenizer writes them; the last id of a sequence is forbidden
     where the others have just been generated."""
@@ -56,6 +59,12 @@ class GenerationRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", np.asarray(self.prompt_token_ids, np.int32))
+
+    def start_grammar(self) -> TokenMatcher | None:
+        """A matcher at the beginning of the answer; None where any text will do."""
+        if self.grammar is None:
+            return None
+        return self.grammar.start(ends_at_eos=not self.params.ignore_eos)
 
 
 def check_cache_salt(salt: object) -> None:
@@ -98,6 +107,10 @@ class Request:
     num_preemptions: int = 0
     first_scheduled_ns: int = 0
     finish_reason: FinishReason | None = None
+    matcher: TokenMatcher | None = None
+    """Of a request under a grammar: as far as its tokens have landed."""
+    mask: TokenMask | None = None
+    """Of its next token."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it; None for end-of-sequence and length."""
 

@@ -1,4 +1,4 @@
-"""How one request wants its tokens drawn. Vocabulary: imports nothing but errors."""
+"""How one request wants its tokens drawn. Vocabulary."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.errors import RequestError
 
 GREEDY_EPSILON = 1e-5
@@ -54,6 +55,9 @@ class SamplingParams:
     """Number of most likely tokens to report per position (0: only the chosen one)."""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the answer must look like. It ends where nothing more can follow, `min_tokens` or not.
+    """
     prompt_logprobs: int | None = None
     """As `logprobs`, for the tokens of the prompt. The first has none: nothing comes before it."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
@@ -126,6 +130,11 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false", param=name)
+        wanted = self.structured_outputs
+        if wanted is not None and not isinstance(wanted, StructuredOutputsParams):
+            raise RequestError(
+                "structured_outputs must be a StructuredOutputsParams", param="structured_outputs"
+            )
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from termgen.engine.constraints import Constraints
 from termgen.engine.decode_step import DecodeStep
 from termgen.engine.delivery import FinishedRow, StartedRow
 from termgen.engine.fence import Fence
@@ -38,6 +39,7 @@ class Scheduler:
         self.slots = SlotTable(config.max_num_seqs, config.max_model_len)
         self.waiting = make_queue(config.policy)
         self.stats = SchedulerStats()
+        self.constraints = Constraints()
         self.requests: dict[str, Request] = {}
         self.started: list[StartedRow] = []
         """Requests that took a slot since the caller last emptied this list."""
@@ -70,6 +72,7 @@ class Scheduler:
                 param="max_tokens",
             )
         self.requests[request.request_id] = request
+        self.constraints.begin(request)
         self.waiting.push(request)
 
     def finish(
@@ -109,6 +112,8 @@ class Scheduler:
         table, running = self.slots, self.slots.running
         known = table.num_tokens[running] + table.num_pending[running]
         want = np.where(known < table.limit[running], known - table.num_computed[running], 0)
+        is_busy = self.fence.landed_step < self.newest_step
+        self.constraints.hold_back(table, running, want, is_busy=is_busy)
         num_new = np.minimum(want, self._threshold)
         ends = np.cumsum(num_new)
         budget = self.config.max_num_batched_tokens
@@ -302,20 +307,19 @@ class Scheduler:
         self.stats.generation_tokens += len(rows)
         slots, tokens = applied.slots, applied.token_ids
         stopped, ended = self.slots.append_tokens(slots, tokens)
-        for i in ended:
+        endings = self.constraints.endings(self.slots, slots, tokens, stopped, ended)
+        for i, (reason, error) in sorted(endings.items()):
             request = self._release_slot(int(slots[i]))
             token = int(tokens[i]) if stopped[i] else None
-            reason = FinishReason.LENGTH if token is None else FinishReason.STOP
-            applied.finished.append(self._finished(request, reason, stop_token=token))
+            applied.finished.append(self._finished(request, reason, stop_token=token, error=error))
         return applied
 
     def fail(self, plan: StepPlan, error: EngineError) -> list[FinishedRow]:
         """A step failed: end the requests in it, make everyone else recompute from scratch.
 
-        Call it when no step runs any more; results of steps planned after this one are never to
-        be applied. Those plans may have named released slots, so the device must not mind an
-        AddedRow for a row it believes taken. The failed step's KV was already published as
-        findable, so the prefix cache is forgotten with it.
+        Call it when no step runs any more; results of later steps are never to be applied. Their
+        plans may have named released slots, so the device must not mind an AddedRow for a row it
+        believes taken. The failed step's KV is findable: the prefix cache is forgotten with it.
         """
         self.land_all()
         alive = plan.slots[self.slots.epoch[plan.slots] == plan.epochs]

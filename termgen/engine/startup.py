@@ -17,6 +17,7 @@ from termgen.config import EngineConfig
 from termgen.engine.core import EngineCore
 from termgen.engine.delivery import StepDelivery
 from termgen.engine.executor import Executor, LocalExecutor
+from termgen.engine.grammar import GrammarCompiler, MaskFiller
 from termgen.engine.input_processor import InputProcessor
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.output import OutputProcessor
@@ -26,6 +27,8 @@ from termgen.engine.scheduler_types import SchedulerConfig
 from termgen.engine.startup_phases import LOADING_TOKENIZER, PhaseClock, describe_startup
 from termgen.engine.step import DeviceInfo
 from termgen.engine.tokenizer import Tokenizer, load_tokenizer
+from termgen.engine.tool_detection import tool_format
+from termgen.engine.tool_format import ToolFormat
 from termgen.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -97,6 +100,10 @@ def _assemble(
     generation_config = _generation_config(local)
     eos = _eos_token_ids(info, tokenizer, generation_config)
     core = _build_core(config, executor, info, eos, on_delivery)
+    core.scheduler.constraints.fill = MaskFiller()
+    grammars = None
+    if tokenizer is not None:
+        grammars = GrammarCompiler(tokenizer, vocab_size=info.vocab_size, eos_token_ids=tuple(eos))
     return EngineParts(
         core=core,
         info=info,
@@ -108,6 +115,7 @@ def _assemble(
             info.vocab_size,
             eos_token_ids=eos,
             has_priorities=config.scheduling_policy == "priority",
+            grammars=grammars,
         ),
         output_processor=OutputProcessor(tokenizer, tuple(eos)),
     )
@@ -201,6 +209,7 @@ def _model_info(
         created=int(time.time()),
         default_params=_default_params(local, generation_config),
         implementation=info.implementation,
+        tool_format=ToolFormat() if tokenizer is None else tool_format(tokenizer),
         memory=info.memory,
         max_num_seqs=info.max_num_seqs,
         run_ahead_ms=config.run_ahead_ms if info.max_in_flight > 1 else 0.0,

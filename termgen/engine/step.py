@@ -17,6 +17,7 @@ import numpy.typing as npt
 from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.request import IntArray
 from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.token_mask import RowMasks
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -40,6 +41,8 @@ class AddedRow:
     """Sorted ids that end the request once `min_tokens` are out."""
     params: SamplingParams
     seed: int
+    has_grammar: bool = False
+    """Whatever the row samples is masked, by what the plans of those steps carry."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences that must not be completed."""
 
@@ -91,6 +94,8 @@ class StepPlan:
     """True when some row limits by top-k, top-p or min-p."""
     needs_min_tokens: bool
     """True when some row asks for a minimum length."""
+    masks: RowMasks | None = None
+    """Of the rows that sample under a grammar; the device waits for them before it samples."""
     needs_logit_edits: bool = False
     """True when some row has a logit bias, allowed ids or bad words."""
     prompt_spans: tuple[PromptSpan, ...] = ()

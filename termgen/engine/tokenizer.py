@@ -58,6 +58,8 @@ class Tokenizer:
         self.info = TokenizerInfo(dict(parts.named_tokens), parts.chat_templates.get("default"))
         self._max_token_chars: int | None = None
         self._chat = ChatEncoder(backend, parts) if parts.chat_templates else None
+        self.chat_templates = parts.chat_templates
+        self.response_template = parts.response_template
 
     @property
     def has_chat_template(self) -> bool:
@@ -145,6 +147,15 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """The token's text, with replacement characters where it is part of a character."""
         return self._all_bytes[token_id].decode("utf-8", "replace")
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of a special token spelled like this."""
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id if token_id in self.special_token_ids else None
+
+    def to_json(self) -> str:
+        """The backend as the text of a tokenizer.json."""
+        return self._backend.to_str()
 
     def _need_chat(self) -> ChatEncoder:
         if self._chat is None:

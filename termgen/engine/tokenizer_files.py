@@ -42,6 +42,8 @@ class TokenizerParts:
     eos_token_ids: tuple[int, ...] = ()
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     """By name; `default` is the usual one, `tool_use` serves requests with tools."""
+    response_template: Mapping[str, Any] | None = None
+    """How transformers is to parse what the model says."""
     prefix_ids: tuple[int, ...] | None = None
     """Ids put before raw text; None: the backend's own post-processor decides."""
     suffix_ids: tuple[int, ...] | None = None
@@ -66,6 +68,7 @@ def read_folder(path: Path) -> TokenizerParts:
     _mark_special(backend, named)
     bos_id = _id_of(backend, named.get("bos_token"))
     eos_id = _id_of(backend, named.get("eos_token"))
+    response_template = config.get("response_template")
     prefix_ids = suffix_ids = None
     if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
         prefix_ids = _ids_if(config.get("add_bos_token"), bos_id)
@@ -76,6 +79,7 @@ def read_folder(path: Path) -> TokenizerParts:
         bos_token_id=bos_id,
         eos_token_ids=() if eos_id is None else (eos_id,),
         chat_templates=_chat_templates(path, config),
+        response_template=response_template if isinstance(response_template, dict) else None,
         prefix_ids=prefix_ids,
         suffix_ids=suffix_ids,
     )

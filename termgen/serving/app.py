@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -147,7 +148,8 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 async def chat_completions(request: Request) -> ASGIApp:
     state, engine = state_of(request), state_of(request).require_engine()
-    chat = await _parse_body(request, engine, parse_chat)
+    parse = partial(parse_chat, tool_format=engine.model.tool_format)
+    chat = await _parse_body(request, engine, parse)
     headers = _answer_headers(state, chat.ignored)
     generation = Generation(state, engine, [chat.job])
     if chat.options.stream:

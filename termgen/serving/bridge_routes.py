@@ -99,6 +99,7 @@ async def _parse(request: Request, parse: Callable[..., T], **options: bool) -> 
         data,
         model=resolve_model(data.get("model"), state.names_for(engine)),
         defaults=engine.model.default_params,
+        tool_format=engine.model.tool_format,
         force_include_usage=False,
         **options,
     )

@@ -23,7 +23,7 @@ async def tokenize(request: Request) -> Response:
     state, engine = state_of(request), state_of(request).require_engine()
     data = await read_json(request)
     resolve_model(data.get("model"), state.names_for(engine))
-    asked = parse_tokenize(data)
+    asked = parse_tokenize(data, engine.model.tool_format)
     ids = await engine.tokenize(asked.prompt, add_special_tokens=asked.add_special_tokens)
     texts = await engine.token_texts(ids) if asked.wants_texts else None
     return JSONReply(tokenize_response(engine.model, ids, texts), headers=_headers(asked.ignored))

@@ -17,6 +17,7 @@ from rich.text import Text
 from textual import work
 from textual.app import App, SystemCommand
 from textual.binding import Binding
+from textual.driver import Driver
 from textual.screen import Screen
 from textual.widgets import TextArea
 
@@ -38,6 +39,8 @@ StopEngine = Callable[[], Awaitable[None]]
 
 FAILED_START = 2
 QUIT_WINDOW_S = 2.0
+REDRAW_S = 0.25
+"""How often to see whether a terminal that was not read is read again."""
 
 
 class TermgenApp(App[None]):
@@ -94,6 +97,21 @@ class TermgenApp(App[None]):
         self._dashboard: DashboardScreen | None = None
         self.client: EngineClient | None = None
 
+    def get_driver_class(self) -> type[Driver]:
+        """Textual's choice, but on a terminal one that does not wait for it."""
+        chosen = super().get_driver_class()
+        if chosen.__name__ != "LinuxDriver":  # Windows, a browser, or a test
+            return chosen
+        from termgen.tui.patient_driver import PatientDriver  # its module needs a Unix
+
+        return PatientDriver
+
+    def _draw_what_was_dropped(self) -> None:
+        driver = self._driver
+        if getattr(driver, "has_dropped", False) and not driver.is_behind:  # type: ignore[union-attr]
+            driver.has_dropped = False  # type: ignore[union-attr]
+            self.refresh(layout=True)
+
     def get_css_variables(self) -> dict[str, str]:
         """Textual's variables and one per role, for the style sheet."""
         variables = super().get_css_variables()
@@ -105,6 +123,7 @@ class TermgenApp(App[None]):
     def on_mount(self) -> None:
         self._load_themes()
         self._catch_signals()
+        self.set_interval(REDRAW_S, self._draw_what_was_dropped)
         self.push_screen(LoadingScreen(self._progress))
         self._boot()
 

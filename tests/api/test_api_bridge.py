@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 from termgen.api import anthropic, anthropic_input, responses, responses_input
 from termgen.api.chat_bridge import CallNews, ChatNews, EndNews, News, TextNews, Usage, _news_of
 from termgen.client import ChatPrompt
+from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
 
-CONTEXT: dict[str, Any] = {"model": "m", "defaults": {}}
+CONTEXT: dict[str, Any] = {
+    "model": "m",
+    "defaults": {},
+    "tool_format": ToolFormat(knows_tools=True),
+}
 HI = [{"role": "user", "content": "hi"}]
 USAGE = Usage(prompt=20, cached=16, output=7)
 
@@ -167,6 +172,8 @@ def test_a_stamp_does_not_spoil_the_prefix_cache() -> None:
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"tools": "x"}, "tools"),
+        ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [{"name": "f", "input_schema": 5}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
     ],
 )
@@ -312,6 +319,8 @@ def test_items_become_a_chat() -> None:
         ({"top_p": 7}, "top_p"),
         ({"truncation": "auto"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"text": {"format": "json"}}, "text.format"),
         ({"instructions": 5}, "instructions"),

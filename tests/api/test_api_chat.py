@@ -10,17 +10,20 @@ import pytest
 from termgen.api.chat import ChatRequest, ChatStream, chat_response, parse_chat
 from termgen.client import ChatPrompt, RequestTimings, TokenDelta, TokenLogprob, merge_deltas
 from termgen.engine.request import FinishReason
+from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
 
 USER = {"role": "user", "content": "hi"}
+KNOWS_NO_TOOLS = ToolFormat()
 
 
-def parse(messages: Any, **fields: Any) -> ChatRequest:
-    return parse_chat({"messages": messages, **fields}, model="m", defaults={})
+def parse(messages: Any, tool_format: ToolFormat = KNOWS_NO_TOOLS, **fields: Any) -> ChatRequest:
+    body = {"messages": messages, **fields}
+    return parse_chat(body, model="m", defaults={}, tool_format=tool_format)
 
 
-def prompt_of(messages: Any, **fields: Any) -> ChatPrompt:
-    prompt = parse(messages, **fields).job.prompt
+def prompt_of(messages: Any, tool_format: ToolFormat = KNOWS_NO_TOOLS, **fields: Any) -> ChatPrompt:
+    prompt = parse(messages, tool_format, **fields).job.prompt
     assert isinstance(prompt, ChatPrompt)
     return prompt
 
@@ -75,7 +78,8 @@ def test_tool_calls_in_the_history_have_parsed_arguments() -> None:
             USER,
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "content": "ok", "tool_call_id": "1"},
-        ]
+        ],
+        tool_format=ToolFormat(knows_tools=True),
     )
     parsed = prompt.messages[1]["tool_calls"][0]["function"]
     assert parsed == {"name": "f", "arguments": {"x": [1]}}

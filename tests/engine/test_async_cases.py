@@ -39,12 +39,14 @@ A case that cannot occur here has a test of what rules it out. Paths are seen fr
     test_async_plans.py::test_no_plan_holds_drafts_and_no_result_may_bring_two_tokens_a_row
 18. A placeholder outlives its step. There are none:
     test_async_plans.py::test_a_token_in_flight_never_stands_in_a_plan_as_a_placeholder
-19. A grammar's mask needs a token in flight. No such request gets in:
-    test_async_plans.py::test_nothing_that_needs_the_host_between_two_steps_can_be_asked_for
+19. A grammar's mask needs a token in flight:
+    test_constraints.py::test_two_steps_ahead_a_constrained_row_joins_every_other_step_and_others_each
 20. Rows of a mask and rows of the batch differ. There is one count of rows:
     test_async_plans.py::test_every_column_of_a_plan_and_of_its_result_has_one_entry_a_row
-21. A token comes for a request that is over:
+    test_constraints.py::test_constrained_and_free_requests_say_what_each_says_alone
+21. A token comes for a request that is over, or that its grammar refuses:
     test_async_requests.py::test_a_finished_request_takes_no_token_more_from_a_device_that_runs_on
+    test_constraints.py::test_a_token_that_the_grammar_refuses_ends_its_request_alone
 22. Logprobs of rows that are dropped:
     test_core_messages.py::test_logprobs_go_with_the_rows_that_are_delivered
 23. Logprobs through chunks and preemptions. Those of prompts are refused:

@@ -30,7 +30,7 @@ class SamplingVariant(enum.StrEnum):
     PLAIN = "plain"
     """Greedy rows and rows with a temperature."""
     FILTERED = "filtered"
-    """Those, and rows with top-k, top-p or min-p."""
+    """Those, and rows with top-k, top-p or min-p, or under a grammar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class SamplingNeeds:
     all_greedy: bool = False
     filters: bool = False
     """Top-k, top-p or min-p."""
+    grammar: bool = False
     penalties: bool = False
     min_tokens: bool = False
     edits: bool = False
@@ -51,6 +52,7 @@ class SamplingNeeds:
         return cls(
             all_greedy=not plan.needs_sampling,
             filters=plan.needs_top_k_top_p,
+            grammar=plan.masks is not None,
             penalties=plan.needs_penalties,
             min_tokens=plan.needs_min_tokens,
             edits=plan.needs_logit_edits,
@@ -67,12 +69,13 @@ class SamplingNeeds:
         """The recording that does this, if any does."""
         if self.edits or not self.is_simple:
             return None
-        return SamplingVariant.FILTERED if self.filters else SamplingVariant.PLAIN
+        restricts = self.filters or self.grammar
+        return SamplingVariant.FILTERED if restricts else SamplingVariant.PLAIN
 
 
 NEEDS = {
     SamplingVariant.PLAIN: SamplingNeeds(),
-    SamplingVariant.FILTERED: SamplingNeeds(filters=True),
+    SamplingVariant.FILTERED: SamplingNeeds(filters=True, grammar=True),
 }
 """What each recording does."""
 
@@ -80,7 +83,12 @@ BEYOND_RECORDINGS = "log-probabilities, penalties, min_tokens, a logit bias or f
 """Why a step samples eagerly although its model could be replayed."""
 
 EVERYTHING = SamplingNeeds(
-    filters=True, penalties=True, min_tokens=True, edits=True, max_logprobs=MAX_LOGPROBS
+    filters=True,
+    grammar=True,
+    penalties=True,
+    min_tokens=True,
+    edits=True,
+    max_logprobs=MAX_LOGPROBS,
 )
 """All that rows may ask of a sampler, at once."""
 

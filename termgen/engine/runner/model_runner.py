@@ -252,6 +252,7 @@ class ModelRunner:
             if clock is not None and start is None:
                 start = clock.start()
             if dispatch.descriptor is not None:  # compiles nothing
+                self.state.set_masks(plan)
                 tokens = self.graphs.replay(dispatch.descriptor, plan)
                 if isinstance(tokens, np.ndarray):
                     return RecordedOutput(
@@ -281,16 +282,23 @@ class ModelRunner:
         if dispatch.padded_tokens is None:
             return self._compute_eagerly(plan, needs)
         batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
-        return self._sample(batch, self.model.compute_logits(hidden), needs)
+        return self._sample_masked(plan, batch, self.model.compute_logits(hidden), needs)
 
     def _compute_eagerly(self, plan: StepPlan, needs: SamplingNeeds) -> StepTensors:
         batch = self.buffers.prepare(plan, self.state)
         if not plan.prompt_spans:
-            return self._sample(batch, self._forward(batch), needs)
+            return self._sample_masked(plan, batch, self._forward(batch), needs)
         hidden = self._hidden(batch, None)
         of_prompts = prompt_logprobs(plan, hidden, self.state, self.model.compute_logits)
         logits = self.model.compute_logits(batch.last_tokens(hidden))
-        return replace(self._sample(batch, logits, needs), prompt_logprobs=of_prompts)
+        tensors = self._sample_masked(plan, batch, logits, needs)
+        return replace(tensors, prompt_logprobs=of_prompts)
+
+    def _sample_masked(
+        self, plan: StepPlan, batch: InputBatch, logits: torch.Tensor, needs: SamplingNeeds
+    ) -> StepTensors:
+        self.state.set_masks(plan)  # which are filled while the model runs
+        return self._sample(batch, logits, needs)
 
     def step_on_device(
         self,
@@ -335,7 +343,7 @@ class ModelRunner:
             if needs.edits:
                 logits = self.state.edit_logits(slots, logits)
             token_ids = self.fused_sampler(
-                logits, slots, num_tokens, self.state, filters=needs.filters
+                logits, slots, num_tokens, self.state, filters=needs.filters, grammar=needs.grammar
             )
         else:
             output = self.sampler(logits.float(), sampling_metadata(self.state, batch, needs))

@@ -16,6 +16,7 @@ from termgen.engine.kernels import why_unusable
 from termgen.engine.runner.logit_edit_tables import LogitEditTables
 from termgen.engine.runner.token_ring import TokenRing
 from termgen.engine.sampling.logit_edits import edit_logits as edit_gathered
+from termgen.engine.sampling.token_mask import TokenMasks
 from termgen.engine.sampling_params import MAX_STOP_TOKEN_IDS
 from termgen.engine.step import AddedRow, StepPlan
 
@@ -63,6 +64,11 @@ class RequestState:
         """Stopped or released: computes into the null block and samples nothing."""
         stop_columns = MAX_STOP_TOKEN_IDS + num_eos_ids
         self.stop_ids = torch.full((rows, stop_columns), -1, dtype=torch.int64, device=device)
+        self.has_grammar = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.token_masks = torch.zeros(
+            (rows, -(-vocab_size // 32)), dtype=torch.int32, device=device
+        )
+        """[R, W]: a bit for each token that a row with a grammar may sample next."""
         self.output_counts: torch.Tensor | None = None  # [R, V] int32, once a penalty is asked for
         self.prompt_mask: torch.Tensor | None = None  # [R, V] bool, likewise
         self.edits: LogitEditTables | None = None
@@ -82,6 +88,17 @@ class RequestState:
             slots, positions, blocks = self.upload(new.astype(np.int64))
             self.block_table.index_put_((slots, positions), blocks.int())
 
+    def set_masks(self, plan: StepPlan) -> None:
+        """Wait for the masks of a plan's rows, and put them where sampling reads them."""
+        if plan.masks is not None:
+            bits = plan.masks.bits()[:, : self.token_masks.shape[1]]  # no bits of unknown tokens
+            slots = self.upload(plan.slots[plan.masks.rows].astype(np.int64))
+            self.token_masks.index_copy_(0, slots, self.upload(np.ascontiguousarray(bits)))
+
+    def masks_of(self, slots: torch.Tensor) -> TokenMasks:
+        """slots: [B] int64."""
+        return TokenMasks(slots, self.has_grammar, self.token_masks)
+
     def upload(self, values: np.ndarray) -> torch.Tensor:
         """Host array to device without waiting."""
         tensor = torch.from_numpy(values)
@@ -100,6 +117,7 @@ class RequestState:
             [row.max_total_tokens for row in added],
             [row.num_prompt_tokens + row.params.min_tokens for row in added],
             [row.seed for row in added],
+            [row.has_grammar for row in added],
             [p.top_k for p in params],
         ]
         reals = [
@@ -114,9 +132,10 @@ class RequestState:
         for i, row in enumerate(added):
             stops[: len(row.stop_token_ids), i] = row.stop_token_ids
         uploaded = self.upload(np.concatenate((np.asarray(integers, np.int64), stops)))
-        slots, top_k = uploaded[0], uploaded[len(integers) - 1]
-        self._integers.index_copy_(1, slots, uploaded[1 : len(integers) - 1])
+        slots, (has_grammar, top_k) = uploaded[0], uploaded[len(integers) - 2 : len(integers)]
+        self._integers.index_copy_(1, slots, uploaded[1 : len(integers) - 2])
         self._reals.index_copy_(1, slots, self.upload(np.asarray(reals, np.float32)))
+        self.has_grammar.index_copy_(0, slots, has_grammar.bool())
         self.top_k.index_copy_(0, slots, top_k.int())
         self.stop_ids.index_copy_(0, slots, uploaded[len(integers) :].T)
         self.finished.index_fill_(0, slots, False)

@@ -40,5 +40,6 @@ def sampling_metadata(
         needs_top_k_top_p=needs.filters,
         edit=partial(state.edit_logits, slots) if needs.edits else None,
         suppress_any=needs.min_tokens,
+        token_masks=state.masks_of(slots) if needs.grammar else None,
         max_logprobs=needs.max_logprobs,
     )

@@ -28,6 +28,7 @@ from termgen.engine.runner.logit_edit_tables import LogitEditTables
 from termgen.engine.runner.model_runner import ModelRunner
 from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs
 from termgen.engine.step import StepPlan
+from termgen.engine.token_mask import RowMasks, TokenMask
 
 MOST_TOKENS = 2048
 """A class above the last count at which any kernel chooses but those of experts."""
@@ -164,10 +165,12 @@ def _execute(
     runner: ModelRunner, num_tokens: list[int], *, filters: bool = False, logprobs: bool = False
 ) -> None:
     """A step that is not recorded, over rows that belong to nobody."""
-    runner.execute(_plan(num_tokens, filters=filters, logprobs=logprobs)).result()
+    vocab_size = runner.state.vocab_size
+    plan = _plan(num_tokens, filters=filters, logprobs=logprobs, vocab_size=vocab_size)
+    runner.execute(plan).result()
 
 
-def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool) -> StepPlan:
+def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool, vocab_size: int) -> StepPlan:
     nothing: IntArray = np.zeros(0, np.int32)
     none_each = np.zeros(len(num_tokens), np.int32)
     return StepPlan(
@@ -188,7 +191,14 @@ def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool) -> StepPlan:
         needs_sampling=True,
         needs_top_k_top_p=filters,
         needs_min_tokens=logprobs,
+        masks=_unused_mask(vocab_size) if filters else None,
     )
+
+
+def _unused_mask(vocab_size: int) -> RowMasks:
+    """The mask of a row, which is not looked at: the row has no grammar."""
+    bits = np.zeros(-(-vocab_size // 32), np.int32)
+    return RowMasks(np.zeros(1, np.int32), (TokenMask(bits),))
 
 
 def _edit_logits(runner: ModelRunner) -> None:

@@ -1,4 +1,4 @@
-"""Sampling in two kernels at most, for steps that ask for no more than temperature and cuts.
+"""Sampling in a few kernels, for steps that ask for no more than temperature, cuts and grammars.
 
 Draws what `Sampler` draws, up to rounding. Imports triton: the runner imports this module only on
 a device whose kernels it can use. Penalties, `min_tokens` and log-probabilities stay with
@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from termgen.engine.kernels.sample import SampleWorkspace, sample
+from termgen.engine.kernels.token_mask import mask_tokens_
 from termgen.engine.kernels.top_k_top_p import CutWorkspace, cut_threshold
 from termgen.engine.sampling.random import Stream
 
@@ -25,6 +26,8 @@ class SlotParams(Protocol):
     top_p: torch.Tensor  # [R] float32
     min_p: torch.Tensor  # [R] float32
     seeds: torch.Tensor  # [R] int64
+    has_grammar: torch.Tensor  # [R] bool
+    token_masks: torch.Tensor  # [R, W] int32
 
 
 class FusedSampler:
@@ -44,14 +47,17 @@ class FusedSampler:
 
     def __call__(
         self,
-        logits: torch.Tensor,  # [B, V], only read
+        logits: torch.Tensor,  # [B, V]; grammars change them in place
         slots: torch.Tensor,  # [B] int64
         num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
         params: SlotParams,
         *,
         filters: bool,
+        grammar: bool = False,
     ) -> torch.Tensor:  # [B] int64
-        """filters: some row may limit by top-k, top-p or min-p."""
+        """filters: some row may limit by top-k, top-p or min-p. grammar: some row may have one."""
+        if grammar:
+            mask_tokens_(logits, slots, has_grammar=params.has_grammar, bits=params.token_masks)
         threshold = None
         if filters:
             threshold = cut_threshold(

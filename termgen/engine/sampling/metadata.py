@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from termgen.engine.sampling.token_mask import TokenMasks
+
 
 @dataclass(slots=True, kw_only=True)
 class SamplingMetadata:
@@ -51,5 +53,7 @@ class SamplingMetadata:
     """Logits [B, V] to new ones with allowed ids, biases and bad words; None: no row has any."""
     suppress_any: bool | None = None
     """False: no row of `suppress_stop` is set. None: the host does not know."""
+    token_masks: TokenMasks | None = None
+    """Of the rows under a grammar, if there may be any."""
     max_logprobs: int | None = None
     """Alternatives to report per row; 0 reports the chosen token alone, None reports nothing."""

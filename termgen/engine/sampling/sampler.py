@@ -2,8 +2,8 @@
 
 Owns the order of operations, which is part of the output and pinned by a test:
 
-    logit edits -> stop mask (min_tokens) -> penalties -> temperature -> min-p -> top-k -> top-p
-    -> Gumbel-max
+    grammar mask -> logit edits -> stop mask (min_tokens) -> penalties -> temperature -> min-p
+    -> top-k -> top-p -> Gumbel-max
 
 Log-probabilities are taken from the logits as they came. The runner calls this once per step with
 one row per token to draw; the host half never sees it. What no row of a step asks for is skipped
@@ -22,6 +22,7 @@ from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.penalties import apply_penalties
 from termgen.engine.sampling.random import Stream
 from termgen.engine.sampling.stop_mask import mask_stop_tokens
+from termgen.engine.sampling.token_mask import mask_tokens
 from termgen.engine.sampling.top_k_top_p import cut_threshold
 from termgen.engine.sampling_params import GREEDY_EPSILON
 
@@ -69,6 +70,8 @@ class Sampler:
 
 def _process(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
     """What changes the argmax too, and so also holds for greedy rows."""
+    if meta.token_masks is not None:
+        logits = mask_tokens(logits, meta.token_masks)
     if meta.edit is not None:
         logits = meta.edit(logits)
     if meta.suppress_any is not False:

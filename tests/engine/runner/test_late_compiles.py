@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from constrained_harness import FakeGrammar
 from triton_device import require_triton
 
 require_triton()
@@ -93,7 +94,12 @@ def test_a_failure_of_one_kernel_ends_the_compilation() -> None:
 
 def add(engine: SyncEngine, name: str, prompt: list[int], kind: dict[str, Any], most: int) -> None:
     params = SamplingParams(max_tokens=most, ignore_eos=True, seed=1, **kind)
-    engine.add(GenerationRequest(request_id=name, prompt_token_ids=tuple(prompt), params=params))
+    grammar = FakeGrammar(most, vocab=512) if len(prompt) % 3 == 0 else None
+    engine.add(
+        GenerationRequest(
+            request_id=name, prompt_token_ids=tuple(prompt), params=params, grammar=grammar
+        )
+    )
 
 
 def test_a_late_compilation_reaches_the_records_of_steps(tiny_model_dir: ModelDir) -> None:

@@ -104,7 +104,7 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
     for case, found in zip(cases, results, strict=True):
         assert not found["late"], (case, found["late"])
         assert found["modes"] == MODES[case["graphs"]]
-        num_kernels = 17 + 3 * ("moe" in case["folder"]) - (case["graphs"] == "piecewise")
+        num_kernels = 18 + 3 * ("moe" in case["folder"]) - (case["graphs"] == "piecewise")
         assert len(found["kernels"]) == num_kernels, found["kernels"]
         assert found["largest_step"] >= 1024 or case is cases[0]
         assert found["prefix_hit_tokens"]

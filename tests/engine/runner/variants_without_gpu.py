@@ -49,6 +49,7 @@ from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
 from termgen.engine.step import GraphStatus, StepPlan, StepResult
+from termgen.engine.token_mask import IntArray
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -61,6 +62,22 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.6, "logit_bias": {7: 2.5}, "allowed_token_ids": range(3, 400)},
     {"temperature": 0.0, "prompt_logprobs": 1},
 ]
+
+
+class AnyToken:
+    """A grammar and its own matcher, of answers without end."""
+
+    num_words = 200
+    is_ended = False
+
+    def start(self, *, ends_at_eos: bool) -> AnyToken:
+        return self
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+    def fill(self, bits: IntArray) -> None:
+        bits[:] = -1
 
 
 def pretend_a_gpu() -> None:
@@ -172,7 +189,12 @@ def serve(core: EngineCore, seed: int, *, longest: int, batches: list[int]) -> N
         count += 1
         params = SamplingParams(max_tokens=max_tokens, seed=count, ignore_eos=True, **kind)
         core.submit(
-            GenerationRequest(request_id=str(count), prompt_token_ids=tuple(prompt), params=params),
+            GenerationRequest(
+                request_id=str(count),
+                prompt_token_ids=tuple(prompt),
+                params=params,
+                grammar=AnyToken() if count % 3 == 0 else None,
+            ),
             0,
         )
         return str(count)

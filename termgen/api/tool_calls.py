@@ -1,0 +1,364 @@
+"""A model's text taken apart into content and tool calls, while it arrives.
+
+One parser per choice: `feed` it text, `finish` it at the end. Streamed and whole answers go through
+the same parser, and how the text is cut changes nothing but how the parts are cut. What looks like
+a call and is none stays content.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from termgen.api.call_reader import SPACE, CallReader
+from termgen.api.tool_grammar import MARKERS
+from termgen.api.tools import Tools
+from termgen.client import TokenDelta
+from termgen.engine.request import FinishReason
+from termgen.engine.tool_format import ResponseParser, ToolStyle
+
+END_OF_CALL = "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Only where the model declares how its responses are parsed."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    index: int
+    text: str
+    """Of a JSON object, this piece."""
+
+
+Part = Content | Reasoning | CallStart | CallArguments
+
+
+class CallParser(Protocol):
+    num_calls: int
+
+    def feed(self, text: str) -> list[Part]: ...
+
+    def finish(self) -> list[Part]: ...
+
+
+def new_parser(tools: Tools) -> CallParser:
+    """For the calls of one choice."""
+    names = frozenset(function.name for function in tools.functions)
+    if tools.format.new_parser is not None and not tools.must_call:
+        return DeclaredParser(tools.format.new_parser())
+    return StyleParser(tools.format.style, names)
+
+
+class StyleParser:
+    """Knows the styles of `ToolStyle`."""
+
+    def __init__(self, style: ToolStyle, names: frozenset[str]) -> None:
+        self.num_calls = 0
+        self._style = style
+        self._marker = MARKERS[style]
+        self._names = names
+        self._mode: Callable[[], bool] = self._text if self._marker else self._first
+        self._rest = ""
+        """Text not yet used up."""
+        self._held = ""
+        """White space that is dropped if a call follows."""
+        self._raw = ""
+        """What has been read of a call whose name is not known."""
+        self._reader = CallReader()
+        self._is_told = False
+        self._is_list = style is ToolStyle.LLAMA
+        """Calls may follow each other after a separator."""
+        self._parts: list[Part] = []
+        self._is_last = False
+
+    def feed(self, text: str) -> list[Part]:
+        self._rest += text
+        while self._mode():
+            pass
+        parts, self._parts = self._parts, []
+        return _merged(parts)
+
+    def finish(self) -> list[Part]:
+        self._is_last = True
+        parts = self.feed("")
+        if self._raw:
+            self._say(self._raw + self._rest)
+        if not self.num_calls:
+            self._say_at_once(self._held)
+        self._raw = self._held = ""
+        return _merged(parts + self._parts)
+
+    # -- modes: each returns whether it got further ------------------------------------------
+
+    def _text(self) -> bool:
+        """Content, until a marker."""
+        before, marker, behind = self._rest.partition(self._marker)
+        if marker:
+            self._say(before)
+            self._rest = behind
+            self._raw = marker
+            self._mode = self._begin_call
+            return True
+        keep = 0 if self._is_last else _overlap(self._rest, self._marker)
+        self._say(self._rest[: len(self._rest) - keep])
+        self._rest = self._rest[len(self._rest) - keep :]
+        return False
+
+    def _first(self) -> bool:
+        """The first word of an answer that is a call as a whole, or none."""
+        text = self._rest.lstrip(SPACE)
+        if not self._is_last and len(text) < len(PYTHON_TAG) and PYTHON_TAG.startswith(text):
+            return False
+        text = text.removeprefix(PYTHON_TAG).lstrip(SPACE)
+        if text.startswith("{"):
+            self._rest, self._raw = text, self._rest[: len(self._rest) - len(text)]
+            self._mode = self._begin_call
+        elif text or self._is_last:
+            self._mode = self._only_text
+        return bool(text) or self._is_last
+
+    def _only_text(self) -> bool:
+        self._say(self._rest)
+        self._rest = ""
+        return False
+
+    def _begin_call(self) -> bool:
+        text = self._rest.lstrip(SPACE)
+        if not text:
+            return False
+        if self._marker == MARKERS[ToolStyle.MISTRAL] and text[0] != "{":
+            if text[0] != "[":
+                return self._begin_named(text)
+            used = len(self._rest) - len(text) + 1
+            self._raw, self._rest = self._raw + self._rest[:used], self._rest[used:]
+            self._is_list = True
+        self._begin(CallReader(names=None if self._marker else self._names))
+        return True
+
+    def _begin_named(self, text: str) -> bool:
+        """`name[ARGS]{...}`, perhaps with an id between."""
+        head, brace, arguments = text.partition("{")
+        if not brace:
+            return False
+        self._raw += self._rest[: len(self._rest) - len(text)] + head
+        self._rest = brace + arguments
+        self._begin(CallReader(name=head.partition("[")[0].strip(SPACE)))
+        return True
+
+    def _begin(self, reader: CallReader) -> None:
+        self._reader, self._is_told = reader, False
+        self._mode = self._call
+
+    def _call(self) -> bool:
+        used = self._reader.feed(self._rest)
+        if not self._is_told:
+            self._raw += self._rest[:used]
+        self._rest = self._rest[used:]
+        self._tell()
+        if not self._reader.is_ended:
+            return False
+        if self._reader.is_call:
+            self._tell_arguments(self._reader.finish())
+            self._mode = self._behind_call
+        else:
+            raw, self._raw = self._raw, ""
+            self._say(raw)
+            self._mode = self._text if self._marker else self._only_text
+        return True
+
+    def _tell(self) -> None:
+        if self._reader.is_call and not self._is_told:
+            self._is_told = True
+            self._raw = self._held = ""
+            assert self._reader.name is not None
+            self._parts.append(CallStart(self.num_calls, self._reader.name))
+            self.num_calls += 1
+        self._tell_arguments(self._reader.take_arguments())
+
+    def _tell_arguments(self, text: str) -> None:
+        if text:
+            self._parts.append(CallArguments(self.num_calls - 1, text))
+
+    def _behind_call(self) -> bool:
+        if self._style is ToolStyle.HERMES:
+            return self._skip_to_end()
+        text = self._rest.lstrip(SPACE)
+        if not text:
+            return False
+        if self._is_list and text[0] in ",;":
+            self._rest = text[1:].lstrip(SPACE)
+            if not self._rest:
+                self._rest = text
+                return False
+            self._begin(CallReader(names=None if self._marker else self._names))
+            return True
+        self._rest = text.removeprefix("]") if self._is_list and self._marker else text
+        self._mode = self._text if self._marker else self._only_text
+        return True
+
+    def _skip_to_end(self) -> bool:
+        """Nothing between a call and its end tag means anything."""
+        _, tag, behind = self._rest.partition(END_OF_CALL)
+        if tag:
+            self._rest = behind
+            self._mode = self._text
+            return True
+        keep = _overlap(self._rest, END_OF_CALL)
+        self._rest = self._rest[len(self._rest) - keep :]
+        return False
+
+    def _say(self, text: str) -> None:
+        """Content. White space at its end waits for more, that between calls is dropped."""
+        body = text.rstrip(SPACE)
+        if body:
+            self._say_at_once(self._held + body)
+            self._held = text[len(body) :]
+        else:
+            self._held += text
+
+    def _say_at_once(self, text: str) -> None:
+        if text:
+            self._parts.append(Content(text))
+
+
+class DeclaredParser:
+    """What the model's files declare, read by the parser of transformers.
+
+    It gives a call when the call is complete, so arguments come in one piece.
+    """
+
+    def __init__(self, parser: ResponseParser) -> None:
+        self.num_calls = 0
+        self._parser = parser
+
+    def feed(self, text: str) -> list[Part]:
+        return self._read(self._parser.feed(text))
+
+    def finish(self) -> list[Part]:
+        return self._read(self._parser.finalize()[1])
+
+    def _read(self, events: Sequence[dict[str, Any]]) -> list[Part]:
+        parts: list[Part] = []
+        for event in events:
+            if event["type"] == "region_chunk" and event["field"] == "content":
+                parts.append(Content(event["text"]))
+            elif event["type"] == "region_chunk" and event["field"] in REASONING_FIELDS:
+                parts.append(Reasoning(event["text"]))
+            elif event["field"] == "tool_calls" and event["type"] == "region_close":
+                value = event["value"]
+                for call in value if isinstance(value, list) else [value]:
+                    parts += self._call(call)
+        return _merged(parts)
+
+    def _call(self, call: Any) -> list[Part]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str):
+            return [Content(json.dumps(call, ensure_ascii=False))]
+        arguments = function.get("arguments", function.get("parameters", {}))
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        self.num_calls += 1
+        index = self.num_calls - 1
+        return [CallStart(index, name), CallArguments(index, arguments or "{}")]
+
+
+def _overlap(text: str, word: str) -> int:
+    """Characters at the end of a text that may be the beginning of a word."""
+    most = min(len(text), len(word) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(word[:n])), 0)
+
+
+def _merged(parts: Sequence[Part]) -> list[Part]:
+    """Neighbours of one kind as one."""
+    merged: list[Part] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        if isinstance(part, Content) and isinstance(last, Content):
+            merged[-1] = Content(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            merged[-1] = Reasoning(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
+            merged[-1] = CallArguments(part.index, last.text + part.text)
+        else:
+            merged.append(part)
+    return merged
+
+
+def message_fields(parser: CallParser, text: str) -> dict[str, Any]:
+    """The fields that a whole text gives an assistant's message."""
+    texts = {"content": "", "reasoning_content": ""}
+    calls: list[dict[str, Any]] = []
+    for part in [*parser.feed(text), *parser.finish()]:
+        match part:
+            case Content(piece):
+                texts["content"] += piece
+            case Reasoning(piece):
+                texts["reasoning_content"] += piece
+            case CallStart(_, name):
+                calls.append(new_call(name))
+            case CallArguments(index, piece):
+                calls[index]["function"]["arguments"] += piece
+    fields: dict[str, Any] = {"content": texts["content"] or (None if calls else "")}
+    if texts["reasoning_content"]:
+        fields["reasoning_content"] = texts["reasoning_content"]
+    return {**fields, "tool_calls": calls} if calls else fields
+
+
+def new_call(name: str) -> dict[str, Any]:
+    """A call without arguments yet."""
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": name, "arguments": ""},
+    }
+
+
+def delta_of(part: Part) -> dict[str, Any]:
+    """What a chunk of a stream says of a part."""
+    match part:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallStart(index, name):
+            return {"tool_calls": [{"index": index, **new_call(name)}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def deltas_of(parser: CallParser | None, delta: TokenDelta) -> list[dict[str, Any]]:
+    """What chunks say of the text of a delta; without a parser all of it is content."""
+    if parser is None:
+        return [{"content": delta.text}] if delta.text else []
+    parts = parser.feed(delta.text)
+    if delta.finish_reason is not None:
+        parts += parser.finish()
+    return [delta_of(part) for part in parts]
+
+
+def finish_reason_of(delta: TokenDelta, num_calls: int, tools: Tools) -> str:
+    """A call that was asked for by name is no news, as OpenAI and vLLM see it."""
+    if num_calls and delta.finish_reason is FinishReason.STOP and tools.choice != "named":
+        return "tool_calls"
+    return str(delta.finish_reason)

@@ -1,0 +1,123 @@
+"""The grammar of tool calls in a model's own style, in llguidance's Lark.
+
+A rule for each function, `any_call` of them, and a start that says how many come and what else may
+be said. Schemas stand in rules of their own, so that `$ref` in them means what it says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from termgen.engine.tool_format import ToolFormat, ToolStyle
+
+ANY_OBJECT = {"type": "object"}
+MARKERS = {
+    ToolStyle.HERMES: "<tool_call>",
+    ToolStyle.LLAMA: "",
+    ToolStyle.MISTRAL: "[TOOL_CALLS]",
+    ToolStyle.MISTRAL_ARGS: "[TOOL_CALLS]",
+}
+"""What a call, or the list of them, begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One function the model may call."""
+
+    name: str
+    parameters: dict[str, Any]
+    """The JSON schema of its arguments."""
+    strict: bool
+
+
+def forced_calls(functions: Sequence[Function], tool_format: ToolFormat, *, parallel: bool) -> str:
+    """One call, or with `parallel` one or more, and nothing else."""
+    return _grammar(f"start: {_calls(tool_format, parallel)}", functions, tool_format, all_=True)
+
+
+def calls_or_json(
+    functions: Sequence[Function],
+    tool_format: ToolFormat,
+    schema: dict[str, Any],
+    *,
+    parallel: bool,
+) -> str:
+    """Such calls, or JSON that satisfies a schema."""
+    start = f"start: {_calls(tool_format, parallel)} | answer\nanswer: {_json(schema)}"
+    return _grammar(start, functions, tool_format, all_=False)
+
+
+def free_calls(functions: Sequence[Function], tool_format: ToolFormat, *, parallel: bool) -> str:
+    """Any text, in which calls are well formed and strict functions get what they ask for."""
+    style, marker = tool_format.style, MARKERS[tool_format.style]
+    if style is ToolStyle.LLAMA:
+        start = "start: any_call | other\nother: /[^{](.|\\n)*/"
+        return _grammar(start, functions, tool_format, all_=False)
+    rules = "text: /(.|\\n)*/\n"
+    if marker in tool_format.special_tokens:
+        rules += f"opening: text {_words(marker, tool_format)}"
+    else:
+        rules += f"opening[lazy]: /(.|\\n)*/ {_words(marker, tool_format)}"
+    calls = _calls(tool_format, parallel).removeprefix(_words(marker, tool_format))
+    if style is ToolStyle.HERMES and parallel:
+        start = f"start: (opening any_call)* text\n{rules}"
+    else:
+        start = f"start: text | opening {calls}\n{rules}"
+    return _grammar(start, functions, tool_format, all_=False)
+
+
+def _calls(tool_format: ToolFormat, parallel: bool) -> str:
+    style = tool_format.style
+    marker = _words(MARKERS[style], tool_format)
+    if style is ToolStyle.MISTRAL:
+        more = ' ("," any_call)*' if parallel else ""
+        return f'{marker} "[" any_call{more} "]"'
+    if not parallel or style is ToolStyle.LLAMA:  # whose models give one call
+        return f"{marker} any_call"
+    between = '"\\n" ' if style is ToolStyle.HERMES else ""
+    return f"{marker} any_call ({between}{marker} any_call)*"
+
+
+def _grammar(
+    start: str, functions: Sequence[Function], tool_format: ToolFormat, *, all_: bool
+) -> str:
+    """all_: functions that are not strict get what they ask for, too."""
+    names = [f"call_{i}" for i in range(len(functions))]
+    lines = [start, f"any_call: {' | '.join(names)}"]
+    for name, function in zip(names, functions, strict=True):
+        before, after = _around(function.name, tool_format.style)
+        schema = function.parameters if all_ or function.strict else ANY_OBJECT
+        lines.append(
+            f"{name}: {_words(before, tool_format)} {name}_arguments {_words(after, tool_format)}"
+        )
+        lines.append(f"{name}_arguments: {_json(schema)}")
+    return "\n".join(lines) + "\n"
+
+
+def _around(name: str, style: ToolStyle) -> tuple[str, str]:
+    """What a call has before and after its arguments, without the marker."""
+    if style is ToolStyle.MISTRAL_ARGS:
+        return f"{name}[ARGS]", ""
+    key = "parameters" if style is ToolStyle.LLAMA else "arguments"
+    before, after = f'{{"name": "{name}", "{key}": ', "}"
+    if style is ToolStyle.HERMES:
+        return "\n" + before, after + "\n</tool_call>"
+    return before, after
+
+
+def _words(text: str, tool_format: ToolFormat) -> str:
+    """A literal text, special tokens in it by their ids."""
+    special = tool_format.special_tokens
+    parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
+    return " ".join(
+        f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part
+    )
+
+
+def _json(schema: dict[str, Any]) -> str:
+    # Where any white space is allowed, small models write nothing else.
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})

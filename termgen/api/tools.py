@@ -1,0 +1,250 @@
+"""`tools` and `tool_choice` of a chat: what the template shows, and what the text must be.
+
+Calls that must come (`required`, or one function by name) are enforced by a grammar in the model's
+own style. Where calls may come the text is free, unless a function is `strict` or only one call is
+wanted: then it is free up to a call, and the call is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from termgen.api.errors import unsupported
+from termgen.api.fields import Fields, check_depth, parse_json, wrong_type
+from termgen.api.tool_grammar import (
+    ANY_OBJECT,
+    Function,
+    calls_or_json,
+    forced_calls,
+    free_calls,
+)
+from termgen.engine.structured_outputs import StructuredOutputsParams
+from termgen.engine.tool_format import ToolFormat, ToolStyle
+from termgen.errors import RequestError
+
+MAX_TOOLS = 128
+MAX_NAME_CHARS = 64
+_NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of one chat. Without functions, text is all that comes."""
+
+    functions: tuple[Function, ...] = ()
+    shown: tuple[dict[str, Any], ...] = ()
+    """As templates get them."""
+    choice: str = "none"
+    """none, auto, required or named."""
+    parallel: bool = True
+    """More than one call may come."""
+    format: ToolFormat = field(default_factory=ToolFormat)
+
+    @property
+    def may_call(self) -> bool:
+        return self.choice != "none"
+
+    @property
+    def must_call(self) -> bool:
+        return self.choice in ("required", "named")
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether calls are told apart by words that text usually leaves out."""
+        declared = self.format.new_parser is not None and not self.must_call
+        return self.may_call and (declared or bool(self.format.special_tokens))
+
+
+def parse_tools(body: Fields, tool_format: ToolFormat) -> Tools:
+    """Check the fields. Of a function that is named, only that one is shown to the model."""
+    parallel = body.boolean("parallel_tool_calls", True)
+    listed = body.take("tools")
+    choice = body.take("tool_choice")
+    if listed is not None and not isinstance(listed, list):
+        raise wrong_type("tools", "a list", listed)
+    if not listed:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice needs tools", param="tool_choice")
+        return Tools()
+    if len(listed) > MAX_TOOLS:
+        raise RequestError(f"at most {MAX_TOOLS} tools are allowed", param="tools")
+    pairs = [_function(tool, f"tools[{i}]") for i, tool in enumerate(listed)]
+    if len({function.name for function, _ in pairs}) < len(pairs):
+        raise RequestError("two tools have the same name", param="tools")
+    kind, name = _choice(choice)
+    if kind == "none":
+        return Tools()
+    if kind == "named":
+        pairs = [pair for pair in pairs if pair[0].name == name]
+        if not pairs:
+            raise RequestError(f"tool_choice: there is no tool {name!r:.80}", param="tool_choice")
+    return Tools(
+        functions=tuple(function for function, _ in pairs),
+        shown=tuple(shown for _, shown in pairs),
+        choice=kind,
+        parallel=parallel and kind != "named",
+        format=tool_format,
+    )
+
+
+def _function(tool: Any, where: str) -> tuple[Function, dict[str, Any]]:
+    if not isinstance(tool, dict):
+        raise wrong_type(where, "an object", tool)
+    if tool.get("type", "function") != "function":
+        raise unsupported(f"{where}.type", f"{where}.type must be function")
+    given = tool.get("function")
+    where += ".function"
+    if not isinstance(given, dict):
+        raise wrong_type(where, "an object", given)
+    check_depth(where, given, limit=64)
+    fields = Fields(given, f"{where}.")
+    name = fields.string("name")
+    if not name or len(name) > MAX_NAME_CHARS or not _NAME_CHARS.issuperset(name):
+        raise RequestError(
+            f"{where}.name must have 1 to {MAX_NAME_CHARS} letters, digits, _, - or .",
+            param=f"{where}.name",
+        )
+    fields.string("description")
+    strict = fields.boolean("strict")
+    parameters = fields.take("parameters")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(parameters, dict):
+        raise wrong_type(f"{where}.parameters", "an object", parameters)
+    StructuredOutputsParams(json=parameters, param=f"{where}.parameters")  # for its limits
+    return Function(name, parameters, strict), {"type": "function", "function": given}
+
+
+def _choice(value: Any) -> tuple[str, str]:
+    """(none, auto, required or named; the name)."""
+    if value is None:
+        return "auto", ""
+    if isinstance(value, str) and value in ("none", "auto", "required"):
+        return value, ""
+    function = value.get("function") if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        wanted = 'none, auto, required or {"type": "function", "function": {"name": NAME}}'
+        raise wrong_type("tool_choice", wanted, value)
+    return "named", name
+
+
+def constrain(
+    tools: Tools, wanted: StructuredOutputsParams | None
+) -> StructuredOutputsParams | None:
+    """What the text must be: what the client wants of it, calls, or either."""
+    if not tools.may_call:
+        return wanted
+    functions, parallel = tools.functions, tools.parallel
+    if tools.must_call:
+        if wanted is not None:
+            raise RequestError(
+                f"{wanted.param} does not go with a tool_choice that makes the model call",
+                param=wanted.param,
+            )
+        return _of_tools(forced_calls(functions, tools.format, parallel=parallel))
+    if wanted is not None:
+        if wanted.kind not in ("json", "json_object"):
+            raise RequestError(
+                f"{wanted.param}: only JSON can be asked for where tools may be called",
+                param=wanted.param,
+            )
+        if tools.format.style is ToolStyle.LLAMA:
+            raise unsupported(
+                wanted.param,
+                f"{wanted.param}: this model writes calls as plain JSON; ask for JSON without"
+                " tools, or for calls by tool_choice",
+            )
+        schema = ANY_OBJECT if wanted.json_object else json.loads(str(wanted.json))
+        return _of_tools(calls_or_json(functions, tools.format, schema, parallel=parallel))
+    if parallel and not any(function.strict for function in functions):
+        return None
+    if tools.format.new_parser is not None:
+        raise unsupported(
+            "tools",
+            "tools: this model's calls can be made strict, or one at most, only with a tool_choice"
+            " of required or of a function",
+        )
+    return _of_tools(free_calls(functions, tools.format, parallel=parallel))
+
+
+def _of_tools(grammar: str) -> StructuredOutputsParams:
+    return StructuredOutputsParams(grammar=grammar, param="tools")
+
+
+# -- what the model sees -------------------------------------------------------------------
+
+
+def parse_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Calls in the history. Templates want `arguments` as an object, clients send it as text."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise wrong_type(f"{where}.tool_calls", "a list", value)
+    calls = []
+    for i, call in enumerate(value):
+        at = f"{where}.tool_calls[{i}]"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise wrong_type(at, "an object with function.name", call)
+        arguments = function.get("arguments") or "{}"
+        if isinstance(arguments, str):
+            arguments = parse_json(arguments.encode(), f"{at}.function.arguments")
+        if not isinstance(arguments, dict):
+            raise wrong_type(f"{at}.function.arguments", "a JSON object", arguments)
+        check_depth(f"{at}.function.arguments", arguments)
+        parsed = {"name": function["name"], "arguments": arguments}
+        calls.append({"id": call.get("id"), "type": "function", "function": parsed})
+    return calls
+
+
+PREAMBLE = """You may call these functions, given by their JSON schemas:
+<tools>
+{tools}
+</tools>
+To call one, write a JSON object with its name and arguments within <tool_call></tool_call>:
+<tool_call>
+{{"name": NAME, "arguments": ARGUMENTS}}
+</tool_call>"""
+
+
+def show_tools(
+    messages: Sequence[dict[str, Any]], tools: Tools, tool_format: ToolFormat
+) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+    """The messages as the template gets them, and its variables.
+
+    Where it knows no tools, they are told in the system message, and calls and their results
+    become text.
+    """
+    if tool_format.knows_tools:
+        return tuple(messages), {"tools": list(tools.shown)} if tools.shown else {}
+    told = [_as_text(message) for message in messages]
+    if tools.shown:
+        preamble = PREAMBLE.format(tools="\n".join(json.dumps(t) for t in tools.shown))
+        if told[0]["role"] == "system":
+            told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{preamble}"}
+        else:
+            told.insert(0, {"role": "system", "content": preamble})
+    return tuple(told), {}
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        content = f"<tool_response>\n{message['content']}\n</tool_response>"
+        return {"role": "user", "content": content}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    parts = [message["content"]] if message["content"] else []
+    parts += [f"<tool_call>\n{_call_text(call['function'])}\n</tool_call>" for call in calls]
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": "\n".join(parts)}
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    return json.dumps(
+        {"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False
+    )

@@ -1,0 +1,132 @@
+"""What a request's text must look like: JSON, a regular expression, a choice or a grammar.
+
+Vocabulary, part of `SamplingParams`. Names follow vLLM. Checked here is what needs no grammar
+engine: that one kind is given, and that it is not too large to be compiled in reasonable time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from termgen.errors import RequestError
+
+MAX_TEXT_BYTES = 65_536
+"""Of a schema, a regular expression, all choices together or a grammar."""
+MAX_SCHEMA_DEPTH = 64
+MAX_SCHEMA_PROPERTIES = 1000
+MAX_ENUM_VALUES = 5000
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """One of these; the answer is then text that satisfies it. Raises `RequestError`."""
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as text or as an object; kept as text."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """In Rust's syntax: no look-around, no back-references. The whole answer must match."""
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    """In llguidance's dialect of Lark; GBNF, which writes `::=`, is understood too."""
+    param: str = "structured_outputs"
+    """The field of the request that errors name."""
+
+    def __post_init__(self) -> None:
+        given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
+        if len(given) != 1:
+            raise self._fault(
+                f"give exactly one of {', '.join(KINDS)}, not " + (" and ".join(given) or "none")
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", self._schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", self._choices(self.choice))
+        if not isinstance(self.json_object, bool):
+            raise self._fault("json_object must be true or false")
+        for kind in ("regex", "grammar"):
+            text = getattr(self, kind)
+            if text is not None:
+                if not isinstance(text, str) or not text:
+                    raise self._fault(f"{kind} must be a text that is not empty")
+                self._check_size(text, kind)
+
+    @property
+    def kind(self) -> str:
+        """Which one it is."""
+        return next(kind for kind in KINDS if getattr(self, kind) not in (None, False))
+
+    @property
+    def value(self) -> str | tuple[str, ...] | bool:
+        """What was given for it."""
+        found: str | tuple[str, ...] | bool = getattr(self, self.kind)
+        return found
+
+    def _schema_text(self, schema: object) -> str:
+        if isinstance(schema, str):
+            self._check_size(schema, "the schema")  # before anything reads it
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError):
+                raise self._fault("the schema is not valid JSON") from None
+        if not isinstance(schema, Mapping):
+            raise self._fault("the schema must be a JSON object")
+        _check_schema(schema, self._fault)
+        try:
+            text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+        except (TypeError, ValueError, RecursionError):
+            raise self._fault("the schema is not JSON data") from None
+        self._check_size(text, "the schema")
+        return text
+
+    def _choices(self, choices: object) -> tuple[str, ...]:
+        if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices:
+            raise self._fault("choice must be a list of texts that is not empty")
+        if not all(isinstance(c, str) and c for c in choices):
+            raise self._fault("each choice must be a text that is not empty")
+        if len(choices) > MAX_ENUM_VALUES:
+            raise self._fault(f"at most {MAX_ENUM_VALUES} choices are allowed")
+        self._check_size("".join(cast(Sequence[str], choices)), "choice")
+        return tuple(cast(Sequence[str], choices))
+
+    def _check_size(self, text: str, what: str) -> None:
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            raise self._fault(f"{what} contains an unpaired surrogate") from None
+        if size > MAX_TEXT_BYTES:
+            raise self._fault(f"{what} has {size} bytes; at most {MAX_TEXT_BYTES} are allowed")
+
+    def _fault(self, message: str) -> RequestError:
+        return RequestError(f"{self.param}: {message}", param=self.param, code="invalid_schema")
+
+
+def _check_schema(schema: Any, fault: Any) -> None:
+    """Level by level, so that a hostile depth costs no stack."""
+    num_properties = num_values = 0
+    level = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                properties = value.get("properties")
+                num_properties += len(properties) if isinstance(properties, Mapping) else 0
+                values = value.get("enum")
+                num_values += len(values) if isinstance(values, list) else 0
+                below.extend(value.values())
+            elif isinstance(value, (list, tuple)):
+                below.extend(value)
+        if num_properties > MAX_SCHEMA_PROPERTIES:
+            raise fault(f"the schema has more than {MAX_SCHEMA_PROPERTIES} properties")
+        if num_values > MAX_ENUM_VALUES:
+            raise fault(f"the schema has more than {MAX_ENUM_VALUES} enum values")
+        level = [value for value in below if isinstance(value, (Mapping, list, tuple))]
+        if not level:
+            return
+    raise fault(f"the schema is nested more than {MAX_SCHEMA_DEPTH} levels deep")

@@ -1,0 +1,66 @@
+"""Finds out from a tokenizer how its model writes tool calls.
+
+Called once at start. What the model's files declare for transformers' response parser comes first,
+then what its chat template contains.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from termgen.engine.tool_format import ResponseParser, ToolFormat, ToolStyle
+
+if TYPE_CHECKING:
+    from termgen.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+WORDS = {
+    ToolStyle.HERMES: ("<tool_call>", "</tool_call>"),
+    ToolStyle.LLAMA: (),
+    ToolStyle.MISTRAL: ("[TOOL_CALLS]",),
+    ToolStyle.MISTRAL_ARGS: ("[TOOL_CALLS]", "[ARGS]"),
+}
+
+
+def tool_format(tokenizer: Tokenizer) -> ToolFormat:
+    """Where the template gives no hint, calls are to be written in the style of Hermes."""
+    templates = tokenizer.chat_templates
+    source = templates.get("tool_use") or templates.get("default", "")
+    style = _style(source)
+    special = {
+        word: token_id
+        for word in WORDS[style]
+        if (token_id := tokenizer.special_token_id(word)) is not None
+    }
+    return ToolFormat(
+        style=style,
+        knows_tools="tools" in source,
+        special_tokens=special,
+        new_parser=_declared(tokenizer.response_template),
+    )
+
+
+def _style(source: str) -> ToolStyle:
+    if "[TOOL_CALLS]" in source:
+        return ToolStyle.MISTRAL_ARGS if "[ARGS]" in source else ToolStyle.MISTRAL
+    if "<tool_call>" not in source and '"parameters":' in source:
+        return ToolStyle.LLAMA
+    return ToolStyle.HERMES
+
+
+def _declared(declared: Mapping[str, Any] | None) -> Callable[[], ResponseParser] | None:
+    if declared is None:
+        return None
+    try:
+        from transformers.utils.chat_parsing import ResponseParser as Parser  # a second
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        template = load_response_template(dict(declared))
+    except (ImportError, ValueError) as error:
+        logger.warning("the model's response_template is not used: %s", error)
+        return None
+    return partial(Parser, template, prefix="")

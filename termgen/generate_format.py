@@ -1,0 +1,61 @@
+"""Flags of `termgen generate` for what an answer must look like."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from termgen.engine.structured_outputs import StructuredOutputsParams
+from termgen.errors import ConfigError, RequestError
+
+KINDS = {
+    "json_schema": "json",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+"""Flag -> the field of `StructuredOutputsParams`."""
+
+
+def add_format_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("form of the answer").add_mutually_exclusive_group()
+    suppress = argparse.SUPPRESS
+    group.add_argument(
+        "--json-schema", metavar="FILE.json", default=suppress, help="JSON of this schema"
+    )
+    group.add_argument(
+        "--json-object", action="store_true", default=suppress, help="any JSON object"
+    )
+    group.add_argument("--regex", metavar="TEXT", default=suppress, help="what this matches whole")
+    group.add_argument(
+        "--choice",
+        metavar="TEXT",
+        action="append",
+        default=suppress,
+        help="this text; may be repeated: one of them",
+    )
+    group.add_argument(
+        "--grammar", metavar="FILE", default=suppress, help="text of this Lark or GBNF grammar"
+    )
+
+
+def read_format(flags: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """From the flags that were given. Raises ConfigError naming the flag."""
+    name = next((name for name in KINDS if flags.get(name) is not None), None)
+    if name is None:
+        return None
+    flag, value = "--" + name.replace("_", "-"), flags[name]
+    if name in ("json_schema", "grammar"):
+        try:
+            value = Path(value).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{flag} {value}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{flag} {value}: not UTF-8 text") from None
+    try:
+        return StructuredOutputsParams(**{KINDS[name]: value}, param=flag)
+    except RequestError as error:
+        raise ConfigError(str(error)) from None

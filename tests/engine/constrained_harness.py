@@ -1,0 +1,140 @@
+"""Grammars without a grammar engine, and the scripted device that samples under their masks.
+
+`FakeGrammar` allows a token by a rule of those before it and ends after a number of them. The
+device reads nothing but the masks of plans, so a mask that is late, lost, or another row's shows as
+a wrong token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from core_harness import Bearer, CoreDriver
+from scripted_device import VOCAB, ScriptedDevice, next_token
+
+from termgen.engine.request import GenerationRequest
+from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.step import StepPlan, StepResult
+from termgen.engine.token_mask import IntArray
+
+
+class FakeGrammar:
+    """A `TokenGrammar` over `vocab` tokens."""
+
+    def __init__(self, length: int, *, vocab: int = VOCAB, modulus: int = 3) -> None:
+        self.length = length
+        self.vocab = vocab
+        self.modulus = modulus
+        self.may_fill = threading.Event()
+        self.may_fill.set()
+
+    def allowed(self, tokens: Sequence[int]) -> list[int]:
+        """What may follow these tokens of the answer."""
+        first = (sum(tokens) + len(tokens)) % self.modulus  # another one at each place
+        return list(range(first, self.vocab, self.modulus))
+
+    def start(self, *, ends_at_eos: bool) -> FakeMatcher:
+        return FakeMatcher(self)
+
+
+class FakeMatcher:
+    def __init__(self, grammar: FakeGrammar) -> None:
+        self._grammar = grammar
+        self.num_words = -(-grammar.vocab // 32)
+        self.tokens: list[int] = []
+        self.is_broken = False
+
+    def accept(self, token_id: int) -> bool:
+        self.is_broken |= self.is_ended or token_id not in self._grammar.allowed(self.tokens)
+        self.tokens.append(token_id)
+        return not self.is_broken
+
+    @property
+    def is_ended(self) -> bool:
+        return len(self.tokens) >= self._grammar.length
+
+    def fill(self, bits: IntArray) -> None:
+        assert self._grammar.may_fill.wait(20)
+        assert not bits.any()
+        for token in self._grammar.allowed(self.tokens):
+            bits.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+
+
+def choose(tokens: np.ndarray, allowed: Sequence[int]) -> int:
+    """What the scripted model says after these tokens if it may only say this."""
+    return allowed[next_token(tokens) % len(allowed)]
+
+
+class MaskedDevice(ScriptedDevice):
+    """Samples under the masks of the plan it runs."""
+
+    _allowed: dict[int, list[int]] = {}
+
+    def execute(self, plan: StepPlan, *, fails: bool = False) -> StepResult:
+        self._allowed = {}
+        if plan.masks is not None:
+            slots = plan.slots[plan.masks.rows].tolist()
+            for slot, bits in zip(slots, plan.masks.bits(), strict=True):
+                flags = np.unpackbits(bits.view(np.uint8), bitorder="little")
+                self._allowed[slot] = np.flatnonzero(flags).tolist()
+        return super().execute(plan, fails=fails)
+
+    def _sample(self, slot: int) -> int | None:
+        row, length = self.rows[slot], int(self.num_tokens[slot])
+        token = super()._sample(slot)
+        if token is None or row is None or not row.has_grammar:
+            assert token is None or slot not in self._allowed
+            return token
+        token = self._allowed[slot][token % len(self._allowed[slot])]
+        if length < row.max_total_tokens:
+            self.token_ids[slot, length] = token
+        if self.stops:  # it was judged by the token without the mask
+            minimum = row.num_prompt_tokens + row.params.min_tokens
+            is_stop = token in row.stop_token_ids and length + 1 > minimum
+            self.finished[slot] = is_stop or length + 1 >= row.max_total_tokens
+        return token
+
+
+class ConstrainedDriver(CoreDriver):
+    """Requests may have a grammar."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type]
+        old = self.executor.device
+        self.executor.device = MaskedDevice(
+            num_blocks=len(old.kv_tokens) // old.block_size,
+            block_size=old.block_size,
+            max_num_seqs=len(old.rows),
+            max_model_len=old.token_ids.shape[1],
+            stops=old.stops,
+        )
+
+    def constrain(
+        self, name: str, prompt: Sequence[int], grammar: FakeGrammar, **params: object
+    ) -> Bearer:
+        request = GenerationRequest(
+            request_id=name,
+            prompt_token_ids=tuple(prompt),
+            params=SamplingParams(**params),  # type: ignore[arg-type]
+            grammar=grammar,
+        )
+        bearer = self._by_name[name] = Bearer(request)
+        self.bearers.append(bearer)
+        self.core.submit(request, len(self.bearers))
+        return bearer
+
+    def reference(self, bearer: Bearer) -> list[int]:
+        grammar, params = bearer.request.grammar, bearer.request.params
+        if not isinstance(grammar, FakeGrammar):
+            return super().reference(bearer)
+        prompt, answer = list(bearer.request.prompt_token_ids), list[int]()
+        most = min(self.max_model_len - len(prompt), params.max_tokens or self.max_model_len)
+        stops = {*params.stop_token_ids} | (set() if params.ignore_eos else {self.eos})
+        while len(answer) < min(most, grammar.length):
+            known = np.asarray(prompt + answer)
+            answer.append(choose(known, grammar.allowed(answer)))
+            if answer[-1] in stops and len(answer) > params.min_tokens:
+                break
+        return answer

@@ -1,0 +1,237 @@
+"""What compiles and what is refused, with the real grammar engine on a small tokenizer."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from termgen.engine import grammar as grammar_module
+from termgen.engine.grammar import GrammarCompiler, MaskFiller
+from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.structured_outputs import (
+    MAX_ENUM_VALUES,
+    MAX_SCHEMA_DEPTH,
+    MAX_SCHEMA_PROPERTIES,
+    MAX_TEXT_BYTES,
+    StructuredOutputsParams,
+)
+from termgen.engine.token_mask import TokenMatcher
+from termgen.engine.tokenizer import Tokenizer, load_tokenizer
+from termgen.errors import RequestError
+
+EOS = 1
+VOCAB = 600
+"""More rows than the tokenizer has tokens, as models have."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Callable[[str], Path]) -> Tokenizer:
+    return load_tokenizer(tiny_model_dir("llama"))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=(EOS,))
+
+
+def allowed(matcher: TokenMatcher) -> set[int]:
+    bits = np.zeros((1, matcher.num_words), np.int32)
+    MaskFiller()([matcher], bits)
+    flags = np.unpackbits(bits.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(flags).tolist())
+
+
+def fits(compiler: GrammarCompiler, tokenizer: Tokenizer, text: str, **wanted: Any) -> bool:
+    """Whether a text is a whole answer, and each of its tokens was allowed where it stands."""
+    matcher = compiler.compile(StructuredOutputsParams(**wanted)).start(ends_at_eos=True)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        may_follow = allowed(matcher)
+        if token not in may_follow:
+            return False
+        assert max(may_follow) < tokenizer.vocab_size
+        assert matcher.accept(token)
+    return matcher.is_ended or EOS in allowed(matcher)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "good", "bad"),
+    [
+        ({"json": {"type": "integer"}}, "-12", "1.5"),
+        ({"json": '{"enum": ["a", {"b": []}]}'}, '{"b":[]}', '"b"'),
+        ({"json_object": True}, '{"x":[1,{"y":null}]}', "[1]"),
+        ({"json_object": True}, '{"Grüße":"🎉"}', '{"x":1'),
+        ({"regex": r"[a-c]{2}\d+"}, "ab12", "ab"),
+        ({"regex": "(ja|nein)!?"}, "nein!", "nein!!"),
+        ({"choice": ("Paris", 'say "hi"\n')}, 'say "hi"\n', "Pari"),
+        ({"grammar": 'start: "x" num\nnum: /[0-9]+/'}, "x07", "07"),
+        ({"grammar": 'root ::= "yes" | "no" [0-9]'}, "no4", "no"),
+    ],
+)
+def test_answers_are_what_was_asked_for(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, wanted: dict[str, Any], good: str, bad: str
+) -> None:
+    assert fits(compiler, tokenizer, good, **wanted)
+    assert not fits(compiler, tokenizer, bad, **wanted)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({"json": {"type": "strung"}}, "strung"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
+        ({"json": {"$ref": "http://127.0.0.1/schema"}}, "does not fetch"),
+        ({"json": {"type": "string", "pattern": "(["}}, "regex"),
+        ({"regex": "(["}, "unclosed"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"grammar": "start: nothing"}, "nothing"),
+        ({"grammar": 'root ::= "x'}, "string|expected|end"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_naming_the_field(
+    compiler: GrammarCompiler, wanted: dict[str, Any], why: str
+) -> None:
+    for param in ("response_format", "tools"):  # the second time from the cache
+        with pytest.raises(RequestError, match=f"(?is)^{param}: .*({why})") as refusal:
+            compiler.compile(StructuredOutputsParams(**wanted, param=param))
+        error = refusal.value
+        assert (error.param, error.code, error.status) == (param, "invalid_schema", 400)
+        assert len(str(error)) < 400
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({}, "exactly one"),
+        ({"regex": "a", "json_object": True}, "exactly one"),
+        ({"json": "[1"}, "not valid JSON"),
+        ({"json": "[1]"}, "JSON object"),
+        ({"json": 5}, "JSON object"),
+        ({"json": {"x": object()}}, "not JSON data"),
+        ({"json": nested(MAX_SCHEMA_DEPTH + 1)}, "nested"),
+        ({"json": nested(100_000)}, "nested"),
+        ({"json": "[" * 60_000}, "not valid JSON"),
+        ({"json": {"properties": dict.fromkeys(map(str, range(1001)), {})}}, "properties"),
+        ({"json": {"enum": list(range(MAX_ENUM_VALUES + 1))}}, "enum"),
+        ({"json": {"description": "x" * MAX_TEXT_BYTES}}, "bytes"),
+        ({"regex": "x" * (MAX_TEXT_BYTES + 1)}, "bytes"),
+        ({"regex": ""}, "not empty"),
+        ({"regex": 5}, "not empty"),
+        ({"regex": "\ud800"}, "surrogate"),
+        ({"choice": ()}, "not empty"),
+        ({"choice": ("a", "")}, "not empty"),
+        ({"choice": "ab"}, "list"),
+        ({"choice": ("x" * 40_000, "y" * 40_000)}, "bytes"),
+        ({"json_object": "yes"}, "true or false"),
+    ],
+)
+def test_what_is_malformed_or_too_large_never_reaches_the_compiler(
+    wanted: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(RequestError, match=why) as refusal:
+        StructuredOutputsParams(**wanted, param="response_format")
+    assert refusal.value.param == "response_format"
+    assert MAX_SCHEMA_PROPERTIES < 1001
+
+
+def test_params_of_another_type_are_refused() -> None:
+    with pytest.raises(RequestError, match="StructuredOutputsParams"):
+        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+def test_end_tokens_come_only_where_the_answer_may_end(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(StructuredOutputsParams(regex="a+"))
+    for ends_at_eos in (True, False):
+        matcher = grammar.start(ends_at_eos=ends_at_eos)
+        assert EOS not in allowed(matcher)
+        assert matcher.accept(min(allowed(matcher)))
+        assert (EOS in allowed(matcher)) == ends_at_eos
+    empty = compiler.compile(StructuredOutputsParams(regex="()")).start(ends_at_eos=False)
+    assert allowed(empty) == {EOS}, "something must be left to sample"
+
+
+def test_a_matcher_stays_broken_and_others_of_its_grammar_go_on(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(StructuredOutputsParams(choice=("aa", "bb")))
+    good, bad = grammar.start(ends_at_eos=True), grammar.start(ends_at_eos=True)
+    (wrong,) = set(range(3, 4)) - allowed(bad)
+    assert not bad.accept(wrong) and not bad.accept(min(allowed(good)))
+    assert good.accept(min(allowed(good))) and not good.is_ended
+
+
+def test_masks_filled_together_are_those_filled_alone(compiler: GrammarCompiler) -> None:
+    grammars = [
+        compiler.compile(StructuredOutputsParams(regex=f"[a-{last}]+")) for last in "bcdefgh"
+    ]
+    matchers = [g.start(ends_at_eos=i % 2 == 0) for i, g in enumerate(grammars)]
+    for _ in range(2):
+        bits = np.zeros((len(matchers), matchers[0].num_words), np.int32)
+        MaskFiller()(matchers, bits)
+        flags = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+        together = [set(np.flatnonzero(row).tolist()) for row in flags]
+        assert together == [allowed(m) for m in matchers]
+        assert len(set(map(frozenset, together))) == len(matchers)
+        for matcher, tokens in zip(matchers, together, strict=True):
+            assert matcher.accept(max(tokens - {EOS}))
+
+
+def test_grammars_are_kept_up_to_a_number(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_CACHED", 3)
+    compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=(EOS,))
+    first = compiler.compile(StructuredOutputsParams(regex="a0"))
+    assert compiler.compile(StructuredOutputsParams(regex="a0", param="other")) is first
+    for i in range(1, 4):
+        compiler.compile(StructuredOutputsParams(regex=f"a{i}"))
+    assert compiler.compile(StructuredOutputsParams(regex="a0")) is not first
+    assert len(compiler._cache) == 3
+
+
+def test_a_slow_compilation_holds_up_only_who_waits_for_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(grammar_module, "MAX_WAITING", 2)
+    compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=(EOS,))
+    may_go_on = threading.Event()
+    source = grammar_module._source
+
+    def slowly(wanted: StructuredOutputsParams) -> str:
+        assert threading.current_thread().name.startswith("termgen-grammar")
+        if wanted.regex and wanted.regex.startswith("slow"):
+            assert may_go_on.wait(20)
+        return source(wanted)
+
+    monkeypatch.setattr(grammar_module, "_source", slowly)
+    with pytest.raises(RequestError, match=r"tools: not compiled within"):
+        compiler.compile(StructuredOutputsParams(regex="slow", param="tools"))
+    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 20)
+    compiler.compile(StructuredOutputsParams(regex="quick"))
+    compiler.submit(StructuredOutputsParams(regex="slow2"))
+    with pytest.raises(RequestError, match="too many grammars wait") as refusal:
+        compiler.compile(StructuredOutputsParams(regex="other"))
+    assert refusal.value.status == 429
+    may_go_on.set()
+    compiler.compile(StructuredOutputsParams(regex="slow"))
+
+
+def test_schemas_with_every_separator_are_written_compactly(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    schema = {"type": "object", "x-guidance": {"whitespace_flexible": True}}
+    text = json.dumps({"a": [1, 2]}, separators=(",", ":"))
+    assert fits(compiler, tokenizer, text, json=schema)
+    assert not fits(compiler, tokenizer, json.dumps({"a": [1, 2]}), json=schema)

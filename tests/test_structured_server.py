@@ -1,0 +1,249 @@
+"""Structure over a socket from a random model: streams, n, stops, bad requests among good ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from generated_schemas import generate
+from server_harness import MESSAGES, chat_text, read_events, serving
+
+from termgen.config import EngineConfig
+from termgen.engine import grammar as grammar_module
+from termgen.engine.engine import AsyncEngine
+from termgen.engine.structured_outputs import StructuredOutputsParams
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "word": {"type": "string", "maxLength": 6},
+        "list": {"type": "array", "items": {"enum": ["é", "😀", 1]}, "maxItems": 3},
+    },
+    "required": ["word", "list"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": True}}
+    for name in ("write", "read.all")
+]
+
+
+@pytest.fixture(scope="session")
+def long_llama_dir(tiny_model_dir: Callable[..., Path]) -> Path:
+    """Its tokenizer knows few words, so that tools take many tokens."""
+    return tiny_model_dir("llama", max_position_embeddings=1536)
+
+
+@asynccontextmanager
+async def tiny_server(folder: Path) -> AsyncGenerator[tuple[httpx.AsyncClient, AsyncEngine], None]:
+    config = EngineConfig(
+        model=str(folder),
+        device="cpu",
+        max_model_len=1536,
+        max_num_seqs=8,
+        num_gpu_blocks_override=800,
+        async_scheduling=True,
+    )
+    engine = await AsyncEngine.start(config)
+    try:
+        async with serving(engine) as server:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                yield client, engine
+        async with asyncio.timeout(20):
+            while (snapshot := await engine.snapshot()).num_running or snapshot.num_waiting:
+                await asyncio.sleep(0.01)
+        assert snapshot.num_used_blocks == 0 and engine.is_healthy
+    finally:
+        await engine.shutdown()
+
+
+async def post(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
+    return await client.post("/v1/chat/completions", json={"messages": MESSAGES, **fields})
+
+
+def calls_in(events: list[Any], index: int) -> list[list[str]]:
+    """Name and arguments of each call of a choice, as a client puts them together."""
+    calls: list[list[str]] = []
+    for choice in (c for event in events for c in event["choices"] if c["index"] == index):
+        for call in choice["delta"].get("tool_calls", ()):
+            if call["index"] == len(calls):
+                calls.append([call["function"]["name"], ""])
+            else:
+                calls[call["index"]][1] += call["function"]["arguments"]
+    return calls
+
+
+async def ask_both_ways(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    whole = await post(client, **body)
+    assert whole.status_code == 200, whole.text
+    events = read_events((await post(client, **body, stream=True)).content)
+    for choice in whole.json()["choices"]:
+        index, message = choice["index"], choice["message"]
+        mine = [c for e in events for c in e["choices"] if c["index"] == index]
+        content = "".join(c["delta"].get("content") or "" for c in mine)
+        assert content == (message["content"] or ""), body
+        calls = [c["function"] for c in message.get("tool_calls", ())]
+        assert calls_in(events, index) == [[c["name"], c["arguments"]] for c in calls], body
+        assert mine[-1]["finish_reason"] == choice["finish_reason"], body
+        if body.get("tool_choice") == "required":
+            is_cut = choice["finish_reason"] == "length"  # perhaps before the name of a call
+            assert is_cut or (calls and not content and choice["finish_reason"] == "tool_calls")
+        for i, call in enumerate(calls):
+            if i < len(calls) - 1 or choice["finish_reason"] == "tool_calls":
+                jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
+
+
+async def test_streamed_calls_and_json_equal_whole_ones(long_llama_dir: Path) -> None:
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    async with tiny_server(long_llama_dir) as (client, _):
+        bodies: list[dict[str, Any]] = []
+        for i in range(15):
+            body: dict[str, Any] = {
+                "seed": rng.randrange(10**6),
+                "temperature": 1.5,
+                "max_tokens": rng.choice([25, 120, 300]),
+                "n": rng.choice([1, 2]),
+            }
+            if i % 3 < 2:
+                body["tools"] = TOOLS
+                body["tool_choice"] = "required" if i % 3 else "auto"
+                body["parallel_tool_calls"] = i % 2 == 0
+            else:
+                form = {"type": "json_schema", "json_schema": {"schema": generate(i)}}
+                body["response_format"] = form
+            bodies.append(body)
+        await asyncio.gather(*(ask_both_ways(client, body) for body in bodies))
+
+
+async def test_json_ends_at_stop_strings_and_limits_like_any_text(long_llama_dir: Path) -> None:
+    async with tiny_server(long_llama_dir) as (client, _):
+        form = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
+        answer = (await post(client, **form, seed=1, max_tokens=200)).json()["choices"][0]
+        jsonschema.validate(json.loads(answer["message"]["content"]), SCHEMA)
+        assert answer["finish_reason"] == "stop"
+        stopped = await post(client, **form, seed=1, stop=['"list'])
+        choice = stopped.json()["choices"][0]
+        text = answer["message"]["content"]
+        assert choice["message"]["content"] == text[: text.index('"list')]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", '"list')
+        cut = (await post(client, **form, seed=1, max_tokens=3)).json()["choices"][0]
+        assert cut["finish_reason"] == "length" and text.startswith(cut["message"]["content"])
+        long = (await post(client, **form, seed=1, min_tokens=150, ignore_eos=True)).json()
+        assert long["choices"][0]["message"]["content"] == text, "nothing may follow"
+        events = read_events((await post(client, **form, seed=1, stream=True)).content)
+        assert chat_text(events) == text
+
+
+async def test_calls_are_enforced_in_the_words_of_other_endpoints_too(long_llama_dir: Path) -> None:
+    async with tiny_server(long_llama_dir) as (client, _):
+        tool = {"name": "write", "input_schema": SCHEMA}
+        body = {"max_tokens": 300, "messages": MESSAGES, "tools": [tool]}
+        reply = await client.post("/v1/messages", json={**body, "tool_choice": {"type": "any"}})
+        calls = [part for part in reply.json()["content"] if part["type"] == "tool_use"]
+        assert calls[0]["name"] == "write"
+        jsonschema.validate(calls[0]["input"], SCHEMA)
+        given = {"type": "function", "name": "write", "parameters": SCHEMA}
+        body = {
+            "input": "hi",
+            "max_output_tokens": 300,
+            "tools": [given],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+        }
+        reply = await client.post("/v1/responses", json=body)
+        (item,) = reply.json()["output"]
+        assert (item["type"], item["name"]) == ("function_call", "write")
+        jsonschema.validate(json.loads(item["arguments"]), SCHEMA)
+
+
+BAD: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+    {"response_format": {"type": "json_object", "schema": {"$ref": "#/definitions/none"}}},
+    {"structured_outputs": {"regex": "(" * 2000}},
+    {"structured_outputs": {"regex": "(a|b"}},
+    {"structured_outputs": {"grammar": "start: " + "a " * 500}},
+    {"structured_outputs": {"choice": [""]}},
+    {"guided_json": {"properties": {str(i): {} for i in range(1001)}}},
+    {"tools": [{"function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"},
+]
+
+
+async def test_bad_grammars_among_good_requests_harm_nobody(long_llama_dir: Path) -> None:
+    async with tiny_server(long_llama_dir) as (client, _):
+        good = {"seed": 3, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+        alone = (await post(client, **good)).json()["choices"][0]["message"]
+        replies = await asyncio.gather(
+            post(client, **good),
+            *(post(client, **bad, stream=i % 2 == 0) for i, bad in enumerate(BAD * 3)),
+            post(client, **good),
+        )
+        first, *bad_ones, last = replies
+        assert (
+            first.json()["choices"][0]["message"] == alone == last.json()["choices"][0]["message"]
+        )
+        for reply, bad in zip(bad_ones, BAD * 3, strict=True):
+            assert reply.status_code == 400, (bad, reply.text)
+            error = reply.json()["error"]
+            assert error["type"] == "invalid_request_error"
+            assert error["param"].startswith(next(iter(bad))), error
+            assert len(error["message"]) < 500
+
+
+async def test_a_request_whose_grammar_is_being_compiled_holds_nobody_up(
+    long_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+    source = grammar_module._source
+
+    def slowly(wanted: StructuredOutputsParams) -> str:
+        assert wanted.regex is None or may_go_on.wait(30)
+        return source(wanted)
+
+    monkeypatch.setattr(grammar_module, "_source", slowly)
+    async with tiny_server(long_llama_dir) as (client, engine):
+        slow = [
+            asyncio.create_task(post(client, structured_outputs={"regex": f"[a-z]{{{n}}}"}))
+            for n in (3, 4, 5)  # more than compile at once
+        ]
+        other = await post(client, max_tokens=5)
+        assert other.status_code == 200 and not any(task.done() for task in slow)
+        assert (await engine.snapshot()).num_waiting == 0
+        may_go_on.set()
+        replies = await asyncio.gather(*slow)
+        texts = [reply.json()["choices"][0]["message"]["content"] for reply in replies]
+        assert list(map(len, texts)) == [3, 4, 5]
+
+
+async def test_a_client_that_leaves_a_constrained_stream(long_llama_dir: Path) -> None:
+    async with tiny_server(long_llama_dir) as (client, engine):
+        body = {"messages": MESSAGES, "stream": True, "max_tokens": 400, "ignore_eos": True}
+        body["structured_outputs"] = {"regex": "[a-z]{300,}"}
+        async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            async for line in reply.aiter_lines():
+                if "content" in line:
+                    break
+        async with asyncio.timeout(20):
+            while (await engine.snapshot()).num_running:
+                await asyncio.sleep(0.01)
+
+
+async def test_without_a_tokenizer_there_is_nothing_to_constrain(tiny_llama_dir: Path) -> None:
+    from termgen import LLM, SamplingParams
+    from termgen.errors import RequestError
+
+    settings: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "skip_tokenizer_init": True}
+    with LLM(tiny_llama_dir, **settings) as llm:
+        wanted = StructuredOutputsParams(regex="a")
+        with pytest.raises(RequestError, match="structured outputs need a tokenizer"):
+            llm.generate([5, 6], SamplingParams(structured_outputs=wanted))
