@@ -61,7 +61,7 @@ def step_at(index: int, *, idle_ms: float = 0.0, **overrides: object) -> StepRec
 
 
 def lane(rows: list[Row], name: str) -> str:
-    return next(row_text(row) for row in rows if f" {name}" in row_text(row)[:6])[6:-1]
+    return next(row_text(row) for row in rows if f" {name}" in row_text(row)[:6])[7:-1]
 
 
 def cells_of(rows: list[Row], name: str, role: str) -> int:
@@ -71,7 +71,7 @@ def cells_of(rows: list[Row], name: str, role: str) -> int:
 
 def test_lanes_are_to_scale() -> None:
     # 4 ms before the first start to 1 ms after the last end: 45 ms in 90 cells
-    rows = lanes_panel([step_at(i) for i in range(4)], Frame(97, 10, False), COLOUR_GLYPHS)
+    rows = lanes_panel([step_at(i) for i in range(4)], Frame(98, 10, False), COLOUR_GLYPHS)
     host = lane(rows, "host")
     assert host[:6] == "ssssLL"
     assert host.count("s") == 4 * 4 and host.count("L") == 4 * 2 and host.count("a") == 4 * 2
@@ -85,16 +85,16 @@ def test_lanes_are_to_scale() -> None:
 
 def test_a_bubble_shows_where_the_device_was_idle() -> None:
     run = [step_at(0), step_at(1, idle_ms=5.0), step_at(2)]
-    rows = lanes_panel(run, Frame(77, 10, False), COLOUR_GLYPHS)  # 70 cells of 0.5 ms
+    rows = lanes_panel(run, Frame(78, 10, False), COLOUR_GLYPHS)  # 70 cells of 0.5 ms
     device = lane(rows, "GPU")
     assert device[8 + 20 : 8 + 30] == "░" * 10 and device.count("░") == 10
     assert "idle 2.50 ms/step" in text(rows) and "busy 83%" in text(rows)
     short = [step_at(0), step_at(1, idle_ms=0.01), step_at(2)]
-    assert lane(lanes_panel(short, Frame(77, 10, False), COLOUR_GLYPHS), "GPU").count("░") == 1
+    assert lane(lanes_panel(short, Frame(78, 10, False), COLOUR_GLYPHS), "GPU").count("░") == 1
 
 
 def test_in_monochrome_neighbouring_steps_differ_by_sign() -> None:
-    rows = lanes_panel([step_at(i) for i in range(4)], Frame(97, 10, False), MONO_GLYPHS)
+    rows = lanes_panel([step_at(i) for i in range(4)], Frame(98, 10, False), MONO_GLYPHS)
     assert lane(rows, "GPU").strip() == "█" * 20 + "▒" * 20 + "█" * 20 + "▒" * 20
 
 

@@ -13,7 +13,7 @@ from termgen.tui.render.series import bar
 from termgen.tui.spans import Row, Span, fit, merge
 from termgen.tui.store import percentile
 
-LABEL = 5
+LABEL = 6
 """Cells before a lane."""
 LANES_HEIGHT = 9
 MIN_STEPS, DEFAULT_STEPS, MAX_STEPS = 2, 8, 256
