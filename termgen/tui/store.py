@@ -94,6 +94,8 @@ class DashboardView:
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     graphs: GraphFigures
+    window_s: int | None = None
+    """How far back the series go; None: as many of their points as there is room for."""
 
     @property
     def num_blocks(self) -> int:
@@ -257,13 +259,14 @@ class DashboardStore:
             )
         return rows
 
-    def view(self, now_ns: int) -> DashboardView:
-        """The state at `now_ns`, ready to be drawn."""
+    def view(self, now_ns: int, *, window_s: int | None = None) -> DashboardView:
+        """The state at `now_ns`, ready to be drawn. Step times are those of the window."""
         newest = now_ns // BUCKET_NS - 1  # the bucket under way is not full yet
         per_second = 1e9 / BUCKET_NS
         decode = self._decode.window(newest, HISTORY_BUCKETS)
         prefill = self._prefill.window(newest, HISTORY_BUCKETS)
-        recent = [step_ms(s) for s in self._steps if now_ns - s.ended_ns < STEP_WINDOW_NS]
+        window_ns = STEP_WINDOW_NS if window_s is None else window_s * 1_000_000_000
+        recent = [step_ms(s) for s in self._steps if now_ns - s.ended_ns < window_ns]
         step, snapshot = (self._steps[-1] if self._steps else None), self._snapshot
         newer = step if step and (not snapshot or step.applied_ns > snapshot.time_ns) else None
         counters: StepRecord | EngineSnapshot | None = newer or snapshot
@@ -297,6 +300,7 @@ class DashboardStore:
             max_num_seqs=snapshot.max_num_seqs if snapshot else None,
             max_num_batched_tokens=snapshot.max_num_batched_tokens if snapshot else None,
             graphs=self._graphs.figures,
+            window_s=window_s,
         )
         return view if counters is None else _with_counters(view, counters)
 
@@ -324,6 +328,16 @@ def _with_counters(view: DashboardView, source: StepRecord | EngineSnapshot) -> 
         prefix_hit_rate=source.prefix_hit_tokens / queries if queries else None,
         prefix_hit_tokens=source.prefix_hit_tokens,
     )
+
+
+def windowed(values: Sequence[float], window_s: int | None, points: int) -> Sequence[float]:
+    """The last seconds of a series in so many points; each shows the highest of what it covers."""
+    if window_s is None or points <= 0:
+        return values
+    count = max(1, min(len(values), window_s * 1_000_000_000 // BUCKET_NS))
+    tail = values[len(values) - count :]
+    ends = [max(i * count // points + 1, (i + 1) * count // points) for i in range(points)]
+    return [max(tail[i * count // points : end]) for i, end in enumerate(ends)] if tail else ()
 
 
 def step_ms(step: StepRecord) -> float:

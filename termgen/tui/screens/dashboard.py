@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from textual import on, work
 from textual.app import ComposeResult
@@ -45,6 +46,7 @@ from termgen.tui.widgets.canvas import Canvas
 
 BOX_COLUMNS, BOX_ROWS = 100, 34
 IDLE_SNAPSHOT_S = 2.0
+WINDOWS_S = (None, 30, 60, 120)
 SNAPSHOT_S = 1.0
 """An engine that does not answer must not hold up the picture that says so."""
 OBSERVER_SMOOTHING = 0.2
@@ -85,6 +87,7 @@ class DashboardScreen(ThemedScreen):
         self._selected: str | None = None
         self._first_row = 0
         self._page = "overview"
+        self._window_s: int | None = None
         self._pages = Pages()
         self._tap = LogTap() if self._stream is None else None
         """What an engine elsewhere logs is not in this process."""
@@ -142,7 +145,7 @@ class DashboardScreen(ThemedScreen):
             await self._fetch_snapshot()
         self._observe()
         if not self._paused:
-            self._view = self._store.view(self._now_ns())
+            self._view = self._store.view(self._now_ns(), window_s=self._window_s)
         self.paint()
 
     def _take_events(self) -> list[EngineEvent]:
@@ -197,6 +200,12 @@ class DashboardScreen(ThemedScreen):
         self.query_one("#overview").display = name == "overview"
         self.query_one("#page").display = name != "overview"
         self.paint()
+
+    def action_window(self) -> None:
+        """The next length of time for the series, and for step times."""
+        self._window_s = WINDOWS_S[(WINDOWS_S.index(self._window_s) + 1) % len(WINDOWS_S)]
+        self._view = replace(self._view, window_s=self._window_s)
+        self.action_page("overview")
 
     def action_log_level(self) -> None:
         self._pages.log_level = Level((self._pages.log_level + 1) % len(Level))
@@ -255,7 +264,7 @@ class DashboardScreen(ThemedScreen):
             self._take_events()
             self._store.set_snapshot(await self._replay.snapshot())
             self._back = None
-            self._view = self._store.view(self._now_ns())
+            self._view = self._store.view(self._now_ns(), window_s=self._window_s)
             self.paint()
 
     def action_speed(self, by: int) -> None:

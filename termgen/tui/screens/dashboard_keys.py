@@ -84,6 +84,14 @@ KEYS = [
         for page in PAGES
     ),
     Binding(
+        "w",
+        "window",
+        "Time window",
+        show=False,
+        id="dashboard.window",
+        tooltip="How far back the series go: what fits, 30 s, 60 s, 120 s",
+    ),
+    Binding(
         "v",
         "log_level",
         "Log level",
