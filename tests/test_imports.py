@@ -67,6 +67,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "generate",
         "generate_format",
         "models_command",
+        "top_command",
         "llm",
         "exit_codes",
     ),
