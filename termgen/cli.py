@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import termgen
+from termgen.bench.compare_options import CompareOptions
 from termgen.bench.options import LatencyOptions, ThroughputOptions
+from termgen.bench.serve_options import ServeOptions
+from termgen.bench.sweep_options import SweepOptions
 from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.errors import ConfigError, TermgenError
 from termgen.exit_codes import BROKEN_PIPE, INTERRUPTED, OK, TERMINATED, USAGE_ERROR
@@ -179,17 +182,28 @@ def _add_top(commands: Any) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    text = "measure speed, without a server"
+    text = "measure speed"
     bench = commands.add_parser("bench", help=text, description=text)
     bench.set_defaults(help_of=bench)
     kinds = bench.add_subparsers(title="benches", metavar="BENCH")
-    for name, options in (("latency", LatencyOptions), ("throughput", ThroughputOptions)):
+    for name, options, run in (
+        ("serve", ServeOptions, load_test_command),
+        ("sweep", SweepOptions, load_test_command),
+        ("latency", LatencyOptions, bench_command),
+        ("throughput", ThroughputOptions, bench_command),
+    ):
         text = (options.__doc__ or "").strip().removesuffix(".")
         text = text[:1].lower() + text[1:]
-        parser = _command(kinds, name, text, bench_command)
+        parser = _command(kinds, name, text, run)
         parser.set_defaults(bench=name)
         add_flags(parser, options, title=name)
         _add_engine_flags(parser)
+    text = "compare two result files, with intervals"
+    compare = kinds.add_parser("compare", help=text, description=text)
+    compare.add_argument("before", metavar="A", help="result file to compare with")
+    compare.add_argument("after", metavar="B", help="result file to judge")
+    add_flags(compare, CompareOptions, title="compare", omit=("before", "after"))
+    compare.set_defaults(run=compare_command, config=None)
 
 
 def _layers(args: argparse.Namespace) -> SettingLayers:
@@ -263,6 +277,19 @@ def bench_command(args: argparse.Namespace) -> int:
     from termgen.launch import run_bench
 
     return run_bench(args.bench, options, config)
+
+
+def load_test_command(args: argparse.Namespace) -> int:
+    from termgen import bench_command
+
+    run = bench_command.run_serve if args.bench == "serve" else bench_command.run_sweep
+    return run(args, _layers(args))
+
+
+def compare_command(args: argparse.Namespace) -> int:
+    from termgen import bench_command
+
+    return bench_command.run_compare(_layers(args))
 
 
 def models_command(args: argparse.Namespace) -> int:

@@ -115,7 +115,9 @@ class EngineConfig:
         None, "number of KV blocks, for experiments", minimum=2, maximum=MAX_INT
     )
     enable_prefix_caching: bool = setting(
-        True, "reuse the KV of shared prompt prefixes (default: yes, but not in a bench)"
+        True,
+        "reuse the KV of shared prompt prefixes (default: yes, but not in `bench latency` and "
+        "`bench throughput`)",
     )
     scheduling_policy: str = setting(
         "fcfs",

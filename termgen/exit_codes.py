@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 OK = 0
+REGRESSION = 1
+"""`termgen bench compare --fail-on-regression` found one."""
 USAGE_ERROR = 2
 INTERRUPTED = 130
 """Ctrl-C."""

@@ -20,7 +20,8 @@ def setting(default: Any, help: str, **metadata: Any) -> Any:
 
     metadata: `choices`; `minimum` and `maximum` (inclusive) or `above` (exclusive low end);
     `flag` when it differs from the field's name; `metavar`; `nargs` of a flag that takes several
-    values at once (without it, a list's flag is repeated); `secret` for what is never shown.
+    values at once (without it, a list's flag is repeated); `secret` for what is never shown;
+    `infinite` for a number that may be infinity.
     """
     shown = not metadata.get("secret", False)
     return field(default=default, repr=shown, metadata={"help": help, **metadata})
@@ -92,7 +93,9 @@ def _convert(kind: SettingType, f: Field[Any], value: object) -> object:
         value = float(value)
     # bool is an int in Python; here it is not one
     is_right = isinstance(value, kind.base) and (kind.base is bool or not isinstance(value, bool))
-    if not is_right or (isinstance(value, float) and not math.isfinite(value)):
+    if isinstance(value, float) and not math.isfinite(value):
+        is_right = bool(f.metadata.get("infinite")) and not math.isnan(value)
+    if not is_right:
         shown = "" if f.metadata.get("secret") else f", not {value!r}"
         raise ConfigError(f"{f.name} must be {kind.words}{shown}", param=f.name)
     return value

@@ -13,7 +13,7 @@ from termgen.bench import report
 from termgen.bench.latency import LatencyResult, run_latency
 from termgen.bench.options import LatencyOptions, ThroughputOptions
 from termgen.bench.throughput import ThroughputResult, run_throughput
-from termgen.bench.workload import check_fits, equal_requests, job256
+from termgen.bench.workload import check_fits, equal_requests, job256, throughput_requests
 from termgen.config import EngineConfig
 from termgen.errors import ConfigError, EngineError
 
@@ -91,12 +91,22 @@ async def test_throughput_counts_what_it_ran() -> None:
 async def test_throughput_of_the_job() -> None:
     engine = FakeEngine(script=endless)
     result = await run_throughput(
-        engine, ThroughputOptions(dataset="job256"), seed=0, show_progress=False
+        engine, ThroughputOptions(dataset_name="job256"), seed=0, show_progress=False
     )
     job = job256(vocab_size=engine.model.vocab_size, seed=0)
     submitted = Counter(tuple(call.prompt) for call in engine.calls[1:])
     assert submitted == Counter(r.prompt_token_ids for r in job)
     assert result.num_output_tokens == sum(r.output_len for r in job)
+
+
+def test_lengths_vary_around_those_asked_for() -> None:
+    options = ThroughputOptions(
+        num_prompts=300, input_len=20, output_len=10, random_range_ratio=0.5
+    )
+    made = throughput_requests(options, vocab_size=100, seed=1)
+    assert made == throughput_requests(options, vocab_size=100, seed=1) and len(made) == 300
+    assert {len(r.prompt_token_ids) for r in made} == set(range(10, 31))
+    assert {r.output_len for r in made} == set(range(5, 16))
 
 
 async def test_a_short_answer_is_an_error_not_a_figure() -> None:
@@ -130,7 +140,7 @@ async def test_a_shape_beyond_the_context_is_refused_first() -> None:
 @pytest.mark.parametrize("name", ["num_prompts", "input_len", "output_len"])
 def test_the_job_cannot_be_bent(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} cannot be changed"):
-        ThroughputOptions(dataset="job256", **{name: 5})
+        ThroughputOptions(dataset_name="job256", **{name: 5})
 
 
 def test_document_has_vllms_keys_and_the_circumstances(tmp_path: Path) -> None:

@@ -138,7 +138,10 @@ def test_flags_that_vllm_has_too(capsys: pytest.CaptureFixture[str]) -> None:
         (["pull", "nothing-like-it"], "unknown model 'nothing-like-it'"),
         (["pull"], "required: name"),
         (["bench", "latency", "--batch-size", "0"], "batch_size must be between"),
-        (["bench", "throughput", "--dataset", "job256", "--input-len", "4"], "(from --input-len)"),
+        (
+            ["bench", "throughput", "--dataset-name", "job256", "--input-len", "4"],
+            "(from --input-len)",
+        ),
         (["bench", "latency", "--output-json", "/none/x.json"], "/none/x.json cannot be written"),
     ],
 )

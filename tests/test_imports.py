@@ -64,6 +64,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "settings",
         "progress",
         "launch",
+        "bench_command",
         "generate",
         "generate_format",
         "models_command",

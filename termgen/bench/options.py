@@ -32,9 +32,9 @@ class LatencyOptions:
 class ThroughputOptions:
     """Many requests at once, until all are done."""
 
-    dataset: str = setting(
+    dataset_name: str = setting(
         "random",
-        "random: --num-prompts prompts of --input-len tokens; "
+        "random: --num-prompts prompts of about --input-len tokens; "
         "job256: 256 prompts, input and output lengths uniform in 100..1024",
         choices=DATASETS,
     )
@@ -47,13 +47,20 @@ class ThroughputOptions:
     output_len: int | None = setting(
         None, "tokens each request generates (default: 128)", minimum=1, maximum=MAX_INT
     )
+    random_range_ratio: float | None = setting(
+        None,
+        "lengths are uniform in length * (1 - X) .. length * (1 + X) (default: 0)",
+        minimum=0.0,
+        maximum=1.0,
+    )
     output_json: str | None = setting(None, "also write the figures to this file", metavar="FILE")
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.dataset != "random":
-            for name in ("num_prompts", "input_len", "output_len"):
+        if self.dataset_name != "random":
+            for name in ("num_prompts", "input_len", "output_len", "random_range_ratio"):
                 if getattr(self, name) is not None:
                     raise ConfigError(
-                        f"{name} cannot be changed: dataset {self.dataset} fixes it", param=name
+                        f"{name} cannot be changed: dataset {self.dataset_name} fixes it",
+                        param=name,
                     )

@@ -78,26 +78,32 @@ def document(
     }
 
 
-def check_writable(path: str | None) -> None:
-    """Find out before the measurement, not after it. Raises `ConfigError`."""
+def check_writable(path: str | None, *, name: str = "output_json") -> None:
+    """Find out before the measurement, not after it. `name` is the setting's. Raises
+    `ConfigError`."""
     if path is None:
         return
     folder = Path(path).resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
-        raise ConfigError(f"output_json: {path} cannot be written", param="output_json")
+        raise ConfigError(f"{name}: {path} cannot be written", param=name)
 
 
-def write(path: str, content: Mapping[str, Any]) -> None:
-    """Whole or not at all: a reader never sees half a file. Raises `ConfigError`."""
+def write(path: str, content: Mapping[str, Any], *, name: str = "output_json") -> None:
+    """JSON, whole or not at all: a reader never sees half a file. Raises `ConfigError`."""
+    write_text(path, json.dumps(content, indent=2) + "\n", name=name)
+
+
+def write_text(path: str, text: str, *, name: str) -> None:
+    """Whole or not at all. `name` is the setting's. Raises `ConfigError`."""
     target = Path(path)
     partial = target.with_name(target.name + ".part")
     try:
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(target)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise ConfigError(
-            f"output_json: {path} cannot be written: {error.strerror}", param="output_json"
+            f"{name}: {path} cannot be written: {error.strerror}", param=name
         ) from None
 
 

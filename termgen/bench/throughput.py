@@ -58,7 +58,7 @@ class ThroughputResult:
         """The table: what, and how much."""
         figures = self.as_json()
         return [
-            ("dataset", self.options.dataset),
+            ("dataset", self.options.dataset_name),
             ("requests", f"{self.num_requests}"),
             ("prompt tokens", f"{self.num_prompt_tokens}"),
             ("output tokens", f"{self.num_output_tokens}"),

@@ -49,18 +49,33 @@ def job256(*, vocab_size: int, seed: int) -> list[BenchRequest]:
     ]
 
 
+def varied_requests(
+    count: int, input_len: int, output_len: int, ratio: float, *, vocab_size: int, seed: int
+) -> list[BenchRequest]:
+    """Lengths are uniform from (1 - ratio) to (1 + ratio) of those given, and at least 1."""
+    rng = np.random.default_rng(seed)
+
+    def lengths(middle: int) -> list[int]:
+        low, high = int(middle * (1 - ratio)), int(middle * (1 + ratio))
+        return [max(1, int(n)) for n in rng.integers(low, high + 1, size=count)]
+
+    sizes = zip(lengths(input_len), lengths(output_len), strict=True)
+    return [
+        BenchRequest(tuple(rng.integers(0, vocab_size, size=n_in).tolist()), n_out)
+        for n_in, n_out in sizes
+    ]
+
+
 def throughput_requests(
     options: ThroughputOptions, *, vocab_size: int, seed: int
 ) -> list[BenchRequest]:
-    if options.dataset == "job256":
+    if options.dataset_name == "job256":
         return job256(vocab_size=vocab_size, seed=seed)
-    return equal_requests(
-        options.num_prompts or 1000,
-        options.input_len or 512,
-        options.output_len or 128,
-        vocab_size=vocab_size,
-        seed=seed,
-    )
+    count, input_len = options.num_prompts or 1000, options.input_len or 512
+    output_len, ratio = options.output_len or 128, options.random_range_ratio
+    if not ratio:
+        return equal_requests(count, input_len, output_len, vocab_size=vocab_size, seed=seed)
+    return varied_requests(count, input_len, output_len, ratio, vocab_size=vocab_size, seed=seed)
 
 
 def check_fits(requests: list[BenchRequest], *, max_model_len: int) -> None:

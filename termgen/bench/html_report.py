@@ -1,0 +1,154 @@
+"""The report of a load test or a sweep as one HTML file: tables and charts, nothing to fetch.
+
+Works in any browser, light or dark, without scripts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from termgen.bench.serve import ServeRun
+from termgen.bench.serve_report import rows_of
+from termgen.bench.serve_result import TITLES
+from termgen.bench.svg_charts import Series, chart, cumulative
+from termgen.bench.sweep import SweepResult, verdict
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2530; --paper: #fbfbf9; --grid: #d8dcdf;
+  --s1: #0b6e99; --s2: #c2571a; --s3: #4d7c2a; --s4: #7b4fa3; }
+@media (prefers-color-scheme: dark) { :root { --ink: #dfe5ea; --paper: #14181c;
+  --grid: #333b42; --s1: #5cc3ec; --s2: #f0965a; --s3: #9bd06a; --s4: #c39be6; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 1360px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.05rem; margin: 1.6rem 0 .4rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { padding: .15rem .9rem .15rem 0; text-align: right; border-bottom: 1px solid var(--grid); }
+td:first-child, th:first-child, .facts td { text-align: left; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1rem; }
+figure { margin: 0; } figcaption { font-weight: 600; }
+svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: var(--ink); }
+.grid { stroke: var(--grid); } .limit { stroke: var(--s2); stroke-dasharray: 5 4; }
+.line { fill: none; stroke-width: 1.8; } .warning { color: var(--s2); }
+""" + "\n".join(
+    f".line.s{i} {{ stroke: var(--s{i}); }} .dots.s{i}, .key.s{i} {{ fill: var(--s{i}); }}"
+    for i in range(1, 5)
+)
+
+Rows = Sequence[Sequence[str]]
+
+
+def serve_page(run: ServeRun) -> str:
+    result = run.result
+    found, names = result.statistics(), [f"p{p:g}" for p in result.options.percentiles()]
+    columns = ["mean", "std", *names]
+    times = [
+        [TITLES[m], *(f"{found[f'{name}_{m}_ms']:.2f}" for name in columns)]
+        for m in result.options.metrics()
+    ]
+    parts = [
+        _warnings(run.warnings()),
+        _table(rows_of(run), kind="facts"),
+        "<h2>Times in milliseconds</h2>",
+        _table(times, ["", *columns]),
+        _charts(_serve_charts(run)),
+    ]
+    return _page(_title("Load test", run.result.options.label), parts)
+
+
+def _serve_charts(run: ServeRun) -> list[tuple[str, str]]:
+    result, slo = run.result, run.result.options.slo_ms()
+    starts = [(t.start_s, t.ttft_s * 1e3) for t in result.times]
+    charts = [
+        (
+            "Time to first token of each request",
+            chart(
+                [Series("TTFT", starts, is_dots=True)],
+                x_title="sent at, s",
+                y_title="TTFT, ms",
+                limit=slo.get("ttft"),
+            ),
+        )
+    ]
+    for metric in ("ttft", "tpot", "itl", "e2el"):
+        values = result.values_ms(metric)
+        if values:
+            line = Series(metric, cumulative(values), style=2)
+            title = f"{TITLES[metric].capitalize()}: share of all up to a time"
+            charts.append((title, chart([line], x_title=f"{metric}, ms", y_title="percent")))
+    by_second: tuple[tuple[str, str, Sequence[float], int], ...] = (
+        ("Output tokens by second", "tokens/s", result.output_tokens_by_second(), 3),
+        ("Requests under way by second", "requests", result.running_by_second(), 4),
+    )
+    for title, unit, counts, style in by_second:
+        points = [(i + 0.5, float(count)) for i, count in enumerate(counts)]
+        line = Series(unit, points, style=style)
+        charts.append((title, chart([line], x_title="s", y_title=unit)))
+    return charts
+
+
+def sweep_page(result: SweepResult) -> str:
+    title = {"concurrency": "clients", "rate": "asked requests/s"}[result.options.sweep_over]
+    names = [title, "requests/s", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
+    rows = []
+    for step in result.steps:
+        figures = step.run.result.as_json()
+        times = [f"{step.figure(m, p):.1f}" for m in ("ttft", "tpot") for p in (50, 99)]
+        throughput = [f"{figures[f'{n}_throughput']:.2f}" for n in ("request", "output")]
+        share = f"{step.good_share:.0%}" if result.options.goodput else "-"
+        verdict_of_step = "kept" if step.is_kept else "too much"
+        rows.append([f"{step.load:g}", *throughput, *times, share, verdict_of_step])
+    warnings = [f"at {s.load:g}: {w}" for s in result.steps for w in s.run.warnings()]
+    first = result.steps[0].run
+    facts = [("server", f"{first.url} ({first.model.owner}), model {first.model.model_id}")]
+    parts = [
+        _warnings(warnings),
+        _table([*facts, ("dataset", result.options.dataset_name)], kind="facts"),
+        f"<h2>{escape(verdict(result).capitalize())}</h2>",
+        _table(rows, [*names, "good", ""]),
+        _charts(_sweep_charts(result, title)),
+    ]
+    return _page(_title("Sweep", result.options.label), parts)
+
+
+def _sweep_charts(result: SweepResult, x_title: str) -> list[tuple[str, str]]:
+    charts, slo = [], result.options.slo_ms()
+    for metric in ("ttft", "tpot"):
+        lines = [
+            Series(f"p{p}", [(s.load, s.figure(metric, p)) for s in result.steps], style)
+            for p, style in ((50, 1), (99, 2))
+        ]
+        drawn = chart(lines, x_title=x_title, y_title="ms", limit=slo.get(metric))
+        charts.append((TITLES[metric].capitalize(), drawn))
+    figures = [(s.load, s.run.result.as_json()["output_throughput"]) for s in result.steps]
+    line = Series("tokens/s", figures, style=3)
+    charts.append(("Output tokens/s", chart([line], x_title=x_title, y_title="tokens/s")))
+    return charts
+
+
+def _title(kind: str, label: str | None) -> str:
+    return kind if label is None else f"{kind}: {label}"
+
+
+def _page(title: str, parts: Sequence[str]) -> str:
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+
+
+def _warnings(warnings: Sequence[str]) -> str:
+    return "".join(f'<p class="warning">{escape(w)}</p>' for w in warnings)
+
+
+def _table(rows: Rows, titles: Sequence[str] = (), *, kind: str = "figures") -> str:
+    lines = []
+    if titles:
+        lines.append("".join(f"<th>{escape(t)}</th>" for t in titles))
+    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    inner = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<table class="{kind}">{inner}</table>'
+
+
+def _charts(charts: Sequence[tuple[str, str]]) -> str:
+    figures = [f"<figure><figcaption>{escape(t)}</figcaption>{svg}</figure>" for t, svg in charts]
+    return f'<div class="charts">{"".join(figures)}</div>'

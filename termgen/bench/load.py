@@ -1,0 +1,165 @@
+"""The load generator: a process of its own that sends requests when they are due and times them.
+
+Run as `python -m termgen.bench.load`: one JSON object on standard input says what to send, lines on
+standard output tell of the progress, and the last one has everything that was measured. Nothing of
+the engine, no numpy: it starts in a moment, and no other thread takes its time. It watches itself
+too: how late it sends, how late its event loop wakes, and how much of a core it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from termgen.bench.stream_client import Answer, Connector, Target
+
+REPORT_S = 0.25
+TICK_S = 0.01
+"""How often the event loop is asked to wake, to see how late it does."""
+LEAD_S = 0.05
+"""Between the start and the first request: what prepares the run is not part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What to send, and when."""
+
+    target: Target
+    bodies: tuple[dict[str, Any], ...]
+    due_s: tuple[float, ...]
+    """Of each body, seconds after the start, rising."""
+    max_concurrency: int | None
+    timeout_s: float
+    keeps_texts: bool = False
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> LoadPlan:
+        values = json.loads(text)
+        target = values.pop("target")
+        target["headers"] = tuple((name, value) for name, value in target["headers"])
+        return cls(target=Target(**target), **values)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Counts under way."""
+
+    plan: LoadPlan
+    connector: Connector
+    began: float
+    answers: list[dict[str, Any]]
+    lateness: list[float] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list)
+    num_running: int = 0
+    num_done: int = 0
+    num_failed: int = 0
+    num_chunks: int = 0
+
+
+async def run_load(plan: LoadPlan) -> dict[str, Any]:
+    """Send everything, wait for every answer, return what was measured."""
+    encoded = [json.dumps(body).encode() for body in plan.bodies]
+    connector = await Connector.find(plan.target)
+    run = _Run(plan, connector, time.perf_counter() + LEAD_S, [{} for _ in plan.bodies])
+    seats = asyncio.Semaphore(plan.max_concurrency or len(plan.bodies))
+    cpu, wall = time.process_time(), time.perf_counter()
+    helpers = [asyncio.create_task(_watch(run)), asyncio.create_task(_report(run))]
+    tasks = []
+    for index, (body, due) in enumerate(zip(encoded, plan.due_s, strict=True)):
+        wait = run.began + due - time.perf_counter()
+        # even when late, the loop must get to read what arrived
+        await asyncio.sleep(max(0.0, wait))
+        if due > 0:
+            run.lateness.append(time.perf_counter() - run.began - due)
+        tasks.append(asyncio.create_task(_one(run, index, body, seats)))
+    await asyncio.gather(*tasks)
+    for helper in helpers:
+        helper.cancel()
+    return {
+        "answers": run.answers,
+        "lateness_s": run.lateness,
+        "lag_s": run.lags,
+        "cpu_share": (time.process_time() - cpu) / max(1e-9, time.perf_counter() - wall),
+    }
+
+
+async def _one(run: _Run, index: int, body: bytes, seats: asyncio.Semaphore) -> None:
+    async with seats:
+        run.num_running += 1
+        answer = await run.connector.ask(body, timeout_s=run.plan.timeout_s)
+        run.num_running -= 1
+    run.num_done += 1
+    run.num_failed += answer.error is not None
+    run.num_chunks += answer.num_chunks
+    run.answers[index] = _as_json(answer, run.began, keeps_text=run.plan.keeps_texts)
+
+
+def _as_json(answer: Answer, began: float, *, keeps_text: bool) -> dict[str, Any]:
+    # a stream may hold only tokens without text of their own: its first choice is then its start
+    first = answer.first or answer.last
+    return {
+        "start_s": answer.began - began,
+        "ttft_s": first - answer.began if first else 0.0,
+        "latency_s": answer.last - answer.began if answer.last else 0.0,
+        "gaps_s": answer.gaps,
+        "num_chunks": answer.num_chunks,
+        "num_prompt_tokens": answer.num_prompt_tokens,
+        "num_output_tokens": answer.num_output_tokens,
+        "num_cached_tokens": answer.num_cached_tokens,
+        "text": "".join(answer.texts) if keeps_text else None,
+        "error": answer.error,
+    }
+
+
+async def _watch(run: _Run) -> None:
+    while True:
+        due = time.perf_counter() + TICK_S
+        await asyncio.sleep(TICK_S)
+        run.lags.append(max(0.0, time.perf_counter() - due))
+
+
+async def _report(run: _Run) -> None:
+    while True:
+        await asyncio.sleep(REPORT_S)
+        _tell(
+            {"done": run.num_done, "failed": run.num_failed, "running": run.num_running}
+            | {"chunks": run.num_chunks}
+        )
+
+
+def _tell(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def _allow_connections() -> None:
+    """Each takes a file; the usual limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def main() -> None:
+    _allow_connections()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
+    plan = LoadPlan.from_json(sys.stdin.readline())
+    gc.freeze()
+    with contextlib.suppress(BrokenPipeError):
+        _tell({"result": asyncio.run(run_load(plan))})
+        return
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

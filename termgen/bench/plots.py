@@ -1,0 +1,82 @@
+"""Small plots in text: a line of blocks, bars, a plane of points. Plain strings, no colours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """From 0 to the largest value. More values than `width` are averaged in groups."""
+    columns = _grouped(values, width)
+    top = max(columns, default=0.0)
+    if top <= 0:
+        return BLOCKS[1] * len(columns)
+    return "".join(BLOCKS[max(1, round(v / top * 8))] for v in columns)
+
+
+def bar(share: float, width: int = 30) -> str:
+    """`share` of 0..1 in eighths of a character."""
+    eighths = round(min(1.0, max(0.0, share)) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width)
+
+
+def histogram(values: Sequence[float], *, unit: str, rows: int = 8, width: int = 40) -> list[str]:
+    """Counts in equal ranges between the smallest and the 99th percentile; the last row has the
+    rest."""
+    ordered = sorted(values)
+    if not ordered:
+        return []
+    low, high = ordered[0], ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+    step = (high - low) / rows
+    if step <= 0:
+        return [f"{low:10.1f} {unit}  {bar(1.0, width)} {len(ordered)}"]
+    counts = [0] * rows
+    for value in ordered:
+        counts[min(rows - 1, int((value - low) / step))] += 1
+    top = max(counts)
+    return [
+        f"{low + i * step:10.1f} {unit}  {bar(count / top, width)} {count}"
+        for i, count in enumerate(counts)
+    ]
+
+
+def scatter(
+    points: Sequence[tuple[float, float, str]],
+    *,
+    title: str,
+    x_title: str,
+    limit: float | None = None,
+    width: int = 56,
+    height: int = 10,
+) -> list[str]:
+    """(x, y, mark) on a plane from 0; `limit` is a dotted line across."""
+    right = max((x for x, _, _ in points), default=0.0) or 1.0
+    top = max([y for _, y, _ in points] + ([limit] if limit is not None else [])) or 1.0
+    cells = [[" "] * width for _ in range(height)]
+    if limit is not None:
+        cells[_row(limit, top, height)] = ["┄"] * width
+    for x, y, mark in points:
+        cells[_row(y, top, height)][min(width - 1, round(x / right * (width - 1)))] = mark
+    lines = [title]
+    for i, row in enumerate(cells):
+        value = top * (height - 1 - i) / (height - 1)
+        shown = f"{value:8.4g}" if i % 3 == 0 or i == height - 1 else " " * 8
+        lines.append(f"{shown} ┤{''.join(row).rstrip()}")
+    lines.append(" " * 9 + "└" + "─" * width)
+    lines.append(" " * 10 + "0" + f"{right:.4g} {x_title}".rjust(width - 1))
+    return lines
+
+
+def _row(y: float, top: float, height: int) -> int:
+    return height - 1 - min(height - 1, max(0, round(y / top * (height - 1))))
+
+
+def _grouped(values: Sequence[float], width: int) -> list[float]:
+    count = min(width, len(values))
+    edges = [i * len(values) // count for i in range(count + 1)] if count else [0]
+    pairs = zip(edges, edges[1:], strict=False)
+    return [sum(values[a:b]) / (b - a) for a, b in pairs]

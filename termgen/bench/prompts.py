@@ -1,0 +1,77 @@
+"""What a bench asks: prompts as word numbers, and how these become a request of an API.
+
+A dataset says which words, by number; the same seed gives the same numbers. For completions they
+become token ids of the server's own tokenizer, so that a prompt has exactly the length it should;
+for chats, and for servers that cannot tokenise, words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from termgen.bench.words import WORDS
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message: its words by number, or a text of the user's own."""
+
+    role: str
+    words: tuple[int, ...] = ()
+    text: str | None = None
+
+    def as_text(self) -> str:
+        if self.text is not None:
+            return self.text
+        return " ".join(WORDS[w % len(WORDS)] for w in self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request of a dataset."""
+
+    turns: tuple[Turn, ...]
+    output_len: int
+    at_s: float | None = None
+    """When a trace sent it, from its start."""
+    is_chat: bool = False
+    """A conversation, which completions get as a script with names."""
+
+    @property
+    def num_words(self) -> int:
+        """About how many tokens it has; 0 for a text of the user's own."""
+        return sum(len(t.words) for t in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMaker:
+    """Makes the JSON body of each request."""
+
+    model: str
+    is_chat: bool
+    token_pool: Sequence[int] = ()
+    """Ids of the server's tokenizer that stand for words; empty: it cannot tokenise."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Of every request alike."""
+
+    def body(self, prompt: Prompt) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model}
+        if self.is_chat:
+            body["messages"] = [{"role": t.role, "content": t.as_text()} for t in prompt.turns]
+            body["max_completion_tokens"] = prompt.output_len
+        else:
+            body["prompt"] = self._completion_prompt(prompt)
+            body["max_tokens"] = prompt.output_len
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        return {**body, **stream, **self.fields}
+
+    def _completion_prompt(self, prompt: Prompt) -> str | list[int]:
+        if self.token_pool and all(t.text is None for t in prompt.turns):
+            pool, size = self.token_pool, len(self.token_pool)
+            return [pool[w % size] for t in prompt.turns for w in t.words]
+        if not prompt.is_chat:
+            return "".join(t.as_text() for t in prompt.turns)
+        script = [f"{t.role.capitalize()}: {t.as_text()}\n" for t in prompt.turns]
+        return "".join(script) + "Assistant:"

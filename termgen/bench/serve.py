@@ -1,0 +1,207 @@
+"""`termgen bench serve`: a load test of a server, from the prompts to the figures.
+
+Asks the server what it serves, makes the prompts, warms up, runs the load generator in a process
+of its own and compares its counts with the server's. Knows a server only by its URL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from termgen.bench import report
+from termgen.bench.datasets import check_fits, make_prompts, warmup_prompts
+from termgen.bench.load import LoadPlan
+from termgen.bench.load_process import OnProgress, run_in_process
+from termgen.bench.prompts import Prompt, RequestMaker
+from termgen.bench.schedule import due_times
+from termgen.bench.serve_options import ServeOptions
+from termgen.bench.serve_result import ServeResult, make_result
+from termgen.bench.server_api import ServedModel, ServerApi, choose_model, error_text
+from termgen.bench.stream_client import Target
+from termgen.errors import ConfigError, EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class ServeRun:
+    """A result, and what it was measured on."""
+
+    result: ServeResult
+    model: ServedModel
+    url: str
+    seed: int
+    can_tokenize: bool
+    """Prompts were token ids, so their lengths are exact."""
+    server: dict[str, float] | None
+    """What the server did meanwhile by its own count; None if it does not say."""
+
+    def warnings(self) -> list[str]:
+        found = self.result.warnings()
+        if self.server is not None and self.result.is_counted and not any(self.result.errors):
+            for name, ours in (
+                ("generation_tokens", self.result.num_output_tokens),
+                ("prompt_tokens", self.result.num_input_tokens),
+            ):
+                theirs = self.server.get(name)
+                if theirs is not None and theirs != ours:
+                    found.append(
+                        f"the server counted {theirs:,.0f} {name.replace('_', ' ')}, the bench "
+                        f"{ours:,}: others use it too, or one of both is wrong"
+                    )
+        return found
+
+
+class ServeBench:
+    """Runs against one server; several runs share what was learnt about it."""
+
+    def __init__(
+        self, api: ServerApi, model: ServedModel, token_pool: list[int], options: ServeOptions
+    ) -> None:
+        self._api = api
+        self.model = model
+        self._token_pool = token_pool
+        self._options = options
+
+    @classmethod
+    async def connect(
+        cls,
+        api: ServerApi,
+        options: ServeOptions,
+        *,
+        asked_model: str | None,
+        check: Callable[[], None] | None = None,
+    ) -> ServeBench:
+        """Wait until the server answers. Raises `ConfigError`."""
+        models = await api.wait_ready(options.ready_check_timeout_sec, check=check)
+        model = choose_model(models, asked_model)
+        pool = [] if options.is_chat else await api.token_pool(model.model_id)
+        return cls(api, model, pool, options)
+
+    async def warm_up(self, prompts: list[Prompt], *, seed: int) -> None:
+        """Raises `EngineError` if a request fails: so would those that count."""
+        count = self._options.num_warmups
+        if not count:
+            return
+        most = min(count, self._options.max_concurrency or count)
+        warmups = warmup_prompts(prompts, count, seed=seed)
+        plan = self._plan(warmups, [0.0] * count, max_concurrency=most)
+        measured = await run_in_process(plan)
+        for answer in measured["answers"]:
+            if answer["error"]:
+                raise EngineError(f"a warm-up request failed: {error_text(answer['error'])}")
+
+    async def run(
+        self, options: ServeOptions, *, seed: int, on_progress: OnProgress | None = None
+    ) -> ServeRun:
+        """Warm up, then measure. `options` may differ in load and number of prompts."""
+        prompts = make_prompts(options, seed=seed)
+        check_fits(prompts, self.model.max_model_len)
+        await self.warm_up(prompts, seed=seed)
+        due = _due(options, prompts, seed=seed)
+        before = await self._api.counts()
+        plan = self._plan(prompts, due, max_concurrency=options.max_concurrency)
+        measured = await run_in_process(plan, on_progress)
+        after = await self._api.counts()
+        result = make_result(options, measured, [p.num_words for p in prompts])
+        if not result.times:
+            raise EngineError(
+                f"all {len(prompts)} requests failed, the first with: "
+                f"{error_text(result.errors[0])}"
+            )
+        return ServeRun(
+            result,
+            self.model,
+            self._api.url,
+            seed,
+            bool(self._token_pool),
+            _difference(before, after),
+        )
+
+    def _plan(
+        self, prompts: list[Prompt], due: list[float], *, max_concurrency: int | None
+    ) -> LoadPlan:
+        maker = RequestMaker(
+            self.model.model_id, self._options.is_chat, self._token_pool, self._fields()
+        )
+        return LoadPlan(
+            target=target_of(self._api, self._options.path),
+            bodies=tuple(maker.body(prompt) for prompt in prompts),
+            due_s=tuple(due),
+            max_concurrency=max_concurrency,
+            timeout_s=self._options.request_timeout,
+            keeps_texts=self._options.save_detailed,
+        )
+
+    def _fields(self) -> dict[str, Any]:
+        options = self._options
+        fields: dict[str, Any] = {"temperature": options.temperature}
+        if options.runs_to_full_length:
+            fields["ignore_eos"] = True
+        return fields | options.extra_fields()
+
+
+def target_of(api: ServerApi, path: str) -> Target:
+    parts = urlsplit(api.url)
+    is_tls = parts.scheme == "https"
+    try:
+        port = parts.port or (443 if is_tls else 80)
+    except ValueError:
+        raise ConfigError(f"base_url: {api.url} has no valid port", param="base_url") from None
+    headers = tuple(api.headers.items())
+    return Target(parts.hostname or "", port, parts.path + path, headers, is_tls)
+
+
+def document(run: ServeRun, engine_flags: list[str] | None) -> dict[str, Any]:
+    """The JSON object: vLLM's keys, then everything needed to repeat the run. `engine_flags` of a
+    server that the bench started; None: it was there."""
+    options = dataclasses.asdict(run.result.options)
+    options["request_rate"] = run.result.as_json()["request_rate"]
+    return {
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "bench": "serve",
+        "label": run.result.options.label,
+        "model_id": run.model.model_id,
+        "tokenizer_id": run.model.model_id,
+        **run.result.as_json(),
+        "url": run.url,
+        "server_owner": run.model.owner,
+        "server_counts": run.server,
+        "prompts_are_token_ids": run.can_tokenize,
+        "warnings": run.warnings(),
+        "seed": run.seed,
+        "options": options,
+        "engine_flags": engine_flags,
+        "machine": report.machine(),
+        "versions": report.versions(),
+        "git_sha": report.git_sha(),
+    }
+
+
+def file_name(run: ServeRun) -> str:
+    """As vLLM names it."""
+    options = run.result.options
+    rate = run.result.as_json()["request_rate"]
+    seats = "" if options.max_concurrency is None else f"-concurrency{options.max_concurrency}"
+    model = run.model.model_id.rsplit("/", 1)[-1]
+    name = (options.label or options.backend).replace("/", "-")
+    return f"{name}-{rate}qps{seats}-{model}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+
+
+def _due(options: ServeOptions, prompts: list[Prompt], *, seed: int) -> list[float]:
+    if options.request_rate is None and options.dataset_name == "trace":
+        return [p.at_s or 0.0 for p in prompts]
+    rate = math.inf if options.request_rate is None else options.request_rate
+    return due_times(len(prompts), rate, burstiness=options.burstiness, seed=seed)
+
+
+def _difference(
+    before: dict[str, float] | None, after: dict[str, float] | None
+) -> dict[str, float] | None:
+    if before is None or after is None:
+        return None
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}

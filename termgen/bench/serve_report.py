@@ -1,0 +1,82 @@
+"""A load test as a terminal shows it: the table of times, the run over time, what is doubtful."""
+
+from __future__ import annotations
+
+from termgen.bench import plots, report
+from termgen.bench.serve import ServeRun
+from termgen.bench.serve_result import TITLES
+
+
+def summary(run: ServeRun) -> str:
+    rows = report.table("termgen bench serve", rows_of(run))
+    parts = [rows, "\n".join(times_table(run)), "\n".join(_over_time(run))]
+    first = run.result.values_ms("ttft")
+    if len(first) > 1:
+        lines = plots.histogram(first, unit="ms")
+        parts.append("\n".join(["requests by time to first token", *lines]))
+    return "\n\n".join(parts)
+
+
+def rows_of(run: ServeRun) -> list[tuple[str, str]]:
+    result, options = run.result, run.result.options
+    figures = result.as_json()
+    seats = (
+        "" if options.max_concurrency is None else f", at most {options.max_concurrency} at once"
+    )
+    is_trace = options.dataset_name == "trace" and options.request_rate is None
+    rate = "as in the trace" if is_trace else f"{figures['request_rate']} requests/s"
+    if figures["request_rate"] == "inf" and not is_trace:
+        rate = "all at once"
+    rows = [
+        ("server", f"{run.url} ({run.model.owner}), model {run.model.model_id}"),
+        ("dataset", f"{options.dataset_name}, {figures['num_prompts']} requests, seed {run.seed}"),
+        ("load", f"{rate}{seats}"),
+        ("completed, failed", f"{figures['completed']}, {figures['failed']}"),
+        ("duration", f"{figures['duration']:.2f} s"),
+        ("input, output tokens", f"{result.num_input_tokens:,}, {result.num_output_tokens:,}"),
+        ("requests/s", f"{figures['request_throughput']:.2f}"),
+        ("output tokens/s", f"{figures['output_throughput']:.2f}"),
+        ("total tokens/s", f"{figures['total_token_throughput']:.2f}"),
+    ]
+    if options.goodput:
+        share = result.num_good / len(result.errors)
+        rows.append(
+            (
+                f"goodput ({' '.join(options.goodput)})",
+                f"{figures['request_goodput']:.2f} requests/s, {share:.1%} of requests",
+            )
+        )
+    if run.server is not None:
+        cached = run.server.get("cached_tokens", 0.0)
+        share = cached / max(1.0, run.server.get("prompt_tokens", 0.0))
+        rows.append(("found in the prefix cache", f"{share:.1%} of prompt tokens"))
+        rows.append(("preemptions", f"{run.server.get('preemptions', 0):.0f}"))
+    client = result.client()
+    rows.append(
+        (
+            "load generator",
+            f"{client['cpu_share']:.0%} of a core, late by {client['p99_send_lateness_ms']:.1f} ms "
+            f"sending, {client['p99_loop_lag_ms']:.1f} ms waking (p99)",
+        )
+    )
+    return rows
+
+
+def times_table(run: ServeRun) -> list[str]:
+    options, found = run.result.options, run.result.statistics()
+    names = ["mean", "std", *(f"p{p:g}" for p in options.percentiles())]
+    width = max(len(TITLES[m]) for m in options.metrics()) + 6
+    lines = [f"{'milliseconds':<{width}}" + "".join(f"{n:>11}" for n in names)]
+    for metric in options.metrics():
+        title = f"{TITLES[metric]} ({metric})" if metric != "e2el" else f"{TITLES[metric]} (e2el)"
+        cells = "".join(f"{found[f'{n}_{metric}_ms']:>11.2f}" for n in names)
+        lines.append(f"{title:<{width}}" + cells)
+    return lines
+
+
+def _over_time(run: ServeRun) -> list[str]:
+    tokens, running = run.result.output_tokens_by_second(), run.result.running_by_second()
+    return [
+        f"output tokens/s  {plots.sparkline(tokens)}  at most {max(tokens):,.0f}",
+        f"requests         {plots.sparkline(running)}  at most {max(running)}",
+    ]

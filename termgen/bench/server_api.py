@@ -1,0 +1,161 @@
+"""What a bench asks a server beside the load: is it there, what does it serve, how much did it do.
+
+Works with any OpenAI server; what only termgen and vLLM have (`/tokenize`, `/metrics`) may be
+missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from termgen.bench.words import WORDS
+from termgen.errors import ConfigError
+
+POLL_S = 0.2
+TIMEOUT_S = 10.0
+COUNTS = {
+    "prompt_tokens": ("termgen_prompt_tokens_total", "vllm:prompt_tokens_total"),
+    "generation_tokens": ("termgen_generation_tokens_total", "vllm:generation_tokens_total"),
+    "cached_tokens": ("termgen_prompt_tokens_cached_total", "vllm:prefix_cache_hits_total"),
+    "preemptions": ("termgen_num_preemptions_total", "vllm:num_preemptions_total"),
+    "requests": ("termgen_request_success_total", "vllm:request_success_total"),
+    "request_seconds": (
+        "termgen_e2e_request_latency_seconds_sum",
+        "vllm:e2e_request_latency_seconds_sum",
+    ),
+    "first_token_seconds": (
+        "termgen_time_to_first_token_seconds_sum",
+        "vllm:time_to_first_token_seconds_sum",
+    ),
+}
+"""Counter -> its name in /metrics, by server."""
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? ([^ ]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    model_id: str
+    owner: str
+    max_model_len: int | None
+
+
+class ServerApi:
+    """One server. Use as an async context manager."""
+
+    def __init__(self, url: str, *, api_key: str | None) -> None:
+        self.url = url
+        self.headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        # no proxies, as the load generator uses none: both must talk to the same server
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=self.headers, timeout=TIMEOUT_S, trust_env=False
+        )
+
+    async def __aenter__(self) -> ServerApi:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def wait_ready(
+        self, timeout_s: float, *, check: Callable[[], None] | None = None
+    ) -> list[dict[str, Any]]:
+        """The models it serves, once it answers. `check` may raise to give up earlier.
+
+        A server that is reached but refuses is not waited for. Raises `ConfigError`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if check is not None:
+                check()
+            reason, final = "", False
+            try:
+                reply = await self._http.get("/v1/models")
+                if reply.status_code == 200:
+                    return self._models(reply)
+                reason = f"answers /v1/models with status {reply.status_code}"
+                final = reply.status_code != 503
+                if reply.status_code in (401, 403):
+                    reason += "; put its key into OPENAI_API_KEY"
+            except httpx.HTTPError as error:
+                reason = f"does not answer: {str(error) or type(error).__name__}"
+            if final or time.monotonic() >= deadline:
+                raise ConfigError(f"base_url: {self.url} {reason}", param="base_url")
+            await asyncio.sleep(POLL_S)
+
+    def _models(self, reply: httpx.Response) -> list[dict[str, Any]]:
+        try:
+            models = [m for m in reply.json()["data"] if isinstance(m["id"], str)]
+        except (ValueError, KeyError, TypeError):
+            models = []
+        if not models:
+            raise ConfigError(
+                f"base_url: {self.url}/v1/models is not the list of an OpenAI server",
+                param="base_url",
+            )
+        return models
+
+    async def token_pool(self, model: str) -> list[int]:
+        """Ids of common words, without special tokens; empty if the server cannot tokenise."""
+        prompt = " ".join(WORDS)
+        body = {"model": model, "prompt": prompt, "add_special_tokens": False}
+        try:
+            reply = await self._http.post("/tokenize", json=body)
+            ids = reply.json()["tokens"] if reply.status_code == 200 else []
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return []
+        return sorted({i for i in ids if isinstance(i, int)}) if isinstance(ids, list) else []
+
+    async def counts(self) -> dict[str, float] | None:
+        """What it has done since it started, by its own count; None if it does not say."""
+        try:
+            reply = await self._http.get("/metrics")
+        except httpx.HTTPError:
+            return None
+        return read_counts(reply.text) if reply.status_code == 200 else None
+
+
+def read_counts(text: str) -> dict[str, float] | None:
+    """Sums over all labels, from Prometheus text; None if nothing in it is known."""
+    sums: dict[str, float] = {}
+    for line in text.splitlines():
+        match = _SAMPLE.match(line)
+        if match:
+            try:
+                sums[match[1]] = sums.get(match[1], 0.0) + float(match[2])
+            except ValueError:
+                continue  # not Prometheus text
+    found = {}
+    for count, names in COUNTS.items():
+        known = next((name for name in names if name in sums), None)
+        if known is not None:
+            found[count] = sums[known]
+    return found or None
+
+
+def choose_model(models: list[dict[str, Any]], asked: str | None) -> ServedModel:
+    """The one asked for, or the first. Raises `ConfigError`."""
+    chosen = next((m for m in models if asked in (None, m["id"])), None)
+    if chosen is None:
+        names = ", ".join(m["id"] for m in models)
+        raise ConfigError(f"model: the server has no {asked!r}, only {names}", param="model")
+    limit = chosen.get("max_model_len")
+    owner = str(chosen.get("owned_by") or "unknown")
+    return ServedModel(chosen["id"], owner, limit if isinstance(limit, int) else None)
+
+
+def error_text(raw: str) -> str:
+    """The message of an error body, if it is one of OpenAI's."""
+    _, _, body = raw.partition(": ")
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return raw
+    return f"{raw.partition(': ')[0]}: {message}"

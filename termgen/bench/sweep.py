@@ -1,0 +1,209 @@
+"""`termgen bench sweep`: load tests one after another, up to the knee.
+
+The load is doubled until a step fails; with a limit on latencies the gap is then narrowed. What a
+step does is the business of `serve`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from termgen.bench import plots, report
+from termgen.bench.serve import ServeRun
+from termgen.bench.serve_options import ServeOptions
+from termgen.bench.sweep_options import SweepOptions
+
+REQUESTS_PER_CLIENT = 4
+SECONDS = 10.0
+SEED_STEP = 7919
+"""Steps ask different prompts: one must not find those of another in the prefix cache."""
+
+RunStep = Callable[[ServeOptions, int], Awaitable[ServeRun]]
+"""(options, seed) -> what came of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One load, and what came of it."""
+
+    load: float
+    run: ServeRun
+    is_kept: bool
+    """The server kept its limits, or gained from the load."""
+
+    @property
+    def good_share(self) -> float:
+        return self.run.result.num_good / len(self.run.result.errors)
+
+    def figure(self, metric: str, percentile: float) -> float:
+        """Milliseconds."""
+        return float(np.percentile(self.run.result.values_ms(metric) or [0.0], percentile))
+
+    def as_json(self) -> dict[str, Any]:
+        figures = self.run.result.as_json()
+        arrays = ("input_lens", "output_lens", "start_times", "ttfts", "e2els")
+        for name in (*arrays, "output_tokens_by_second", "running_by_second"):
+            del figures[name]
+        return {
+            "load": self.load,
+            "is_kept": self.is_kept,
+            "good_share": self.good_share,
+            **figures,
+            "warnings": self.run.warnings(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    options: SweepOptions
+    steps: tuple[Step, ...]
+    """By load."""
+
+    @property
+    def knee(self) -> Step | None:
+        """The highest load below the first that failed; None if the first did."""
+        found = None
+        for step in self.steps:
+            if not step.is_kept:
+                break
+            found = step
+        return found
+
+    @property
+    def is_open(self) -> bool:
+        """Nothing failed up to `--sweep-to`: the knee is further up."""
+        return all(step.is_kept for step in self.steps)
+
+
+async def run_sweep(options: SweepOptions, run_step: RunStep, *, seed: int) -> SweepResult:
+    steps: list[Step] = []
+
+    async def measure(load: float) -> Step:
+        run = await run_step(step_options(options, load), seed + SEED_STEP * len(steps))
+        best = max((s.run.result.as_json()["output_throughput"] for s in steps), default=0.0)
+        steps.append(Step(load, run, keeps(options, run, best)))
+        return steps[-1]
+
+    load, last_kept = options.sweep_from, 0.0
+    while (step := await measure(load)).is_kept and load < options.sweep_to:
+        last_kept, load = load, min(load * 2, options.sweep_to)
+    if options.goodput and not step.is_kept:
+        low, high = last_kept, load
+        for _ in range(options.sweep_refine):
+            middle = _middle(options, low, high)
+            if middle is None:
+                break
+            if (await measure(middle)).is_kept:
+                low = middle
+            else:
+                high = middle
+    return SweepResult(options, tuple(sorted(steps, key=lambda s: s.load)))
+
+
+def step_options(options: SweepOptions, load: float) -> ServeOptions:
+    """The load test of one step."""
+    values = {f.name: getattr(options, f.name) for f in dataclasses.fields(ServeOptions)}
+    if options.sweep_over == "concurrency":
+        clients = round(load)
+        values["max_concurrency"] = clients
+        values["request_rate"] = math.inf
+        values["num_prompts"] = max(options.num_prompts, REQUESTS_PER_CLIENT * clients)
+    else:
+        values["request_rate"] = load
+        values["num_prompts"] = max(options.num_prompts, math.ceil(load * SECONDS))
+    return ServeOptions(**values)
+
+
+def keeps(options: SweepOptions, run: ServeRun, best_before: float) -> bool:
+    if options.goodput:
+        share = run.result.num_good / len(run.result.errors)
+        return share * 100 >= options.sweep_attainment
+    if any(run.result.errors):
+        return False
+    throughput: float = run.result.as_json()["output_throughput"]
+    return throughput >= best_before * (1 + options.sweep_gain / 100)
+
+
+def _middle(options: SweepOptions, low: float, high: float) -> float | None:
+    middle = (low + high) / 2
+    if options.sweep_over == "concurrency":
+        middle = float(int(middle))
+    else:
+        middle = float(f"{middle:.3g}")
+    return middle if low < middle < high else None
+
+
+def document(result: SweepResult, run: ServeRun, engine_flags: list[str] | None) -> dict[str, Any]:
+    """`run` is any of the steps: they share the server."""
+    knee = result.knee
+    return {
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "bench": "sweep",
+        "label": result.options.label,
+        "model_id": run.model.model_id,
+        "knee": None if knee is None else knee.load,
+        "knee_is_beyond": result.is_open,
+        "levels": [step.as_json() for step in result.steps],
+        "url": run.url,
+        "options": dataclasses.asdict(result.options),
+        "engine_flags": engine_flags,
+        "machine": report.machine(),
+        "versions": report.versions(),
+        "git_sha": report.git_sha(),
+    }
+
+
+def summary(result: SweepResult) -> str:
+    """The table, the verdict, and the curve."""
+    return "\n\n".join(("\n".join(_table(result)), verdict(result), "\n".join(_curve(result))))
+
+
+def _table(result: SweepResult) -> list[str]:
+    title = {"concurrency": "clients", "rate": "asked/s"}[result.options.sweep_over]
+    names = [title, "requests/s", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
+    lines = ["termgen bench sweep", "-" * 19]
+    good = f"{'good':>8}" if result.options.goodput else ""
+    lines.append("".join(f"{n:>12}" for n in names) + good)
+    for step in result.steps:
+        figures = step.run.result.as_json()
+        cells = [
+            f"{step.load:g}",
+            f"{figures['request_throughput']:.2f}",
+            f"{figures['output_throughput']:.1f}",
+            *(f"{step.figure(m, p):.1f}" for m in ("ttft", "tpot") for p in (50, 99)),
+        ]
+        good = f"{step.good_share:>8.0%}" if result.options.goodput else ""
+        mark = "  <- knee" if step is result.knee else ""
+        lines.append("".join(f"{c:>12}" for c in cells) + good + mark)
+    return lines
+
+
+def verdict(result: SweepResult) -> str:
+    options, knee = result.options, result.knee
+    unit = {"concurrency": "clients", "rate": "requests/s"}[options.sweep_over]
+    limit = (
+        f"{options.sweep_attainment:g}% of requests within {' '.join(options.goodput)}"
+        if options.goodput
+        else f"each step adding {options.sweep_gain:g}% of throughput"
+    )
+    if knee is None:
+        return f"no knee: {result.steps[0].load:g} {unit} was too much already ({limit})"
+    beyond = ", and no step was too much: raise --sweep-to" if result.is_open else ""
+    return f"knee: {knee.load:g} {unit} ({limit}){beyond}"
+
+
+def _curve(result: SweepResult) -> list[str]:
+    points = [(s.load, s.figure("ttft", 99), "●" if s.is_kept else "○") for s in result.steps]
+    return plots.scatter(
+        points,
+        title="TTFT p99 in ms (● kept, ○ too much)",
+        x_title={"concurrency": "clients", "rate": "requests/s"}[result.options.sweep_over],
+        limit=result.options.slo_ms().get("ttft"),
+    )
