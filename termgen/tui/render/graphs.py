@@ -26,6 +26,8 @@ MEMORY_NAMES = {
     "free_above_limit": ("free above the limit", "faint"),
 }
 
+NAME_WIDTH = 1 + max(len(name) for name, _ in MEMORY_NAMES.values())
+
 
 def graphs_page(
     view: DashboardView, model: ModelInfo, width: int, height: int, *, boxed: bool
@@ -118,14 +120,14 @@ def memory_panel(memory: MemoryLedger | None, frame: Frame) -> list[Row]:
     body: list[Row] = [_memory_bar(parts, memory.total_bytes, width)]
     for kind, nbytes in sorted(parts.items(), key=lambda item: -item[1]):
         name, role = MEMORY_NAMES[kind]
-        room = max(4, width - 41)
+        room = max(2, width - NAME_WIDTH - 19)
         body.append(
             (
                 (f"{_sign(role)} ", role),
-                (name.ljust(21), "muted"),
+                (name.ljust(NAME_WIDTH), "muted"),
                 *bar(nbytes / memory.total_bytes, room, role=role),
                 (size(nbytes).rjust(10), "text"),
-                (percent(nbytes / memory.total_bytes).rjust(8), "muted"),
+                (percent(nbytes / memory.total_bytes).rjust(7), "muted"),
             )
         )
     right: list[Span] = [(f"{count(memory.kv_cache_tokens)} tokens of KV", "muted")]
