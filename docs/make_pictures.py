@@ -18,6 +18,14 @@ from termgen.tui.app import TermgenApp
 
 FOLDER = Path(__file__).parent / "images"
 QUESTION = "Write a Python function that adds two numbers, and explain it in two sentences."
+PAGES = (
+    (("t",), "timeline"),
+    (("b",), "batch"),
+    (("k", "down", "down"), "blocks"),
+    (("t", "down", "down", "down", "i"), "request"),
+    (("g",), "graphs"),
+)
+"""Keys to press, and the picture of what they show."""
 SYSTEM = "You are a helpful assistant. " * 12
 
 
@@ -62,6 +70,10 @@ async def main() -> None:
         await pilot.press("f2")
         await pilot.pause(14.0)
         app.save_screenshot(str(FOLDER / "dashboard.svg"))
+        for key, name in PAGES:
+            await pilot.press(*key)
+            await pilot.pause(0.5)
+            app.save_screenshot(str(FOLDER / f"{name}.svg"))
         for client in clients:
             client.cancel()
         await asyncio.gather(*clients, return_exceptions=True)

@@ -38,6 +38,8 @@ file ([engine], [server] and [chat] tables with the same names), then defaults.
 ENGINE_THREAD = "termgen-engine"
 """Name of the thread that `AsyncEngine` starts."""
 
+POSITIONAL = {"generate": " [prompt]", "top": " [URL]"}
+
 CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens")
 """Settings of the chat that are no flags of `serve`: its requests bring their own."""
 
@@ -135,6 +137,7 @@ def build_parser() -> FlagParser:
     add_generate_flags(generate)
     _add_engine_flags(generate)
 
+    _add_top(commands)
     _add_bench(commands)
 
     text = "list known models and those on disk"
@@ -149,7 +152,7 @@ def build_parser() -> FlagParser:
 
 
 def _command(commands: Any, name: str, text: str, run: Any) -> FlagParser:
-    usage = f"%(prog)s [options]{' [prompt]' if name == 'generate' else ''}"
+    usage = f"%(prog)s [options]{POSITIONAL.get(name, '')}"
     parser: FlagParser = commands.add_parser(name, help=text, description=text, usage=usage)
     parser.add_argument(
         "--config", metavar="FILE", help="config file (default: config.toml in the user's folder)"
@@ -160,6 +163,22 @@ def _command(commands: Any, name: str, text: str, run: Any) -> FlagParser:
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EngineConfig, title="model and engine")
+
+
+def _add_top(commands: Any) -> None:
+    top = _command(commands, "top", "watch a running server, or a recording of one", top_command)
+    top.add_argument(
+        "url", nargs="?", metavar="URL", help="the server (default: http://127.0.0.1:8000)"
+    )
+    group = top.add_argument_group("recordings and access")
+    group.add_argument("--record", metavar="FILE", help="write all events to a file as they come")
+    group.add_argument("--replay", metavar="FILE", help="show such a file instead of a server")
+    group.add_argument(
+        "--admin-key-file",
+        metavar="FILE",
+        help="file whose first line is the server's admin key (default: TERMGEN_ADMIN_KEY)",
+    )
+    add_flags(top, UIConfig, title="dashboard", omit=CHAT_ONLY)
 
 
 def _add_bench(commands: Any) -> None:
@@ -231,6 +250,20 @@ def generate_command(args: argparse.Namespace) -> int:
 
     layers = _layers(args)
     return generate.run(args, layers, layers.resolve(EngineConfig))
+
+
+def top_command(args: argparse.Namespace) -> int:
+    ui = _layers(args).resolve(UIConfig)
+    if args.replay is not None:
+        for name in ("url", "record", "admin_key_file"):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"--replay FILE needs no {name}: leave one out", param=name)
+    _need_terminal("termgen top", "read /v1/events in scripts")
+    from termgen.top_command import run_replay, run_top
+
+    if args.replay is not None:
+        return run_replay(Path(args.replay), ui)
+    return run_top(args.url, ui, record=args.record, key_file=args.admin_key_file)
 
 
 def bench_command(args: argparse.Namespace) -> int:

@@ -53,6 +53,8 @@ def any_value(rng: random.Random, hint: Any) -> Any:
         return rng.choice(("", "FULL", "Grüße 👋", 'a"b\\c\nd', "\u2028"))
     if hint is RequestEventKind:
         return rng.choice(list(RequestEventKind))
+    if typing.get_origin(hint) is tuple:
+        return tuple(any_value(rng, typing.get_args(hint)[0]) for _ in range(rng.randrange(4)))
     raise AssertionError(f"the test knows no values of {hint}")
 
 

@@ -194,9 +194,7 @@ class EngineCore:
 
     def drain(self) -> None:
         """The last turn: wait for steps in flight and end every request; nothing is held then.
-
-        Nobody is told of the endings here: `close` comes next.
-        """
+        Nobody is told of the endings here: `close` comes next."""
         self._run_out()
         self.scheduler.land_all()
         finish_all(self.scheduler)
@@ -215,7 +213,8 @@ class EngineCore:
         handle = self.executor.submit(plan)
         launched_ns = time.perf_counter_ns()
         self.run_ahead.planned(plan)
-        times = StepTimes(planned_ns, submitted_ns, launched_ns, len(self._in_flight))
+        prefills = self._publisher.prefills(plan)
+        times = StepTimes(planned_ns, submitted_ns, launched_ns, len(self._in_flight), prefills)
         self._in_flight.append(_InFlight(plan, handle, times))
         self._last_plan = plan
         return True

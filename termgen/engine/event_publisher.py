@@ -18,6 +18,9 @@ from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import AppliedStep
 from termgen.engine.step import StepPlan, StepResult
 
+Prefills = tuple[tuple[str, ...], tuple[int, ...]]
+"""Requests with a part of their prompt in a step, and how many tokens of each."""
+
 
 @dataclass(slots=True)
 class StepTimes:
@@ -28,6 +31,7 @@ class StepTimes:
     launched_ns: int
     queue_depth: int
     """Steps in flight when it was submitted."""
+    prefills: Prefills = ((), ())
     waited_ns: int = 0
     """When the loop began to wait for it."""
     landed_ns: int = 0
@@ -45,9 +49,11 @@ class EventPublisher:
         self._bus = bus
         self._scheduler = scheduler
         self._last_ended_ns = 0
+        self._publish_ns = 0
 
     def queued(self, request: Request) -> None:
-        self._tell(request, RequestEventKind.QUEUED, request.arrival_ns)
+        detail = request.params.describe() if self._bus.has_readers else ""
+        self._tell(request, RequestEventKind.QUEUED, request.arrival_ns, detail)
 
     def started(self, rows: Iterable[StartedRow], time_ns: int) -> None:
         """Told when planned: a request may be over when its first step lands."""
@@ -63,6 +69,21 @@ class EventPublisher:
         for row in rows:
             self._tell_ended(row, RequestEventKind.FINISHED, time_ns, row.reason.value)
 
+    def prefills(self, plan: StepPlan) -> Prefills:
+        """Whose prompts a new plan computes, and how much of them; nothing when nobody listens.
+
+        Asked when planned: a request may be over, and its slot another's, when the step lands.
+        """
+        if not self._bus.has_readers:
+            return (), ()
+        table = self._scheduler.slots
+        past_prompt = plan.num_computed >= table.num_prompt[plan.slots]
+        rows = np.flatnonzero((plan.num_tokens > 1) | ~past_prompt)
+        if not len(rows):
+            return (), ()
+        ids = tuple(table.request_at(slot).request_id for slot in plan.slots[rows].tolist())
+        return ids, tuple(plan.num_tokens[rows].tolist())
+
     def step(
         self,
         plan: StepPlan,
@@ -71,6 +92,7 @@ class EventPublisher:
         times: StepTimes,
     ) -> StepRecord:
         """A landed step, and the first tokens in it."""
+        began_ns = time.perf_counter_ns()
         scheduler = self._scheduler
         pool, stats = scheduler.kv.pool, scheduler.stats
         past_prompt = plan.num_computed >= scheduler.slots.num_prompt[plan.slots]
@@ -109,9 +131,14 @@ class EventPublisher:
             host_us=times.host_ns / 1e3,
             wait_us=(times.landed_ns - times.waited_ns) / 1e3,
             idle_us=max(0, result.started_ns - free_since_ns) / 1e3,
+            prefill_ids=times.prefills[0],
+            prefill_tokens=times.prefills[1],
+            num_evictions=pool.num_evictions,
+            publish_us=self._publish_ns / 1e3,
         )
         self._bus.publish(record)
         self._first_tokens(applied, times.landed_ns)
+        self._publish_ns = time.perf_counter_ns() - began_ns
         return record
 
     def _first_tokens(self, applied: AppliedStep, time_ns: int) -> None:

@@ -64,6 +64,15 @@ class StepRecord(NamedTuple):
     """How long the loop waited for this step's results."""
     idle_us: float = 0.0
     """How long the device had nothing to run before this step, although there was work."""
+    prefill_ids: tuple[str, ...] = ()
+    """Requests with a part of their prompt, or of what they compute again, in this step. All other
+    rows decode. Those that were over before it landed are left out."""
+    prefill_tokens: tuple[int, ...] = ()
+    """How many tokens of each."""
+    num_evictions: int = 0
+    """Since start: blocks whose cached prefix had to be forgotten for new tokens."""
+    publish_us: float = 0.0
+    """What telling of the step before this one took the engine."""
 
     @property
     def launched_ns(self) -> int:
@@ -89,7 +98,7 @@ class RequestEvent(NamedTuple):
     num_output_tokens: int
     num_cached_tokens: int
     detail: str = ""
-    """Finish reason, or why it was preempted."""
+    """Finish reason, or why it was preempted; of a queued one its sampling parameters."""
 
 
 EngineEvent = StepRecord | RequestEvent
@@ -142,6 +151,10 @@ class EventBus:
 
     def unsubscribe(self, ring: EventRing) -> None:
         self._rings = tuple(r for r in self._rings if r is not ring)
+
+    @property
+    def has_readers(self) -> bool:
+        return bool(self._rings)
 
     def publish(self, event: EngineEvent) -> None:
         for ring in self._rings:
@@ -216,3 +229,5 @@ class EngineSnapshot:
     """`EngineClient.pause` holds back new requests, or all steps."""
     sleep_level: int = 0
     """How much was given back until `EngineClient.wake_up`; 0: awake."""
+    waiting_reason: str = ""
+    """Why the first of the queue does not run; the others wait for their turn."""

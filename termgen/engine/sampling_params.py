@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.errors import RequestError
@@ -163,6 +163,18 @@ class SamplingParams:
                     " all spaces",
                     param="bad_words",
                 )
+
+    def describe(self) -> str:
+        """What differs from the defaults, for people: `temperature 0.7 max_tokens 64`. No text of
+        the request: of what is text or a list, only how much there is."""
+        parts = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != f.default:
+                is_plain = isinstance(value, (bool, int, float))
+                shown = f"{value:g}" if isinstance(value, float) else value
+                parts.append(f"{f.name} {shown if is_plain else f'({len(value)})'}")
+        return " ".join(parts)
 
     def validate_for(self, *, vocab_size: int) -> None:
         """Check what depends on the model. Raises `RequestError` naming the field."""

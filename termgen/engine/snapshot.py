@@ -67,7 +67,22 @@ def build_snapshot(
         num_graphs=graphs.num_graphs,
         paused=paused,
         sleep_level=sleep_level,
+        waiting_reason=_waiting_reason(scheduler, plan, paused) if len(scheduler.waiting) else "",
     )
+
+
+def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -> str:
+    """What the first of the queue lacks."""
+    if paused:
+        return "the engine is paused"
+    if not scheduler.free_slots:
+        return "all places taken"
+    request = scheduler.waiting.peek()
+    needed = -(-len(request.token_ids) // scheduler.kv.block_size)
+    if needed > scheduler.kv.pool.num_free:
+        return "not enough free KV blocks"
+    budget = scheduler.config.max_num_batched_tokens
+    return "token budget spent" if plan and plan.total_tokens >= budget else "next step"
 
 
 def _running_view(scheduler: Scheduler, slot: int, scheduled: int, now: int) -> RequestView:

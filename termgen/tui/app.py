@@ -10,6 +10,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from rich.text import Text
@@ -27,7 +28,8 @@ from termgen.tui import themes
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.screens.help import HelpScreen, HelpSection
+from termgen.tui.screens.dashboard_keys import KEYS
+from termgen.tui.screens.help import HelpScreen, HelpSection, key_names
 from termgen.tui.screens.loading import LoadingScreen, StartupProgress
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.transcript import Transcript
@@ -135,19 +137,25 @@ class TermgenApp(App[None]):
     @work(exclusive=True, group="boot")
     async def _boot(self) -> None:
         try:
-            self.client = await self._start_engine(self._progress.report)
+            await self.open_screens(self._progress.report)
         except TermgenError as error:
             self._fail_start(str(error))
             return
         except Exception as error:  # the top of the start: whatever it is, one line says so
             self._fail_start(f"the engine could not start: {type(error).__name__}: {error}")
             return
-        client = self.client
-        self.add_mode("chat", lambda: self.make_chat(client))
-        # Made now, so that it listens from the start and has a history when it is first shown.
-        dashboard = self._dashboard = self.make_dashboard(client)
-        self.add_mode("dashboard", lambda: dashboard)
         await self.action_show(self._start_screen)
+
+    async def open_screens(self, report: Callable[[str, float], None]) -> None:
+        """Start the engine and make its screens."""
+        client = self.client = await self._start_engine(report)
+        self.add_mode("chat", lambda: self.make_chat(client))
+        self.add_dashboard(self.make_dashboard(client))
+
+    def add_dashboard(self, dashboard: DashboardScreen) -> None:
+        """Made at once, so that it listens from the start and has a history when first shown."""
+        self._dashboard = dashboard
+        self.add_mode("dashboard", lambda: dashboard)
 
     def make_chat(self, client: EngineClient) -> ChatScreen:
         return ChatScreen(client, self.ui)
@@ -188,21 +196,24 @@ class TermgenApp(App[None]):
 
     async def action_show(self, name: str) -> None:
         """Show `chat` or `dashboard`, once there is an engine."""
-        if self.client is not None:
+        if self._dashboard is not None:
             self._shown = name
             await self.switch_mode(name)
 
     def action_help(self) -> None:
-        if self.client is None or isinstance(self.screen, HelpScreen):
+        if self._dashboard is None or isinstance(self.screen, HelpScreen):
             return
+        self.push_screen(HelpScreen(self.help_sections()))
+
+    def help_sections(self) -> list[HelpSection]:
+        """What is shown first comes first."""
         here: list[HelpSection] = [
             ("Chat", [*Prompt.BINDINGS[:2], *ChatScreen.BINDINGS]),
             ("Engine", DashboardScreen.BINDINGS),
         ]
         if self._shown == "dashboard":
             here.reverse()
-        sections = [*here, ("Transcript", Transcript.BINDINGS), ("Everywhere", self.BINDINGS)]
-        self.push_screen(HelpScreen(sections))
+        return [*here, ("Transcript", Transcript.BINDINGS), ("Everywhere", self.BINDINGS)]
 
     def action_interrupt(self) -> None:
         """ctrl+c: copy a selection, else stop an answer, else quit when pressed twice."""
@@ -239,9 +250,8 @@ class TermgenApp(App[None]):
                 "System prompt", "Instructions for the model (/system)", screen.action_edit_system
             )
         if isinstance(screen, DashboardScreen):
-            yield SystemCommand("Pause", "Freeze or go on live (space)", screen.action_pause)
-            yield SystemCommand("Live", "Follow the engine (esc)", screen.action_live)
-        if self.client is not None:
+            yield from self._dashboard_commands(screen)
+        if self._dashboard is not None:
             yield SystemCommand("Chat", "Go to the chat (1)", lambda: self.action_show("chat"))
             yield SystemCommand(
                 "Engine", "Watch the engine work (2)", lambda: self.action_show("dashboard")
@@ -250,6 +260,15 @@ class TermgenApp(App[None]):
         yield SystemCommand("Theme", "Choose the colours (/theme)", self.action_change_theme)
         yield SystemCommand("Screenshot", "Save an SVG picture (F12)", self._save_picture)
         yield SystemCommand("Quit", "Leave termgen (ctrl+q)", self.action_quit)
+
+    def _dashboard_commands(self, screen: DashboardScreen) -> Iterable[SystemCommand]:
+        """Every key of the dashboard but those that move, which one holds down."""
+        for binding in KEYS:
+            if binding.action.startswith(("app.", "step(", "select(")):
+                continue
+            help_text = f"{binding.tooltip} ({key_names(binding)})"
+            run = partial(screen.run_action, binding.action)
+            yield SystemCommand(binding.description, help_text, run)
 
     def _save_picture(self) -> None:
         self.set_timer(0.2, self.action_screenshot)  # after the palette has closed

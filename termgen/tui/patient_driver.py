@@ -16,6 +16,8 @@ from textual.drivers.linux_driver import LinuxDriver
 MOST_QUEUED = 20
 """Writes. A start and an end take ten or so at once, and a frame two or three."""
 
+LONGEST_CLOSE_S = 2.0
+
 
 class PatientDriver(LinuxDriver):
     """LinuxDriver whose `write` returns at once."""
@@ -36,9 +38,13 @@ class PatientDriver(LinuxDriver):
             super().write(data)
 
     def close(self) -> None:
-        """Write out what is queued, unless that could take for ever: its thread ends with us."""
+        """Write out what is queued, as far as that does not take long: the thread ends with us."""
+        writer = self._writer_thread
+        if writer is None:
+            return
         if not self.is_behind:
-            super().close()
-        elif self.attrs_before is not None:
+            writer._queue.put(None)
+            writer.join(LONGEST_CLOSE_S)
+        if writer.is_alive() and self.attrs_before is not None:
             with suppress(termios.error):
                 termios.tcsetattr(self.fileno, termios.TCSANOW, self.attrs_before)

@@ -19,6 +19,9 @@ from termgen.engine.events import (
     RequestEventKind,
     StepRecord,
 )
+from termgen.tui.graph_stats import GraphFigures, GraphStats
+from termgen.tui.lanes import LaneBook
+from termgen.tui.log import LogBook
 
 BUCKET_NS = 250_000_000
 """Width of one point of the series."""
@@ -90,6 +93,9 @@ class DashboardView:
     num_dropped: int
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    graphs: GraphFigures
+    window_s: int | None = None
+    """How far back the series go; None: as many of their points as there is room for."""
 
     @property
     def num_blocks(self) -> int:
@@ -155,6 +161,10 @@ class DashboardStore:
         self._finished: deque[tuple[int, RequestRow]] = deque(maxlen=FINISHED_KEPT)
         self._last_rows: dict[str, RequestRow] = {}
         self._num_finished = 0
+        self._graphs = GraphStats()
+        self.lanes = LaneBook()
+        """What each request did, for any step that is kept."""
+        self.log = LogBook()
         self._snapshot: EngineSnapshot | None = None
 
     def apply(self, events: Iterable[EngineEvent]) -> None:
@@ -166,12 +176,16 @@ class DashboardStore:
 
     def set_snapshot(self, snapshot: EngineSnapshot) -> None:
         self._snapshot = snapshot
+        self.lanes.add_snapshot(snapshot)
         self._last_rows = {
             row.request_id: row for row in self._live_rows(snapshot, snapshot.time_ns)
         }
 
     def _apply_step(self, step: StepRecord) -> None:
         self._steps.append(step)
+        self._graphs.add(step)
+        self.lanes.add_step(step)
+        self.log.add_step(step)
         last = step.ended_ns // BUCKET_NS
         first = max(step.started_ns // BUCKET_NS, last - MAX_STEP_BUCKETS)
         share = 1 / (last - first + 1)
@@ -181,6 +195,8 @@ class DashboardStore:
         self._step_ms.peak(last, step_ms(step))
 
     def _apply_request(self, event: RequestEvent) -> None:
+        self.lanes.add_event(event)
+        self.log.add_event(event)
         track = self._live.get(event.request_id)
         if track is None:
             if event.kind is RequestEventKind.FINISHED:
@@ -243,13 +259,14 @@ class DashboardStore:
             )
         return rows
 
-    def view(self, now_ns: int) -> DashboardView:
-        """The state at `now_ns`, ready to be drawn."""
+    def view(self, now_ns: int, *, window_s: int | None = None) -> DashboardView:
+        """The state at `now_ns`, ready to be drawn. Step times are those of the window."""
         newest = now_ns // BUCKET_NS - 1  # the bucket under way is not full yet
         per_second = 1e9 / BUCKET_NS
         decode = self._decode.window(newest, HISTORY_BUCKETS)
         prefill = self._prefill.window(newest, HISTORY_BUCKETS)
-        recent = [step_ms(s) for s in self._steps if now_ns - s.ended_ns < STEP_WINDOW_NS]
+        window_ns = STEP_WINDOW_NS if window_s is None else window_s * 1_000_000_000
+        recent = [step_ms(s) for s in self._steps if now_ns - s.ended_ns < window_ns]
         step, snapshot = (self._steps[-1] if self._steps else None), self._snapshot
         newer = step if step and (not snapshot or step.applied_ns > snapshot.time_ns) else None
         counters: StepRecord | EngineSnapshot | None = newer or snapshot
@@ -282,6 +299,8 @@ class DashboardStore:
             num_dropped=self.num_dropped,
             max_num_seqs=snapshot.max_num_seqs if snapshot else None,
             max_num_batched_tokens=snapshot.max_num_batched_tokens if snapshot else None,
+            graphs=self._graphs.figures,
+            window_s=window_s,
         )
         return view if counters is None else _with_counters(view, counters)
 
@@ -309,6 +328,16 @@ def _with_counters(view: DashboardView, source: StepRecord | EngineSnapshot) -> 
         prefix_hit_rate=source.prefix_hit_tokens / queries if queries else None,
         prefix_hit_tokens=source.prefix_hit_tokens,
     )
+
+
+def windowed(values: Sequence[float], window_s: int | None, points: int) -> Sequence[float]:
+    """The last seconds of a series in so many points; each shows the highest of what it covers."""
+    if window_s is None or points <= 0:
+        return values
+    count = max(1, min(len(values), window_s * 1_000_000_000 // BUCKET_NS))
+    tail = values[len(values) - count :]
+    ends = [max(i * count // points + 1, (i + 1) * count // points) for i in range(points)]
+    return [max(tail[i * count // points : end]) for i, end in enumerate(ends)] if tail else ()
 
 
 def step_ms(step: StepRecord) -> float:

@@ -21,9 +21,10 @@ class Stuck(io.StringIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_read = threading.Event()
+        self.is_written, self.is_read = threading.Event(), threading.Event()
 
     def write(self, text: str) -> int:
+        self.is_written.set()
         assert self.is_read.wait(LIMIT_S)
         return super().write(text)
 
@@ -42,7 +43,9 @@ def test_writes_never_wait() -> None:
     done = threading.Event()
 
     def write() -> None:
-        for i in range(10 * MOST_QUEUED):
+        driver.write("frame 0\n")
+        assert file.is_written.wait(LIMIT_S)  # the driver's thread waits for the terminal now
+        for i in range(1, 10 * MOST_QUEUED):
             driver.write(f"frame {i}\n")
         driver.close()
         done.set()

@@ -248,3 +248,20 @@ async def test_new_colours_reach_every_panel() -> None:
         after = canvas.render_lines(Region(0, 0, *canvas.size))
         assert [s.text for s in after] == [s.text for s in before]
         assert after != before
+
+
+async def test_the_window_of_the_series_is_chosen_by_a_key() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        before = panel(app, "decode")
+        await pilot.press("w")
+        await pilot.pause()
+        assert "decode 30 s" in panel(app, "decode") and "step 30 s" in panel(app, "step")
+        await pilot.press("w", "w")
+        await app.dashboard.refresh_view()
+        assert "decode 120 s" in panel(app, "decode")
+        await pilot.press("w")
+        await pilot.pause()
+        assert panel(app, "decode") == before

@@ -103,5 +103,18 @@ def test_dashboard_without_colours(snap_compare: Compare, monkeypatch: pytest.Mo
     assert snap_compare(app, terminal_size=(80, 24), run_before=busy)
 
 
+@pytest.mark.parametrize(
+    ("key", "size"), [("t", (120, 40)), ("b", (80, 24)), ("k", (80, 24)), ("g", (120, 40))]
+)
+def test_dashboard_pages(snap_compare: Compare, key: str, size: tuple[int, int]) -> None:
+    async def turn_to(pilot: Pilot[Any]) -> None:
+        await busy(pilot)
+        await pilot.press(key)
+        await pilot.pause()
+
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    assert snap_compare(app, terminal_size=size, run_before=turn_to)
+
+
 def test_help(snap_compare: Compare) -> None:
     assert snap_compare(FrozenApp(chat_engine()), terminal_size=(80, 24), run_before=help_shown)

@@ -27,6 +27,7 @@ from termgen.tui.store import (
     padding_share,
     percentile,
     step_ms,
+    windowed,
 )
 
 
@@ -178,3 +179,22 @@ def test_helpers() -> None:
     assert percentile([], 50) is None
     assert percentile([1.0, 3.0], 50) == 2.0
     assert step_ms(make_step_record(started_ns=5 * MS, ended_ns=9 * MS)) == 4
+
+
+def test_a_window_shows_its_seconds_in_any_number_of_points() -> None:
+    values = tuple(float(i) for i in range(480))  # two minutes of quarter seconds
+    assert windowed(values, None, 10) is values
+    assert windowed(values, 30, 10) == [371.0 + 12 * i for i in range(10)]
+    assert windowed(values, 30, 240) == [360.0 + i // 2 for i in range(240)]
+    assert list(windowed(values, 120, 480)) == list(values)
+    peak = [0.0] * 480
+    peak[400] = 7.0
+    assert max(windowed(peak, 120, 13)) == 7.0
+    assert max(windowed(peak, 19, 13)) == 0.0
+
+
+def test_step_times_are_those_of_the_window() -> None:
+    store = DashboardStore(started_ns=NOW_NS - 200 * SECOND)
+    store.apply([step(1, end_ns=NOW_NS - 50 * SECOND, ms=90.0), step(2, end_ns=NOW_NS, ms=10.0)])
+    assert store.view(NOW_NS).step_p99_ms == pytest.approx(10.0)
+    assert store.view(NOW_NS, window_s=60).step_p99_ms == pytest.approx(89.2)

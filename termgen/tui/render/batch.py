@@ -13,7 +13,7 @@ from termgen.tui.spans import Row, Span, merge
 from termgen.tui.store import mode_letter, mode_shares, padding_share, step_ms, step_tokens
 
 MIN_PEAK_TOKENS = 16
-_MODE_ROLES = {"F": "mode-full", "P": "mode-piecewise", "N": "mode-none"}
+MODE_ROLES = {"F": "mode-full", "P": "mode-piecewise", "N": "mode-none"}
 
 
 def batch_panel(
@@ -21,7 +21,7 @@ def batch_panel(
 ) -> list[Row]:
     """`cursor` counts steps back from the newest; None follows the newest."""
     width, height = frame.inner_width, frame.inner_height
-    shown, marked = _window(steps, width, cursor)
+    shown, marked = steps_in_view(steps, width, cursor)
     step = shown[marked] if shown else None
     title: list[Span] = [
         ("batch", "text/b"),
@@ -47,7 +47,7 @@ def batch_panel(
     return frame.draw(title, legend, body)
 
 
-def _window(
+def steps_in_view(
     steps: Sequence[StepRecord], width: int, cursor: int | None
 ) -> tuple[list[StepRecord], int]:
     """The steps in view and the index of the marked one among them."""
@@ -115,7 +115,7 @@ def _modes(steps: Sequence[StepRecord], marked: int | None) -> Row:
     spans: list[Span] = []
     for index, step in enumerate(steps):
         letter = mode_letter(step.graph_mode)
-        role = _MODE_ROLES.get(letter, "mode-none")
+        role = MODE_ROLES.get(letter, "mode-none")
         spans.append((letter, role + "/r" if index == marked else role))
     return merge(spans)
 

@@ -42,8 +42,9 @@ def kv_cells(
     max_cells: int,
     *,
     selected: int = -1,
+    per_cell: int | None = None,
 ) -> KvCells:
-    """Scale the blocks (without null blocks) to at most `max_cells` cells.
+    """Scale the blocks (without null blocks) to at most `max_cells` cells, or to `per_cell` each.
 
     A cell of several blocks takes the strongest state among them (shared, active, cached, free);
     one that is less than half in use is marked as partly used. Neighbouring owners alternate
@@ -56,11 +57,14 @@ def kv_cells(
     odd = (states == BlockState.ACTIVE) & (owners >= 0) & (owners % 2 == 1)
     chosen = used & (owners == selected) & (selected >= 0)
     num_blocks, num_cells = len(kinds), max(1, max_cells)
-    if num_blocks <= num_cells:
+    if per_cell == 1 or (per_cell is None and num_blocks <= num_cells):
         kinds[odd] = ACTIVE_ALT
         kinds[chosen] = SELECTED
         return KvCells(kinds, 1)
-    starts = np.arange(num_cells) * num_blocks // num_cells  # [cells] first block of each
+    if per_cell is None:
+        starts = np.arange(num_cells) * num_blocks // num_cells  # [cells] first block of each
+    else:
+        starts = np.arange(0, num_blocks, per_cell)
     sizes = np.diff(starts, append=num_blocks)
     cells = np.maximum.reduceat(kinds, starts)
     num_used = np.add.reduceat(used.astype(np.int64), starts)
@@ -68,7 +72,7 @@ def kv_cells(
     cells[active & (np.add.reduceat(odd.astype(np.int64), starts) * 2 > num_used)] = ACTIVE_ALT
     cells[active & (num_used * 2 < sizes)] = PART
     cells[np.logical_or.reduceat(chosen, starts)] = SELECTED
-    return KvCells(cells, num_blocks / num_cells)
+    return KvCells(cells, per_cell or num_blocks / num_cells)
 
 
 def map_rows(cells: KvCells, width: int, glyphs: Glyphs) -> list[Row]:
@@ -102,7 +106,7 @@ def kv_panel(
         snapshot.block_states,
         snapshot.block_owners,
         width * max(1, frame.inner_height),
-        selected=_owner_index(snapshot, selected),
+        selected=owner_index(snapshot, selected),
     )
     per_cell = cells.blocks_per_cell
     scale = f" · {rate(per_cell)}/cell" if per_cell > 1 and frame.width >= WIDE else ""
@@ -136,7 +140,7 @@ def _num_shared(view: DashboardView) -> int:
     return min(shared, view.num_used_blocks)
 
 
-def _owner_index(snapshot: EngineSnapshot, request_id: str | None) -> int:
+def owner_index(snapshot: EngineSnapshot, request_id: str | None) -> int:
     if request_id is None:
         return -1
     for index, request in enumerate(snapshot.requests):

@@ -11,7 +11,7 @@ from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import bar, braille, spark
 from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, row_width, spread
-from termgen.tui.store import DashboardView
+from termgen.tui.store import DashboardView, windowed
 
 ROOMY_TILE = 35
 
@@ -27,6 +27,10 @@ class LiveState:
     """CPU share of the thread that draws, per wall second."""
     back: int = 0
     """Steps behind the newest, when paused."""
+    trouble: str = "engine stopped"
+    """What is wrong when not healthy."""
+    replay: str = ""
+    """Where a recording is, and its speed; empty when this is no recording."""
 
 
 def model_words(model: ModelInfo) -> str:
@@ -73,10 +77,12 @@ def header(model: ModelInfo, view: DashboardView, live: LiveState, width: int) -
 def _live_words(view: DashboardView, live: LiveState, width: int) -> list[Span]:
     right: list[Span] = []
     if not live.healthy:
-        right.append(("✗ engine stopped  ", "bad/b"))
+        right.append((f"✗ {live.trouble}  ", "bad/b"))
     elif live.paused:
         back = f" −{live.back}" if live.back else ""
         right.append((f"❚❚ paused{back}  ", "warn/b"))
+    elif live.replay:
+        right.append(("▶ replay  ", "accent/b"))
     else:
         right += [("● ", "good"), (f"live {live.hz:g} Hz  ", "text")]
     if view.num_dropped:
@@ -84,18 +90,18 @@ def _live_words(view: DashboardView, live: LiveState, width: int) -> list[Span]:
     if live.observer_share is not None:
         name = "observer" if width >= 100 else "obs"
         right.append((f"{name} {percent(live.observer_share)}  ", "muted"))
-    right.append((clock(view.uptime_s) + " ", "muted"))
+    right.append(((live.replay or clock(view.uptime_s)) + " ", "muted"))
     return right
 
 
 def decode_tile(view: DashboardView, frame: Frame) -> list[Row]:
     right = [(rate(view.decode_rate), "decode/b"), (" tok/s", "muted")]
-    return _series_tile("decode", view.decode_series, right, "decode", frame)
+    return _series_tile("decode", view.decode_series, right, "decode", frame, view.window_s)
 
 
 def prefill_tile(view: DashboardView, frame: Frame) -> list[Row]:
     right = [(rate(view.prefill_rate), "prefill/b"), (" tok/s", "muted")]
-    return _series_tile("prefill", view.prefill_series, right, "prefill", frame)
+    return _series_tile("prefill", view.prefill_series, right, "prefill", frame, view.window_s)
 
 
 def step_tile(view: DashboardView, frame: Frame) -> list[Row]:
@@ -103,15 +109,23 @@ def step_tile(view: DashboardView, frame: Frame) -> list[Row]:
     right: list[Span] = [(p50, "latency/b"), ("/", "muted"), (p99, "latency/b"), (" ms", "muted")]
     if frame.width >= ROOMY_TILE:
         right = [("p50 ", "muted"), right[0], ("  p99 ", "muted"), *right[2:]]
-    return _series_tile("step", view.step_series, right, "latency", frame)
+    return _series_tile("step", view.step_series, right, "latency", frame, view.window_s)
 
 
 def _series_tile(
-    name: str, values: tuple[float, ...], right: list[Span], role: str, frame: Frame
+    name: str,
+    values: tuple[float, ...],
+    right: list[Span],
+    role: str,
+    frame: Frame,
+    window_s: int | None,
 ) -> list[Row]:
     width, height = frame.inner_width, frame.inner_height
-    rows = braille(values, width, height, role=role)
-    return frame.draw([(name, "text/b")], right, rows)
+    rows = braille(windowed(values, window_s, 2 * width), width, height, role=role)
+    title: list[Span] = [(name, "text/b")]
+    if window_s is not None:
+        title.append((f" {window_s} s", "muted"))
+    return frame.draw(title, right, rows)
 
 
 def gauges_tile(view: DashboardView, frame: Frame) -> list[Row]:
@@ -178,9 +192,9 @@ def sparks_line(view: DashboardView, width: int) -> Row:
     room = max(3, width - 1 - sum(len(label) for label in labels)) // 3
     return (
         (labels[0], "muted"),
-        *spark(view.decode_series, room, role="decode"),
+        *spark(windowed(view.decode_series, view.window_s, room), room, role="decode"),
         (labels[1], "muted"),
-        *spark(view.prefill_series, room, role="prefill"),
+        *spark(windowed(view.prefill_series, view.window_s, room), room, role="prefill"),
         (labels[2], "muted"),
-        *spark(view.step_series, room, role="latency"),
+        *spark(windowed(view.step_series, view.window_s, room), room, role="latency"),
     )

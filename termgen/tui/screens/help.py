@@ -28,6 +28,14 @@ _NAMES = {
     "pageup": "pgup",
     "pagedown": "pgdn",
     "question_mark": "?",
+    "left_square_bracket": "[",
+    "right_square_bracket": "]",
+    "less_than_sign": "<",
+    "greater_than_sign": ">",
+    "equals_sign": "=",
+    "plus": "+",
+    "slash": "/",
+    "minus": "-",
 }
 
 

@@ -1,0 +1,78 @@
+"""`termgen top`: opens files and reads the key on the plain terminal, then shows the dashboard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from termgen.config import UIConfig
+from termgen.errors import ConfigError
+from termgen.exit_codes import OK
+from termgen.tui import themes
+from termgen.tui.attach import DEFAULT_URL, RemoteFeed
+from termgen.tui.feed import StreamFeed
+from termgen.tui.replay import ReplayFeed
+from termgen.tui.top_app import TopApp
+
+KEY_VARIABLE = "TERMGEN_ADMIN_KEY"
+
+
+def run_top(url: str | None, ui: UIConfig, *, record: str | None, key_file: str | None) -> int:
+    """Watch a server until the person quits."""
+    key = read_key(key_file)
+    recording = _open_recording(record) if record is not None else None
+
+    async def connect() -> StreamFeed:
+        return await RemoteFeed.connect(
+            url or DEFAULT_URL, hz=ui.dashboard_hz, key=key, record=recording
+        )
+
+    try:
+        return _show(connect, ui)
+    finally:
+        if recording is not None:
+            recording.close()
+
+
+def run_replay(path: Path, ui: UIConfig) -> int:
+    """Show a recording. It is read before the screen opens: what is wrong with it is one line."""
+    feed = ReplayFeed.open(path)
+    feed.stop(True)  # its time begins when the screen is there
+
+    async def start() -> StreamFeed:
+        feed.stop(False)
+        return feed
+
+    return _show(start, ui)
+
+
+def read_key(path: str | None) -> str | None:
+    """The first line of the file, or what the environment has; None without either."""
+    if path is None:
+        return os.environ.get(KEY_VARIABLE, "").split(",")[0].strip() or None
+    try:
+        lines = Path(path).read_text("utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--admin-key-file {path}: {error}", param="admin_key_file") from error
+    if not lines:
+        raise ConfigError(f"--admin-key-file {path} is empty", param="admin_key_file")
+    return lines[0]
+
+
+def _open_recording(path: str) -> BinaryIO:
+    """A recording that exists already is somebody's: it is not written over."""
+    try:
+        return open(path, "xb")
+    except FileExistsError as error:
+        raise ConfigError(f"--record {path} exists already", param="record") from error
+    except OSError as error:
+        raise ConfigError(f"--record {path}: {error.strerror}", param="record") from error
+
+
+def _show(open_feed: Callable[[], Awaitable[StreamFeed]], ui: UIConfig) -> int:
+    themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
+    app = TopApp(open_feed, ui=ui)
+    app.run()
+    return app.return_code or OK

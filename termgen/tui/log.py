@@ -1,0 +1,115 @@
+"""The log of the dashboard: what the events tell worth a line, and what this process has logged.
+
+`LogBook` keeps the newest lines, `LogTap` brings records of Python's logging from any thread. The
+text of requests is in neither. No Textual.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from termgen.engine.events import RequestEvent, RequestEventKind, StepRecord
+
+KEPT = 4096
+TAPPED = 1024
+SLOW_STEP_MS = 1000.0
+LOGGERS = ("termgen", "uvicorn")
+
+
+class Level(enum.IntEnum):
+    DEBUG = 0
+    INFO = 1
+    WARNING = 2
+    ERROR = 3
+
+
+class Line(NamedTuple):
+    time_ns: int
+    level: Level
+    text: str
+
+
+class LogBook:
+    """Lines in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._lines: deque[Line] = deque(maxlen=KEPT)
+        self._late_compiles: int | None = None
+        self._reason = ""
+
+    def add(self, line: Line) -> None:
+        self._lines.append(line)
+
+    def add_step(self, step: StepRecord) -> None:
+        """Most steps are worth no line."""
+        took_ms = (step.ended_ns - step.started_ns) / 1e6
+        if took_ms >= SLOW_STEP_MS:
+            tokens = step.num_decode_rows + step.num_prefill_tokens
+            text = f"step {step.step_id} took {took_ms:.0f} ms for {tokens} tokens"
+            self.add(Line(step.applied_ns, Level.WARNING, text))
+        before, self._late_compiles = self._late_compiles, step.num_late_compiles
+        if step.num_late_compiles > (before or 0):
+            text = f"kernels compiled while serving: {step.num_late_compiles} since the start"
+            self.add(Line(step.applied_ns, Level.ERROR, text))
+        if step.graph_reason and step.graph_reason != self._reason:
+            text = f"step {step.step_id} ran {step.graph_mode}: {step.graph_reason}"
+            self.add(Line(step.applied_ns, Level.DEBUG, text))
+        self._reason = step.graph_reason or self._reason
+
+    def add_event(self, event: RequestEvent) -> None:
+        kinds, name = RequestEventKind, event.request_id
+        level, text = Level.DEBUG, f"{name} {event.kind.value.replace('_', ' ')}"
+        if event.kind is kinds.QUEUED:
+            text += f", {event.num_prompt_tokens} prompt tokens"
+        elif event.kind is kinds.SCHEDULED and event.num_cached_tokens:
+            text += f", {event.num_cached_tokens} prompt tokens found in the cache"
+        elif event.kind is kinds.PREEMPTED:
+            level, text = Level.WARNING, f"{name} preempted: {event.detail}"
+        elif event.kind is kinds.FINISHED:
+            level = Level.ERROR if event.detail == "error" else Level.INFO
+            text = f"{name} finished: {event.detail}, {event.num_output_tokens} tokens"
+        self.add(Line(event.time_ns, level, text))
+
+    def matching(self, level: Level, words: str, until_ns: int) -> Sequence[Line]:
+        """Lines of at least this level, with these words in them, up to a moment."""
+        wanted = words.casefold()
+        return [
+            line
+            for line in self._lines
+            if line.level >= level
+            and line.time_ns <= until_ns
+            and (not wanted or wanted in line.text.casefold())
+        ]
+
+
+class LogTap(logging.Handler):
+    """Collects what this process logs, from any thread, until `drain`."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._waiting: deque[Line] = deque(maxlen=TAPPED)
+        for name in LOGGERS:
+            logging.getLogger(name).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = Level.ERROR if record.levelno >= logging.ERROR else Level.INFO
+        if logging.WARNING <= record.levelno < logging.ERROR:
+            level = Level.WARNING
+        text = " ".join(record.getMessage().split())
+        self._waiting.append(Line(time.perf_counter_ns(), level, f"{record.name}: {text}"))
+
+    def drain(self) -> list[Line]:
+        lines: list[Line] = []
+        while self._waiting:
+            lines.append(self._waiting.popleft())
+        return lines
+
+    def close(self) -> None:
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(self)
+        super().close()

@@ -1,0 +1,184 @@
+"""CUDA graphs: hits and padding by size and mode, why others missed, memory, and the start."""
+
+from __future__ import annotations
+
+from termgen.client import ModelInfo
+from termgen.engine.memory_ledger import MemoryLedger, size
+from termgen.engine.startup_phases import StartupPhase
+from termgen.tui.formatting import count, duration, percent
+from termgen.tui.graph_stats import GraphFigures
+from termgen.tui.render.batch import MODE_ROLES
+from termgen.tui.render.frame import Frame
+from termgen.tui.render.series import bar
+from termgen.tui.sanitize import clean_line
+from termgen.tui.spans import Row, Span, cut, fit, merge
+from termgen.tui.store import DashboardView, mode_letter
+
+TWO_COLUMNS = 100
+MEMORY_NAMES = {
+    "weights": ("weights", "decode"),
+    "activations": ("activations", "latency"),
+    "cuda_graphs": ("CUDA graphs", "mode-full"),
+    "workspace": ("workspace", "kv-shared"),
+    "kv_cache": ("KV cache", "prefill"),
+    "other": ("others", "muted"),
+    "free_below_limit": ("free", "faint"),
+    "free_above_limit": ("free above the limit", "faint"),
+}
+
+NAME_WIDTH = 1 + max(len(name) for name, _ in MEMORY_NAMES.values())
+
+
+def graphs_page(
+    view: DashboardView, model: ModelInfo, width: int, height: int, *, boxed: bool
+) -> list[Row]:
+    """Two columns where there is room: graphs at the left, memory and start at the right."""
+    if width >= TWO_COLUMNS:
+        left, right = width * 3 // 5, width - width * 3 // 5
+        missed = min(max(5, height // 3), height)
+        memory = min(len(MEMORY_NAMES) + 4, height)
+        first = sizes_panel(view, Frame(left, height - missed, boxed))
+        first += misses_panel(view.graphs, Frame(left, missed, boxed))
+        second = memory_panel(model.memory, Frame(right, memory, boxed))
+        second += startup_panel(model.startup, Frame(right, height - memory, boxed))
+        return [(*a, *b) for a, b in zip(first, second, strict=True)]
+    missed = max(3, height // 5)
+    memory = max(3, height // 3)
+    started = max(3, height // 5)
+    rows = sizes_panel(view, Frame(width, max(1, height - missed - memory - started), boxed))
+    rows += misses_panel(view.graphs, Frame(width, missed, boxed))
+    rows += memory_panel(model.memory, Frame(width, memory, boxed))
+    rows += startup_panel(model.startup, Frame(width, started, boxed))
+    return rows[:height]
+
+
+def capture_words(view: DashboardView) -> str:
+    """`34 recorded`, `12 of 34 recorded`, or that none were."""
+    snapshot = view.snapshot
+    if snapshot is None:
+        return ""
+    if not snapshot.num_graphs:
+        return "none recorded"
+    if snapshot.num_graphs_recorded < snapshot.num_graphs:
+        return f"{snapshot.num_graphs_recorded} of {snapshot.num_graphs} recorded"
+    return f"{snapshot.num_graphs} recorded"
+
+
+def sizes_panel(view: DashboardView, frame: Frame) -> list[Row]:
+    """Every size that was hit, the most frequent first, with what its padding wasted."""
+    figures, width = view.graphs, frame.inner_width
+    title: list[Span] = [("CUDA graphs", "text/b"), (f" · {capture_words(view)}", "muted")]
+    right: list[Span] = []
+    for mode, number in figures.modes:
+        share = percent(number / figures.num_steps)
+        role = MODE_ROLES.get(mode_letter(mode), "mode-none")
+        right += [("  " if right else "", "muted"), (f"{share} {mode}", role)]
+    if not figures.num_steps:
+        return frame.draw(title, (), [(("no step yet: sizes show as they are hit", "muted"),)])
+    if not figures.sizes:
+        text = "no step was run from a graph"
+        return frame.draw(title, right, [((text, "muted"),)])
+    room = max(4, width - 46)
+    head = "mode       tokens     hits" + " " * (room + 2) + "   padded   waste"
+    body: list[Row] = [((cut(head, width), "muted"),)]
+    most = figures.sizes[0].hits
+    for one in figures.sizes:
+        role = MODE_ROLES.get(mode_letter(one.mode), "mode-none")
+        body.append(
+            (
+                (f"{one.mode:10}", role),
+                (f"{one.size:7}{count(one.hits):>9}  ", "text"),
+                *bar(one.hits / most, room, role=role),
+                (f"{count(one.padded):>9}", "muted" if one.padded else "faint"),
+                (f"{percent(one.waste):>8}", "warn" if one.waste > 0.25 else "text"),
+            )
+        )
+    return frame.draw(title, right, body)
+
+
+def misses_panel(figures: GraphFigures, frame: Frame) -> list[Row]:
+    """Why steps ran without a graph, or from pieces only."""
+    total = sum(number for _, _, number in figures.reasons)
+    right: list[Span] = [(f"{count(total)} steps", "muted")] if total else []
+    body: list[Row] = []
+    for mode, why, number in figures.reasons:
+        role = MODE_ROLES.get(mode_letter(mode), "mode-none")
+        words = "no graph" if mode == "NONE" else "no full graph"
+        text = cut(f"{words}: {clean_line(why)}", max(1, frame.inner_width - 9))
+        body.append(((f"{count(number):>7}  ", "text"), (text, role)))
+    if not body:
+        body = [(("none missed", "muted"),)]
+    return frame.draw([("misses", "text/b")], right, body)
+
+
+def memory_panel(memory: MemoryLedger | None, frame: Frame) -> list[Row]:
+    """The ledger as one bar and one line for each part."""
+    if memory is None:
+        return frame.draw([("memory", "text/b")], (), [(("known at the other end", "muted"),)])
+    width = frame.inner_width
+    parts = {kind: nbytes for kind, nbytes in memory.parts().items() if nbytes > 0}
+    body: list[Row] = [_memory_bar(parts, memory.total_bytes, width)]
+    for kind, nbytes in sorted(parts.items(), key=lambda item: -item[1]):
+        name, role = MEMORY_NAMES[kind]
+        room = max(2, width - NAME_WIDTH - 19)
+        body.append(
+            (
+                (f"{_sign(role)} ", role),
+                (name.ljust(NAME_WIDTH), "muted"),
+                *bar(nbytes / memory.total_bytes, room, role=role),
+                (size(nbytes).rjust(10), "text"),
+                (percent(nbytes / memory.total_bytes).rjust(7), "muted"),
+            )
+        )
+    right: list[Span] = [(f"{count(memory.kv_cache_tokens)} tokens of KV", "muted")]
+    return frame.draw(
+        [(memory.name, "text/b"), (f" · {size(memory.total_bytes)}", "muted")], right, body
+    )
+
+
+def _sign(role: str) -> str:
+    return "·" if role == "faint" else "■"
+
+
+def _memory_bar(parts: dict[str, int], total: int, width: int) -> Row:
+    """All parts side by side; rounding goes to what is free, the last."""
+    spans: list[Span] = []
+    used, so_far = 0, 0
+    for kind, nbytes in parts.items():
+        so_far += nbytes
+        role = MEMORY_NAMES[kind][1]
+        end = round(width * so_far / max(1, total))
+        spans.append((_sign(role) * (end - used), role))
+        used = end
+    return fit(merge(spans), width)
+
+
+def startup_panel(phases: tuple[StartupPhase, ...], frame: Frame) -> list[Row]:
+    """The phases of the start one after the other, each at its place in the whole.
+
+    Where there is no room for all, the shortest are left out.
+    """
+    total = sum(phase.seconds for phase in phases)
+    title: list[Span] = [("start", "text/b")]
+    if not phases or total <= 0:
+        return frame.draw(title, (), [(("its phases are not known", "muted"),)])
+    room = max(4, frame.inner_width - 22)
+    longest = sorted((phase.seconds for phase in phases), reverse=True)[: frame.inner_height]
+    body: list[Row] = []
+    begun = 0.0
+    for phase in phases:
+        first = min(room - 1, int(room * begun / total))
+        begun += phase.seconds
+        cells = max(1, round(room * begun / total) - first)
+        if not longest or phase.seconds < longest[-1]:
+            continue
+        body.append(
+            (
+                (clean_line(phase.name)[:11].ljust(12), "muted"),
+                (" " * first, "text"),
+                ("━" * min(cells, room - first), "accent"),
+                (" " * max(0, room - first - cells), "text"),
+                (duration(phase.seconds).rjust(10), "text"),
+            )
+        )
+    return frame.draw(title, [("ready in ", "muted"), (duration(total), "text")], body)

@@ -1,0 +1,128 @@
+"""The page of KV blocks: the map with a cursor, what is under it, hits and evictions by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from termgen.engine.events import BlockState, EngineSnapshot, StepRecord
+from termgen.tui.formatting import count
+from termgen.tui.kv_cursor import KvCursor
+from termgen.tui.palette import Glyphs
+from termgen.tui.render.frame import Frame
+from termgen.tui.render.kv_map import kv_cells, kv_legend, map_rows, owner_index
+from termgen.tui.render.series import spark
+from termgen.tui.sanitize import clean_line
+from termgen.tui.spans import Row, Span, merge
+from termgen.tui.store import DashboardView
+
+STATE_NAMES = {
+    BlockState.FREE: "free",
+    BlockState.CACHED: "cached, in nobody's use",
+    BlockState.ACTIVE: "in use",
+    BlockState.SHARED: "in use by several requests",
+}
+UNDER_THE_MAP = 3
+TICK_LABEL = 18
+
+
+def kv_page(
+    view: DashboardView,
+    cursor: KvCursor,
+    width: int,
+    height: int,
+    glyphs: Glyphs,
+    *,
+    boxed: bool,
+    selected: str | None = None,
+) -> list[Row]:
+    """The whole page is one frame; `cursor` is told how large the map is."""
+    frame = Frame(width, height, boxed)
+    title: list[Span] = [("KV blocks", "text/b")]
+    snapshot = view.snapshot
+    if snapshot is None:
+        return frame.draw(title, (), [(("waiting for the engine", "muted"),)])
+    real = np.flatnonzero(snapshot.block_states != BlockState.NULL)
+    rows = max(1, frame.inner_height - UNDER_THE_MAP)
+    cursor.fit(len(real), frame.inner_width, rows)
+    shown = real[cursor.first : cursor.end]
+    title.append((f" · {len(real):,}".replace(",", " "), "muted"))
+    if cursor.per_cell > 1:
+        title.append((f" · {count(cursor.per_cell)} in a cell", "muted"))
+    if len(shown) < len(real):
+        title.append((f" · {cursor.first:,} to {cursor.end - 1:,}".replace(",", " "), "muted"))
+    cells = kv_cells(
+        snapshot.block_states[shown],
+        snapshot.block_owners[shown],
+        frame.inner_width * rows,
+        selected=owner_index(snapshot, selected),
+        per_cell=cursor.per_cell,
+    )
+    body = map_rows(cells, frame.inner_width, glyphs)
+    column, line = cursor.cell
+    if line < len(body):
+        body[line] = reversed_cell(body[line], column)
+    body += [()] * (rows - len(body))
+    body.append(_under_cursor(snapshot, real, cursor))
+    body += tick_rows(view.steps, frame.inner_width)
+    return frame.draw(title, kv_legend(view, glyphs, frame.width), body)
+
+
+def reversed_cell(row: Row, column: int) -> Row:
+    """The row with one cell in reverse."""
+    spans: list[Span] = []
+    at = 0
+    for text, role in row:
+        inside = column - at
+        if 0 <= inside < len(text):
+            spans += [
+                (text[:inside], role),
+                (text[inside], "text/r"),
+                (text[inside + 1 :], role),
+            ]
+        else:
+            spans.append((text, role))
+        at += len(text)
+    return merge(spans)
+
+
+def _under_cursor(snapshot: EngineSnapshot, real: np.ndarray, cursor: KvCursor) -> Row:
+    """State and owner of the block; of several blocks in a cell, how many are in which state."""
+    if not len(real):
+        return (("no blocks", "muted"),)
+    blocks = real[cursor.cell_blocks.start : cursor.cell_blocks.stop]
+    states = snapshot.block_states[blocks]
+    owners = snapshot.block_owners[blocks]
+    names = [
+        clean_line(snapshot.requests[owner].request_id)
+        for owner in dict.fromkeys(owners[owners >= 0].tolist())
+        if owner < len(snapshot.requests)
+    ]
+    if len(blocks) == 1:
+        spans: list[Span] = [("block ", "muted"), (f"{blocks[0]}", "text/b")]
+        spans.append((f"  {STATE_NAMES[BlockState(int(states[0]))]}", "text"))
+    else:
+        spans = [("blocks ", "muted"), (f"{blocks[0]} to {blocks[-1]}", "text/b")]
+        for state, name in STATE_NAMES.items():
+            number = int((states == state).sum())
+            if number:
+                spans.append((f"  {count(number)} {name.split(',')[0]}", "text"))
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        spans += [("  of ", "muted"), (", ".join(names[:3]) + more, "decode")]
+    return tuple(spans)
+
+
+def tick_rows(steps: Sequence[StepRecord], width: int) -> list[Row]:
+    """Prefix tokens found and blocks evicted, one column a step, the newest at the right."""
+    room = max(1, width - TICK_LABEL)
+    shown = list(steps[-room - 1 :])
+    hits = [max(0, b.prefix_hit_tokens - a.prefix_hit_tokens) for a, b in pairwise(shown)]
+    gone = [max(0, b.num_evictions - a.num_evictions) for a, b in pairwise(shown)]
+    rows: list[Row] = []
+    for name, values, role in (("hits", hits, "kv-shared"), ("evictions", gone, "bad")):
+        label = f"{name:10}{count(sum(values)):>6}  "
+        rows.append(((label, "muted"), *spark(values, room, role=role)))
+    return rows

@@ -1,0 +1,119 @@
+"""The log page: is the engine alive, what does watching cost, and the log with level and search."""
+
+from __future__ import annotations
+
+from termgen.tui.formatting import count, duration, milliseconds, percent
+from termgen.tui.log import Level, LogBook
+from termgen.tui.render.frame import Frame
+from termgen.tui.render.timeline import list_panel
+from termgen.tui.sanitize import clean_line
+from termgen.tui.spans import Row, Span, cut
+from termgen.tui.store import DashboardView, percentile
+
+STALL_S = 2.0
+"""Without progress for so long, with work to do, the engine stands still."""
+LAST_STEPS = 8
+_SIGNS = {
+    Level.DEBUG: ("·", "faint"),
+    Level.INFO: ("•", "good"),
+    Level.WARNING: ("!", "warn"),
+    Level.ERROR: ("✗", "bad"),
+}
+
+
+def log_page(
+    view: DashboardView,
+    log: LogBook,
+    width: int,
+    height: int,
+    *,
+    boxed: bool,
+    trouble: str,
+    observer_share: float | None,
+    level: Level,
+    words: str,
+) -> list[Row]:
+    """`trouble`: what is known to be wrong, empty while nothing is."""
+    edge = 2 if boxed else 1
+    stalled_s = stalled_for_s(view)
+    top = min(height, 2 + edge)
+    rows = watch_panel(
+        view, Frame(width, top, boxed), trouble=trouble, observer_share=observer_share
+    )
+    rest = height - top
+    last = LAST_STEPS + 1 + edge
+    if (trouble or stalled_s) and rest > last + edge:
+        rows += list_panel(view.steps, Frame(width, last, boxed))
+        rest -= last
+    if rest > 0:
+        rows += lines_panel(view, log, Frame(width, rest, boxed), level=level, words=words)
+    return rows
+
+
+def stalled_for_s(view: DashboardView) -> float:
+    """Seconds without progress although there is work; 0 while it goes on."""
+    snapshot, step = view.snapshot, view.last_step
+    if view.is_idle or snapshot is None or snapshot.paused:
+        return 0.0
+    last = max(snapshot.last_progress_ns, step.applied_ns if step else 0)
+    waited = (view.now_ns - last) / 1e9
+    return waited if waited >= STALL_S else 0.0
+
+
+def watch_panel(
+    view: DashboardView, frame: Frame, *, trouble: str, observer_share: float | None
+) -> list[Row]:
+    """The watchdog's word, and the observer's tax on both threads."""
+    stalled_s, step = stalled_for_s(view), view.last_step
+    if trouble:
+        state: list[Span] = [(f"✗ {clean_line(trouble)}", "bad/b")]
+    elif stalled_s:
+        words = f"! no step for {duration(stalled_s)} with {view.num_running} running"
+        state = [(f"{words} and {view.num_waiting} waiting", "warn/b")]
+    elif view.is_idle:
+        state = [("● idle", "good")]
+    else:
+        state = [("● at work", "good")]
+    if step is not None:
+        ago = duration(max(0, view.now_ns - step.applied_ns) / 1e9)
+        state.append((f"  last step {step.step_id}, {ago} ago", "muted"))
+    tax: list[Span] = [
+        ("observer  ", "muted"),
+        (percent(observer_share), "text"),
+        (" of a core to draw, ", "muted"),
+    ]
+    recent = view.steps[-256:]
+    told = percentile((s.publish_us for s in recent), 50)
+    lasted = percentile((max(0, s.ended_ns - s.started_ns) / 1e3 for s in recent), 50)
+    share = told / lasted if told is not None and lasted else None
+    tax += [
+        (f"{milliseconds(told)} µs", "text"),
+        (" of the engine's time a step (", "muted"),
+        (percent(share), "text"),
+        (")", "muted"),
+    ]
+    return frame.draw([("engine", "text/b")], (), [tuple(state), tuple(tax)])
+
+
+def lines_panel(
+    view: DashboardView, log: LogBook, frame: Frame, *, level: Level, words: str
+) -> list[Row]:
+    """The newest lines that pass, the newest at the end, with their age."""
+    found = log.matching(level, words, view.now_ns)
+    title: list[Span] = [("log", "text/b"), (f" · {level.name.lower()} and above", "muted")]
+    if words:
+        title.append((f" · “{clean_line(words)}”", "accent"))
+    right: list[Span] = [(f"{count(len(found))} lines", "muted")]
+    body: list[Row] = []
+    shown = found[-frame.inner_height :] if frame.inner_height else []
+    for line in shown:
+        sign, role = _SIGNS[line.level]
+        ago = duration(max(0, view.now_ns - line.time_ns) / 1e9)
+        text = cut(clean_line(line.text), max(1, frame.inner_width - 11))
+        quiet = line.level is Level.DEBUG
+        body.append(
+            ((f"{ago:>8} ", "muted"), (f"{sign} ", role), (text, "muted" if quiet else "text"))
+        )
+    if not body:
+        body = [(("nothing matches" if words else "nothing yet", "muted"),)]
+    return frame.draw(title, right, body)

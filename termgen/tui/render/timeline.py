@@ -1,0 +1,240 @@
+"""CPU and GPU lanes of the last steps by the clock: what overlaps, and where the device waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from termgen.engine.events import StepRecord
+from termgen.tui.formatting import milliseconds, percent
+from termgen.tui.palette import Glyphs
+from termgen.tui.render.batch import step_line
+from termgen.tui.render.frame import Frame
+from termgen.tui.render.series import bar
+from termgen.tui.spans import Row, Span, fit, merge
+from termgen.tui.store import percentile
+
+LABEL = 6
+"""Cells before a lane."""
+LANES_HEIGHT = 9
+MIN_STEPS, DEFAULT_STEPS, MAX_STEPS = 2, 8, 256
+WAIT, PLAN, LAUNCH, APPLY, GPU, GPU_ODD, IDLE = range(7)
+
+_SIGNS = {
+    WAIT: ("·", "faint"),
+    PLAN: ("s", "prefill"),
+    LAUNCH: ("L", "accent"),
+    APPLY: ("a", "latency"),
+    IDLE: ("░", "bad"),
+}
+_PHASES: tuple[tuple[str, str, Callable[[StepRecord], float]], ...] = (
+    ("schedule", "prefill", lambda s: s.schedule_us / 1e3),
+    ("launch", "accent", lambda s: s.launch_us / 1e3),
+    ("wait", "faint", lambda s: s.wait_us / 1e3),
+    ("apply", "latency", lambda s: s.apply_us / 1e3),
+    ("telling", "muted", lambda s: s.publish_us / 1e3),
+    ("host in all", "text", lambda s: s.host_us / 1e3),
+    ("device", "decode", lambda s: max(0, s.ended_ns - s.started_ns) / 1e6),
+    ("idle", "bad", lambda s: s.idle_us / 1e3),
+)
+"""Name, role and milliseconds of what a step's time goes into."""
+
+
+def timeline_page(
+    steps: Sequence[StepRecord],
+    width: int,
+    height: int,
+    glyphs: Glyphs,
+    *,
+    boxed: bool,
+    cursor: int | None = None,
+    num_steps: int = DEFAULT_STEPS,
+) -> list[Row]:
+    """The lanes over the phases over the steps one by one. `cursor` counts back from the newest."""
+    end = len(steps) - min(cursor or 0, max(0, len(steps) - 1))
+    lanes = min(height, LANES_HEIGHT + (2 if boxed else 1))
+    rows = lanes_panel(steps[max(0, end - num_steps) : end], Frame(width, lanes, boxed), glyphs)
+    rest = height - lanes
+    phases = min(rest, len(_PHASES) + 1 + (2 if boxed else 1))
+    if phases > 2:
+        rows += phases_panel(steps[:end], Frame(width, phases, boxed))
+        rest -= phases
+    if rest > 2:
+        rows += list_panel(steps[:end], Frame(width, rest, boxed))
+    return rows
+
+
+def lanes_panel(steps: Sequence[StepRecord], frame: Frame, glyphs: Glyphs) -> list[Row]:
+    """The steps side by side on one scale of time; the last one is the marked one."""
+    title: list[Span] = [("timeline", "text/b")]
+    if not steps:
+        text = "no step yet: the engine is waiting for its first request"
+        return frame.draw(title, (), [(), ((text, "muted"),)])
+    cells = max(1, frame.inner_width - LABEL)
+    begin, end = _span(steps)
+    per_cell = max(1, (end - begin) / cells)
+
+    def at(time_ns: float) -> int:
+        return min(cells, max(0, int((time_ns - begin) / per_cell)))
+
+    title.append((f" · {len(steps)} steps · {milliseconds((end - begin) / 1e6)} ms", "muted"))
+    body: list[Row] = [
+        _lane("host", _host_lane(steps, cells, at), glyphs),
+        _lane("GPU" if _is_device(steps) else "run", _device_lane(steps, cells, at), glyphs),
+        _labels("step", ((at(s.started_ns), str(s.step_id % 1000)) for s in steps), cells),
+        _labels("queue", ((at(s.submitted_ns), str(s.queue_depth)) for s in steps), cells),
+        _ruler(cells, end - begin),
+        (),
+        step_line(steps[-1], steps, frame.inner_width),
+        _times_line(steps[-1]),
+        _legend(glyphs),
+    ]
+    return frame.draw(title, _busy_words(steps), body)
+
+
+def _is_device(steps: Sequence[StepRecord]) -> bool:
+    """On the CPU the steps that run are the host's own work."""
+    return any(s.graph_mode != "NONE" or s.queue_depth for s in steps)
+
+
+def _span(steps: Sequence[StepRecord]) -> tuple[int, int]:
+    begin = min(min(s.planned_ns, s.started_ns) for s in steps)
+    return begin, max(begin + 1, *(max(s.ended_ns, s.applied_ns) for s in steps))
+
+
+def _host_lane(steps: Sequence[StepRecord], cells: int, at: Callable[[float], int]) -> list[int]:
+    """Waiting first, so that no phase of work hides behind it; each phase has at least a cell."""
+    lane = [-1] * cells
+    for step in steps:
+        landed = step.landed_ns or step.applied_ns
+        _fill(lane, at(landed - step.wait_us * 1e3), at(landed), WAIT)
+    for step in steps:
+        _fill(lane, at(step.planned_ns), at(step.submitted_ns), PLAN)
+        _fill(lane, at(step.submitted_ns), at(step.launched_ns), LAUNCH)
+        if step.landed_ns:
+            _fill(lane, at(step.landed_ns), at(step.applied_ns), APPLY)
+    return lane
+
+
+def _device_lane(steps: Sequence[StepRecord], cells: int, at: Callable[[float], int]) -> list[int]:
+    """Neighbouring steps alternate; what was idle before a step although there was work shows."""
+    lane = [-1] * cells
+    for step in steps:
+        kind = GPU_ODD if step.step_id % 2 else GPU
+        _fill(lane, at(step.started_ns), at(step.ended_ns), kind)
+    for step in steps:
+        if step.idle_us > 0:
+            last = at(step.started_ns)
+            first = min(at(step.started_ns - step.idle_us * 1e3), last - 1)
+            _fill(lane, max(0, first), last, IDLE)
+    return lane
+
+
+def _fill(lane: list[int], first: int, last: int, kind: int) -> None:
+    for cell in range(first, min(len(lane), max(last, first + 1))):
+        lane[cell] = kind
+
+
+def _lane(name: str, lane: Sequence[int], glyphs: Glyphs) -> Row:
+    signs = _SIGNS | {GPU: (glyphs.prefill, "decode"), GPU_ODD: (glyphs.decode, "kv-active-alt")}
+    blank = (" ", "text")
+    return ((name.ljust(LABEL), "muted"), *merge(signs.get(kind, blank) for kind in lane))
+
+
+def _labels(name: str, marks: Iterable[tuple[int, str]], cells: int) -> Row:
+    """Short texts at cells of a lane; one that would touch the one before is left out."""
+    line = [" "] * cells
+    free_from = 0
+    for cell, text in marks:
+        if cell >= free_from and cell + len(text) <= cells:
+            line[cell : cell + len(text)] = text
+            free_from = cell + len(text) + 1
+    return (name.ljust(LABEL), "muted"), ("".join(line), "muted")
+
+
+def _ruler(cells: int, span_ns: int) -> Row:
+    """Times from the left edge, at most one mark in twelve cells."""
+    line = ["─"] * cells
+    for cell in range(0, cells - 9, max(12, cells // 8)):
+        text = f"┴{milliseconds(span_ns * cell / cells / 1e6)} ms " if cell else "┴0 "
+        line[cell : cell + len(text)] = text
+    return (" " * LABEL, "muted"), ("".join(line), "faint")
+
+
+def _busy_words(steps: Sequence[StepRecord]) -> list[Span]:
+    """Share of the time from the first start to the last end in which the device ran."""
+    begin, end = steps[0].started_ns, steps[-1].ended_ns
+    ran = sum(max(0, s.ended_ns - s.started_ns) for s in steps)
+    idle_ms = sum(s.idle_us for s in steps[1:]) / 1e3
+    busy = min(1.0, ran / (end - begin)) if end > begin else None
+    return [
+        ("busy ", "muted"),
+        (percent(busy), "decode/b"),
+        ("  idle ", "muted"),
+        (milliseconds(idle_ms / max(1, len(steps) - 1)), "bad/b" if idle_ms else "text"),
+        (" ms/step", "muted"),
+    ]
+
+
+def _times_line(step: StepRecord) -> Row:
+    spans: list[Span] = []
+    for name, role, ms_of in _PHASES:
+        value = ms_of(step)
+        quiet = name == "idle" and not value
+        spans += [(f"{name} ", "muted"), (f"{milliseconds(value)}  ", "text" if quiet else role)]
+    return (*spans, ("ms", "muted"))
+
+
+def _legend(glyphs: Glyphs) -> Row:
+    names = ((PLAN, "schedule"), (LAUNCH, "launch"), (APPLY, "apply"), (WAIT, "wait"))
+    spans: list[Span] = []
+    for kind, name in (*names, (IDLE, "idle")):
+        sign, role = _SIGNS[kind]
+        spans += [(sign, role), (f" {name}  ", "muted")]
+    return (*spans, (glyphs.prefill, "decode"), (" step on the device", "muted"))
+
+
+def phases_panel(steps: Sequence[StepRecord], frame: Frame) -> list[Row]:
+    """Where a step's time goes: median and 99th percentile of every phase, to one scale."""
+    right = [(f"last {len(steps)} steps", "muted")]
+    title: list[Span] = [("where a step goes", "text/b"), (" · ms", "muted")]
+    if not steps:
+        return frame.draw(title, (), [])
+    figures = [
+        (name, role, percentile(values, 50) or 0.0, percentile(values, 99) or 0.0)
+        for name, role, ms_of in _PHASES
+        for values in ([ms_of(s) for s in steps],)
+    ]
+    top = max(p50 for _, _, p50, _ in figures) or 1.0
+    room = max(4, frame.inner_width - 34)
+    body: list[Row] = [((" " * (14 + room) + "p50".rjust(9) + "p99".rjust(9), "muted"),)]
+    for name, role, p50, p99 in figures:
+        body.append(
+            (
+                (name.ljust(14), "muted"),
+                *bar(p50 / top, room, role=role),
+                (milliseconds(p50).rjust(9), "text"),
+                (milliseconds(p99).rjust(9), "text"),
+            )
+        )
+    return frame.draw(title, right, body)
+
+
+def list_panel(steps: Sequence[StepRecord], frame: Frame) -> list[Row]:
+    """The newest steps one by one, with every time the engine tells of them."""
+    head = "     step  mode        decode  prefill   pad  queue"
+    names = "schedule", "launch", "wait", "apply", "device", "idle"
+    body: list[Row] = [((head + "".join(name.rjust(10) for name in names), "muted"),)]
+    kinds = {name: (role, ms_of) for name, role, ms_of in _PHASES}
+    for step in list(steps)[-max(0, frame.inner_height - 1) :][::-1]:
+        spans: list[Span] = [
+            (f"{step.step_id:9}  {step.graph_mode:9}", "text"),
+            (f"{step.num_decode_rows:9}", "decode"),
+            (f"{step.num_prefill_tokens:9}", "prefill" if step.num_prefill_tokens else "faint"),
+            (f"{step.num_padded_tokens:6}{step.queue_depth:7}", "muted"),
+        ]
+        for name in names:
+            role, ms_of = kinds[name]
+            value = ms_of(step)
+            spans.append((milliseconds(value).rjust(10), role if value else "faint"))
+        body.append(fit(spans, frame.inner_width))
+    return frame.draw([("steps", "text/b"), (" · ms", "muted")], (), body)

@@ -1,0 +1,188 @@
+"""Pages and keys of the dashboard: bindings, tab line and palette entries come from here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from textual.binding import Binding
+
+from termgen.tui.spans import Row, Span
+
+
+class Page(NamedTuple):
+    name: str
+    key: str
+    help: str
+
+
+PAGES = (
+    Page("overview", "o", "Throughput, batch, blocks and requests at a glance"),
+    Page("timeline", "t", "What host and device did when, step by step"),
+    Page("batch", "b", "Who is in each step, the token budget, and who waits and why"),
+    Page("blocks", "k", "Every KV block: its state, its owner, and a cursor to ask with"),
+    Page("request", "i", "The marked request from its arrival to its end"),
+    Page("graphs", "g", "CUDA graphs, memory and the start"),
+    Page("log", "l", "Is the engine alive, what does watching cost, and its log"),
+)
+
+KEYS = [
+    Binding("space", "pause", "Pause", id="dashboard.pause", tooltip="Freeze or go on live"),
+    Binding(
+        "left",
+        "step(1)",
+        "Step",
+        id="dashboard.step_back",
+        key_display="←→",
+        tooltip="Freeze and look at the step before (shift: 10 steps)",
+    ),
+    Binding(
+        "right", "step(-1)", "Step on", show=False, id="dashboard.step_on", tooltip="Next step"
+    ),
+    Binding("shift+left", "step(10)", "10 back", show=False, id="dashboard.step_back_10"),
+    Binding("shift+right", "step(-10)", "10 on", show=False, id="dashboard.step_on_10"),
+    Binding(
+        "home",
+        "step(1000000)",
+        "Oldest step",
+        show=False,
+        id="dashboard.step_first",
+        tooltip="Freeze at the oldest step kept",
+    ),
+    Binding(
+        "end",
+        "step(-1000000)",
+        "Newest step",
+        show=False,
+        id="dashboard.step_last",
+        tooltip="Freeze at the newest step",
+    ),
+    Binding(
+        "up",
+        "select(-1)",
+        "Request",
+        id="dashboard.select_up",
+        key_display="↑↓",
+        tooltip="Mark a request: its blocks light up in the map",
+    ),
+    Binding(
+        "down",
+        "select(1)",
+        "Next request",
+        show=False,
+        id="dashboard.select_down",
+        tooltip="Mark the next request",
+    ),
+    *(
+        Binding(
+            "i,enter" if page.name == "request" else page.key,
+            f"page('{page.name}')",
+            page.name.capitalize(),
+            show=False,
+            id=f"dashboard.{page.name}",
+            tooltip=page.help,
+        )
+        for page in PAGES
+    ),
+    Binding(
+        "w",
+        "window",
+        "Time window",
+        show=False,
+        id="dashboard.window",
+        tooltip="How far back the series go: what fits, 30 s, 60 s, 120 s",
+    ),
+    Binding(
+        "v",
+        "log_level",
+        "Log level",
+        show=False,
+        id="dashboard.log_level",
+        tooltip="Show more or fewer lines of the log: debug, info, warning, error",
+    ),
+    Binding(
+        "slash",
+        "search",
+        "Search the log",
+        show=False,
+        id="dashboard.search",
+        tooltip="Show the lines of the log with these words (enter keeps, esc ends it)",
+    ),
+    Binding(
+        "plus,equals_sign",
+        "zoom(1)",
+        "Zoom in",
+        show=False,
+        id="dashboard.zoom_in",
+        tooltip="Fewer steps in the timeline, fewer blocks in a cell",
+    ),
+    Binding(
+        "minus",
+        "zoom(-1)",
+        "Zoom out",
+        show=False,
+        id="dashboard.zoom_out",
+        tooltip="More steps in the timeline, more blocks in a cell",
+    ),
+    Binding(
+        "left_square_bracket",
+        "seek(-10)",
+        "10 s back",
+        show=False,
+        id="dashboard.seek_back",
+        tooltip="Turn a recording ten seconds back",
+    ),
+    Binding(
+        "right_square_bracket",
+        "seek(10)",
+        "10 s on",
+        show=False,
+        id="dashboard.seek_on",
+        tooltip="Turn a recording ten seconds on",
+    ),
+    Binding(
+        "less_than_sign",
+        "speed(-1)",
+        "Slower",
+        show=False,
+        id="dashboard.slower",
+        tooltip="Play a recording at half the speed",
+    ),
+    Binding(
+        "greater_than_sign",
+        "speed(1)",
+        "Faster",
+        show=False,
+        id="dashboard.faster",
+        tooltip="Play a recording at twice the speed",
+    ),
+    Binding(
+        "escape",
+        "live",
+        "Live",
+        show=False,
+        id="dashboard.live",
+        tooltip="Unmark and follow the engine again",
+    ),
+    Binding("f2,1", "app.show('chat')", "Chat", id="dashboard.chat", tooltip="Go to the chat"),
+]
+
+
+def tab_line(shown: str) -> Row:
+    """Every page with its key; the one that is shown stands out."""
+    spans: list[Span] = [(" ", "text")]
+    for page in PAGES:
+        chosen = page.name == shown
+        spans.append((f" {page.key} ", "accent"))
+        spans.append((f"{page.name} ", "text/br" if chosen else "muted"))
+    return tuple(spans)
+
+
+def page_at(x: int) -> str | None:
+    """The page whose tab covers a cell of the tab line."""
+    first = 1
+    for page in PAGES:
+        width = len(page.key) + 2 + len(page.name) + 1
+        if first <= x < first + width:
+            return page.name
+        first += width
+    return None

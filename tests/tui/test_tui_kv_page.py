@@ -1,0 +1,152 @@
+"""The page of KV blocks: cursor, zoom and scrolling over many blocks, details, hits, evictions."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tui_harness import NOW_NS, FrozenApp, busy_snapshot, chat_engine, feed_dashboard, ready, step
+
+from termgen.engine.events import BlockState
+from termgen.tui.kv_cursor import KvCursor
+from termgen.tui.palette import COLOUR_GLYPHS
+from termgen.tui.render.kv_page import kv_page, reversed_cell, tick_rows
+from termgen.tui.spans import Row, row_text, row_width
+from termgen.tui.store import DashboardStore, DashboardView
+from termgen.tui.widgets.canvas import Canvas
+
+
+def text(rows: list[Row]) -> str:
+    return "\n".join(row_text(row) for row in rows)
+
+
+def view_of(states: np.ndarray, owners: np.ndarray) -> DashboardView:
+    store = DashboardStore(started_ns=NOW_NS)
+    store.set_snapshot(replace(busy_snapshot(), block_states=states, block_owners=owners))
+    return store.view(NOW_NS)
+
+
+def many_blocks(count: int) -> DashboardView:
+    states = np.zeros(count + 1, np.uint8)
+    owners = np.full(count + 1, -1, np.int32)
+    states[0] = BlockState.NULL
+    states[1:5001], owners[1:5001] = BlockState.ACTIVE, 1
+    states[count] = BlockState.CACHED
+    return view_of(states, owners)
+
+
+def test_the_cursor_never_leaves_the_blocks_or_the_view() -> None:
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(300):
+        cursor = KvCursor()
+        cursor.fit(rng.randrange(1, 100_000), rng.randrange(1, 200), rng.randrange(1, 60))
+        for _ in range(30):
+            move = rng.randrange(4)
+            if move == 0:
+                cursor.move(rng.randrange(-500, 500), rng.randrange(-50, 50))
+            elif move == 1:
+                cursor.zoom(rng.choice((1, -1)))
+            elif move == 2:
+                column, row = rng.randrange(cursor.width), rng.randrange(cursor.rows)
+                if cursor.point(column, row) and cursor.wanted_per_cell is None:
+                    assert cursor.cell == (column, row)
+            else:
+                cursor.fit(cursor.num_blocks, rng.randrange(1, 200), rng.randrange(1, 60))
+            column, row = cursor.cell
+            assert 0 <= column < cursor.width and 0 <= row < cursor.rows
+            assert cursor.first <= cursor.block < cursor.end <= cursor.num_blocks
+            assert cursor.block in cursor.cell_blocks
+
+
+def test_zoom_goes_from_all_to_single_blocks() -> None:
+    view, cursor = many_blocks(100_000), KvCursor()
+    page = text(kv_page(view, cursor, 120, 37, COLOUR_GLYPHS, boxed=True))
+    # 116 x 32 cells
+    assert "100 000 · 27 in a cell" in page
+    assert "blocks 1 to 27  27 in use  of chatcmpl-3f9a01" in page
+    for _ in range(10):
+        cursor.zoom(1)
+    page = text(kv_page(view, cursor, 120, 37, COLOUR_GLYPHS, boxed=True))
+    assert "in a cell" not in page and "0 to 3 711" in page
+    assert "block 1  in use  of chatcmpl-3f9a01" in page
+    cursor.move(columns=1_000_000)
+    page = text(kv_page(view, cursor, 120, 37, COLOUR_GLYPHS, boxed=True))
+    assert "block 100000  cached" in page and "99 999" in page
+    for _ in range(10):
+        cursor.zoom(-1)
+    assert cursor.wanted_per_cell is None and cursor.first == 0
+
+
+def test_every_block_of_the_view_has_its_cell() -> None:
+    view, cursor = many_blocks(20_000), KvCursor(wanted_per_cell=2)
+    rows = kv_page(view, cursor, 104, 27, COLOUR_GLYPHS, boxed=True)  # 100 x 22 cells of two
+    active = sum(len(t) for row in rows[1:-4] for t, role in row if role == "kv-active-alt")
+    assert active + 1 == 2200  # the cursor stands on one; 5000 blocks fill more than the view
+    cursor.move(rows=24)
+    rows = kv_page(view, cursor, 104, 27, COLOUR_GLYPHS, boxed=True)
+    assert cursor.first == 2 * 100 * (24 - 11)
+    active = sum(len(t) for row in rows[1:-4] for t, role in row if role == "kv-active-alt")
+    assert active + 1 == (5000 - cursor.first) // 2
+
+
+def test_a_cell_of_several_states_is_counted() -> None:
+    states = np.array([4, 2, 2, 3, 1, 0, 0, 0, 0], np.uint8)
+    owners = np.array([-1, 0, 2, 0, -1, -1, -1, -1, -1], np.int32)
+    page = text(kv_page(view_of(states, owners), KvCursor(), 84, 5, COLOUR_GLYPHS, boxed=True))
+    assert "block 1  in use  of chat-1" in page
+    view, cursor = view_of(np.repeat(states, 101), np.repeat(owners, 101)), KvCursor()
+    kv_page(view, cursor, 84, 6, COLOUR_GLYPHS, boxed=True)
+    assert cursor.per_cell == 11  # 808 blocks in 80 cells
+    cursor.move(columns=18)
+    page = text(kv_page(view, cursor, 84, 6, COLOUR_GLYPHS, boxed=True))
+    assert "blocks 299 to 309  4 in use  7 in use by several requests  of cmpl-77, chat-1" in page
+
+
+def test_hits_and_evictions_tick_by_step() -> None:
+    hits, gone = (0, 0, 64, 64, 128, 128), (3, 3, 3, 4, 4, 9)
+    run = [
+        step(i, end_ns=NOW_NS, prefix_hit_tokens=h, num_evictions=g)
+        for i, (h, g) in enumerate(zip(hits, gone, strict=True))
+    ]
+    rows = [row_text(row) for row in tick_rows(run, 28)]
+    assert rows[0] == "hits         128  " + "      █ █ "
+    assert rows[1] == "evictions      6  " + "       ▂ █"
+
+
+def test_one_cell_is_reversed() -> None:
+    row: Row = (("aaa", "kv-free"), ("bb", "kv-active"))
+    assert reversed_cell(row, 3) == (("aaa", "kv-free"), ("b", "text/r"), ("b", "kv-active"))
+    assert row_text(reversed_cell(row, 0)) == "aaabb"
+
+
+@pytest.mark.parametrize("size", [(30, 6), (80, 21), (120, 37), (200, 57)])
+@pytest.mark.parametrize("boxed", [True, False])
+def test_it_fills_its_size(size: tuple[int, int], boxed: bool) -> None:
+    empty = DashboardStore(started_ns=NOW_NS).view(NOW_NS)
+    for view in (many_blocks(6000), empty):
+        rows = kv_page(view, KvCursor(), *size, COLOUR_GLYPHS, boxed=boxed)
+        assert {row_width(row) for row in rows} == {size[0]} and len(rows) == size[1]
+
+
+async def test_keys_and_mouse_move_the_cursor() -> None:
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        page = app.screen.query_one("#page", Canvas)
+        await pilot.press("k")
+        await pilot.pause()
+        assert "block 1 " in page.text and "600" in page.text
+        await pilot.press("right", "right", "down")
+        assert "block 81 " in page.text and "of chat-1" in page.text
+        await pilot.press("end")
+        assert "block 600  free" in page.text
+        await pilot.press("home")
+        assert "block 1 " in page.text and "live" in app.screen.query_one("#header", Canvas).text
+        await pilot.hover("#page", offset=(1 + 5, 1 + 2))
+        await pilot.pause()
+        assert f"block {2 * 78 + 5 + 1} " in page.text

@@ -1,0 +1,205 @@
+"""The batch page and the inspector: what they say of requests whose events are scripted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tui_harness import MS, NOW_NS, SECOND, FrozenApp, busy_snapshot, chat_engine, ready, step
+
+from termgen.engine.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
+from termgen.tui import lanes as lanes_module
+from termgen.tui.lanes import Doing, LaneBook
+from termgen.tui.palette import COLOUR_GLYPHS, MONO_GLYPHS
+from termgen.tui.render.frame import Frame
+from termgen.tui.render.inspector import inspector_page
+from termgen.tui.render.lanes import batch_page, budget_panel, lanes_panel
+from termgen.tui.spans import Row, row_text, row_width
+from termgen.tui.store import DashboardStore, DashboardView
+from termgen.tui.widgets.canvas import Canvas
+
+KINDS = RequestEventKind
+START = NOW_NS - 2 * SECOND
+
+
+def text(rows: list[Row]) -> str:
+    return "\n".join(row_text(row) for row in rows)
+
+
+def event(
+    kind: RequestEventKind, name: str, at_ms: float, output: int = 0, why: str = ""
+) -> RequestEvent:
+    return RequestEvent(START + round(at_ms * MS), name, kind, 1000, output, 200, why)
+
+
+def record(step_id: int, **fields: object) -> StepRecord:
+    """Step n ends 10 ms times n after the start, and lands then."""
+    end = START + step_id * 10 * MS
+    return step(step_id, end_ns=end, ms=10.0, landed_ns=end, **fields)
+
+
+def life() -> list[EngineEvent]:
+    """`long` is computed in three chunks, decodes, loses its place, returns, and ends; `short`
+    decodes all along."""
+    out: list[EngineEvent] = [
+        event(KINDS.QUEUED, "short", 0),
+        event(KINDS.SCHEDULED, "short", 1),
+        record(1, prefill_ids=("short",), prefill_tokens=(800,)),
+        event(KINDS.FIRST_TOKEN, "short", 10, 1),
+        event(KINDS.QUEUED, "long", 5, why="temperature 0.7 max_tokens 9"),
+        record(2),
+        event(KINDS.SCHEDULED, "long", 25),
+    ]
+    for i in (3, 4, 6):
+        out.append(record(i, prefill_ids=("long",), prefill_tokens=(256,)))
+        if i == 4:
+            out.append(record(5))
+    out += [event(KINDS.FIRST_TOKEN, "long", 60, 1), record(7), record(8)]
+    out += [event(KINDS.PREEMPTED, "long", 85, 3, "out of KV blocks"), record(9), record(10)]
+    out += [event(KINDS.SCHEDULED, "long", 101)]
+    out += [record(11, prefill_ids=("long",), prefill_tokens=(303,)), record(12), record(13)]
+    out += [event(KINDS.FINISHED, "long", 130, 5, "length"), record(14, num_decode_rows=1)]
+    return out
+
+
+def fed(events: list[EngineEvent]) -> tuple[DashboardStore, DashboardView]:
+    store = DashboardStore(started_ns=START)
+    store.apply(events)
+    snapshot = replace(busy_snapshot(), waiting_reason="all places taken")
+    store.set_snapshot(snapshot)
+    return store, store.view(NOW_NS)
+
+
+def lane(rows: list[Row], name: str) -> str:
+    return next(row_text(row) for row in rows if name in row_text(row))
+
+
+def test_lanes_follow_the_events() -> None:
+    store, view = fed(life())
+    history = store.lanes.get("long")
+    assert history is not None
+    signs = {Doing.PREFILL: "P", Doing.DECODE: "D", Doing.PREEMPTED: "x", Doing.BETWEEN: "-"}
+    told = "".join(signs.get(doing, " ") for doing in history.lane(range(1, 15)))
+    assert told == "  PP-PDDxxPDD "
+    rows = lanes_panel(view.steps, store.lanes, Frame(60, 12, True), MONO_GLYPHS, selected="long")
+    assert "▸ long" in text(rows)
+    assert "██·█▒▒✂✂█▒▒" in lane(rows, "long")
+    assert "█▒▒▒▒▒▒▒▒▒▒▒▒▒     +1" in lane(rows, "short")
+    back = lanes_panel(view.steps, store.lanes, Frame(60, 12, True), MONO_GLYPHS, cursor=3)
+    assert lane(back, "long").rstrip(" │").endswith("+303")
+
+
+def test_the_budget_is_a_bar() -> None:
+    store, view = fed([record(1, num_decode_rows=16, num_prefill_tokens=112, num_padded_tokens=8)])
+    rows = budget_panel(view, Frame(68, 3, True), MONO_GLYPHS)  # 64 cells for 256 tokens
+    assert row_text(rows[1])[2:-2] == "▒" * 4 + "█" * 28 + "─" * 32
+    assert "16 decode + 112 prefill of 256  pad 8" in text(rows)
+
+
+def test_who_waits_and_why() -> None:
+    store, view = fed(life())
+    page = text(batch_page(view, store.lanes, 120, 38, COLOUR_GLYPHS, boxed=True))
+    assert "waiting · 2" in page and "behind 1" in page
+    first = next(line for line in page.splitlines() if "chatcmpl-c1" in line)
+    assert "all places taken" in first and "640 tokens" in first and "0.3s" in first
+
+
+def test_a_selected_request_is_kept_in_view() -> None:
+    events: list[EngineEvent] = []
+    for i in range(30):
+        events += [event(KINDS.SCHEDULED, f"r{i:02}", 0), event(KINDS.FIRST_TOKEN, f"r{i:02}", 1)]
+    store, view = fed([*events, record(1), record(2)])
+    rows = text(lanes_panel(view.steps, store.lanes, Frame(60, 8, True), COLOUR_GLYPHS))
+    assert "r00" in rows and "r20" not in rows
+    rows = text(
+        lanes_panel(view.steps, store.lanes, Frame(60, 8, True), COLOUR_GLYPHS, selected="r20")
+    )
+    assert "▸ r20" in rows and "r00" not in rows
+
+
+def test_requests_from_before_are_known_by_the_snapshot() -> None:
+    store = DashboardStore(started_ns=START)
+    store.set_snapshot(busy_snapshot())
+    store.apply([record(5), record(6)])
+    chat, waiting = store.lanes.get("chat-1"), store.lanes.get("chatcmpl-c1")
+    assert chat is not None and chat.doing(6) is Doing.DECODE
+    assert waiting is not None and waiting.doing(6) is Doing.WAITING
+    page = inspector_page(
+        chat, store.view(NOW_NS).steps, NOW_NS, 100, 30, COLOUR_GLYPHS, boxed=True
+    )
+    assert "it was there before this screen" in text(page) and "before this screen" in text(page)
+
+
+def test_histories_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module, "MAX_REQUESTS", 50)
+    book = LaneBook()
+    book.add_event(event(KINDS.QUEUED, "alive", 0))
+    for i in range(200):
+        book.add_event(event(KINDS.QUEUED, f"r{i}", 0))
+        book.add_step(record(i, prefill_ids=(f"r{i}",), prefill_tokens=(5,)))
+        book.add_event(event(KINDS.FINISHED, f"r{i}", 1, 1, "stop"))
+    assert len(list(book)) == 50 and book.get("alive") is not None
+    history = book.get("alive")
+    assert history is not None
+    for i in range(3 * lanes_module.MAX_RUNS):
+        history.turn(1000 + i, Doing.DECODE if i % 2 else Doing.BETWEEN)
+    assert len(history.run_starts) <= lanes_module.MAX_RUNS
+    assert history.state is Doing.DECODE
+
+
+def test_the_inspector_tells_a_whole_life() -> None:
+    store, view = fed(life())
+    page = text(
+        inspector_page(
+            store.lanes.get("long"), view.steps, NOW_NS, 110, 34, COLOUR_GLYPHS, boxed=True
+        )
+    )
+    assert "request long" in page and "finished: length · 125 ms" in page
+    for fact in (
+        "queue       20 ms",
+        "cache       200 of 1.0k prompt tokens found",
+        "256 + 256 + 256 + 303 tokens in 4 chunks, steps 3 to 11, 40.0 ms",
+        "first token 55 ms after arrival",
+        "decode      5 tokens · 57.1 tok/s",
+        "max 40.0 ms",
+        "preempted   1 time: out of KV blocks",
+        "finish      length",
+        "parameters  temperature 0.7 max_tokens 9",
+    ):
+        assert fact in page, fact
+    assert "highest 40.0" in page and "✂" in page and "q" in page
+
+
+@pytest.mark.parametrize("size", [(30, 6), (80, 21), (120, 37), (200, 57)])
+@pytest.mark.parametrize("boxed", [True, False])
+def test_pages_fill_their_size(size: tuple[int, int], boxed: bool) -> None:
+    width, height = size
+    for events in (life(), []):
+        store, view = fed(events)
+        history = store.lanes.get("long")
+        for rows in (
+            batch_page(view, store.lanes, width, height, COLOUR_GLYPHS, boxed=boxed),
+            inspector_page(history, view.steps, NOW_NS, width, height, COLOUR_GLYPHS, boxed=boxed),
+        ):
+            assert {row_width(row) for row in rows} == {width} and len(rows) <= height
+
+
+async def test_on_the_screen() -> None:
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        app.engine.scripted_snapshot = busy_snapshot()
+        for one in life():
+            app.engine.bus.publish(one)
+        await app.dashboard.refresh_view()
+        page = app.screen.query_one("#page", Canvas)
+        await pilot.press("b")
+        await pilot.pause()
+        assert "token budget" in page.text and "short" in page.text
+        await pilot.press("enter")
+        await pilot.pause()
+        assert "request chat-1" in page.text
+        last = app.dashboard.view.requests[-1].request_id
+        for _ in range(20):
+            await pilot.press("down")
+        assert last == "long" and "request long" in page.text and "finished: length" in page.text

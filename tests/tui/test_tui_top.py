@@ -1,0 +1,333 @@
+"""`termgen top`: watching a server over its socket, and playing a recording of it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import make_snapshot
+from server_harness import eventually, serving
+from tui_harness import (
+    MODEL,
+    NOW_NS,
+    SECOND,
+    busy_snapshot,
+    chat_engine,
+    request_events,
+    shipped_themes,
+    step,
+    steps,
+    wait_until,
+)
+
+from termgen import cli, top_command
+from termgen.config import UIConfig
+from termgen.errors import ConfigError
+from termgen.telemetry import Cache, Opening, encode, encode_events
+from termgen.tui.attach import AttachError, RemoteFeed
+from termgen.tui.feed import StreamFeed
+from termgen.tui.replay import ReplayError, ReplayFeed, read_frames
+from termgen.tui.screens.dashboard import DashboardScreen
+from termgen.tui.top_app import TopApp
+from termgen.tui.widgets.canvas import Canvas
+
+
+@asynccontextmanager
+async def attached(url: str, **options: Any) -> AsyncGenerator[RemoteFeed, None]:
+    feed = await RemoteFeed.connect(url, hz=20, **options)
+    try:
+        yield feed
+    finally:
+        await feed.close()
+
+
+async def test_what_the_engine_publishes_arrives() -> None:
+    engine = chat_engine()
+    engine.scripted_snapshot = busy_snapshot()
+    async with serving(engine) as server, attached(server.url) as feed:
+        ring = feed.events()
+        assert feed.model == engine.model and feed.is_healthy
+        assert (await feed.snapshot()).num_running == 4
+        sent = [*request_events(), *steps(20)]
+        for event in sent:
+            engine.bus.publish(event)
+        got: list[Any] = []
+        await eventually(lambda: got.extend(ring.drain()) or len(got) == len(sent))
+        assert got == sent
+        engine.scripted_snapshot = replace(busy_snapshot(), num_waiting=7, time_ns=NOW_NS + 1)
+        engine.bus.publish(step(1, end_ns=NOW_NS))
+        async with asyncio.timeout(5):
+            while (await feed.snapshot()).num_waiting != 7:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_lost_server_is_said_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("termgen.tui.attach.RETRY_S", 0.02)
+    engine = chat_engine()
+    async with serving(engine) as server:
+        port = server.url.rsplit(":", 1)[1]
+        feed = await RemoteFeed.connect(server.url, hz=20)
+    try:
+        await eventually(lambda: feed.trouble == "connection lost")
+        assert not feed.is_healthy and feed.epoch == 0
+        async with serving(engine, port=int(port)):
+            await eventually(lambda: feed.is_healthy)
+            assert feed.epoch == 1  # another process, another past
+            ring = feed.events()
+            engine.bus.publish(step(77, end_ns=NOW_NS))
+            got: list[Any] = []
+            await eventually(lambda: bool(got.extend(ring.drain()) or got))
+            assert got[0].step_id == 77
+    finally:
+        await feed.close()
+
+
+async def test_keys_are_sent_and_refusals_are_explained() -> None:
+    async with serving(chat_engine(), api_key=("user",), admin_key=("s3cret",)) as server:
+        with pytest.raises(AttachError, match="asks for its admin key"):
+            await RemoteFeed.connect(server.url, hz=4)
+        async with attached(server.url, key="s3cret") as feed:
+            assert feed.model.model_id == MODEL.model_id
+        address = server.url
+    with pytest.raises(AttachError, match="no server at"):
+        await RemoteFeed.connect(address, hz=4)
+    with pytest.raises(AttachError, match="no server at"):
+        await RemoteFeed.connect("http://[", hz=4)
+
+
+async def test_a_recording_is_the_stream_itself(tmp_path: Path) -> None:
+    engine, file = chat_engine(), io.BytesIO()
+    engine.scripted_snapshot = make_snapshot(num_running=1, time_ns=1)
+    async with serving(engine) as server, attached(server.url, record=file) as feed:
+        ring = feed.events()
+        first = feed.now_ns()
+        for i in range(5):
+            engine.bus.publish(step(i, end_ns=first + i * SECOND))
+        await eventually(lambda: ring.num_appended == 5)
+    path = tmp_path / "run.events"
+    path.write_bytes(file.getvalue() + b"event: step\nid: x-1\ndata: {half a fra")
+    replay = ReplayFeed.open(path)
+    assert replay.model == engine.model
+    ring = replay.events()
+    replay.seek(100 * SECOND)
+    assert [event.step_id for event in ring.drain()] == list(range(5))
+
+
+# -- replay --------------------------------------------------------------------------------
+
+
+def recording(seconds: int = 60) -> bytes:
+    """One step each second, a snapshot with it; ids count seconds."""
+    start = NOW_NS
+    opening = Opening(
+        stream="s",
+        resumed=False,
+        clock_ns=start,
+        unix_ns=0,
+        dropped=0,
+        status="ok",
+        model=MODEL,
+        snapshot=replace(busy_snapshot(start), num_finished=0),
+    )
+    out = [bytes(encode(opening, "s-0"))]
+    for i in range(1, seconds + 1):
+        at = start + i * SECOND
+        record = step(i, end_ns=at - 100_000)
+        topics = frozenset({"step"})
+        out += map(bytes, encode_events([record], stream="s", first=i, dropped=0, topics=topics))
+        snapshot = replace(busy_snapshot(at), num_finished=i)
+        out.append(bytes(encode(Cache(dropped=0, snapshot=snapshot), f"s-{i}")))
+    return b"".join(out)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ns = 5 * SECOND
+
+    def __call__(self) -> int:
+        return self.ns
+
+
+def replay_of(tmp_path: Path, clock: Clock) -> ReplayFeed:
+    path = tmp_path / "run.events"
+    path.write_bytes(recording())
+    return ReplayFeed(read_frames(path), now_ns=clock)
+
+
+async def test_a_recording_plays_by_its_own_times(tmp_path: Path) -> None:
+    clock = Clock()
+    feed = replay_of(tmp_path, clock)
+    ring = feed.events()
+    assert feed.length_ns == 60 * SECOND and feed.position_ns == 0
+    clock.ns += 3 * SECOND
+    feed.advance()
+    assert [s.step_id for s in ring.drain()] == [1, 2, 3]
+    assert (await feed.snapshot()).num_finished == 3
+    feed.stop(True)
+    clock.ns += 50 * SECOND
+    feed.advance()
+    assert ring.drain() == [] and feed.position_ns == 3 * SECOND
+    feed.stop(False)
+    feed.set_speed(2.0)
+    clock.ns += 2 * SECOND
+    feed.advance()
+    assert [s.step_id for s in ring.drain()] == [4, 5, 6, 7]
+    feed.seek(10 * SECOND)
+    assert [s.step_id for s in ring.drain()] == list(range(8, 18)) and feed.epoch == 0
+    feed.seek(-15 * SECOND)
+    assert feed.epoch == 1 and feed.position_ns == 2 * SECOND
+    assert [s.step_id for s in ring.drain()] == [1, 2]
+    assert (await feed.snapshot()).num_finished == 2
+    feed.seek(1000 * SECOND)
+    clock.ns += 1000 * SECOND
+    assert feed.position_ns == feed.length_ns
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "no frame of an event stream"),
+        (b"hello world\n\nmore\n\n", "no frame of an event stream"),
+        (b"event: step\nid: s-1\ndata: {}\n\n", "cannot be read"),
+        (b"event: model\nid: s-1\ndata: nonsense\n\n", "cannot be read"),
+        (b"event: \xff\nid: s-1\ndata: {}\n\n", "--replay"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes, why: str) -> None:
+    path = tmp_path / "other"
+    path.write_bytes(content)
+    with pytest.raises(ReplayError, match=why):
+        ReplayFeed.open(path)
+    with pytest.raises(ReplayError, match="No such file"):
+        ReplayFeed.open(tmp_path / "missing")
+
+
+# -- the app -------------------------------------------------------------------------------
+
+
+class QuietTop(TopApp):
+    """Draws when the test says so."""
+
+    def make_feed_dashboard(self, feed: StreamFeed) -> DashboardScreen:
+        return DashboardScreen(feed, hz=0.01, now_ns=feed.now_ns, cpu_ns=lambda: 0)
+
+
+def top_of(feed: StreamFeed) -> QuietTop:
+    async def give() -> StreamFeed:
+        return feed
+
+    return QuietTop(give, ui=UIConfig(), theme_folders=(shipped_themes(),))
+
+
+def panel(app: TopApp, name: str) -> str:
+    return app.screen.query_one(f"#{name}", Canvas).text
+
+
+async def test_a_recording_in_the_dashboard(tmp_path: Path) -> None:
+    clock = Clock()
+    app = top_of(replay_of(tmp_path, clock))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: isinstance(app.screen, DashboardScreen))
+        screen = app.screen
+        assert isinstance(screen, DashboardScreen)
+        await pilot.pause()
+        clock.ns += 30 * SECOND
+        await screen.refresh_view()
+        assert "▶ replay  " in panel(app, "header") and "0:30/1:00" in panel(app, "header")
+        assert "step 30 " in panel(app, "batch") and "chat-1" in panel(app, "requests")
+        await pilot.press("left_square_bracket")
+        await pilot.pause()
+        assert "0:20/1:00" in panel(app, "header") and "step 20 " in panel(app, "batch")
+        assert screen.view.num_finished == 20
+        await pilot.press("space")
+        clock.ns += 60 * SECOND
+        await screen.refresh_view()
+        assert "❚❚ paused" in panel(app, "header") and "0:20/1:00" in panel(app, "header")
+        await pilot.press("right_square_bracket")
+        await pilot.pause()
+        assert "0:30/1:00" in panel(app, "header") and "step 30 " in panel(app, "batch")
+        await pilot.press("space", "greater_than_sign")
+        clock.ns += 5 * SECOND
+        await screen.refresh_view()
+        assert "0:40/1:00 ×2" in panel(app, "header")
+        await pilot.press("f2")
+        await pilot.pause()
+        assert app.screen is screen
+        titles = {command.title for command in app.get_system_commands(screen)}
+        assert "Chat" not in titles and {"10 s back", "Faster", "Timeline"} <= titles
+
+
+async def test_a_server_in_the_dashboard() -> None:
+    engine = chat_engine()
+    engine.scripted_snapshot = busy_snapshot()
+    async with serving(engine) as server:
+        feed = await RemoteFeed.connect(server.url, hz=20)
+        app = top_of(feed)
+        async with app.run_test(size=(80, 24)) as pilot:
+            await wait_until(pilot, lambda: isinstance(app.screen, DashboardScreen))
+            screen = app.screen
+            assert isinstance(screen, DashboardScreen)
+            await pilot.pause()
+            engine.bus.publish(step(4711, end_ns=feed.now_ns()))
+            await wait_until(pilot, lambda: screen._ring.num_appended > 0)
+            await screen.refresh_view()
+            assert "step 4 711" in panel(app, "batch") and "chat-1" in panel(app, "requests")
+            await pilot.press("left_square_bracket")
+            await pilot.pause()
+            assert any("recording" in note.message for note in app._notifications)
+            await server.stop(drain_timeout=0)
+            await wait_until(pilot, lambda: not feed.is_healthy)
+            await screen.refresh_view()
+            assert "✗ connection lost" in panel(app, "header")
+            assert "chat-1" in panel(app, "requests")
+
+
+async def test_no_server_is_one_line() -> None:
+    async def fail() -> StreamFeed:
+        raise AttachError("no server at http://127.0.0.1:1: refused")
+
+    app = QuietTop(fail, ui=UIConfig(), theme_folders=(shipped_themes(),))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: app.return_code is not None)
+    assert app.return_code == 2
+
+
+# -- the command ---------------------------------------------------------------------------
+
+
+def test_keys_come_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("  first\nsecond\n")
+    assert top_command.read_key(str(path)) == "first"
+    monkeypatch.setenv("TERMGEN_ADMIN_KEY", "one,two")
+    assert top_command.read_key(None) == "one"
+    monkeypatch.delenv("TERMGEN_ADMIN_KEY")
+    assert top_command.read_key(None) is None
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        top_command.read_key(str(path))
+    with pytest.raises(ConfigError, match="missing"):
+        top_command.read_key(str(tmp_path / "missing"))
+
+
+def test_a_recording_is_never_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "run.events"
+    path.write_bytes(b"precious")
+    with pytest.raises(ConfigError, match="exists already"):
+        top_command.run_top(None, UIConfig(), record=str(path), key_file=None)
+    assert path.read_bytes() == b"precious"
+
+
+def test_bad_command_lines_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", "--replay", "a", "--record", "b"]) == 2
+    assert "--replay FILE needs no record" in capsys.readouterr().err
+    assert cli.main(["top"]) == 2
+    assert "needs a terminal" in capsys.readouterr().err
