@@ -31,7 +31,9 @@ LIMIT_S = 60.0
 def environment(tmp_path: Path) -> dict[str, str]:
     """Without the user's settings."""
     (tmp_path / "empty.toml").write_text("")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("TERMGEN_")}
+    # Nor with the size of another terminal, which would count for more than that of ours.
+    others = ("COLUMNS", "LINES")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("TERMGEN_") and k not in others}
     return kept | {
         "TERMGEN_CONFIG": str(tmp_path / "empty.toml"),
         "OMP_NUM_THREADS": "1",

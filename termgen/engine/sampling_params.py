@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 
 from termgen.engine.structured_outputs import StructuredOutputsParams
@@ -171,9 +171,7 @@ class SamplingParams:
         for f in fields(self):
             value = getattr(self, f.name)
             if value != f.default:
-                is_plain = isinstance(value, (bool, int, float))
-                shown = f"{value:g}" if isinstance(value, float) else value
-                parts.append(f"{f.name} {shown if is_plain else f'({len(value)})'}")
+                parts.append(f"{f.name} {_shown(value)}")
         return " ".join(parts)
 
     def validate_for(self, *, vocab_size: int) -> None:
@@ -190,6 +188,14 @@ class SamplingParams:
                     f"{name}: token id {largest} is outside the vocabulary of {vocab_size}",
                     param=name,
                 )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, StructuredOutputsParams):
+        return f"({value.kind})"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"({len(value)})" if isinstance(value, Sized) else str(value)
 
 
 def _bias_pairs(given: object) -> tuple[tuple[int, float], ...]:

@@ -12,6 +12,7 @@ from termgen.engine.events import RequestEvent, RequestEventKind, StepRecord
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.snapshot import build_snapshot
 from termgen.engine.step import GraphStatus
+from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.tui.lanes import Doing, LaneBook, token_times
 
 
@@ -95,6 +96,20 @@ def test_parameters_are_told_without_any_text() -> None:
     assert queued[0].detail == "temperature 0.5 stop (1) ignore_eos True max_tokens 3"
     assert queued[1].detail == "max_tokens 2"
     assert SamplingParams().describe() == ""
+    form = StructuredOutputsParams(regex="[a-z]{3}")
+    every = SamplingParams(
+        temperature=0.5,
+        max_tokens=3,
+        stop=("a", "b"),
+        logit_bias={5: 1.0},
+        allowed_token_ids=(5, 6),
+        bad_words=("no",),
+        structured_outputs=form,
+        ignore_eos=True,
+    ).describe()
+    for words in ("temperature 0.5", "stop (2)", "structured_outputs (regex)", "ignore_eos True"):
+        assert words in every
+    assert "[a-z]" not in every and "no" not in every.split()
 
 
 def test_the_queue_says_what_its_first_lacks() -> None:
