@@ -244,3 +244,21 @@ def test_tabs_are_where_they_are_drawn() -> None:
     for page in PAGES:
         assert page_at(row.index(f" {page.name} ") + 1) == page.name
     assert page_at(0) is None and page_at(len(row)) is None
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_times_of_a_step_end_on_the_screen(width: int) -> None:
+    long = step_at(1, idle_ms=8.25, host_us=123_456.0, publish_us=1234.0, wait_us=123_456.0)
+    rows = lanes_panel([step_at(0), long], Frame(width, 12, False), COLOUR_GLYPHS)
+    [line] = [
+        row_text(row) for row in rows if " apply " in row_text(row) and "wait " in row_text(row)
+    ][:1]
+    assert line.rstrip().endswith("idle 8.25  ms"), line
+    assert ("host in all" in line) == (width == 140)
+
+
+@pytest.mark.parametrize("width", [46, 48, 80])
+def test_the_shares_of_memory_are_whole(width: int) -> None:
+    rows = memory_panel(make_memory_ledger(), Frame(width, 14, True))
+    lines = [row_text(row).rstrip(" │") for row in rows if "weights" in row_text(row)]
+    assert lines and all(line.endswith("%") for line in lines), lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from termgen.engine.events import StepRecord
 from termgen.tui.formatting import milliseconds, percent
@@ -85,7 +85,7 @@ def lanes_panel(steps: Sequence[StepRecord], frame: Frame, glyphs: Glyphs) -> li
         _ruler(cells, end - begin),
         (),
         step_line(steps[-1], steps, frame.inner_width),
-        _times_line(steps[-1]),
+        _times_line(steps[-1], frame.inner_width),
         _legend(glyphs),
     ]
     return frame.draw(title, _busy_words(steps), body)
@@ -175,13 +175,21 @@ def _busy_words(steps: Sequence[StepRecord]) -> list[Span]:
     ]
 
 
-def _times_line(step: StepRecord) -> Row:
+def _times_line(step: StepRecord, width: int) -> Row:
+    """Every phase; on a narrow screen without the sums and parts that the panel below has."""
+    values = {name: (role, ms_of(step)) for name, role, ms_of in _PHASES}
+    spans = _times(values)
+    if sum(len(text) for text, _ in spans) > width:
+        spans = _times({n: values[n] for n in values if n not in ("telling", "host in all")})
+    return tuple(spans)
+
+
+def _times(values: Mapping[str, tuple[str, float]]) -> list[Span]:
     spans: list[Span] = []
-    for name, role, ms_of in _PHASES:
-        value = ms_of(step)
+    for name, (role, value) in values.items():
         quiet = name == "idle" and not value
         spans += [(f"{name} ", "muted"), (f"{milliseconds(value)}  ", "text" if quiet else role)]
-    return (*spans, ("ms", "muted"))
+    return [*spans, ("ms", "muted")]
 
 
 def _legend(glyphs: Glyphs) -> Row:
