@@ -29,7 +29,7 @@ class DecodeStep:
     def plan(self, step_id: int, released: tuple[int, ...]) -> StepPlan | None:
         """The next step, counted as run; None, and nothing done, where it is not such a step."""
         table, kv, running = self._table, self._kv, self._table.running
-        if not len(running) or table.constrained:
+        if not len(running) or table.num_constrained:
             return None
         facts = table.facts[:, running]  # [num facts, num_rows], a copy
         num_tokens, num_pending, num_computed, limit, epochs = facts

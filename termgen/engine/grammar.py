@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from termgen.engine.structured_outputs import StructuredOutputsParams
-from termgen.engine.token_mask import IntArray, TokenMatcher
-from termgen.errors import RequestError
+from termgen.engine.token_mask import IntArray
+from termgen.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
     from termgen.engine.tokenizer import Tokenizer
@@ -53,56 +53,30 @@ class Grammar:
 class Matcher:
     """A `TokenMatcher`."""
 
-    __slots__ = ("_withheld", "llmatcher", "num_words")
+    __slots__ = ("_matcher", "_withheld", "num_words")
 
-    def __init__(self, llmatcher: Any, num_words: int, withheld: IntArray | None) -> None:
+    def __init__(self, matcher: Any, num_words: int, withheld: IntArray | None) -> None:
         """withheld: bits to clear as long as others are left."""
-        self.llmatcher = llmatcher
+        self._matcher = matcher
         self.num_words = num_words
         self._withheld = withheld
 
     def accept(self, token_id: int) -> bool:
-        return bool(self.llmatcher.consume_token(token_id))
+        # A matcher that has failed takes end tokens all the same.
+        return bool(self._matcher.consume_token(token_id)) and not self._matcher.is_error()
 
     @property
     def is_ended(self) -> bool:
-        return bool(self.llmatcher.is_stopped())
+        return bool(self._matcher.is_stopped())
 
     def fill(self, bits: IntArray) -> None:
-        self.llmatcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        self.withhold(bits)
-
-    def withhold(self, bits: IntArray) -> None:
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done
+            raise EngineError(f"the grammar is too complex: {_brief(self._matcher.get_error())}")
         if self._withheld is not None:
             rest = bits & ~self._withheld
             if rest.any():
                 bits[:] = rest
-
-
-class MaskFiller:
-    """Fills the masks of a step at once, on several cores where there are several rows."""
-
-    def __init__(self) -> None:
-        self._executor: Any = None
-
-    def __call__(self, matchers: Sequence[TokenMatcher], bits: IntArray) -> None:
-        """bits [num_matchers, num_words]."""
-        ours = [(m, i) for i, m in enumerate(matchers) if isinstance(m, Matcher)]
-        if len(ours) < 2:
-            for matcher, row in zip(matchers, bits, strict=True):
-                matcher.fill(row)
-            return
-        assert len(ours) == len(matchers), "an engine has matchers of one kind"
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor()
-        rows = [(matcher.llmatcher, i) for matcher, i in ours]
-        self._executor.unsafe_compute_mask_ptr(
-            rows, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(rows)
-        )
-        for matcher, i in ours:
-            matcher.withhold(bits[i])
 
 
 class GrammarCompiler:
@@ -164,7 +138,9 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
-        prototype = LLMatcher(self._vocabulary_of_model(), _source(wanted), limits=limits)
+        prototype = LLMatcher(
+            self._vocabulary_of_model(), _source(wanted), limits=limits, log_level=0
+        )
         error = prototype.get_error()
         if error:
             raise RequestError(_brief(error), code="invalid_schema")

@@ -67,7 +67,7 @@ class PlanBuilder:
                 max_total_tokens=request.max_total_tokens,
                 stop_token_ids=tuple(sorted(request.stop_token_ids)),
                 params=request.params,
-                has_grammar=request.matcher is not None,
+                has_grammar=request.grammar is not None,
                 seed=request.seed,
                 bad_token_ids=request.bad_token_ids,
             )

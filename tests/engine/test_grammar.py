@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from termgen.engine import grammar as grammar_module
-from termgen.engine.grammar import GrammarCompiler, MaskFiller
+from termgen.engine.grammar import GrammarCompiler
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.structured_outputs import (
     MAX_ENUM_VALUES,
@@ -23,7 +23,7 @@ from termgen.engine.structured_outputs import (
 )
 from termgen.engine.token_mask import TokenMatcher
 from termgen.engine.tokenizer import Tokenizer, load_tokenizer
-from termgen.errors import RequestError
+from termgen.errors import EngineError, RequestError
 
 EOS = 1
 VOCAB = 600
@@ -41,8 +41,8 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
 
 
 def allowed(matcher: TokenMatcher) -> set[int]:
-    bits = np.zeros((1, matcher.num_words), np.int32)
-    MaskFiller()([matcher], bits)
+    bits = np.zeros(matcher.num_words, np.int32)
+    matcher.fill(bits)
     flags = np.unpackbits(bits.view(np.uint8), bitorder="little")
     return set(np.flatnonzero(flags).tolist())
 
@@ -171,20 +171,15 @@ def test_a_matcher_stays_broken_and_others_of_its_grammar_go_on(compiler: Gramma
     assert good.accept(min(allowed(good))) and not good.is_ended
 
 
-def test_masks_filled_together_are_those_filled_alone(compiler: GrammarCompiler) -> None:
-    grammars = [
-        compiler.compile(StructuredOutputsParams(regex=f"[a-{last}]+")) for last in "bcdefgh"
-    ]
-    matchers = [g.start(ends_at_eos=i % 2 == 0) for i, g in enumerate(grammars)]
-    for _ in range(2):
-        bits = np.zeros((len(matchers), matchers[0].num_words), np.int32)
-        MaskFiller()(matchers, bits)
-        flags = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
-        together = [set(np.flatnonzero(row).tolist()) for row in flags]
-        assert together == [allowed(m) for m in matchers]
-        assert len(set(map(frozenset, together))) == len(matchers)
-        for matcher, tokens in zip(matchers, together, strict=True):
-            assert matcher.accept(max(tokens - {EOS}))
+def test_a_limit_reached_in_a_mask_is_an_error_and_no_end_of_the_answer(
+    compiler: GrammarCompiler,
+) -> None:
+    wanted = StructuredOutputsParams(regex="(([a-z]{1,1000}){1,1000}){1,1000}")
+    matcher = compiler.compile(wanted).start(ends_at_eos=True)
+    with pytest.raises(EngineError, match="too complex"):
+        for _ in range(10):
+            assert matcher.accept(max(allowed(matcher) - {EOS}))
+    assert not matcher.accept(EOS), "a broken matcher takes nothing"
 
 
 def test_grammars_are_kept_up_to_a_number(
