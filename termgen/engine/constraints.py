@@ -40,6 +40,7 @@ class Constraints:
         self.is_late = False
         """Whether a row or a waiting request missed the newest step for want of its mask."""
         self._filler = MaskFiller()
+        self._is_busy = False
         self._deadline = 0.0
         """Until when masks are waited for in this step."""
         self._failed: list[Request] = []
@@ -53,7 +54,7 @@ class Constraints:
         self, table: SlotTable, running: IntArray, want: IntArray, *, is_busy: bool
     ) -> None:
         """Set `want` to 0 for rows that cannot join now. is_busy: a step is in flight."""
-        self.is_late = False
+        self.is_late, self._is_busy = False, is_busy
         rows = table.has_grammar[running].nonzero()[0]
         want[rows[table.num_pending[running[rows]] > 0]] = 0
         rows = rows[want[rows] > 0]
@@ -74,8 +75,9 @@ class Constraints:
         return self._has_mask(request)
 
     def rest(self) -> None:
-        """Nothing can be computed: wait a little for masks, if that is the reason."""
-        if self.is_late and not self._failed:
+        """Nothing can be planned: wait a little for masks, if that is the reason and no step that
+        is in flight is to be landed."""
+        if self.is_late and not (self._is_busy or self._failed):
             self._filler.wait_for_any(PATIENCE_S)
 
     def take_failed(self) -> list[tuple[Request, EngineError]]:
