@@ -73,7 +73,7 @@ def try_out(source: str) -> None:
 
 def brief(error: str) -> str:
     """Without the listing of the whole grammar."""
-    text = " ".join(error.split())
+    text = " ".join(error.replace("<non-verbose/>", "").split())
     return text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + "..."
 
 
