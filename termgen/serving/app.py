@@ -151,7 +151,7 @@ async def chat_completions(request: Request) -> ASGIApp:
     parse = partial(parse_chat, tool_format=engine.model.tool_format)
     chat = await _parse_body(request, engine, parse)
     headers = _answer_headers(state, chat.ignored)
-    generation = Generation(state, engine, [chat.job])
+    generation = Generation(state, engine, [chat.job], answer_id=chat.options.id)
     if chat.options.stream:
         return EventStreamResponse(state, generation, headers, chunks=ChatStream(chat))
     return CompleteResponse(
@@ -164,7 +164,7 @@ async def completions(request: Request) -> ASGIApp:
     completion = await _parse_body(request, engine, parse_completion)
     headers = _answer_headers(state, completion.ignored)
     echoes = await _echoes(engine, completion)
-    generation = Generation(state, engine, completion.jobs)
+    generation = Generation(state, engine, completion.jobs, answer_id=completion.options.id)
     if completion.options.stream:
         chunks = CompletionStream(completion, echoes)
         return EventStreamResponse(state, generation, headers, chunks=chunks)

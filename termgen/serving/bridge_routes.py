@@ -39,7 +39,7 @@ async def messages(request: Request) -> ASGIApp:
     state, engine = state_of(request), state_of(request).require_engine()
     asked = await _parse(request, parse_messages)
     headers, chat = _headers(request, asked.ignored), asked.chat
-    generation = Generation(state, engine, [chat.job])
+    generation = Generation(state, engine, [chat.job], answer_id=chat.options.id)
     if chat.options.stream:
         stream = MessageStream(asked)
         answer: ASGIApp = EventStreamResponse(
@@ -63,7 +63,7 @@ async def responses(request: Request) -> ASGIApp:
     state, engine = state_of(request), state_of(request).require_engine()
     asked = await _parse(request, parse_responses)
     headers, chat = _headers(request, asked.ignored), asked.chat
-    generation = Generation(state, engine, [chat.job])
+    generation = Generation(state, engine, [chat.job], answer_id=chat.options.id)
     if chat.options.stream:
         stream = ResponseStream(asked)
         answer: ASGIApp = EventStreamResponse(

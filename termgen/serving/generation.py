@@ -35,10 +35,14 @@ Take = Callable[[int, TokenDelta], Awaitable[None]]
 class Generation:
     """Use as an async context manager, and `run` it once within."""
 
-    def __init__(self, state: ServerState, engine: EngineClient, jobs: Sequence[Job]) -> None:
-        """Raises RequestError while the engine sleeps."""
+    def __init__(
+        self, state: ServerState, engine: EngineClient, jobs: Sequence[Job], *, answer_id: str
+    ) -> None:
+        """answer_id: what the client knows the answer by. Raises RequestError while the engine
+        sleeps."""
         state.check_awake()
         self._state = state
+        self._answer_id = answer_id
         self._engine = engine
         self._jobs = jobs
         self._task: asyncio.Task[object] | None = None
@@ -60,10 +64,10 @@ class Generation:
         self._scope = scope
 
     def is_known_as(self, name: str) -> bool:
-        """Whether this is the answer's id, or the `x-request-id` of its request."""
-        ids = [job.request_id for job in self._jobs]
-        is_answer = any(i == name or i.startswith(f"{name}-") for i in ids)
-        return is_answer or self._scope.get(REQUEST_ID) == name
+        """Whether this is the answer's id, that of one of its prompts, or the `x-request-id` of its
+        request."""
+        ids = {self._answer_id, self._scope.get(REQUEST_ID), *(j.request_id for j in self._jobs)}
+        return name in ids
 
     async def __aenter__(self) -> Generation:
         assert self.caller is not None, "who asks must be known"
@@ -136,7 +140,7 @@ class Generation:
         meters = self._meters
         return RequestReport(
             request_id=self._scope.get(REQUEST_ID, ""),
-            answer_id=self._jobs[0].request_id,
+            answer_id=self._answer_id,
             path=self._scope["path"],
             model=self._state.names_for(self._engine)[0],
             traceparent=header(self._scope, b"traceparent"),
