@@ -36,6 +36,27 @@ Prompt = str | Sequence[int] | ChatPrompt
 """Raw text, token ids, or a conversation."""
 
 
+def prompt_chars(prompt: str | ChatPrompt) -> int:
+    """Characters of all that a chat template is given to show: contents, reasoning, tool calls and
+    tools. Whatever their shapes, which are judged later."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    messages = prompt.messages if isinstance(prompt.messages, Sequence) else ()
+    fields = [m.items() for m in messages if isinstance(m, Mapping)]
+    shown = [value for items in fields for name, value in items if name != "role"]
+    return _num_chars([*shown, *prompt.template_kwargs.values()])
+
+
+def _num_chars(value: object, levels: int = 64) -> int:
+    """In plain data, keys included."""
+    if isinstance(value, str):
+        return len(value)
+    if not isinstance(value, (Mapping, list, tuple)) or not levels:
+        return 0 if value is None else 1
+    parts = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    return sum(_num_chars(part, levels - 1) for part in parts)
+
+
 PauseMode = Literal["wait", "abort", "keep"]
 """What becomes of the requests an engine holds when it is paused."""
 

@@ -45,6 +45,9 @@ class Desk:
     def scheduled(self, engine_id: str) -> None:
         self.events.append(RequestEvent(0, engine_id, RequestEventKind.SCHEDULED, 1, 0, 0))
 
+    def queued(self, engine_id: str, num_tokens: int) -> None:
+        self.events.append(RequestEvent(0, engine_id, RequestEventKind.QUEUED, num_tokens, 0, 0))
+
     def is_admitted(self, *jobs: Job) -> bool:
         try:
             self.control.admit(jobs)
@@ -117,6 +120,46 @@ def test_prompt_tokens_are_limited() -> None:
     assert desk.is_admitted(job("c", prompt=(1,) * 60))
 
 
+def test_all_that_a_template_shows_is_counted() -> None:
+    """Tools, the arguments of calls and reasoning are a prompt like any other text."""
+    desk = Desk(max_queue=0, max_queue_tokens=1000)
+    long, user = "y" * 10_000, {"role": "user", "content": "x"}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": [{"b": long}]}}}
+    tool = {"type": "function", "function": {"name": "f", "description": long}}
+    for prompt in (
+        ChatPrompt(messages=({**user, "content": long},)),
+        ChatPrompt(messages=({**user, "content": [{"type": "text", "text": long}]},)),
+        ChatPrompt(messages=(user, {"role": "assistant", "content": None, "tool_calls": [call]})),
+        ChatPrompt(messages=(user, {**user, "role": "assistant", "reasoning_content": long})),
+        ChatPrompt(messages=({**user, "name": long},)),
+        ChatPrompt(messages=(user,), template_kwargs={"tools": [tool]}),
+        ChatPrompt(messages=(user,), template_kwargs={"tools": [{"name": {long: 1}}]}),
+    ):
+        assert 2500 <= desk.control.estimate(prompt) <= 2550
+        waiting = desk.control.admit([job("a", prompt=(1,))])
+        assert not desk.is_admitted(job("b", prompt=prompt))
+        waiting.close()
+    assert desk.control.estimate(ChatPrompt(messages=(user,))) == 1
+
+
+def test_an_estimate_gives_way_to_what_was_tokenised() -> None:
+    desk = Desk(max_queue=0, max_queue_tokens=100)
+    ticket = desk.control.admit([job("a", n=2, prompt="x" * 80), job("b", prompt=(1,) * 10)])
+    assert ticket.num_tokens == 31
+    for engine_id in ("a-0", "a-1~2", "a-1", "zzz", "a-x"):
+        desk.queued(engine_id, 80)
+    desk.control.look()
+    assert ticket.num_tokens == desk.control._tokens_waiting == 90
+    assert not desk.is_admitted(job("c", prompt=(1,) * 11))
+    desk.queued("a-0", 20)
+    assert desk.is_admitted(job("c", prompt=(1,) * 11)), "it is looked at before anyone is refused"
+    for engine_id in ("a-0", "a-1", "b"):
+        desk.scheduled(engine_id)
+    desk.queued("b", 999)
+    desk.control.look()
+    assert desk.control._tokens_waiting == 11, "what has begun waits no more"
+
+
 def test_the_size_of_text_is_learnt() -> None:
     desk = Desk()
     message = {"role": "user", "content": "y" * 300}
@@ -148,6 +191,8 @@ def test_counts_hold_over_random_lives() -> None:
             desk.scheduled(
                 f"{known}-{rng.randrange(n)}" if n > 1 else known + rng.choice(["", "~2"])
             )
+        if tickets and rng.random() < 0.3:
+            desk.queued(rng.choice(sorted(tickets)), rng.randrange(1, 30))
         if tickets and rng.random() < 0.5:
             tickets.pop(rng.choice(sorted(tickets)))[0].close()
         if rng.random() < 0.2:

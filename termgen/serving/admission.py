@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from termgen.api.job import Job
-from termgen.client import ChatPrompt, Prompt
+from termgen.client import ChatPrompt, Prompt, prompt_chars
 from termgen.config import ServerConfig
-from termgen.engine.events import EngineEvent, RequestEventKind, StepRecord
+from termgen.engine.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
 from termgen.errors import OverloadedError
 
 RATE_WINDOW_S = 30.0
@@ -32,6 +32,8 @@ FIRST_CHARS_PER_TOKEN = 4.0
 RATIO_WEIGHT = 0.05
 """Of the newest request in the running mean of characters per token."""
 
+_QUEUED, _SCHEDULED = RequestEventKind.QUEUED, RequestEventKind.SCHEDULED
+
 _RENAMED = re.compile(r"~\d+$")
 """What the engine appends to an id that is still in use."""
 
@@ -39,7 +41,7 @@ _RENAMED = re.compile(r"~\d+$")
 class Ticket:
     """One HTTP request's place. `close` it whatever happens."""
 
-    __slots__ = ("_admission", "_begun", "_sizes", "_timer", "num_ended", "num_tokens")
+    __slots__ = ("_admission", "_begun", "_sizes", "_timer", "_tokens", "num_ended")
 
     def __init__(self, admission: AdmissionControl, jobs: Sequence[Job]) -> None:
         self._admission = admission
@@ -49,11 +51,16 @@ class Ticket:
         self._timer: asyncio.TimerHandle | None = None
         self.num_ended = 0
         """Completions that are over; their seats are free again."""
-        self.num_tokens = sum(admission.estimate(job.prompt) for job in jobs)
+        self._tokens = {job.request_id: admission.estimate(job.prompt) for job in jobs}
 
     @property
     def job_ids(self) -> Iterable[str]:
         return self._sizes
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its prompts: estimates, until they have been tokenised."""
+        return sum(self._tokens.values())
 
     @property
     def num_waiting(self) -> int:
@@ -74,6 +81,12 @@ class Ticket:
         if key not in self._begun and index < self._sizes.get(job_id, 0):
             self._begun.add(key)
             self._admission.on_begin(self)
+
+    def measured(self, job_id: str, num_tokens: int) -> None:
+        """How long a prompt is, now that it has been tokenised. May be told more than once."""
+        before, self._tokens[job_id] = self._tokens[job_id], num_tokens
+        if self.num_waiting:
+            self._admission.on_measured(num_tokens - before)
 
     def limit_wait(self, fail: Callable[[OverloadedError], None]) -> None:
         """Call `fail` if the request still waits as a whole when its time is over."""
@@ -154,6 +167,9 @@ class AdmissionControl:
         if not ticket.num_waiting:
             self._tokens_waiting -= ticket.num_tokens
 
+    def on_measured(self, num_more: int) -> None:
+        self._tokens_waiting += num_more
+
     def on_close(self, ticket: Ticket) -> None:
         if ticket not in self._open:
             return
@@ -168,19 +184,19 @@ class AdmissionControl:
         for event in events:
             if isinstance(event, StepRecord):
                 self._newest = event
-            elif event.kind is RequestEventKind.SCHEDULED and self._by_job:
-                self._on_scheduled(_RENAMED.sub("", event.request_id))
+            elif self._by_job and event.kind in (_QUEUED, _SCHEDULED):
+                self._on_news(event)
 
     def on_prompt(self, prompt: Prompt, num_tokens: int) -> None:
         """How long a prompt turned out to be."""
         if num_tokens and isinstance(prompt, (str, ChatPrompt)):
-            ratio = min(16.0, max(0.5, num_chars(prompt) / num_tokens))
+            ratio = min(16.0, max(0.5, prompt_chars(prompt) / num_tokens))
             self._chars_per_token += RATIO_WEIGHT * (ratio - self._chars_per_token)
 
     def estimate(self, prompt: Prompt) -> int:
         """Prompt tokens, without tokenising."""
         if isinstance(prompt, (str, ChatPrompt)):
-            return int(num_chars(prompt) / self._chars_per_token) + 1
+            return int(prompt_chars(prompt) / self._chars_per_token) + 1
         return len(prompt)
 
     def waited_too_long(self) -> OverloadedError:
@@ -190,15 +206,18 @@ class AdmissionControl:
             num_over=max(1, self._num_waiting),
         )
 
-    def _on_scheduled(self, engine_id: str) -> None:
-        """`ID` of a single completion, `ID-INDEX` of one of several."""
-        ticket = self._by_job.get(engine_id)
-        if ticket is not None:
-            ticket.begin(engine_id, 0)
-            return
-        job_id, _, index = engine_id.rpartition("-")
+    def _on_news(self, event: RequestEvent) -> None:
+        """The engine calls a single completion `ID`, one of several `ID-INDEX`."""
+        job_id, index = _RENAMED.sub("", event.request_id), "0"
         ticket = self._by_job.get(job_id)
-        if ticket is not None and index.isdigit():
+        if ticket is None:
+            job_id, _, index = job_id.rpartition("-")
+            ticket = self._by_job.get(job_id)
+        if ticket is None or not index.isdigit():
+            return
+        if event.kind is _QUEUED:
+            ticket.measured(job_id, event.num_prompt_tokens)
+        else:
             ticket.begin(job_id, int(index))
 
     def _is_full(self, num_new: int) -> bool:
@@ -246,10 +265,3 @@ def _num_completions(job: Job) -> int:
     if job.generates:
         return job.params.n
     return 0 if job.params.prompt_logprobs is None else 1
-
-
-def num_chars(prompt: str | ChatPrompt) -> int:
-    """Characters of text. Messages were parsed: their content is text or None."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(len(m.get("content") or "") for m in prompt.messages)
