@@ -181,8 +181,19 @@ async def test_what_was_ignored_is_said() -> None:
         assert response.headers["x-termgen-ignored"] == "foo, +1"
         response = await client.post("/v1/chat/completions", json=chat_body(user="u"))
         assert "x-termgen-ignored" not in response.headers
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/messages", chat_body(max_tokens=1)),
+            ("/v1/messages/count_tokens", chat_body()),
+            ("/v1/responses", {"input": "x"}),
+            ("/tokenize", {"prompt": "x"}),
+            ("/detokenize", {"tokens": [65]}),
+        ):
+            response = await client.post(path, json={**body, "foo": 1})
+            assert response.status_code == 200, response.text
+            assert response.headers["x-termgen-ignored"] == "foo", path
         metrics = (await client.get("/metrics")).text
-        assert 'termgen_ignored_fields_total{model="fake/model-1"} 2.0' in metrics
+        assert 'termgen_ignored_fields_total{model="fake/model-1"} 8.0' in metrics
 
 
 @pytest.mark.parametrize("stream", [False, True])
