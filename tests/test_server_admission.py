@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +24,10 @@ from termgen.serving.admission import AdmissionControl, Ticket
 QUEUED = Script(waits_in_queue=True)
 
 
-def job(name: str, *, n: int = 1, prompt: Prompt = "x") -> Job:
-    params = SamplingParams(n=n)
+def job(
+    name: str, *, n: int = 1, prompt: Prompt = "x", params: SamplingParams | None = None
+) -> Job:
+    params = params or SamplingParams(n=n)
     return Job(prompt=prompt, params=params, request_id=name, priority=0, cache_salt=None)
 
 
@@ -89,16 +92,39 @@ def test_every_completion_counts() -> None:
     assert not desk.is_admitted(job("e"))
 
 
-def test_an_echo_counts_where_the_engine_has_to_read_it() -> None:
-    """Log-probabilities of a prompt take a step of the engine; the prompt alone takes none."""
-    desk = Desk(max_queue=1)
+def test_an_echo_takes_one_place() -> None:
+    """However many copies of it are wanted: it is tokenised, or computed, once."""
+    desk = Desk(max_queue=2)
     assert desk.is_admitted(job("a"))
-    echo = replace(job("b", n=3), generates=False)
-    assert desk.control.admit([echo]).num_waiting == 0
-    read = replace(echo, params=SamplingParams(n=3, prompt_logprobs=0))
-    assert not desk.is_admitted(read)
-    desk.scheduled("a")
-    assert desk.control.admit([read]).num_waiting == 1
+    for params in (SamplingParams(n=3), SamplingParams(n=3, prompt_logprobs=0)):
+        ticket = desk.control.admit([replace(job("b", params=params), generates=False)])
+        assert ticket.num_waiting == 1
+        assert not desk.is_admitted(job("c"))
+        for index in range(3):
+            ticket.begin("b", index)
+            ticket.end("b", index)
+            assert (ticket.num_waiting, ticket.num_seated) == (0, 0), "not more seats than it had"
+        assert desk.is_admitted(job(f"d{params}")), "what has ended waits no more"
+        desk.scheduled(f"d{params}")
+        ticket.close()
+
+
+def test_work_on_tokens_takes_a_place() -> None:
+    desk = Desk(max_queue=2, max_queue_tokens=100)
+    with desk.control.place(60), desk.control.place(40):
+        assert desk.control.is_full and not desk.is_admitted(job("a"))
+        with pytest.raises(OverloadedError, match="completions wait") as caught:
+            desk.control.place(1).__enter__()
+        assert caught.value.code == "queue_full"
+    with desk.control.place(60):
+        with pytest.raises(OverloadedError) as caught, desk.control.place(41):
+            pass
+        assert caught.value.code == "queue_tokens_full"
+        assert not desk.is_admitted(job("a", prompt=(1,) * 41))
+    with desk.control.place(1000):
+        pass  # a server where nothing waits takes whatever is asked
+    assert desk.control._num_waiting == desk.control._tokens_waiting == 0
+    assert desk.refused == ["queue_full", "queue_full", "queue_tokens_full", "queue_tokens_full"]
 
 
 def test_a_server_where_nobody_waits_takes_anything() -> None:
@@ -299,6 +325,108 @@ async def test_openai_clients_come_again_when_told(monkeypatch: pytest.MonkeyPat
         assert await first == await second
         await client.close()
     assert len(engine.calls) == 2
+
+
+class SlowTokenizer(FakeEngine):
+    """Tokenises and back when it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_working = 0
+
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        await self._work()
+        return await super().tokenize(prompt, add_special_tokens=add_special_tokens)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        await self._work()
+        return await super().detokenize(token_ids)
+
+    async def _work(self) -> None:
+        self.num_working += 1
+        try:
+            await self.release.wait()
+        finally:
+            self.num_working -= 1
+
+
+ON_TOKENS: list[tuple[str, dict[str, Any]]] = [
+    ("/tokenize", {"prompt": "x" * 40}),
+    ("/tokenize", chat_body(tools=[{"type": "function", "function": {"name": "f" * 30}}])),
+    ("/detokenize", {"tokens": [65] * 10}),
+    ("/v1/messages/count_tokens", chat_body(system="x" * 40)),
+    ("/v1/completions", {"prompt": [[65] * 5, [66] * 5], "echo": True, "max_tokens": 1}),
+    ("/v1/completions", {"prompt": "x" * 40, "echo": True, "max_tokens": 0}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ON_TOKENS)
+async def test_nothing_is_tokenised_for_those_who_may_not_queue(
+    path: str, body: dict[str, Any]
+) -> None:
+    engine = SlowTokenizer()
+    async with app_client(engine, max_queue=2) as client:
+        first = [asyncio.create_task(client.post(path, json=body))]
+        await eventually(lambda: engine.num_working == 1)
+        num_places = 2 if isinstance(body.get("prompt"), list) else 1
+        if num_places == 1:
+            first.append(asyncio.create_task(client.post(path, json=body)))
+            await eventually(lambda: engine.num_working == 2)
+        assert (await client.get("/ready")).json() == {"status": "queue_full"}
+        for late in (*dict(ON_TOKENS), "/v1/chat/completions"):
+            refused = await client.post(late, content=b"not even read")
+            assert refused.status_code == 429 and refused.headers["retry-after"], late
+        assert engine.num_working == len(first) and not engine.calls
+        engine.release.set()
+        assert [(await answer).status_code for answer in first] == [200] * len(first)
+        assert (await client.get("/ready")).status_code == 200
+        assert (await client.post(path, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "body"), ON_TOKENS)
+async def test_work_on_tokens_ends_with_its_client(path: str, body: dict[str, Any]) -> None:
+    engine = SlowTokenizer()
+    async with socket_client(engine, max_queue=1) as client:
+        asking = asyncio.create_task(client.post(path, json=body))
+        await eventually(lambda: engine.num_working == 1)
+        asking.cancel()
+        await eventually(lambda: engine.num_working == 0)
+        engine.release.set()
+        assert (await client.post(path, json=body)).status_code == 200, "the place is free"
+    assert not engine.live
+
+
+async def test_prompts_of_a_batch_leave_their_seats_one_by_one() -> None:
+    """Those without completions too."""
+    scripts = {"slow": Script(hold_after=0), "late": QUEUED}
+
+    def script(call: GenerateCall) -> Script:
+        return scripts.get(str(call.prompt), Script())
+
+    engine = FakeEngine(script=script, model=make_model_info(max_num_seqs=4))
+    async with app_client(engine, max_queue=1) as client:
+        body = {"prompt": ["a", "b", "c", "slow"], "echo": True, "logprobs": 0, "max_tokens": 0}
+        asking = [asyncio.create_task(client.post("/v1/completions", json=body))]
+        await eventually(lambda: len(engine.finished) == 3 and len(engine.live) == 1)
+        for num_late in range(1, 5):  # three seats and one who waits
+            late = client.post("/v1/completions", json={"prompt": "late"})
+            asking.append(asyncio.create_task(late))
+            await eventually(lambda n=num_late: len(engine.live) == 1 + n)  # type: ignore[misc]
+        assert (await client.post("/v1/completions", json={"prompt": "late"})).status_code == 429
+        engine.release.set()
+        assert [(await answer).status_code for answer in asking] == [200] * 5
+
+
+async def test_an_echo_can_be_cancelled_before_it_is_read() -> None:
+    engine = SlowTokenizer()
+    async with app_client(engine) as client:
+        body = {"prompt": [65, 66], "echo": True, "max_tokens": 4, "stream": True}
+        headers = {"x-request-id": "mine"}
+        asking = asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
+        await eventually(lambda: engine.num_working == 1)
+        assert (await client.post("/v1/requests/mine/cancel")).status_code == 200
+        assert (await asking).json()["error"]["code"] == "aborted"
+    assert engine.num_working == 0 and not engine.calls
 
 
 async def test_leaving_gives_the_place_back() -> None:

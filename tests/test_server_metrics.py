@@ -61,6 +61,28 @@ async def test_requests_are_counted_and_timed() -> None:
     assert value(text, "request_generation_tokens_sum") == 27
 
 
+async def test_prompts_without_completions_are_requests_too() -> None:
+    engine = FakeEngine(script=Script(num_cached_tokens=1))
+    async with app_client(engine) as client:
+        echo = {"prompt": "abcd", "echo": True, "max_tokens": 0}
+        await client.post("/v1/completions", json={**echo, "n": 2})
+        assert engine.calls == []
+        await client.post("/v1/completions", json={**echo, "logprobs": 1, "stream": True})
+        assert len(engine.calls) == 1
+        text = (await client.get("/metrics")).text
+    assert value(text, "prompt_tokens_total") == 4 + 4
+    assert value(text, "prompt_tokens_by_source_total", source="local_compute") == 3
+    assert value(text, "prompt_tokens_by_source_total", source="local_cache_hit") == 1
+    assert value(text, "generation_tokens_total") == 0
+    assert value(text, "request_success_total", finished_reason="length") == 2 + 1
+    assert value(text, "request_generation_tokens_count") == 3
+    assert value(text, "request_generation_tokens_sum") == 0
+    assert value(text, "request_params_n_sum") == 3
+    assert value(text, "request_params_max_tokens_count") == 2
+    assert value(text, "request_params_max_tokens_sum") == 0
+    assert value(text, "e2e_request_latency_seconds_count") == 1, "of what the engine did"
+
+
 async def test_what_the_memory_is_taken_by() -> None:
     ledger = make_memory_ledger(weights_bytes=3 * 2**30, free_bytes=2**30)
     engine = FakeEngine(model=make_model_info(memory=ledger))

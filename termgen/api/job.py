@@ -26,6 +26,15 @@ class Job:
     generates: bool = True
     """False: only the prompt is wanted back (`echo` with `max_tokens` 0)."""
 
+    @property
+    def max_tokens(self) -> int | None:
+        return self.params.max_tokens if self.generates else 0
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the engine has to read the prompt."""
+        return self.generates or self.params.prompt_logprobs is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOptions:

@@ -3,8 +3,9 @@ wait.
 
 A completion waits from its admission until the engine starts to compute it: its events say when,
 and its first token at the latest. `Generation` takes a `Ticket` for each HTTP request and gives it
-back. Refusals say when to come again, from how fast completions have been started lately. Owned by
-the event loop; knows nothing of HTTP or tokenizers.
+back. What only turns text into tokens, or back, waits until it is over: `place`. Refusals say when
+to come again, from how fast completions have been started lately. Owned by the event loop; knows
+nothing of HTTP or tokenizers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import asyncio
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from termgen.api.job import Job
 from termgen.client import ChatPrompt, Prompt, prompt_chars
@@ -41,16 +43,14 @@ _RENAMED = re.compile(r"~\d+$")
 class Ticket:
     """One HTTP request's place. `close` it whatever happens."""
 
-    __slots__ = ("_admission", "_begun", "_sizes", "_timer", "_tokens", "num_ended")
+    __slots__ = ("_admission", "_begun", "_num_ended", "_sizes", "_timer", "_tokens")
 
     def __init__(self, admission: AdmissionControl, jobs: Sequence[Job]) -> None:
         self._admission = admission
-        sizes = {job.request_id: _num_completions(job) for job in jobs}
-        self._sizes = {job_id: size for job_id, size in sizes.items() if size}
+        self._sizes = {job.request_id: job.params.n if job.generates else 1 for job in jobs}
         self._begun: set[tuple[str, int]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self.num_ended = 0
-        """Completions that are over; their seats are free again."""
+        self._num_ended = 0
         self._tokens = {job.request_id: admission.estimate(job.prompt) for job in jobs}
 
     @property
@@ -68,12 +68,12 @@ class Ticket:
 
     @property
     def num_seated(self) -> int:
-        return len(self._begun) - self.num_ended
+        return len(self._begun) - self._num_ended
 
     @property
     def has_begun(self) -> bool:
         """The engine computes, or has computed, some of it."""
-        return bool(self._begun) or not self._sizes
+        return bool(self._begun)
 
     def begin(self, job_id: str, index: int) -> None:
         """A completion has left the queue. May be told more than once."""
@@ -81,6 +81,11 @@ class Ticket:
         if key not in self._begun and index < self._sizes.get(job_id, 0):
             self._begun.add(key)
             self._admission.on_begin(self)
+
+    def end(self, job_id: str, index: int) -> None:
+        """A completion that had begun is over: its seat is free again."""
+        if index < self._sizes.get(job_id, 0):
+            self._num_ended += 1
 
     def measured(self, job_id: str, num_tokens: int) -> None:
         """How long a prompt is, now that it has been tokenised. May be told more than once."""
@@ -91,7 +96,7 @@ class Ticket:
     def limit_wait(self, fail: Callable[[OverloadedError], None]) -> None:
         """Call `fail` if the request still waits as a whole when its time is over."""
         limit_s = self._admission.max_time_s
-        if limit_s and self._sizes:
+        if limit_s:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(limit_s, self._on_time, fail)
 
@@ -141,24 +146,27 @@ class AdmissionControl:
         if self._is_full(1):
             raise self._queue_full(1)
 
+    @contextmanager
+    def place(self, num_tokens: int) -> Iterator[None]:
+        """A place in the queue for work with these tokens that takes no step of the engine."""
+        self._check(1, num_tokens)
+        self._num_waiting += 1
+        self._tokens_waiting += num_tokens
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+            self._tokens_waiting -= num_tokens
+            self._begun_at.append(time.monotonic())
+
     def admit(self, jobs: Sequence[Job]) -> Ticket:
-        """A place for all of these, or `OverloadedError`. Costs no look at the text."""
+        """A place for all of these, or `OverloadedError`. Tokenises nothing."""
         ticket = Ticket(self, jobs)
-        if self._is_full(ticket.num_waiting):
-            raise self._queue_full(ticket.num_waiting)
-        limit = self._max_tokens
-        if limit and self._tokens_waiting and self._tokens_waiting + ticket.num_tokens > limit:
-            self.look()
-            if self._tokens_waiting and self._tokens_waiting + ticket.num_tokens > limit:
-                raise self._refusal(
-                    "queue_tokens_full",
-                    f"{self._tokens_waiting} prompt tokens wait already, and at most {limit} may",
-                    num_over=1,
-                )
+        self._check(ticket.num_waiting, ticket.num_tokens)
         self._open.add(ticket)
         self._by_job.update(dict.fromkeys(ticket.job_ids, ticket))
         self._num_waiting += ticket.num_waiting
-        self._tokens_waiting += ticket.num_tokens if ticket.num_waiting else 0
+        self._tokens_waiting += ticket.num_tokens
         return ticket
 
     def on_begin(self, ticket: Ticket) -> None:
@@ -220,6 +228,20 @@ class AdmissionControl:
         else:
             ticket.begin(job_id, int(index))
 
+    def _check(self, num_new: int, num_tokens: int) -> None:
+        """Raises `OverloadedError` where there is no room for these."""
+        if self._is_full(num_new):
+            raise self._queue_full(num_new)
+        limit = self._max_tokens
+        if limit and self._tokens_waiting and self._tokens_waiting + num_tokens > limit:
+            self.look()
+            if self._tokens_waiting and self._tokens_waiting + num_tokens > limit:
+                raise self._refusal(
+                    "queue_tokens_full",
+                    f"{self._tokens_waiting} prompt tokens wait already, and at most {limit} may",
+                    num_over=1,
+                )
+
     def _is_full(self, num_new: int) -> bool:
         # a server where nothing waits takes whatever is asked: its size is judged elsewhere
         limit = self._max_queue
@@ -258,10 +280,3 @@ class AdmissionControl:
             return UNKNOWN_RETRY_AFTER_S
         rate = len(self._begun_at) / max(1e-3, now - self._begun_at[0])
         return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, num_starts / rate))
-
-
-def _num_completions(job: Job) -> int:
-    """That the engine is given."""
-    if job.generates:
-        return job.params.n
-    return 0 if job.params.prompt_logprobs is None else 1

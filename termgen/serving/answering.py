@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -13,7 +13,14 @@ from termgen.api.sse import Wire
 from termgen.client import TokenDelta
 from termgen.serving.generation import Generation
 from termgen.serving.reading import ignored_headers, state_of
-from termgen.serving.responses import ChunkStream, CompleteResponse, EventStreamResponse
+from termgen.serving.responses import (
+    ChunkStream,
+    CompleteResponse,
+    EventStreamResponse,
+    until_disconnect,
+)
+
+T = TypeVar("T")
 
 Stream = tuple[ChunkStream, Wire]
 
@@ -26,16 +33,28 @@ def answer(
     ignored: tuple[str, ...],
     stream: Callable[[], Stream],
     build: Callable[[list[TokenDelta]], dict[str, Any]],
+    prepare: Callable[[], Awaitable[None]] | None = None,
 ) -> ASGIApp:
     """What answers this request. Raises RequestError for what can be told before it is admitted.
 
     stream: what turns deltas into events, and how these go on the wire. build: a whole answer from
-    one merged delta per choice.
+    one merged delta per choice. prepare: work that these need, done once it has been admitted.
     """
     state = state_of(request)
     headers = ignored_headers(state, ignored)
-    generation = Generation(state, state.require_engine(), jobs, answer_id=options.id)
+    generation = Generation(
+        state, state.require_engine(), jobs, answer_id=options.id, prepare=prepare
+    )
     if not options.stream:
         return CompleteResponse(state, generation, headers, build=build)
     chunks, wire = stream()
     return EventStreamResponse(state, generation, headers, chunks=chunks, wire=wire)
+
+
+async def work_on_tokens(
+    request: Request, num_tokens: int, work: Callable[[], Coroutine[Any, Any, T]]
+) -> T:
+    """The result of work that makes tokens of text or text of tokens: it has a place in the queue
+    like any other request, and ends when the client leaves."""
+    with state_of(request).admission.place(num_tokens):
+        return await until_disconnect(request.receive, work())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
@@ -156,7 +156,7 @@ async def completions(request: Request) -> ASGIApp:
     completion = await parse_body(
         request, parse_completion, force_include_usage=state.config.force_include_usage
     )
-    echoes = await _echoes(engine, completion)
+    echoes: list[str] = []
     return answer(
         request,
         completion.jobs,
@@ -164,22 +164,23 @@ async def completions(request: Request) -> ASGIApp:
         ignored=completion.ignored,
         stream=lambda: (CompletionStream(completion, echoes), CHAT_WIRE),
         build=lambda answers: completion_response(completion, answers, echoes),
+        prepare=lambda: _fill_echoes(echoes, engine, completion),
     )
 
 
-async def _echoes(engine: EngineClient, completion: CompletionRequest) -> Sequence[str]:
+async def _fill_echoes(
+    echoes: list[str], engine: EngineClient, completion: CompletionRequest
+) -> None:
     """The text of each prompt, for `echo`."""
-    if not completion.echo:
-        return [""] * len(completion.jobs)
-    echoes = []
     for job in completion.jobs:
         prompt = job.prompt
-        if isinstance(prompt, str):
+        if not completion.echo:
+            echoes.append("")
+        elif isinstance(prompt, str):
             echoes.append(prompt)
         else:
             assert isinstance(prompt, tuple), "completions take text or token ids"
             echoes.append(await engine.detokenize(prompt))
-    return echoes
 
 
 # -- everything else -----------------------------------------------------------------------

@@ -22,7 +22,7 @@ from termgen.api.responses import (
 )
 from termgen.api.responses_input import parse_responses
 from termgen.errors import RequestError
-from termgen.serving.answering import Stream, answer
+from termgen.serving.answering import Stream, answer, work_on_tokens
 from termgen.serving.reading import ignored_headers, parse_body, state_of
 from termgen.serving.responses import JSONReply
 
@@ -46,11 +46,12 @@ async def messages(request: Request) -> ASGIApp:
 
 
 async def count_tokens(request: Request) -> Response:
-    engine = state_of(request).require_engine()
+    state, engine = state_of(request), state_of(request).require_engine()
     asked = await _parse(request, parse_messages, only_counts=True)
-    ids = await engine.tokenize(asked.chat.job.prompt)
-    headers = ignored_headers(state_of(request), asked.ignored)
-    return JSONReply({"input_tokens": len(ids)}, headers=headers)
+    prompt = asked.chat.job.prompt
+    size = state.admission.estimate(prompt)
+    ids = await work_on_tokens(request, size, lambda: engine.tokenize(prompt))
+    return JSONReply({"input_tokens": len(ids)}, headers=ignored_headers(state, asked.ignored))
 
 
 async def responses(request: Request) -> ASGIApp:
