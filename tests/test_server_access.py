@@ -134,6 +134,33 @@ async def test_without_client_keys_admin_routes_are_shut_all_the_same() -> None:
         assert engine.controls == []
 
 
+async def test_nobody_but_an_admin_goes_before_everybody() -> None:
+    keys: dict[str, Any] = {"api_key": ("one",), "admin_key": ("root",)}
+    shut: dict[str, Any] = {"host": "0.0.0.0", "insecure_no_auth": True}
+    for config, headers, is_admin in (
+        (keys, bearer("one"), False),
+        (keys, bearer("root"), True),
+        (shut, {}, False),
+        ({}, {}, True),
+    ):
+        engine = FakeEngine()
+        async with app_client(engine, **config) as client:
+            for path, body in (
+                ("/v1/chat/completions", chat_body()),
+                ("/v1/completions", {"prompt": ["x", "y"], "stream": True}),
+            ):
+                for priority in (-1, 0, 5):
+                    engine.calls.clear()
+                    body = {**body, "priority": priority}
+                    response = await client.post(path, json=body, headers=headers)
+                    if priority < 0 and not is_admin:
+                        assert response.status_code == 400 and not engine.calls
+                        assert response.json()["error"]["param"] == "priority"
+                    else:
+                        assert response.status_code == 200, response.text
+                        assert {call.priority for call in engine.calls} == {priority}
+
+
 async def test_no_path_with_a_line_break_is_looked_at() -> None:
     async with socket_client(FakeEngine(), api_key=("one",)) as client:
         for path in ("/health%0A", "/v1/models%0A", "/v1/models/fake%0Amodel", "/metrics%0D%0A"):

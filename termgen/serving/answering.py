@@ -11,6 +11,8 @@ from starlette.types import ASGIApp
 from termgen.api.job import Job, ResponseOptions
 from termgen.api.sse import Wire
 from termgen.client import TokenDelta
+from termgen.errors import RequestError
+from termgen.serving.access import Caller, Role, caller_of
 from termgen.serving.generation import Generation
 from termgen.serving.reading import ignored_headers, state_of
 from termgen.serving.responses import (
@@ -41,6 +43,7 @@ def answer(
     one merged delta per choice. prepare: work that these need, done once it has been admitted.
     """
     state = state_of(request)
+    _check_priorities(caller_of(request.scope), jobs)
     headers = ignored_headers(state, ignored)
     generation = Generation(
         state, state.require_engine(), jobs, answer_id=options.id, prepare=prepare
@@ -48,7 +51,20 @@ def answer(
     if not options.stream:
         return CompleteResponse(state, generation, headers, build=build)
     chunks, wire = stream()
-    return EventStreamResponse(state, generation, headers, chunks=chunks, wire=wire)
+    return EventStreamResponse(
+        state,
+        generation,
+        headers,
+        chunks=chunks,
+        wire=wire,
+        ping_interval_s=options.ping_interval_s,
+    )
+
+
+def _check_priorities(caller: Caller, jobs: Sequence[Job]) -> None:
+    """Before everybody else goes only what an administrator sends."""
+    if caller.role is not Role.ADMIN and any(job.priority < 0 for job in jobs):
+        raise RequestError("priority must be 0 or more without the admin key", param="priority")
 
 
 async def work_on_tokens(
