@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from termgen.engine.events import EngineSnapshot, EventRing
+from termgen.engine.grammar_times import GrammarTotals
 from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
@@ -237,6 +238,10 @@ class EngineClient(Protocol):
 
     @property
     def tokenizer_info(self) -> TokenizerInfo: ...
+
+    def grammar_totals(self) -> GrammarTotals:
+        """What compiling grammars took since the start."""
+        ...
 
     async def snapshot(self) -> EngineSnapshot:
         """The engine's present state, built between two steps."""
