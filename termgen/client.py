@@ -48,14 +48,19 @@ def prompt_chars(prompt: str | ChatPrompt) -> int:
     return _num_chars([*shown, *prompt.template_kwargs.values()])
 
 
-def _num_chars(value: object, levels: int = 64) -> int:
-    """In plain data, keys included."""
-    if isinstance(value, str):
-        return len(value)
-    if not isinstance(value, (Mapping, list, tuple)) or not levels:
-        return 0 if value is None else 1
-    parts = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
-    return sum(_num_chars(part, levels - 1) for part in parts)
+def _num_chars(data: object) -> int:
+    """In plain data, keys included; what is no text counts one. Not deeper than messages may be."""
+    num_chars, level = 0, [data]
+    for _ in range(64):
+        texts = [value for value in level if isinstance(value, str)]
+        holders = [value for value in level if isinstance(value, (dict, list, tuple))]
+        num_chars += sum(map(len, texts)) + len(level) - len(texts) - len(holders)
+        level = []
+        for holder in holders:
+            level += holder
+            if isinstance(holder, dict):
+                level += holder.values()
+    return num_chars
 
 
 PauseMode = Literal["wait", "abort", "keep"]

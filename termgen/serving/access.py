@@ -114,7 +114,7 @@ class KeyRing:
 
     def check(self, path: str, key: bytes | None) -> Caller:
         """Who calls, if this caller may use the server. Raises `RequestError`."""
-        if not path.isprintable():  # a router's pattern takes a line break at the end for nothing
+        if not path.isprintable():  # patterns of routes also match before a line break at the end
             raise path_not_found()
         caller = self.find(key) if key is not None else None
         if caller is None and self.has_client_keys and path not in OPEN_PATHS:
