@@ -211,7 +211,9 @@ def decode(frame: Frame) -> Message | None:
 
 
 class FrameReader:
-    """Bytes of a stream, cut anywhere, to frames. Comments and unknown fields are skipped."""
+    """Bytes of a stream, cut anywhere, to frames. Comments and unknown fields are skipped.
+
+    `feed` raises TelemetryError for names that are no text."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -225,7 +227,11 @@ class FrameReader:
             }
             if b"data" in fields:
                 event, number = fields.get(b"event", b"message"), fields.get(b"id", b"")
-                yield Frame(event.decode(), number.decode(), fields[b"data"])
+                try:
+                    frame = Frame(event.decode(), number.decode(), fields[b"data"])
+                except UnicodeDecodeError as error:
+                    raise TelemetryError(f"a frame's name cannot be read: {error}") from error
+                yield frame
 
 
 def _rows(kind: type[T], body: Mapping[str, Any]) -> tuple[T, ...]:

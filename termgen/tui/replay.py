@@ -13,7 +13,16 @@ from pathlib import Path
 
 from termgen.engine.events import RequestEvent
 from termgen.errors import TermgenError
-from termgen.telemetry import Cache, Events, Frame, FrameReader, Message, Opening, decode
+from termgen.telemetry import (
+    Cache,
+    Events,
+    Frame,
+    FrameReader,
+    Message,
+    Opening,
+    TelemetryError,
+    decode,
+)
 from termgen.tui.feed import StreamFeed
 
 LOOK_BACK_NS = 150_000_000_000
@@ -106,7 +115,7 @@ def read_frames(path: Path) -> list[tuple[int, Frame]]:
         while data := file.read(READ_BYTES):
             try:
                 found = [(frame, decode(frame)) for frame in reader.feed(data)]
-            except (TermgenError, UnicodeDecodeError) as error:
+            except TelemetryError as error:
                 raise ReplayError(f"--replay {path}: {error}") from error
             for frame, message in found:
                 if message is None:
