@@ -198,6 +198,51 @@ def test_what_is_not_ours_is_told(event: str, data: bytes) -> None:
         decode(Frame(event, "", data))
 
 
+def altered(frame: Frame, *path: Any, to: Any) -> Frame:
+    """The frame with one value of its JSON replaced."""
+    body = json.loads(frame.data)
+    at = body
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = to
+    return dataclasses.replace(frame, data=json.dumps(body).encode())
+
+
+def test_values_of_another_type_are_told() -> None:
+    (steps,) = encode_events([make_step_record()], stream="s", first=1, dropped=0, topics=ALL)
+    cache = encode(Cache(dropped=0, snapshot=make_snapshot()), "s-1")
+    model = encode(Model(status="ok", model=make_model_info()), "s-1")
+    column = StepRecord._fields.index
+    for frame, path, value in (
+        (model, ("model",), "x"),
+        (model, ("model",), None),
+        (model, ("model", "num_blocks"), "many"),
+        (model, ("model", "startup"), "ab"),
+        (model, ("model", "default_params"), [1]),
+        (model, ("status",), 5),
+        (cache, ("snapshot", "requests"), None),
+        (cache, ("snapshot", "time_ns"), None),
+        (cache, ("snapshot", "num_running"), True),
+        (cache, ("snapshot", "block_states", "dtype"), "<f8"),
+        (cache, ("snapshot", "block_states"), [1, 2]),
+        (steps, ("rows", 0, column("applied_ns")), None),
+        (steps, ("rows", 0, column("applied_ns")), "5"),
+        (steps, ("rows", 0, column("applied_ns")), 5.5),
+        (steps, ("rows", 0, column("graph_mode")), 5),
+        (steps, ("rows", 0, column("prefill_ids")), "abc"),
+        (steps, ("rows", 0, column("prefill_ids")), [5]),
+        (steps, ("rows", 0), 5),
+        (steps, ("dropped",), "x"),
+    ):
+        assert decode(frame) is not None
+        with pytest.raises(TelemetryError, match="cannot be read"):
+            decode(altered(frame, *path, to=value))
+    whole = altered(steps, "rows", 0, column("publish_us"), to=3)
+    told = decode(whole)
+    assert isinstance(told, Events) and isinstance(told.events[0], StepRecord)
+    assert type(told.events[0].publish_us) is float, "JSON of other programs writes 3.0 as 3"
+
+
 def test_ids() -> None:
     assert parse_frame_id(frame_id("a-b", 12)) == ("a-b", 12)
     for text in ("", "5", "-5", "a-", "a--", "a-x", "a-١", "a-" + "9" * 30):

@@ -197,6 +197,7 @@ async def test_a_recording_plays_by_its_own_times(tmp_path: Path) -> None:
         (b"event: step\nid: s-1\ndata: {}\n\n", "cannot be read"),
         (b"event: model\nid: s-1\ndata: nonsense\n\n", "cannot be read"),
         (b"event: \xff\nid: s-1\ndata: {}\n\n", "--replay"),
+        (b'event: snapshot\nid: s-1\ndata: {"version":1,"model":"x"}\n\n', "cannot be read"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes, why: str) -> None:
