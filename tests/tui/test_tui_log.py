@@ -22,9 +22,9 @@ from tui_harness import (
 )
 
 from termgen.engine.events import RequestEvent, RequestEventKind
+from termgen.tui import intake
 from termgen.tui.log import KEPT, Level, LogBook, LogTap
 from termgen.tui.render.log_page import log_page, stalled_for_s
-from termgen.tui.screens import dashboard
 from termgen.tui.spans import Row, row_text, row_width
 from termgen.tui.store import DashboardStore, DashboardView
 from termgen.tui.widgets.canvas import Canvas
@@ -185,7 +185,7 @@ async def test_levels_and_search_on_the_screen() -> None:
 async def test_an_engine_that_does_not_answer_holds_nothing_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dashboard, "SNAPSHOT_S", 0.02)
+    monkeypatch.setattr(intake, "SNAPSHOT_S", 0.02)
     app = FrozenApp(chat_engine(), start_screen="dashboard")
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
