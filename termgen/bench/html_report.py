@@ -78,7 +78,7 @@ def _serve_charts(run: ServeRun) -> list[tuple[str, str]]:
             charts.append((title, chart([line], x_title=f"{metric}, ms", y_title="percent")))
     by_second: tuple[tuple[str, str, Sequence[float], int], ...] = (
         ("Output tokens by second", "tokens/s", result.output_tokens_by_second(), 3),
-        ("Requests under way by second", "requests", result.running_by_second(), 4),
+        ("Requests under way, the most in each second", "requests", result.running_by_second(), 4),
     )
     for title, unit, counts, style in by_second:
         points = [(i + 0.5, float(count)) for i, count in enumerate(counts)]
