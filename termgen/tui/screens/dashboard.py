@@ -254,9 +254,9 @@ class DashboardScreen(ThemedScreen):
         return self._intake.replay is not None
 
     def action_step(self, back: int) -> None:
-        """Freeze, and move the mark among the recorded steps; move in the map of the blocks."""
-        if self._page == "blocks":
-            self._pages.kv_cursor.move(columns=-back)
+        """Freeze, and move the mark among the recorded steps; move in the map of the blocks, and
+        in the log."""
+        if self._pages.move(self._page, columns=-back):
             self.paint()
             return
         if not self._view.steps:
@@ -266,8 +266,7 @@ class DashboardScreen(ThemedScreen):
         self.paint()
 
     def action_select(self, by: int) -> None:
-        if self._page == "blocks":
-            self._pages.kv_cursor.move(rows=by)
+        if self._pages.move(self._page, rows=by):
             self.paint()
             return
         ids = [row.request_id for row in self._view.requests]
@@ -288,6 +287,7 @@ class DashboardScreen(ThemedScreen):
             self._close_search()
             return
         self._freeze(False)
+        self._pages.log_scroll.follow()
         self._back, self._selected, self._first_row = None, None, 0
         self.paint()
 
