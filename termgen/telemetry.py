@@ -31,6 +31,12 @@ from termgen.errors import TermgenError
 
 VERSION = 1
 
+MIN_HZ, MAX_HZ = 0.1, 20.0
+"""How often in a second a reader may ask to be told."""
+
+MAX_SILENCE_S = 15.0
+"""When there is nothing to tell, a comment comes at least so often."""
+
 T = TypeVar("T")
 
 

@@ -122,12 +122,21 @@ async def test_a_last_step_of_less_than_double_needs_its_part_of_the_gain() -> N
         ({"sweep_from": 8.0, "sweep_to": 4.0}, "less than sweep_from"),
         ({"sweep_from": 0.5}, "at least 1 client"),
         ({"goodput": ("x:1",)}, "goodput takes"),
+        ({"sweep_refine": 5}, "sweep_refine needs --goodput"),
+        ({"sweep_attainment": 50.0}, "sweep_attainment needs --goodput"),
+        ({"sweep_gain": 9.0, "goodput": ("ttft:1",)}, "sweep_gain goes without --goodput"),
+        ({"burstiness": 0.5}, "burstiness is of arrivals at a rate"),
         ({"save_detailed": True}, "is for `bench serve`"),
     ],
 )
 def test_wrong_options_are_named(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         SweepOptions(**values)
+
+
+def test_a_sweep_over_rates_takes_bursts() -> None:
+    options = SweepOptions(sweep_over="rate", goodput=("ttft:1",), burstiness=0.5)
+    assert sweep.step_options(options, 3.0).burstiness == 0.5
 
 
 def _svgs(page: str) -> list[ElementTree.Element]:

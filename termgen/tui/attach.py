@@ -14,13 +14,22 @@ from typing import BinaryIO
 import httpx
 
 from termgen.errors import TermgenError
-from termgen.telemetry import Frame, FrameReader, Message, Opening, TelemetryError, decode
+from termgen.telemetry import (
+    MAX_HZ,
+    MAX_SILENCE_S,
+    MIN_HZ,
+    Frame,
+    FrameReader,
+    Message,
+    Opening,
+    TelemetryError,
+    decode,
+)
 from termgen.tui.feed import StreamFeed
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_S = 5.0
-SILENCE_S = 30.0
-"""The server sends keep-alives more often than this."""
+SILENCE_S = 2 * MAX_SILENCE_S
 RETRY_S = 1.0
 
 
@@ -112,7 +121,7 @@ class _Stream:
         self._url = url.rstrip("/").removesuffix("/v1/events").removesuffix("/v1")
         if "://" not in self._url:
             self._url = "http://" + self._url
-        self._params = {"hz": f"{hz:g}"}
+        self._params = {"hz": f"{min(MAX_HZ, max(MIN_HZ, hz)):g}"}
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._record = record
         self._client = httpx.AsyncClient(
