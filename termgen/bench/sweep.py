@@ -146,7 +146,7 @@ def needed_throughput(options: SweepOptions, load: float, before: Sequence[Step]
     last step may raise it by less."""
     best: float = max((s.run.result.as_json()["output_throughput"] for s in before), default=0.0)
     doublings = math.log2(load / before[-1].load) if before else 0.0
-    return best * (1 + options.sweep_gain / 100) ** doublings
+    return best * math.pow(1 + options.sweep_gain / 100, doublings)
 
 
 def keeps(options: SweepOptions, run: ServeRun, needed: float) -> bool:
