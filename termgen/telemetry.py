@@ -15,6 +15,7 @@ import enum
 import functools
 import itertools
 import json
+import math
 import types
 import typing
 import zlib
@@ -204,6 +205,7 @@ def decode(frame: Frame) -> Message | None:
         body = json.loads(frame.data)
         if frame.event in EVENT_TYPES:
             events = _rows(EVENT_TYPES[frame.event], body)
+            _check_prompts(events)
             return Events(dropped=_typed(int, body["dropped"]), events=events)
         if frame.event == "snapshot":
             if body["version"] != VERSION:
@@ -262,8 +264,17 @@ def _rows(kind: type[T], body: Mapping[str, Any]) -> tuple[T, ...]:
 
 def _column(hint: Any, values: tuple[Any, ...]) -> Sequence[Any]:
     if hint in _PLAIN and set(map(type, values)) == {hint}:
+        extremes = (min(values), max(values)) if hint is int else values if hint is float else ()
+        for value in extremes:
+            _plain_value(hint, value)
         return values
     return [_typed(hint, value) for value in values]
+
+
+def _check_prompts(events: Sequence[EngineEvent]) -> None:
+    for event in events:
+        if isinstance(event, StepRecord) and len(event.prefill_ids) != len(event.prefill_tokens):
+            raise ValueError(f"step {event.step_id} has not one prefill_tokens for each id")
 
 
 def _build(kind: type[T], value: Mapping[str, Any]) -> T:
@@ -306,6 +317,10 @@ def _typed(hint: Any, value: Any) -> Any:
 
 
 def _plain_value(hint: type, value: Any) -> Any:
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ValueError("a number does not fit into 64 bits")
+    if type(value) is float and not math.isfinite(value):
+        raise ValueError(f"{value} is no number")
     if type(value) is hint:
         return value
     if hint is float and type(value) is int:

@@ -59,9 +59,12 @@ def any_value(rng: random.Random, hint: Any) -> Any:
 
 
 def any_of(rng: random.Random, kind: type) -> Any:
-    return kind(
+    made = kind(
         **{name: any_value(rng, hint) for name, hint in typing.get_type_hints(kind).items()}
     )
+    if isinstance(made, StepRecord):  # one number of tokens for each id
+        made = made._replace(prefill_tokens=tuple(range(len(made.prefill_ids))))
+    return made
 
 
 def any_snapshot(rng: random.Random, step: StepRecord | None) -> EngineSnapshot:
@@ -231,6 +234,10 @@ def test_values_of_another_type_are_told() -> None:
         (steps, ("rows", 0, column("graph_mode")), 5),
         (steps, ("rows", 0, column("prefill_ids")), "abc"),
         (steps, ("rows", 0, column("prefill_ids")), [5]),
+        (steps, ("rows", 0, column("prefill_ids")), ["a", "b"]),
+        (steps, ("rows", 0, column("step_id")), 10**400),
+        (steps, ("rows", 0, column("publish_us")), float("nan")),
+        (cache, ("snapshot", "num_free_blocks"), 2**63),
         (steps, ("rows", 0), 5),
         (steps, ("dropped",), "x"),
     ):
