@@ -16,7 +16,7 @@ from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.startup_phases import StartupPhase
 from termgen.engine.tool_format import ToolFormat
-from termgen.errors import EngineError
+from termgen.errors import TermgenError
 
 Message = Mapping[str, Any]
 """A chat message: `role` and `content`, as in OpenAI's API."""
@@ -111,7 +111,7 @@ class TokenDelta:
     The first has no probability: its logprob is NaN and its rank 0."""
     timings: RequestTimings | None = None
     """On the last delta."""
-    error: EngineError | None = None
+    error: TermgenError | None = None
 
 
 def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:

@@ -10,6 +10,7 @@ the scheduler, on the engine thread.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from termgen.engine.request import FinishReason, IntArray, Request
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.token_mask import RowMasks, TokenMask, TokenMatcher
-from termgen.errors import EngineError
+from termgen.errors import EngineError, RequestError, TermgenError
 
 PATIENCE_S = 0.001
 """While another step runs, masks are waited for this long; a row whose mask takes longer misses
@@ -66,10 +67,10 @@ class Constraints:
         tokens: IntArray,
         stopped: npt.NDArray[np.bool_],
         ended: npt.NDArray[np.intp],
-    ) -> dict[int, tuple[FinishReason, EngineError | None]]:
+    ) -> dict[int, tuple[FinishReason, TermgenError | None]]:
         """Take in landed tokens. All rows that end, and how: those `ended` already, some of them
         `stopped` by a token, and those whose grammar ends."""
-        endings: dict[int, tuple[FinishReason, EngineError | None]] = {
+        endings: dict[int, tuple[FinishReason, TermgenError | None]] = {
             i: (FinishReason.STOP if stopped[i] else FinishReason.LENGTH, None)
             for i in ended.tolist()
         }
@@ -78,10 +79,17 @@ class Constraints:
             request = table.request_at(slot)
             matcher = request.matcher
             assert matcher is not None
-            if not matcher.accept(int(tokens[i])):
+            answer = table.token_ids[slot, table.num_prompt[slot] : table.num_tokens[slot]]
+            if names := _at_odds(request, answer):
+                error: TermgenError = RequestError(
+                    f"{' and '.join(names)}: token {len(answer)} of the answer cannot be both what"
+                    " this allows and what the grammar does",
+                    param=names[0],
+                )
+                endings[i] = FinishReason.ERROR, error
+            elif not matcher.accept(int(tokens[i])):
                 error = EngineError(
-                    f"token {int(tokens[i])} does not fit the grammar: the request's other"
-                    " parameters leave nothing that does, or the grammar is too complex"
+                    f"token {int(tokens[i])} does not fit the grammar, which may be too complex"
                 )
                 endings[i] = FinishReason.ERROR, error
             elif matcher.is_ended:
@@ -113,6 +121,27 @@ def masks_of(table: SlotTable, slots: IntArray) -> RowMasks | None:
             rows.append(i)
             masks.append(mask)
     return RowMasks(np.asarray(rows, np.int32), tuple(masks)) if rows else None
+
+
+def _at_odds(request: Request, answer: IntArray) -> list[str]:
+    """Parameters that left nothing under the mask of the newest token of the answer [N].
+
+    Where nothing may be drawn, something is: what the mask forbids, or what they do.
+    """
+    params, token = request.params, int(answer[-1])
+    names = [name for name in ("allowed_token_ids", "bad_words") if getattr(params, name)]
+    if len(answer) <= params.min_tokens:
+        names.append("min_tokens")
+    if not names:
+        return []
+    assert request.mask is not None
+    is_masked = not int(request.mask.bits()[token // 32]) >> token % 32 & 1
+    is_forbidden = False
+    if params.allowed_token_ids is not None:
+        place = bisect_left(params.allowed_token_ids, token)
+        is_forbidden = params.allowed_token_ids[place : place + 1] != (token,)
+    is_bad = any(tuple(answer[-len(ids) :].tolist()) == ids for ids in request.bad_token_ids)
+    return names if is_masked or is_forbidden or is_bad else []
 
 
 def _constrained(table: SlotTable, slots: IntArray) -> Iterator[tuple[int, int]]:
