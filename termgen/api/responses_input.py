@@ -17,6 +17,7 @@ from termgen.api.chat_bridge import (
 from termgen.api.errors import unsupported
 from termgen.api.fields import Check, Fields, check_depth, is_empty, one_of, wrong_type
 from termgen.api.sampling import MAX_INT
+from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
 
 HARMLESS = frozenset(
@@ -71,7 +72,7 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
     body.take("model")
     _check_includes(body.take("include"))
     reasoning, text = body.object("reasoning"), body.object("text")
-    tools = _tools(body.take("tools"))
+    tools = _tools(body.take("tools"), context.get("tool_format", ToolFormat()))
     messages = _messages(body.take("input"))
     if instructions := body.string("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
@@ -115,11 +116,16 @@ def _check_includes(value: Any) -> None:
             raise unsupported("include", f"include: {str(name)[:60]!r} is not supported here")
 
 
-def _tools(value: Any) -> list[dict[str, Any]]:
+def _tools(value: Any, tool_format: ToolFormat) -> list[dict[str, Any]]:
+    """Checked, and strict unless they say otherwise: the rule here, where a chat must ask for it.
+
+    Models whose calls cannot be strict where they are free to come go without.
+    """
     if value is None:
         return []
     if not isinstance(value, list):
         raise wrong_type("tools", "a list", value)
+    tools = []
     for i, tool in enumerate(value):
         if not isinstance(tool, dict):
             raise wrong_type(f"tools[{i}]", "an object", tool)
@@ -128,11 +134,14 @@ def _tools(value: Any) -> list[dict[str, Any]]:
                 f"tools[{i}].type",
                 f"tools[{i}]: tools of type {str(tool.get('type'))[:40]!r} are not supported here",
             )
-    return value
+        strict = tool.get("strict")
+        rule = tool_format.new_parser is None
+        tools.append({**tool, "strict": rule if strict is None else strict})
+    return tools
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool without its envelope. `strict` is the rule here, where a chat must ask for it."""
+    """A tool without its envelope."""
     names = ("name", "description", "parameters", "strict")
     return {name: tool[name] for name in names if tool.get(name) is not None}
 

@@ -294,6 +294,26 @@ def test_items_become_a_chat() -> None:
     assert asked.echo["metadata"] == {"a": "b"} and asked.echo["instructions"] == "Be brief."
 
 
+def test_tools_of_responses_are_strict_unless_they_say_otherwise() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    given = [
+        {"type": "function", "name": "a", "parameters": schema},
+        {"type": "function", "name": "b", "parameters": schema, "strict": None},
+        {"type": "function", "name": "c", "parameters": schema, "strict": False},
+    ]
+    asked = ask(tools=given)
+    assert [f.strict for f in asked.chat.tools.functions] == [True, True, False]
+    assert [tool["strict"] for tool in asked.echo["tools"]] == [True, True, False]
+    assert asked.chat.job.params.structured_outputs is not None, "and that is enforced"
+    assert ask(tools=given[2:]).chat.job.params.structured_outputs is None
+    assert given[0].keys() == {"type", "name", "parameters"}, "what was asked stays what it was"
+    # A model whose own parser reads its calls: nothing can be enforced, so nothing is promised.
+    declared = ToolFormat(knows_tools=True, new_parser=lambda: None)  # type: ignore[arg-type, return-value]
+    context = {**CONTEXT, "tool_format": declared}
+    asked = responses_input.parse_responses({"input": "hi", "tools": given[:1]}, **context)
+    assert not asked.echo["tools"][0]["strict"] and not asked.chat.tools.functions[0].strict
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
