@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from termgen.api.errors import unsupported
 from termgen.api.fields import (
     Check,
     Fields,
@@ -26,6 +25,7 @@ from termgen.api.job import (
     parse_priority,
 )
 from termgen.api.logprobs import chat_logprobs_object, prompt_logprobs_list
+from termgen.api.parts import texts_of
 from termgen.api.sampling import (
     HARMLESS,
     MAX_INT,
@@ -110,13 +110,17 @@ def parse_chat(
         defaults=defaults,
     )
     tools = parse_tools(body, tool_format)
+    prompt = parse_prompt(body, tools, tool_format)
+    wanted = constrain(tools, params.structured_outputs)
+    if not tools.may_call and (wanted is not None or prompt.continue_final_message):
+        tools = Tools()  # the client gives the text its form, or its beginning, not the model
     params = replace(
         params,
-        structured_outputs=constrain(tools, params.structured_outputs),
+        structured_outputs=wanted,
         skip_special_tokens=params.skip_special_tokens and not tools.needs_special_tokens,
     )
     job = Job(
-        prompt=parse_prompt(body, tools, tool_format),
+        prompt=prompt,
         params=params,
         request_id=options.id,
         priority=parse_priority(body),
@@ -192,9 +196,9 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
     if role not in ROLES:
         raise wrong_type(f"{where}.role", "system, developer, user, assistant or tool", role)
     tool_calls = parse_calls(message.take("tool_calls"), where) if role == "assistant" else []
-    content = _content(message.take("content"), f"{where}.content")
-    if content is None and not tool_calls:
-        raise wrong_type(f"{where}.content", "a string or a list of text parts", content)
+    given, content = message.take("content"), None
+    if given is not None or not tool_calls:
+        content = "\n".join(texts_of(given, f"{where}.content"))
     parsed: dict[str, Any] = {"role": role, "content": content}
     if tool_calls:
         parsed["tool_calls"] = tool_calls
@@ -208,33 +212,13 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
     return parsed
 
 
-def _content(value: Any, where: str) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise wrong_type(where, "a string or a list of text parts", value)
-    texts = []
-    for i, part in enumerate(value):
-        if not isinstance(part, dict):
-            raise wrong_type(f"{where}[{i}]", "an object", part)
-        kind = part.get("type")
-        if kind != "text":
-            raise unsupported(
-                f"{where}[{i}].type", f"{where}[{i}]: parts of type {kind!r:.40} are not supported"
-            )
-        if not isinstance(part.get("text"), str):
-            raise wrong_type(f"{where}[{i}].text", "a string", part.get("text"))
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
 class _Choice:
     """What one streamed choice still owes: logprobs and ids of tokens whose text is held back."""
 
     __slots__ = ("logprobs", "parser", "started", "template", "token_ids")
 
     def __init__(self, tools: Tools) -> None:
-        self.parser = new_parser(tools) if tools.may_call else None
+        self.parser = new_parser(tools) if tools.needs_parser else None
         self.started = False
         self.template: TextTemplate | None = None
         self.logprobs: list[TokenLogprob] = []
@@ -250,7 +234,7 @@ class ChatStream:
         self._wants_logprobs = request.job.params.logprobs is not None
         o = request.options
         adds = self._wants_logprobs or o.return_token_ids or o.continuous_usage
-        self._is_plain = not (adds or request.tools.may_call)
+        self._is_plain = not (adds or request.tools.needs_parser)
         self._tally = Tally(request.job.params.n)
         self._choices = [_Choice(request.tools) for _ in range(request.job.params.n)]
         self._num_open = request.job.params.n
@@ -364,7 +348,7 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
     for index, answer in enumerate(answers):
         tally.add(index, answer)
         fields: dict[str, Any] = {"content": answer.text}
-        if tools.may_call:
+        if tools.needs_parser:
             fields = message_fields(new_parser(tools), answer.text)
         choice: dict[str, Any] = {
             "index": index,

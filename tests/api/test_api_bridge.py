@@ -162,6 +162,20 @@ def test_a_stamp_does_not_spoil_the_prefix_cache() -> None:
             "messages[0].content[0].input",
         ),
         ({"system": [{"type": "image"}]}, "system[0].type"),
+        ({"system": [{"type": "text", "text": 5}]}, "system[0].text"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "x"}]}
+                        ],
+                    }
+                ]
+            },
+            "messages[0].content[0].content[0].type",
+        ),
         ({"stop_sequences": "END"}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": 5}, "temperature"),
@@ -269,14 +283,21 @@ def test_items_become_a_chat() -> None:
         instructions="Be brief.",
         input=[
             {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
-            {"type": "reasoning", "id": "rs_1", "summary": []},
+            {"type": "reasoning", "id": "rs_0", "summary": [], "encrypted_content": "x"},
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "rain?"}],
+            },
             {
                 "type": "message",
                 "role": "assistant",
                 "id": "msg_1",
                 "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
             },
-            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": ""},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "and when?"}]},
             {"type": "function_call", "call_id": "c2", "name": "time", "arguments": '{"a": 1}'},
             {"type": "function_call_output", "call_id": "c1", "output": "rain"},
             {"type": "function_call_output", "call_id": "c2", "output": "noon"},
@@ -289,6 +310,8 @@ def test_items_become_a_chat() -> None:
     told = [dict(m) for m in prompt_of(asked.chat).messages]
     assert [m["role"] for m in told] == ["system", "user", "assistant", "tool", "tool"]
     assert [c["id"] for c in told[2]["tool_calls"]] == ["c1", "c2"]
+    assert [c["function"]["arguments"] for c in told[2]["tool_calls"]] == [{}, {"a": 1}]
+    assert told[2]["reasoning_content"] == "rain?\nand when?"
     assert told[2]["content"] == "I look." and told[4]["content"] == "noon"
     assert asked.chat.job.params.max_tokens == 5
     assert asked.echo["metadata"] == {"a": "b"} and asked.echo["instructions"] == "Be brief."
@@ -326,9 +349,16 @@ def test_tools_of_responses_are_strict_unless_they_say_otherwise() -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type",
         ),
+        *(
+            (
+                {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": a}]},
+                "input[0].arguments",
+            )
+            for a in ("[", "[]", '{"x": NaN}', '{"x": 1e999}', '{"x": "\\ud800"}', "[" * 90_000)
+        ),
         (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
-            "input[0].arguments",
+            {"input": [{"type": "reasoning", "content": [{"type": "x"}]}]},
+            "input[0].content[0].type",
         ),
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
