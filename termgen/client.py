@@ -82,6 +82,11 @@ class RequestTimings:
     def e2e_s(self) -> float:
         return max(0, self.finished_ns - self.arrival_ns) / 1e9
 
+    def tokens_per_s(self, num_tokens: int) -> float | None:
+        """After the first token of an answer of so many; None where that took no time."""
+        decode_ns = self.finished_ns - self.first_token_ns if self.first_token_ns else 0
+        return (num_tokens - 1) / (decode_ns / 1e9) if num_tokens > 1 and decode_ns > 0 else None
+
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
