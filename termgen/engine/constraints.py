@@ -10,17 +10,17 @@ the scheduler, on the engine thread.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
+from termgen.engine.at_odds import fault_of
 from termgen.engine.request import FinishReason, IntArray, Request
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.token_mask import RowMasks, TokenMask, TokenMatcher
-from termgen.errors import EngineError, RequestError, TermgenError
+from termgen.errors import EngineError, TermgenError
 
 PATIENCE_S = 0.001
 """While another step runs, masks are waited for this long; a row whose mask takes longer misses
@@ -80,13 +80,9 @@ class Constraints:
             matcher = request.matcher
             assert matcher is not None
             answer = table.token_ids[slot, table.num_prompt[slot] : table.num_tokens[slot]]
-            if names := _at_odds(request, answer):
-                error: TermgenError = RequestError(
-                    f"{' and '.join(names)}: token {len(answer)} of the answer cannot be both what"
-                    " this allows and what the grammar does",
-                    param=names[0],
-                )
-                endings[i] = FinishReason.ERROR, error
+            assert request.mask is not None
+            if fault := fault_of(request, answer, request.mask.bits()):
+                endings[i] = FinishReason.ERROR, fault
             elif not matcher.accept(int(tokens[i])):
                 error = EngineError(
                     f"token {int(tokens[i])} does not fit the grammar, which may be too complex"
@@ -121,27 +117,6 @@ def masks_of(table: SlotTable, slots: IntArray) -> RowMasks | None:
             rows.append(i)
             masks.append(mask)
     return RowMasks(np.asarray(rows, np.int32), tuple(masks)) if rows else None
-
-
-def _at_odds(request: Request, answer: IntArray) -> list[str]:
-    """Parameters that left nothing under the mask of the newest token of the answer [N].
-
-    Where nothing may be drawn, something is: what the mask forbids, or what they do.
-    """
-    params, token = request.params, int(answer[-1])
-    names = [name for name in ("allowed_token_ids", "bad_words") if getattr(params, name)]
-    if len(answer) <= params.min_tokens:
-        names.append("min_tokens")
-    if not names:
-        return []
-    assert request.mask is not None
-    is_masked = not int(request.mask.bits()[token // 32]) >> token % 32 & 1
-    is_forbidden = False
-    if params.allowed_token_ids is not None:
-        place = bisect_left(params.allowed_token_ids, token)
-        is_forbidden = params.allowed_token_ids[place : place + 1] != (token,)
-    is_bad = any(tuple(answer[-len(ids) :].tolist()) == ids for ids in request.bad_token_ids)
-    return names if is_masked or is_forbidden or is_bad else []
 
 
 def _constrained(table: SlotTable, slots: IntArray) -> Iterator[tuple[int, int]]:
