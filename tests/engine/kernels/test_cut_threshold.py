@@ -100,7 +100,7 @@ def test_top_p(device: str, scale: float, capacity: int) -> None:
 
 
 @devices
-@pytest.mark.parametrize("capacity", [16, 4096])
+@pytest.mark.parametrize("capacity", [32, 4096])
 @pytest.mark.parametrize("top_p", [0.0, 1e-45, 2.0**-126])
 def test_the_likeliest_stays_however_small_top_p_is(
     device: str, top_p: float, capacity: int
