@@ -93,8 +93,12 @@ def parse_chat(
     defaults: Mapping[str, Any],
     force_include_usage: bool = False,
     tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
+    strict_tools: bool = False,
 ) -> ChatRequest:
-    """Check a body. `model` is the resolved served name, `defaults` the model's own sampling."""
+    """Check a body. `model` is the resolved served name, `defaults` the model's own sampling.
+
+    strict_tools: functions that do not say are strict.
+    """
     body = Fields(data)
     body.take("model")  # resolved by the caller
     options = parse_options(
@@ -109,7 +113,7 @@ def parse_chat(
         prompt_logprobs=parse_prompt_logprobs(body, stream=options.stream),
         defaults=defaults,
     )
-    tools = parse_tools(body, tool_format)
+    tools = parse_tools(body, tool_format, strict=strict_tools)
     prompt = parse_prompt(body, tools, tool_format)
     wanted = constrain(tools, params.structured_outputs)
     if not tools.may_call and (wanted is not None or prompt.continue_final_message):

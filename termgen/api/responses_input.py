@@ -77,7 +77,7 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
     body.take("model")
     _check_includes(body.take("include"))
     reasoning, text = body.object("reasoning"), body.object("text")
-    tools = _tools(body.take("tools"), context.get("tool_format", ToolFormat()))
+    tools = _tools(body.take("tools"))
     messages = _messages(body.take("input"))
     if instructions := body.string("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
@@ -96,7 +96,9 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
         chat["response_format"] = _response_format(output_format)
     ignored = body.finish(harmless=HARMLESS, refused=REFUSED)
     context.pop("force_include_usage", None)  # this endpoint always tells
-    request = parse_as_chat(chat, id_prefix="resp_", names=NAMES, **context)
+    # The rule here, where a chat must ask for it; but not all models can where calls are free.
+    strict = context.get("tool_format", ToolFormat()).new_parser is None
+    request = parse_as_chat(chat, id_prefix="resp_", names=NAMES, strict_tools=strict, **context)
     params = request.job.params
     echo = {
         "instructions": data.get("instructions"),
@@ -106,7 +108,9 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
         "temperature": params.temperature,
         "text": {"format": output_format or {"type": "text"}},
         "tool_choice": data.get("tool_choice") or "auto",
-        "tools": tools,
+        "tools": [
+            {**t, "strict": strict if t.get("strict") is None else t["strict"]} for t in tools
+        ],
         "top_p": params.top_p,
         "user": data.get("user"),
     }
@@ -121,16 +125,11 @@ def _check_includes(value: Any) -> None:
             raise unsupported("include", f"include: {str(name)[:60]!r} is not supported here")
 
 
-def _tools(value: Any, tool_format: ToolFormat) -> list[dict[str, Any]]:
-    """Checked, and strict unless they say otherwise: the rule here, where a chat must ask for it.
-
-    Models whose calls cannot be strict where they are free to come go without.
-    """
+def _tools(value: Any) -> list[dict[str, Any]]:
     if value is None:
         return []
     if not isinstance(value, list):
         raise wrong_type("tools", "a list", value)
-    tools = []
     for i, tool in enumerate(value):
         if not isinstance(tool, dict):
             raise wrong_type(f"tools[{i}]", "an object", tool)
@@ -139,10 +138,7 @@ def _tools(value: Any, tool_format: ToolFormat) -> list[dict[str, Any]]:
                 f"tools[{i}].type",
                 f"tools[{i}]: tools of type {str(tool.get('type'))[:40]!r} are not supported here",
             )
-        strict = tool.get("strict")
-        rule = tool_format.new_parser is None
-        tools.append({**tool, "strict": rule if strict is None else strict})
-    return tools
+    return value
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:

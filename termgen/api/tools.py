@@ -64,8 +64,11 @@ class Tools:
         return declared or (self.may_call and bool(self.format.special_tokens))
 
 
-def parse_tools(body: Fields, tool_format: ToolFormat) -> Tools:
-    """Check the fields. Of a function that is named, only that one is shown to the model."""
+def parse_tools(body: Fields, tool_format: ToolFormat, *, strict: bool = False) -> Tools:
+    """Check the fields. Of a function that is named, only that one is shown to the model.
+
+    strict: of functions that do not say. Their schemas are enforced as far as they can be.
+    """
     parallel = body.boolean("parallel_tool_calls", True)
     listed = body.take("tools")
     choice = body.take("tool_choice")
@@ -77,7 +80,7 @@ def parse_tools(body: Fields, tool_format: ToolFormat) -> Tools:
         return Tools(format=tool_format)
     if len(listed) > MAX_TOOLS:
         raise RequestError(f"at most {MAX_TOOLS} tools are allowed", param="tools")
-    pairs = [_function(tool, f"tools[{i}]") for i, tool in enumerate(listed)]
+    pairs = [_function(tool, f"tools[{i}]", strict) for i, tool in enumerate(listed)]
     if len({function.name for function, _ in pairs}) < len(pairs):
         raise RequestError("two tools have the same name", param="tools")
     kind, name = _choice(choice)
@@ -96,7 +99,7 @@ def parse_tools(body: Fields, tool_format: ToolFormat) -> Tools:
     )
 
 
-def _function(tool: Any, where: str) -> tuple[Function, dict[str, Any]]:
+def _function(tool: Any, where: str, strict: bool) -> tuple[Function, dict[str, Any]]:
     if not isinstance(tool, dict):
         raise wrong_type(where, "an object", tool)
     if tool.get("type", "function") != "function":
@@ -114,14 +117,16 @@ def _function(tool: Any, where: str) -> tuple[Function, dict[str, Any]]:
             param=f"{where}.name",
         )
     fields.string("description")
-    strict = fields.boolean("strict")
+    is_rule = fields.take("strict") is None
+    strict = fields.boolean("strict", strict)
     parameters = fields.take("parameters")
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict):
         raise wrong_type(f"{where}.parameters", "an object", parameters)
     StructuredOutputsParams(json=parameters, param=f"{where}.parameters")  # for its limits
-    return Function(name, parameters, strict), {"type": "function", "function": given}
+    function = Function(name, parameters, strict, lenient=strict and is_rule)
+    return function, {"type": "function", "function": given}
 
 
 def _choice(value: Any) -> tuple[str, str]:

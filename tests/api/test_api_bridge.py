@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from termgen.api import anthropic, anthropic_input, responses, responses_input
 from termgen.api.chat_bridge import CallNews, ChatNews, EndNews, News, TextNews, Usage, _news_of
@@ -330,6 +331,15 @@ def test_tools_of_responses_are_strict_unless_they_say_otherwise() -> None:
     assert asked.chat.job.params.structured_outputs is not None, "and that is enforced"
     assert ask(tools=given[2:]).chat.job.params.structured_outputs is None
     assert given[0].keys() == {"type", "name", "parameters"}, "what was asked stays what it was"
+    # What cannot be enforced is refused only where it was asked for.
+    list_of_sets = {"type": "array", "uniqueItems": True}
+    odd = {"type": "object", "properties": {"x": list_of_sets}, "required": ["x"]}
+    for strict, is_refused in ((None, False), (True, True)):
+        tool = {"type": "function", "name": "a", "parameters": odd, "strict": strict}
+        wanted = ask(tools=[tool]).chat.job.params.structured_outputs
+        assert wanted is not None and wanted.grammar is not None
+        fault = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(wanted.grammar))
+        assert bool(fault) == is_refused, fault
     # A model whose own parser reads its calls: nothing can be enforced, so nothing is promised.
     declared = ToolFormat(knows_tools=True, new_parser=lambda: None)  # type: ignore[arg-type, return-value]
     context = {**CONTEXT, "tool_format": declared}
