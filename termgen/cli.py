@@ -125,6 +125,7 @@ def build_parser() -> FlagParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     chat = _command(commands, "chat", "chat with a model in the terminal", chat_command)
+    _add_chat_flags(chat)
     add_flags(chat, UIConfig, title="chat")
     _add_engine_flags(chat)
 
@@ -163,6 +164,17 @@ def _command(commands: Any, name: str, text: str, run: Any) -> FlagParser:
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EngineConfig, title="model and engine")
+
+
+def _add_chat_flags(chat: argparse.ArgumentParser) -> None:
+    group = chat.add_argument_group("a server elsewhere")
+    group.add_argument(
+        "--url",
+        metavar="URL",
+        help="chat with this OpenAI-compatible server instead of an engine of its own; --model "
+        "chooses among its models",
+    )
+    group.add_argument("--api-key", metavar="KEY", help="its key (default: OPENAI_API_KEY)")
 
 
 def _add_top(commands: Any) -> None:
@@ -222,7 +234,15 @@ def chat_command(args: argparse.Namespace) -> int:
     # who chats alone has moments to spare, and waits for the start
     config = layers.resolve(EngineConfig, capture_in_background=True)
     ui = layers.resolve(UIConfig)
+    if args.url is None and args.api_key is not None:
+        raise ConfigError(
+            "--api-key needs --url: an engine of its own has no keys", param="api_key"
+        )
     _need_terminal("termgen chat", "use `termgen generate` for scripts and pipes")
+    if args.url is not None:
+        from termgen.remote_command import read_target, run_remote_chat
+
+        return run_remote_chat(read_target(args.url, args.api_key, layers), ui)
     from termgen.launch import run_chat
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)

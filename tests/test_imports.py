@@ -56,6 +56,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "api": ("api",),
     "server": ("server", "serving"),
     "bench": ("bench",),
+    "remote": ("remote",),
     "tui": ("tui",),
     "root": (
         "__init__",
@@ -69,6 +70,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "generate_format",
         "models_command",
         "top_command",
+        "remote_command",
         "llm",
         "exit_codes",
     ),
@@ -89,6 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": FRONT_END,
     "server": {*FRONT_END, "api"},
     "bench": {*FRONT_END, "api"},
+    "remote": FRONT_END,
     "tui": FRONT_END,
     "root": set(GROUPS),
 }
@@ -112,6 +115,7 @@ NEVER: dict[str, frozenset[str]] = {
     "api": DEVICE | SERVING | SCREEN | {"transformers", "tokenizers"},
     "server": DEVICE | SCREEN | {"transformers", "tokenizers"},
     "bench": DEVICE | SCREEN | {"transformers", "tokenizers"},
+    "remote": DEVICE | SERVING | SCREEN | {"transformers", "tokenizers"},
     "tui": DEVICE | SERVING | {"transformers", "tokenizers"},
     "root": DEVICE | SERVING | SCREEN | {"transformers", "tokenizers"},
 }
@@ -300,6 +304,7 @@ def modules_of(*groups: str) -> list[str]:
         (("tui",), {"torch", "transformers", "starlette", "uvicorn"}),
         (("api", "server"), {"torch", "transformers", "textual"}),
         (("bench",), {"torch", "transformers", "textual", "starlette"}),
+        (("remote",), {"torch", "transformers", "textual", "starlette"}),
     ],
 )
 def test_what_really_gets_loaded(groups: tuple[str, ...], absent: set[str]) -> None:

@@ -31,6 +31,7 @@ from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.screens.dashboard_keys import KEYS
 from termgen.tui.screens.help import HelpScreen, HelpSection, key_names
 from termgen.tui.screens.loading import LoadingScreen, StartupProgress
+from termgen.tui.screens.silent import SilentScreen
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.transcript import Transcript
 
@@ -94,7 +95,7 @@ class TermgenApp(App[None]):
         self._shown: str | None = None
         self._interrupted_s = -QUIT_WINDOW_S
         self._signals: list[signal.Signals] = []
-        self._dashboard: DashboardScreen | None = None
+        self._dashboard: DashboardScreen | SilentScreen | None = None
         self.client: EngineClient | None = None
 
     def get_driver_class(self) -> type[Driver]:
@@ -152,7 +153,7 @@ class TermgenApp(App[None]):
         self.add_mode("chat", lambda: self.make_chat(client))
         self.add_dashboard(self.make_dashboard(client))
 
-    def add_dashboard(self, dashboard: DashboardScreen) -> None:
+    def add_dashboard(self, dashboard: DashboardScreen | SilentScreen) -> None:
         """Made at once, so that it listens from the start and has a history when first shown."""
         self._dashboard = dashboard
         self.add_mode("dashboard", lambda: dashboard)
