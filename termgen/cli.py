@@ -38,7 +38,7 @@ file ([engine], [server] and [chat] tables with the same names), then defaults.
 ENGINE_THREAD = "termgen-engine"
 """Name of the thread that `AsyncEngine` starts."""
 
-POSITIONAL = {"generate": " [prompt]", "top": " [URL]"}
+POSITIONAL = {"chat": " [--inline question]", "generate": " [prompt]", "top": " [URL]"}
 
 CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens")
 """Settings of the chat that are no flags of `serve`: its requests bring their own."""
@@ -167,6 +167,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_chat_flags(chat: argparse.ArgumentParser) -> None:
+    chat.add_argument("question", nargs="?", help=argparse.SUPPRESS)
+    chat.add_argument(
+        "--inline",
+        action="store_true",
+        help="answer one question here, without a screen; what is piped in goes with it",
+    )
     group = chat.add_argument_group("a server elsewhere")
     group.add_argument(
         "--url",
@@ -232,13 +238,17 @@ def _layers(args: argparse.Namespace) -> SettingLayers:
 def chat_command(args: argparse.Namespace) -> int:
     layers = _layers(args)
     # who chats alone has moments to spare, and waits for the start
-    config = layers.resolve(EngineConfig, capture_in_background=True)
+    config = layers.resolve(EngineConfig, capture_in_background=not args.inline)
     ui = layers.resolve(UIConfig)
     if args.url is None and args.api_key is not None:
-        raise ConfigError(
-            "--api-key needs --url: an engine of its own has no keys", param="api_key"
-        )
-    _need_terminal("termgen chat", "use `termgen generate` for scripts and pipes")
+        raise ConfigError("--api-key needs --url: our own engine has no keys", param="api_key")
+    if args.inline:
+        return _inline_chat(args, layers, config, ui)
+    if args.question is not None:
+        raise ConfigError("a question on the command line needs --inline", param="question")
+    _need_terminal(
+        "termgen chat", "use `termgen generate` for scripts and pipes, or --inline for one question"
+    )
     if args.url is not None:
         from termgen.remote_command import read_target, run_remote_chat
 
@@ -247,6 +257,20 @@ def chat_command(args: argparse.Namespace) -> int:
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     return run_chat(config, ui)
+
+
+def _inline_chat(
+    args: argparse.Namespace, layers: SettingLayers, config: EngineConfig, ui: UIConfig
+) -> int:
+    from termgen.inline_command import check_flags, read_question, run_inline, run_remote_inline
+
+    check_flags(layers)
+    if args.url is not None:
+        from termgen.remote_command import read_target
+
+        target = read_target(args.url, args.api_key, layers)
+        return run_remote_inline(read_question(args.question), target, ui)
+    return run_inline(read_question(args.question), config, ui)
 
 
 def serve_command(args: argparse.Namespace) -> int:

@@ -71,6 +71,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "models_command",
         "top_command",
         "remote_command",
+        "inline_command",
         "llm",
         "exit_codes",
     ),
