@@ -350,6 +350,8 @@ def pull_command(args: argparse.Namespace) -> int:
 
 
 def _need_terminal(command: str, instead: str) -> None:
+    if os.environ.get("TEXTUAL_DRIVER"):
+        return  # textual-serve shows the screen in a browser, and speaks to it through pipes
     # Textual reads standard input and paints on standard error
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise ConfigError(f"`{command}` needs a terminal; {instead}")

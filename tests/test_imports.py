@@ -38,7 +38,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.startup_phases",
     ),
     "client": ("client", "telemetry"),
-    "catalog": ("catalog", "fetch"),
+    "catalog": ("catalog", "fetch", "local_models"),
     "host": ("engine",),  # whatever of the engine is not named elsewhere
     "device": (
         "engine.runner",
@@ -69,6 +69,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "generate",
         "generate_format",
         "models_command",
+        "model_shelf",
         "top_command",
         "remote_command",
         "inline_command",

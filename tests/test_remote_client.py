@@ -25,7 +25,8 @@ from termgen.errors import (
     OverloadedError,
     RequestError,
 )
-from termgen.remote.client import RemoteClient, normal_url
+from termgen.remote.client import RemoteClient
+from termgen.remote.models import normal_url
 from termgen.remote.stream import AnswerReader
 from termgen.remote.wire import CHAT_PATH, Dialect, build_call
 

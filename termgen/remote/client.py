@@ -11,7 +11,6 @@ import asyncio
 import ipaddress
 import itertools
 import json
-import re
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,13 @@ from termgen.engine.events import EngineSnapshot, EventRing
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ConfigError, EngineError, TermgenError
 from termgen.remote.failures import failure_of, short
+from termgen.remote.models import (
+    RemoteModel,
+    model_info,
+    normal_url,
+    read_models,
+    read_object,
+)
 from termgen.remote.stream import AnswerReader
 from termgen.remote.wire import Call, Dialect, build_call, dialect_of, prompt_fields
 
@@ -43,41 +49,12 @@ SILENCE_S = 600.0
 MAX_ERROR_BYTES = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteModel:
-    """One entry of `/v1/models`."""
-
-    model_id: str
-    owner: str
-    max_model_len: int
-    """0: the server does not say."""
-
-
 @dataclass(slots=True)
 class _Running:
     """An answer under way: who reads it, and where its deltas go."""
 
     reading: asyncio.Task[None]
     inbox: asyncio.Queue[TokenDelta | TermgenError | None]
-
-
-def normal_url(text: str) -> str:
-    """The address that `/v1/...` is added to. Raises `ConfigError`."""
-    scheme, _, rest = text.strip().rpartition("://")
-    rest = rest.rstrip("/")
-    for end in ("/chat/completions", "/v1"):
-        rest = rest.removesuffix(end)
-    url = f"{scheme or 'http'}://{rest}"
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"url: {error}", param="url") from None
-    is_host = re.fullmatch(r"[\w.:-]+", parsed.host) is not None
-    if parsed.scheme not in ("http", "https") or not is_host:
-        raise ConfigError(f"url must be like http://127.0.0.1:8000, not {text!r}", param="url")
-    if parsed.userinfo:
-        raise ConfigError("url: leave user and password out; --api-key is a key", param="url")
-    return url
 
 
 class RemoteClient:
@@ -120,7 +97,7 @@ class RemoteClient:
             return cls(url, [RemoteModel(model, "", 0)], api_key=api_key, admin_key=admin_key)
         if reply.status_code != 200:
             raise _failure(url, "/v1/models", reply, reply.content, api_key)
-        client = cls(url, _models(url, reply.content), api_key=api_key, admin_key=admin_key)
+        client = cls(url, read_models(url, reply.content), api_key=api_key, admin_key=admin_key)
         if model is not None:
             try:
                 client.use_model(model)
@@ -138,7 +115,7 @@ class RemoteClient:
     async def refresh_models(self) -> tuple[RemoteModel, ...]:
         """Ask again what it serves."""
         reply = await self._send("GET", "/v1/models", key=self._api_key)
-        self.models = tuple(_models(self.url, reply.content))
+        self.models = tuple(read_models(self.url, reply.content))
         return self.models
 
     def use_model(self, model_id: str) -> None:
@@ -151,7 +128,7 @@ class RemoteClient:
                 f"model: {self.url} has no {model_id!r}, only {names}{more}", param="model"
             )
         self.dialect = dialect_of(found.owner)
-        self.model = _model_info(self.url, found)
+        self.model = model_info(self.url, found)
 
     def learn(self, model: ModelInfo) -> None:
         """What a termgen server tells of its model in its event stream; the name stays."""
@@ -242,7 +219,7 @@ class RemoteClient:
     async def reset_prefix_cache(self, *, force: bool = False) -> bool:
         options = {"force": "true"} if force else {}
         reply = await self._control("/reset_prefix_cache", **options)
-        return not reply.content or bool(_json(self.url, reply.content).get("reset", True))
+        return not reply.content or bool(read_object(self.url, reply.content).get("reset", True))
 
     async def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> None:
         await self._control("/sleep", level=str(level), mode=mode)
@@ -314,7 +291,7 @@ class RemoteClient:
 
     async def _ask(self, path: str, body: Mapping[str, Any], field: str) -> Any:
         reply = await self._send("POST", path, key=self._api_key, json=body)
-        value = _json(self.url, reply.content).get(field)
+        value = read_object(self.url, reply.content).get(field)
         if value is None:
             raise EngineError(f"{self.url}{path} sent no {field}: {short(reply.content)}")
         return value
@@ -386,50 +363,3 @@ def _unreachable(url: str, error: httpx.HTTPError) -> EngineError:
         return EngineError(f"{url} has gone silent")
     why = str(error) or type(error).__name__
     return EngineError(f"the connection to {url} was lost: {why}")
-
-
-def _json(url: str, raw: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        body = None
-    if not isinstance(body, dict):
-        raise EngineError(f"{url} sent no JSON object: {short(raw)}")
-    return body
-
-
-def _models(url: str, raw: bytes) -> list[RemoteModel]:
-    listed = _json(url, raw).get("data")
-    models = [
-        RemoteModel(entry["id"], str(entry.get("owned_by") or ""), _context_length(entry))
-        for entry in (listed if isinstance(listed, list) else ())
-        if isinstance(entry, dict) and isinstance(entry.get("id"), str)
-    ]
-    if not models:
-        raise EngineError(f"{url}/v1/models lists no model: is it an OpenAI-compatible server?")
-    return models
-
-
-def _context_length(entry: Mapping[str, Any]) -> int:
-    value = entry.get("max_model_len")
-    return value if isinstance(value, int) and value > 0 else 0
-
-
-def _model_info(url: str, model: RemoteModel) -> ModelInfo:
-    """What is known of a model that runs elsewhere: little."""
-    parsed = httpx.URL(url)
-    return ModelInfo(
-        model_id=model.model_id,
-        root=url,
-        architecture="",
-        dtype="",
-        quantization=None,
-        device="remote",
-        device_name=parsed.netloc.decode(),
-        max_model_len=model.max_model_len,
-        vocab_size=0,
-        num_blocks=0,
-        block_size=0,
-        has_chat_template=True,
-        created=0,
-    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +44,7 @@ def remote_app(url: str, **target: Any) -> RemoteApp:
         holder.start,
         stop_engine=holder.stop,
         ui=UIConfig(),
+        models=holder,
         open_feed=lambda: holder.open_feed(20.0),
         theme_folders=(shipped_themes(),),
     )
@@ -208,3 +211,27 @@ async def test_the_whole_command_loads_no_torch(tmp_path: Path) -> None:
         gone = server.url
         assert await run(server.url) == ["yes", "0", "[]"]
     assert (await run(gone))[-2:] == ["2", "[]"]
+
+
+async def test_in_a_browser_it_speaks_through_pipes() -> None:
+    """As textual-serve starts it, once for each visitor."""
+    driver = {"TEXTUAL_DRIVER": "textual.drivers.web_driver:WebDriver"}
+    async with foreign_server(chunk("yes", finish="stop"), done()) as server:
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "termgen", "chat", "--url", server.url),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **driver, "COLUMNS": "100", "ROWS": "30"},
+        )
+        assert child.stdout is not None and child.stdin is not None
+        shown = b""
+        async with asyncio.timeout(30):
+            while b"Ask anything" not in shown:
+                data = await child.stdout.read(65536)
+                assert data, (await child.communicate())[1].decode()
+                shown += data
+            quit_now = json.dumps({"type": "quit"}).encode()
+            child.stdin.write(b"M" + len(quit_now).to_bytes(4, "big") + quit_now)
+            _, errors = await child.communicate()
+    assert child.returncode == 0 and b"Traceback" not in errors
