@@ -134,6 +134,12 @@ class TermgenApp(App[None]):
         self.push_screen(LoadingScreen(self._progress))
         self._boot()
 
+    def watch_app_focus(self, focus: bool) -> None:
+        """A chat that came up while another window had the keys puts them into its prompt now."""
+        if focus and self._shown == "chat" and isinstance(self.screen, ChatScreen):
+            if self.screen.focused is None:
+                self.screen.set_focus(self.screen.prompt)  # at once: a key may follow
+
     async def on_unmount(self) -> None:
         for number in self._signals:
             asyncio.get_running_loop().remove_signal_handler(number)

@@ -257,5 +257,7 @@ async def test_models_of_a_server() -> None:
 def test_lines_fit(width: int) -> None:
     for choice in (SMALL, OTHER, REMOTE, HUGE, replace(OTHER, name="n" * 200)):
         assert row_width(choice_row(choice, width)) == width
-    assert "too large" in row_text(choice_row(HUGE, 110))
+    for size in (66, 110):
+        assert "too large" in row_text(choice_row(HUGE, size))
+    assert row_text(choice_row(HUGE, 110)).rstrip().endswith("too large /models/huge")
     assert caution(OTHER) == ""

@@ -214,7 +214,7 @@ async def test_the_whole_command_loads_no_torch(tmp_path: Path) -> None:
 
 
 async def test_in_a_browser_it_speaks_through_pipes() -> None:
-    """As textual-serve starts it, once for each visitor."""
+    """As textual-serve starts it, once for each visitor; the page has the focus later."""
     driver = {"TEXTUAL_DRIVER": "textual.drivers.web_driver:WebDriver"}
     async with foreign_server(chunk("yes", finish="stop"), done()) as server:
         child = await asyncio.create_subprocess_exec(
@@ -226,12 +226,23 @@ async def test_in_a_browser_it_speaks_through_pipes() -> None:
         )
         assert child.stdout is not None and child.stdin is not None
         shown = b""
-        async with asyncio.timeout(30):
-            while b"Ask anything" not in shown:
-                data = await child.stdout.read(65536)
+
+        async def wait_for(words: bytes) -> None:
+            nonlocal shown
+            while words not in shown:
+                data = await child.stdout.read(65536)  # type: ignore[union-attr]
                 assert data, (await child.communicate())[1].decode()
                 shown += data
-            quit_now = json.dumps({"type": "quit"}).encode()
-            child.stdin.write(b"M" + len(quit_now).to_bytes(4, "big") + quit_now)
+
+        def send(kind: bytes, payload: bytes) -> None:
+            assert child.stdin is not None
+            child.stdin.write(kind + len(payload).to_bytes(4, "big") + payload)
+
+        async with asyncio.timeout(30):
+            await wait_for(b"Ask anything")
+            send(b"D", b"hi\r")
+            await wait_for(b"TTFT")
+            send(b"M", json.dumps({"type": "quit"}).encode())
             _, errors = await child.communicate()
     assert child.returncode == 0 and b"Traceback" not in errors
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "hi"}]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from termgen.tui.model_choice import ModelChoice
 from termgen.tui.sanitize import clean_line
-from termgen.tui.spans import Row, Span, fit
+from termgen.tui.spans import Row, Span, fit, row_width
 
-NAME_WIDTH = 26
+NAME_WIDTH = 24
+DETAIL_WIDTH = 12
+"""With less room than this it is left out."""
 
 
 def choice_row(choice: ModelChoice, width: int) -> Row:
@@ -18,7 +20,8 @@ def choice_row(choice: ModelChoice, width: int) -> Row:
     spans.append((f" {size:>8} ", "text" if choice.is_here else "muted"))
     spans.append(("         ", "text") if choice.is_here else ("to fetch ", "warn"))
     spans.append(_memory(choice))
-    spans.append((clean_line(choice.detail), "muted"))
+    if width - row_width(tuple(spans)) >= DETAIL_WIDTH:
+        spans = [*fit(spans, row_width(tuple(spans)) + 1), (clean_line(choice.detail), "muted")]
     return fit(spans, width)
 
 
@@ -27,9 +30,9 @@ def _memory(choice: ModelChoice) -> Span:
         return ("", "muted")
     words = f"≈{bytes_words(choice.needs_bytes)}"
     if choice.fits is None:
-        return (f"{words:<19}", "muted")
+        return (f"{words:<18}", "muted")
     verdict = "fits" if choice.fits else "too large"
-    return (f"{words:<9}{verdict:<10}", "good" if choice.fits else "bad")
+    return (f"{words:<9}{verdict:<9}", "good" if choice.fits else "bad")
 
 
 def bytes_words(num_bytes: int) -> str:

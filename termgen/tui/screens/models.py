@@ -26,7 +26,8 @@ from termgen.tui.widgets.canvas import Canvas
 
 TITLE = "models"
 KEYS = "⏎ choose  esc close"
-MESSAGE_ROWS = 3
+AROUND_ROWS = 9
+"""What the list leaves of the screen: its message, its frame, and a margin."""
 
 
 class ModelScreen(ModalScreen[Switch | None]):
@@ -82,12 +83,14 @@ class ModelScreen(ModalScreen[Switch | None]):
                 self._say(str(error), "bad")
 
     def on_resize(self) -> None:
+        models = self.query_one(OptionList)
+        models.styles.max_height = max(3, self.size.height - AROUND_ROWS)
         if self._choices:
-            self.call_after_refresh(self._fill, self.query_one(OptionList).highlighted or 0)
+            self.call_after_refresh(self._fill, models.highlighted or 0)
 
     def _fill(self, marked: int) -> None:
         models = self.query_one(OptionList)
-        width = max(40, models.size.width - 4)
+        width = max(40, models.size.width - 2)
         models.clear_options()
         for choice in self._choices:
             models.add_option(Option(self._text(choice_row(choice, width))))
