@@ -15,11 +15,12 @@ import time
 import numpy as np
 import numpy.typing as npt
 
+from termgen.engine.at_odds import fault_of
 from termgen.engine.mask_filler import MaskFiller
 from termgen.engine.request import FinishReason, IntArray, Request
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.token_mask import GrammarState, RowMasks
-from termgen.errors import EngineError
+from termgen.errors import EngineError, TermgenError
 
 PATIENCE_S = 0.001
 """While there is something else to compute, masks are waited for this long; a row whose mask takes
@@ -27,7 +28,7 @@ longer misses the step, so that it holds nobody up."""
 IDLE_PATIENCE_S = 0.01
 """The same while there is nothing else. Rows that go on together share their steps."""
 
-Endings = dict[int, tuple[FinishReason, EngineError | None]]
+Endings = dict[int, tuple[FinishReason, TermgenError | None]]
 """Which rows end, by their index among those that landed, and how."""
 
 
@@ -103,7 +104,13 @@ class Constraints:
             return endings
         going_on: list[GrammarState] = []
         for i in table.has_grammar[slots].nonzero()[0].tolist():
-            grammar = grammar_of(table.request_at(int(slots[i])))
+            slot = int(slots[i])
+            request = table.request_at(slot)
+            grammar = grammar_of(request)
+            answer = table.token_ids[slot, table.num_prompt[slot] : table.num_tokens[slot]]
+            if fault := fault_of(request, answer, grammar.mask):
+                endings[i] = FinishReason.ERROR, fault
+                continue
             try:
                 is_complete = grammar.accept(int(tokens[i]))
             except Exception as cause:  # whatever a grammar engine may raise

@@ -20,6 +20,7 @@ import numpy as np
 
 from termgen.engine.daemon_threads import DaemonThreads
 from termgen.engine.grammar_source import LIMITS, brief, needs_trial, source_of, try_out
+from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.engine.token_mask import IntArray
 from termgen.errors import EngineError, RequestError
@@ -93,6 +94,7 @@ class GrammarCompiler:
         self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
         self._tokenizer = tokenizer
+        self.times = GrammarTimes()
         self._num_tokens = max(vocab_size, tokenizer.vocab_size)
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
@@ -149,7 +151,7 @@ class GrammarCompiler:
     def _run(self, wanted: StructuredOutputsParams, future: Future[Grammar], lane: _Lane) -> None:
         try:
             if future.set_running_or_notify_cancel():
-                future.set_result(self._compile(wanted))
+                future.set_result(self.times.measure(self._compile, wanted))
         except BaseException as error:  # goes to whoever waits for the grammar
             future.set_exception(error)
         finally:

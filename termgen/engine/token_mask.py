@@ -95,8 +95,7 @@ class GrammarState:
         assert matcher is not None, "no token lands before the first mask is there"
         if not matcher.accept(token_id):
             raise EngineError(
-                f"token {token_id} does not fit the grammar: the request's other parameters"
-                " leave nothing that does, or the grammar is too complex"
+                f"token {token_id} does not fit the grammar, which may be too complex"
             )
         return matcher.is_ended
 
