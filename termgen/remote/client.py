@@ -28,6 +28,7 @@ from termgen.client import (
     TokenizerInfo,
 )
 from termgen.engine.events import EngineSnapshot, EventRing
+from termgen.engine.grammar_times import GrammarTotals
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ConfigError, EngineError, TermgenError
 from termgen.remote.failures import failure_of, short
@@ -198,6 +199,10 @@ class RemoteClient:
     @property
     def tokenizer_info(self) -> TokenizerInfo:
         self._cannot("tell of its tokenizer")
+
+    def grammar_totals(self) -> GrammarTotals:
+        """Only the other end compiles any."""
+        return GrammarTotals()
 
     async def snapshot(self) -> EngineSnapshot:
         self._cannot("show its engine through this client")

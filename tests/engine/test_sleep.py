@@ -280,3 +280,28 @@ def test_recordings_are_made_again_for_the_new_addresses(
     modes = [event.graph_mode for event in ring.drain() if hasattr(event, "graph_mode")]
     assert "FULL" in modes
     engine.shutdown()
+
+
+def test_a_sleep_that_fails_leaves_the_engine_as_it_was(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it needs is made before anything is given up."""
+    from termgen.engine.runner.model_runner import ModelRunner
+
+    config = EngineConfig(model=str(tiny_llama_dir), device="cpu", threads=1, kv_cache_gib=0.01)
+    engine = SyncEngine(config)
+    told = generate(engine, "before")
+    runner: Any = engine.core.executor._runner  # type: ignore[attr-defined]
+    caches, graphs = runner.kv_caches, runner.graphs
+
+    def no_room(*args: object) -> None:
+        raise MemoryError("no room for that")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "make_graphs", no_room)
+        with pytest.raises(MemoryError):
+            engine.sleep(1)
+    assert runner.kv_caches is caches and runner.graphs is graphs
+    assert engine.core.control.sleep_level == 0
+    assert generate(engine, "after") == told
+    engine.shutdown()

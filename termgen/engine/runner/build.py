@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from termgen.engine.quantization.kv_cache import kv_cache_dtype
 from termgen.engine.runner import resolve
 from termgen.engine.runner.choose_graphs import choose_graphs
 from termgen.engine.runner.cuda_graphs import CudaRecorder
+from termgen.engine.runner.largest_steps import dummy_run, run_largest_steps
 from termgen.engine.runner.load_model import load_model
 from termgen.engine.runner.memory import MemoryAccount, weight_bytes
 from termgen.engine.runner.memory_meter import MemoryMeter, make_meter
@@ -145,7 +147,7 @@ def _size_and_warm_up(
         with memory.making("activations"):
             warm_up(runner, dispatcher, lambda done: on_progress(COMPILING_KERNELS, done))
     on_progress(SIZING_CACHE, 0.0)
-    memory.measure_activations(runner.run_largest_steps)
+    memory.measure_activations(partial(run_largest_steps, runner))
     recorder = None
     if not dispatcher.is_empty:
         recorder = CudaRecorder(runner.device)
@@ -169,7 +171,7 @@ def _size_and_warm_up(
         runner.init_kv_cache(num_blocks)
     if recorder is None or dispatcher.is_empty:
         runner.graphs = runner.make_graphs(dispatcher)
-        runner.dummy_run(1)
+        dummy_run(runner, 1)
     else:
         with memory.recording_graphs():
             runner.graphs = record_steps(
@@ -180,7 +182,7 @@ def _size_and_warm_up(
                 in_background=config.capture_in_background,
             )
         with memory.making("activations"):
-            runner.run_largest_steps()  # the first real steps find their memory in place again
+            run_largest_steps(runner)  # the first real steps find their memory in place again
     log_implementation(runner)
     ledger = memory.ledger(
         kv_bytes=kv_bytes,

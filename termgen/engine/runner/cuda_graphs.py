@@ -11,7 +11,8 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -63,6 +64,18 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """Operations to record, of which less has to be run before."""
+
+    operations: Callable[[], None]
+    rehearsal: Callable[[], None]
+    """Loads every kernel and fills every cache that the operations need."""
+
+    def __call__(self) -> None:
+        self.operations()
+
+
 class CudaRecorder:
     """Records into CUDA graphs that share one memory pool, on a stream of its own.
 
@@ -83,7 +96,8 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             try:
-                operations()  # compiles kernels and fills caches: not allowed while recording
+                # Compiles kernels and fills caches, which is not allowed while recording.
+                (operations.rehearsal if isinstance(operations, Rehearsed) else operations)()
             finally:
                 self._stream.synchronize()  # steps may follow, whatever became of this one
             graph.capture_begin(pool=self._pool)
@@ -121,14 +135,17 @@ class FullGraphs:
         *,
         ring: TokenRing,
         address_check: AddressCheck | None = None,
+        rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """header and ring: hold the `max_rows` of the dispatcher; pieces: has its sizes."""
+        """header and ring: hold the `max_rows` of the dispatcher; pieces: has its sizes.
+        rehearsing: while it lasts, a step runs as little as uses every kernel it would."""
         self.dispatcher = dispatcher
         self.header = header
         self.pieces = pieces
         self._ring = ring
         self._device_step = step
         self._check = address_check
+        self._rehearsing = rehearsing
         self._replays: dict[BatchDescriptor, Callable[[], None]] = {}
         self._waiting: deque[Recording] = deque()
         """To be recorded in idle moments."""
@@ -242,7 +259,9 @@ class FullGraphs:
                 if isinstance(recording, int):
                     self.pieces.record(recording, recorder)
                 else:
-                    self._replays[recording] = recorder(partial(self.run_padding, recording))
+                    run = partial(self.run_padding, recording)
+                    rehearsal = partial(self._rehearse, recording)
+                    self._replays[recording] = recorder(Rehearsed(run, rehearsal))
                 if self._check is not None:
                     self._check.note(recording)
         finally:
@@ -257,6 +276,10 @@ class FullGraphs:
         run like this, a step computes for nobody."""
         slots, num_tokens = self.header.rows(descriptor.num_rows)
         self._device_step(slots, num_tokens, descriptor, self._ring)
+
+    def _rehearse(self, descriptor: BatchDescriptor) -> None:
+        with self._rehearsing():
+            self.run_padding(descriptor)
 
     def replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> torch.Tensor | IntArray:
         """Run a recorded step. Returns where its tokens [padded rows] will be, for RING_SIZE steps:

@@ -20,13 +20,12 @@ import torch
 
 from termgen.engine.attention.base import (
     AttentionBackend,
-    AttentionMetadata,
     ForwardContext,
     empty_kv_cache,
 )
 from termgen.engine.kernels import why_unusable
 from termgen.engine.models.config import ModelConfig
-from termgen.engine.models.decoder import CausalDecoder
+from termgen.engine.models.decoder import CausalDecoder, one_layer_of_each_kind
 from termgen.engine.models.transformers_backend import TransformersDecoder
 from termgen.engine.runner.address_check import AddressCheck, NamedTensor, tensors_of
 from termgen.engine.runner.async_output import (
@@ -38,7 +37,6 @@ from termgen.engine.runner.async_output import (
 from termgen.engine.runner.cuda_graphs import RING_SIZE, FullGraphs
 from termgen.engine.runner.device_clock import DeviceClock
 from termgen.engine.runner.dispatch import (
-    EVERYTHING,
     NEEDS,
     BatchDescriptor,
     CudaGraphDispatcher,
@@ -210,6 +208,7 @@ class ModelRunner:
             pieces,
             ring=ring,
             address_check=check,
+            rehearsing=partial(one_layer_of_each_kind, self.model),
         )
 
     def _recorded_tensors(
@@ -289,7 +288,7 @@ class ModelRunner:
     def _compute_eagerly(self, plan: StepPlan, needs: SamplingNeeds) -> StepTensors:
         batch = self.buffers.prepare(plan, self.state)
         if not plan.prompt_spans:
-            return self._sample_masked(plan, batch, self._forward(batch), needs)
+            return self._sample_masked(plan, batch, self.forward(batch), needs)
         hidden = self._hidden(batch, None)
         of_prompts = prompt_logprobs(plan, hidden, self.state, self.model.compute_logits)
         logits = self.model.compute_logits(batch.last_tokens(hidden))
@@ -329,7 +328,7 @@ class ModelRunner:
                 max_seq_len=self.max_model_len,
             )
         needs = NEEDS[descriptor.sampling]
-        return self._sample(batch, self._forward(batch), needs, ring).tokens
+        return self._sample(batch, self.forward(batch), needs, ring).tokens
 
     def _sample(
         self,
@@ -352,7 +351,7 @@ class ModelRunner:
             token_ids, logprobs = output.token_ids, output.logprobs
         return StepTensors(self.state.append_sampled(slots, num_tokens, token_ids, ring), logprobs)
 
-    def _forward(self, batch: InputBatch) -> torch.Tensor:
+    def forward(self, batch: InputBatch) -> torch.Tensor:
         """[B, V] logits of each row's last token, in the model's type."""
         return self.model.compute_logits(self._hidden(batch, batch.logits_indices))
 
@@ -362,64 +361,3 @@ class ModelRunner:
         context = ForwardContext(batch.metadata, self.kv_caches, wanted)
         hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, context)
         return hidden
-
-    @torch.inference_mode()
-    def dummy_run(self, num_tokens: int) -> None:
-        """One forward and one greedy draw over the null block: warms up, shows peak memory."""
-        size = min(num_tokens, self.max_model_len, len(self.buffers.input_ids))
-        ids = self.buffers.input_ids[:size].zero_()
-        positions = self.buffers.arange[:size]
-        blocks = -(-size // self.block_size)
-        metadata = AttentionMetadata(
-            query_start_loc=torch.tensor([0, size], dtype=torch.int32, device=self.device),
-            seq_lens=torch.tensor([size], dtype=torch.int32, device=self.device),
-            block_table=torch.zeros((1, blocks), dtype=torch.int32, device=self.device),
-            slot_mapping=positions % self.block_size,
-            num_rows=1,
-            num_tokens=size,
-            num_decodes=int(size == 1),
-            max_query_len=size,
-            max_seq_len=size,
-            block_size=self.block_size,
-        )
-        last = torch.tensor([size - 1], device=self.device)
-        one = torch.ones(1, dtype=torch.int64, device=self.device)
-        logits = self._forward(InputBatch(one, one, ids, positions, last, metadata))
-        logits.argmax(dim=-1)
-
-    def run_largest_steps(self) -> None:
-        """Shows what steps take at most. A CPU is only warmed up: nobody measures there."""
-        if self.device.type == "cpu":
-            self.dummy_run(32)
-        else:
-            self.dummy_run(len(self.buffers.input_ids))
-            self.heaviest_run()
-
-    @torch.inference_mode()
-    def heaviest_run(self) -> None:
-        """As many rows and tokens as a step may have, with a sampler asked for all it can do.
-
-        Every row is padding. `dummy_run` has one row, which is the most for attention.
-        """
-        state, size = self.state, len(self.buffers.seq_lens)
-        tokens_per_row = min(len(self.buffers.input_ids) // size, self.max_model_len)
-        slots = torch.full((size,), state.pad_row, dtype=torch.int64, device=self.device)
-        ones = torch.ones_like(slots)
-        # For the block table of decodes, which is made when first used and then kept.
-        self.buffers.prepare_decode(slots, ones, state, max_seq_len=self.max_model_len)
-        batch = self.buffers.prepare_ragged(
-            slots,
-            ones * tokens_per_row,
-            state,
-            total=size * tokens_per_row,
-            num_decodes=size if tokens_per_row == 1 else 0,
-            max_query_len=tokens_per_row,
-            max_seq_len=tokens_per_row,
-        )
-        state.make_penalty_tables()
-        state.make_edit_tables()
-        try:
-            metadata = sampling_metadata(state, batch, EVERYTHING)
-            self.sampler(self._forward(batch).float(), metadata)
-        finally:
-            state.drop_tables()

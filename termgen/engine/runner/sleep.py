@@ -17,8 +17,9 @@ import torch
 from termgen.config import EngineConfig
 from termgen.engine.memory_ledger import size
 from termgen.engine.runner.build import build_runner
-from termgen.engine.runner.cuda_graphs import CudaRecorder
+from termgen.engine.runner.cuda_graphs import CudaRecorder, FullGraphs
 from termgen.engine.runner.dispatch import CudaGraphDispatcher
+from termgen.engine.runner.largest_steps import run_largest_steps
 from termgen.engine.runner.memory import held_tensors, is_out_of_memory
 from termgen.engine.runner.memory_meter import make_meter
 from termgen.engine.runner.model_runner import ModelRunner
@@ -45,8 +46,9 @@ class LightSleep:
         self._config = config
         self._num_blocks = info.num_blocks
         self._dispatcher = runner.graphs.dispatcher
+        asleep = self._graphs_asleep()  # what can fail comes before anything has changed
         self._weights = OffloadedWeights(runner.model) if runner.device.type == "cuda" else None
-        self._drop()
+        runner.kv_caches, runner.graphs = [], asleep
 
     def give_back(self) -> None:
         make_meter(self._runner.device).release()
@@ -69,9 +71,17 @@ class LightSleep:
         return self._runner
 
     def _drop(self) -> None:
-        self._runner.kv_caches = []
-        nothing = CudaGraphDispatcher((), disabled_reason="asleep")
-        self._runner.graphs = self._runner.make_graphs(nothing)
+        asleep = self._graphs_asleep()
+        self._runner.kv_caches, self._runner.graphs = [], asleep
+
+    def _graphs_asleep(self) -> FullGraphs:
+        """No recordings, and no hold on the KV cache of now."""
+        runner = self._runner
+        caches, runner.kv_caches = runner.kv_caches, []
+        try:
+            return runner.make_graphs(CudaGraphDispatcher((), disabled_reason="asleep"))
+        finally:
+            runner.kv_caches = caches
 
     def _record(self, on_progress: Progress) -> None:
         runner, dispatcher = self._runner, self._dispatcher
@@ -85,7 +95,7 @@ class LightSleep:
             lambda done: on_progress(RECORDING_GRAPHS, done),
             in_background=self._config.capture_in_background,
         )
-        runner.run_largest_steps()  # the first real steps find their memory in place again
+        run_largest_steps(runner)  # the first real steps find their memory in place again
 
 
 class OffloadedWeights:

@@ -13,14 +13,13 @@ choose in different kernels, so they need no pairs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 import torch
 
 from termgen.engine.layers.moe import SparseMoe
-from termgen.engine.models.decoder import CausalDecoder, DecoderLayer
+from termgen.engine.models.decoder import one_layer_of_each_kind
 from termgen.engine.request import IntArray
 from termgen.engine.runner.cuda_graphs import FullGraphs
 from termgen.engine.runner.dispatch import BatchDescriptor, CudaGraphDispatcher, SamplingVariant
@@ -54,34 +53,12 @@ def warm_up(
 @torch.inference_mode()
 def run_steps(runner: ModelRunner, steps: Iterable[Step]) -> None:
     """Over rows that are free, which they are again at the end."""
-    with _one_layer_of_each_kind(runner.model):
+    with one_layer_of_each_kind(runner.model):
         for step in steps:
             step()
             runner.state.num_computed.zero_()
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
-
-
-@contextmanager
-def _one_layer_of_each_kind(model: object) -> Iterator[None]:
-    """Layers alike reach the same variants: a step of one of them takes a fraction of the time. And
-    the last one, which computes no more than the tokens whose hidden states are wanted."""
-    if not isinstance(model, CausalDecoder):
-        yield  # whose layers are not ours to leave out
-        return
-    layers = model.decoder_layers
-    kinds: dict[object, DecoderLayer] = {}
-    for layer in layers:
-        weights = [
-            (name, p.shape, p.dtype, p.data_ptr() % 16 == 0) for name, p in layer.named_parameters()
-        ]
-        kinds.setdefault((type(layer), layer.sliding_window, *weights), layer)
-    others = [layer for layer in kinds.values() if layer is not layers[-1]]
-    model.decoder_layers = [*others, layers[-1]]
-    try:
-        yield
-    finally:
-        model.decoder_layers = layers
 
 
 def size_classes(limit: int) -> list[int]:

@@ -18,6 +18,7 @@ from termgen.config import EngineConfig
 from termgen.engine.engine import SyncEngine
 from termgen.engine.memory_ledger import GIB, MIB, MemoryLedger, size
 from termgen.engine.runner.build import build_runner
+from termgen.engine.runner.largest_steps import heaviest_run
 from termgen.engine.runner.memory import MemoryAccount, is_out_of_memory, weight_bytes
 from termgen.engine.runner.memory_meter import HostMeter
 from termgen.engine.runner.model_runner import ModelRunner
@@ -402,7 +403,7 @@ def test_the_heaviest_step_leaves_no_trace(tiny_llama_dir: Path) -> None:
         return forward(logits, meta)  # type: ignore[arg-type]
 
     runner.sampler = sampler  # type: ignore[assignment]
-    runner.heaviest_run()
+    heaviest_run(runner)
     assert seen == [(4, runner.config.vocab_size)], "as many rows as may run at once"
     after = tensors(state)
     assert after.keys() == before.keys(), "the penalties' tables are gone again"

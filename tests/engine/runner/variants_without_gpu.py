@@ -45,6 +45,7 @@ from termgen.engine.runner.dispatch import (
     mixed_sizes,
     piecewise_sizes,
 )
+from termgen.engine.runner.largest_steps import dummy_run
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
@@ -264,7 +265,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     runner.init_kv_cache(2)
     with collect_missing() as warm:
         warm_up.run_steps(runner, warm_up.warm_up_steps(runner, dispatcher))
-        runner.dummy_run(most_tokens)
+        dummy_run(runner, most_tokens)
     runner.init_kv_cache(case["num_blocks"])
     with collect_missing() as served:
         runner.graphs = runner.make_graphs(dispatcher)
