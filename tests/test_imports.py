@@ -89,7 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": FRONT_END,
     "server": {*FRONT_END, "api"},
     "bench": {*FRONT_END, "api"},
-    "tui": FRONT_END,
+    "tui": {*FRONT_END, "api"},
     "root": set(GROUPS),
 }
 

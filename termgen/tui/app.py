@@ -27,6 +27,7 @@ from termgen.errors import TermgenError
 from termgen.tui import themes
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette
 from termgen.tui.screens.chat import ChatScreen
+from termgen.tui.screens.chat_tool_keys import COPY_KEYS, TOOL_KEYS
 from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.screens.dashboard_keys import KEYS
 from termgen.tui.screens.help import HelpScreen, HelpSection, key_names
@@ -207,8 +208,9 @@ class TermgenApp(App[None]):
 
     def help_sections(self) -> list[HelpSection]:
         """What is shown first comes first."""
+        chat_keys = [key for key in ChatScreen.BINDINGS if key not in COPY_KEYS[1:]]
         here: list[HelpSection] = [
-            ("Chat", [*Prompt.BINDINGS[:2], *ChatScreen.BINDINGS]),
+            ("Chat", [*Prompt.BINDINGS[:2], *chat_keys]),
             ("Engine", DashboardScreen.BINDINGS),
         ]
         if self._shown == "dashboard":
@@ -246,9 +248,10 @@ class TermgenApp(App[None]):
             yield SystemCommand("New chat", "Start over (ctrl+n)", screen.action_new_chat)
             yield SystemCommand("Retry", "Answer again (ctrl+r)", screen.action_retry)
             yield SystemCommand("Copy answer", "The last one (/copy)", screen.action_copy_answer)
-            yield SystemCommand(
-                "System prompt", "Instructions for the model (/system)", screen.action_edit_system
-            )
+            for binding in TOOL_KEYS:
+                help_text = f"{binding.tooltip} ({key_names(binding)})"
+                run = partial(screen.run_action, binding.action)
+                yield SystemCommand(binding.description, help_text, run)
         if isinstance(screen, DashboardScreen):
             yield from self._dashboard_commands(screen)
         if self._dashboard is not None:

@@ -13,6 +13,9 @@ from termgen.client import ChatPrompt, TokenDelta
 from termgen.config import UIConfig
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.structured_outputs import StructuredOutputsParams
+from termgen.tui.attachments import Attachment, with_files
+from termgen.tui.thoughts import AnswerNews, Thought
 
 CHAT_DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}
 """For models that come without sampling defaults of their own."""
@@ -58,6 +61,11 @@ class AnswerStats:
         return self.prompt_tokens + self.output_tokens
 
     @property
+    def seconds_of_output(self) -> float:
+        """From the first token to the latest."""
+        return self.ended_s - self._first_s if self.output_tokens else 0.0
+
+    @property
     def decode_rate(self) -> float | None:
         """Tokens per second after the first, over the whole answer."""
         elapsed = self.ended_s - self._first_s
@@ -79,9 +87,35 @@ class Turn:
 
     question: str
     answer: str = ""
-    """As the model wrote it, not cleaned for the screen."""
+    """As the model wrote it, without its thoughts, not cleaned for the screen."""
     state: AnswerState = AnswerState.STREAMING
     stats: AnswerStats = field(default_factory=lambda: AnswerStats(time.perf_counter()))
+    thought: Thought = field(default_factory=Thought)
+    attachments: tuple[Attachment, ...] = ()
+    form: StructuredOutputsParams | None = None
+    """What the answer must look like."""
+
+    def take(self, news: AnswerNews, now_s: float) -> None:
+        """More of the answer, or of the thoughts before it."""
+        stats = self.stats
+        stats.update(news.delta, now_s)
+        self.answer += news.pieces[1]
+        self.thought.take(
+            news.pieces, num_tokens=stats.output_tokens, seconds=stats.seconds_of_output
+        )
+
+    def end(self, state: AnswerState) -> None:
+        self.state = state
+        self.thought.is_over = True
+
+    def messages(self) -> list[dict[str, str]]:
+        """What the model is given of it. What becomes of its thoughts, its template decides."""
+        given = [{"role": "user", "content": with_files(self.question, self.attachments)}]
+        if self.answer:
+            given.append({"role": "assistant", "content": self.answer})
+            if self.thought.text:
+                given[-1]["reasoning_content"] = self.thought.text
+        return given
 
 
 class Conversation:
@@ -109,9 +143,7 @@ class Conversation:
         if self.system_prompt:
             messages.append({"role": "system", "content": self.system_prompt})
         for turn in self.turns:
-            messages.append({"role": "user", "content": turn.question})
-            if turn.answer:
-                messages.append({"role": "assistant", "content": turn.answer})
+            messages += turn.messages()
         return ChatPrompt(messages)
 
     @property
@@ -150,6 +182,10 @@ class PromptHistory:
 
     def reset(self) -> None:
         self._back, self._draft = 0, ""
+
+    def newest_first(self) -> list[str]:
+        """Each once."""
+        return list(dict.fromkeys(reversed(self._entries)))
 
     def older(self, current: str) -> str | None:
         """The prompt before the one shown, None when there is none."""

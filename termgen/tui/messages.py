@@ -25,6 +25,22 @@ class PromptEdited(Message):
 
 
 @dataclass
+class LargePaste(Message):
+    """More was pasted than the prompt shows."""
+
+    text: str
+
+
+@dataclass
+class EntryClicked(Message):
+    """A click on the transcript, unless it ended a selection."""
+
+    entry: object
+    span: tuple[str, str]
+    """The text under the pointer and its role."""
+
+
+@dataclass
 class StartupFailed(Message):
     """The engine could not be started."""
 

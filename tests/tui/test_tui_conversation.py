@@ -109,6 +109,17 @@ def test_status_line_fits_and_keeps_the_context(width: int) -> None:
         assert "20.0 tok/s" in shown and "TTFT 500 ms" in shown and "↓ more below" in shown
 
 
+@pytest.mark.parametrize(
+    ("width", "words"), [(70, "· JSON schema +2 "), (140, "seed 7  top_p 0.5 ")]
+)
+def test_status_line_keeps_what_was_set(width: int, words: str) -> None:
+    changes = ("JSON schema", "seed 7", "top_p 0.5")
+    status = ChatStatus(stats_after(11), False, 1800, 0.7, 11.0, changes=changes)
+    shown = row_text(status_row(make_model_info(max_model_len=2048), status, width))
+    assert row_width(((shown, ""),)) == width
+    assert words in shown and "1.8k/2.0k" in shown and "T 0.7" not in shown
+
+
 def test_the_empty_chat_teaches() -> None:
     shown = "\n".join(row_text(row) for row in empty_rows(make_model_info(), 76, 18))
     for expected in ("fake/model-1", "is ready", "enter", "ctrl+j", "/system", "F2", "F1"):
@@ -143,5 +154,5 @@ def test_commands_are_told_from_messages() -> None:
     assert commands.looks_like_command("/claer")
     assert not commands.looks_like_command("/etc/passwd")
     assert not commands.looks_like_command("a /b")
-    assert [c.name for c in commands.matching("/c")] == ["clear", "copy"]
+    assert [c.name for c in commands.matching("/c")] == ["clear", "copy", "code", "choice"]
     assert commands.matching("/clear now") == []

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from textual import getters, on, work
+from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container
@@ -23,24 +23,28 @@ from termgen.config import UIConfig
 from termgen.engine.request import FinishReason
 from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
 from termgen.tui import commands
-from termgen.tui.conversation import AnswerState, Conversation, Turn, sampling_params
+from termgen.tui.attachments import Attachment
+from termgen.tui.conversation import AnswerState, Conversation, Turn
 from termgen.tui.messages import PromptEdited, PromptSubmitted
 from termgen.tui.render.chat import ChatStatus, empty_rows, status_row
 from termgen.tui.sanitize import clean_line
-from termgen.tui.screens.base import ThemedScreen
+from termgen.tui.screens.chat_tool_keys import COPY_KEYS, TOOL_KEYS
+from termgen.tui.screens.chat_tools import ChatTools
 from termgen.tui.spans import Row, cut
+from termgen.tui.thoughts import read_answer
 from termgen.tui.widgets.canvas import Canvas
 from termgen.tui.widgets.entries import AnswerEntry, NoticeEntry, QuestionEntry
+from termgen.tui.widgets.file_completion import FileCompletion
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.transcript import Transcript
 
 FLUSH_HZ = 15.0
 FLUSH_SHARE = 0.25
 """Drawing the answer may take this share of the thread, not more."""
-HINT = "⏎ send  ^J new line  / commands"
+HINT = "⏎ send  ^J new line  @ file  / commands"
 
 
-class ChatScreen(ThemedScreen):
+class ChatScreen(ChatTools):
     AUTO_FOCUS = "Prompt"
     BINDINGS = [
         Binding("escape", "stop", "Stop", id="chat.stop", tooltip="Stop the answer, keep its text"),
@@ -53,7 +57,7 @@ class ChatScreen(ThemedScreen):
             tooltip="Start over, with the system prompt the chat began with",
         ),
         Binding(
-            "ctrl+r", "retry", "Retry", id="chat.retry", tooltip="Answer the last question again"
+            "alt+r", "retry", "Retry", id="chat.retry", tooltip="Answer the last question again"
         ),
         Binding(
             "y",
@@ -63,6 +67,8 @@ class ChatScreen(ThemedScreen):
             id="chat.copy",
             tooltip="Copy the last answer (outside the prompt; /copy inside)",
         ),
+        *TOOL_KEYS,
+        *COPY_KEYS,
         Binding("i", "focus_prompt", "Write", show=False, id="chat.write", tooltip="To the prompt"),
         Binding(
             "f2,2",
@@ -89,19 +95,14 @@ class ChatScreen(ThemedScreen):
         ),
     ]
 
-    prompt = getters.query_one(Prompt)
-    transcript = getters.query_one(Transcript)
-    status = getters.query_one("#status", Canvas)
-
     def __init__(
         self, client: EngineClient, ui: UIConfig, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        super().__init__()
+        super().__init__(client, ui)
         self._client = client
         self._ui = ui
         self._clock = clock
-        self._params = sampling_params(client.model.default_params, ui)
-        self._entries: dict[Turn, tuple[QuestionEntry, AnswerEntry]] = {}
+        self._entries = {}
         self._streaming: Turn | None = None
         self._worker: Worker[None] | None = None
         self._next_flush_s = 0.0
@@ -112,7 +113,9 @@ class ChatScreen(ThemedScreen):
         yield Canvas(self._paint_status, id="status")
         yield Transcript(id="transcript")
         with Container(id="prompt-area"):
-            yield Prompt(id="prompt")
+            completion = FileCompletion(id="completion")
+            yield completion
+            yield Prompt(completion, id="prompt")
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
@@ -143,8 +146,10 @@ class ChatScreen(ThemedScreen):
         elif self.is_streaming:
             self.notify("an answer is being written; esc stops it", severity="warning")
         else:
-            self.prompt.accept(message.text)
-            self.ask(message.text)
+            attachments = self.take_files(message.text)
+            if attachments is not None:
+                self.prompt.accept(message.text)
+                self.ask(message.text, attachments)
 
     @on(PromptEdited)
     def _edited(self, message: PromptEdited) -> None:
@@ -157,11 +162,12 @@ class ChatScreen(ThemedScreen):
             hint = "  ".join(f"/{command.name}" for command in matches)
         self.prompt.border_subtitle = cut(hint, max(8, self.prompt.size.width - 4))
 
-    def ask(self, question: str) -> None:
+    def ask(self, question: str, attachments: tuple[Attachment, ...] = ()) -> None:
         """Add a question to the conversation and stream its answer."""
         turn = self.conversation.ask(question, now_s=self._clock())
+        turn.attachments, turn.form = attachments, self.form
         answer = AnswerEntry(turn, self._client.model, clock=self._clock)
-        entries = QuestionEntry(question), answer
+        entries = QuestionEntry(turn), answer
         self._entries[turn] = entries
         for entry in entries:
             self.transcript.add(entry)
@@ -173,16 +179,15 @@ class ChatScreen(ThemedScreen):
     @work(group="answer")
     async def _answer(self, turn: Turn, entry: AnswerEntry) -> None:
         request_id = f"chat-{next(self._request_ids)}"
-        stream = self._client.generate(
-            self.conversation.prompt(), self._params, request_id=request_id
+        answer = read_answer(
+            self._client, self.conversation.prompt(), self._params, request_id=request_id
         )
         try:
-            async with contextlib.aclosing(stream) as deltas:
-                async for delta in deltas:
-                    first = not turn.stats.output_tokens
-                    turn.answer += delta.text
-                    turn.stats.update(delta, self._clock())
-                    entry.feed(delta.text)
+            async with contextlib.aclosing(answer) as stream:
+                async for news in stream:
+                    first, delta = not turn.stats.output_tokens, news.delta
+                    turn.take(news, self._clock())
+                    entry.feed(news.pieces[1])
                     if delta.finish_reason is FinishReason.ERROR:
                         raise delta.error or EngineError("the engine failed this request")
                     if first:
@@ -196,7 +201,7 @@ class ChatScreen(ThemedScreen):
     def _finish(self, turn: Turn, state: AnswerState) -> None:
         if turn.state is not AnswerState.STREAMING:
             return  # it was stopped before its end was read
-        turn.state = state
+        turn.end(state)
         entry = self._entries[turn][1]
         entry.close()
         self.transcript.update(entry)
@@ -213,6 +218,7 @@ class ChatScreen(ThemedScreen):
         if not turn.answer:
             self._take_back(turn)
             self.quote_back(turn.question)
+            self.give_back(turn)
             hint = "Your message is back in the prompt."
         if isinstance(error, ContextLengthError):
             hint = f"{hint} /clear makes room by forgetting the conversation.".strip()
@@ -269,7 +275,7 @@ class ChatScreen(ThemedScreen):
             return
         turn = self.conversation.turns[-1]
         self._take_back(turn)
-        self.ask(turn.question)
+        self.ask(turn.question, turn.attachments)
 
     def action_copy_answer(self) -> None:
         answer = self.conversation.last_answer
@@ -286,12 +292,9 @@ class ChatScreen(ThemedScreen):
         height = max(1, self.transcript.size.height - 2)
         self.transcript.scroll_relative(y=pages * height, animate=False)
 
-    async def action_edit_system(self) -> None:
-        """Start writing a system prompt."""
-        self.prompt.set_text(f"/system {self.conversation.system_prompt or ''}")
-        self.prompt.focus()
-
     def _run_command(self, name: str, argument: str) -> None:
+        if self.run_tool(name, argument):
+            return
         if name == "system":
             self._set_system(argument)
         elif name == "theme":
@@ -314,14 +317,14 @@ class ChatScreen(ThemedScreen):
     def _set_system(self, argument: str) -> None:
         if argument == "off":
             self.conversation.system_prompt = None
-            self._note("The system prompt is removed.")
+            self.note("The system prompt is removed.")
         elif argument:
             self.conversation.system_prompt = argument
-            self._note(f"System prompt: {argument}")
+            self.note(f"System prompt: {argument}")
         elif self.conversation.system_prompt:
-            self._note(f"System prompt: {self.conversation.system_prompt}")
+            self.note(f"System prompt: {self.conversation.system_prompt}")
         else:
-            self._note("There is no system prompt. `/system TEXT` sets one.")
+            self.note("There is no system prompt. `/system TEXT` or F4 sets one.")
 
     def _set_theme(self, name: str) -> None:
         if not name:
@@ -330,10 +333,7 @@ class ChatScreen(ThemedScreen):
             self.app.theme = name
         else:
             names = ", ".join(n for n in self.app.available_themes if n.startswith("termgen"))
-            self._note(f"No theme {clean_line(name)!r}. There are {names}, and Textual's own.")
-
-    def _note(self, text: str) -> None:
-        self.transcript.add(NoticeEntry(text))
+            self.note(f"No theme {clean_line(name)!r}. There are {names}, and Textual's own.")
 
     def _paint_status(self, width: int, _height: int) -> Sequence[Row]:
         turns = self.conversation.turns
@@ -342,6 +342,7 @@ class ChatScreen(ThemedScreen):
             streaming=self.is_streaming,
             context_tokens=self.conversation.context_tokens,
             temperature=self._params.temperature,
+            changes=self.request_changes(),
             now_s=self._clock(),
             behind=self.is_streaming and not self.transcript.at_end,
         )

@@ -8,15 +8,19 @@ tail until the user scrolls up. Text can be selected with the mouse.
 from __future__ import annotations
 
 import textwrap
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from rich.cells import cell_len
 from textual.binding import Binding
+from textual.events import Click
 from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
 
+from termgen.tui.messages import EntryClicked
 from termgen.tui.palette import Palette
 from termgen.tui.spans import Row
 
@@ -159,6 +163,18 @@ class Transcript(ScrollView, can_focus=True):
         top = max(0, first - self.scroll_offset.y)
         if top < self.size.height:
             self.refresh(Region(0, top, self.size.width, self.size.height - top))
+
+    def on_click(self, event: Click) -> None:
+        line = self.scroll_offset.y + event.y
+        if line >= len(self._rows) or not self._starts or self.text_selection is not None:
+            return
+        column = event.x - self.margin
+        for text, role in self._rows[line]:
+            if 0 <= column < cell_len(text):
+                entry = self._entries[bisect_right(self._starts, line) - 1]
+                self.post_message(EntryClicked(entry, (text, role)))
+                return
+            column -= cell_len(text)
 
     def render_line(self, y: int) -> Strip:
         width = self.size.width
