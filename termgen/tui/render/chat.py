@@ -18,6 +18,10 @@ CURSOR = "▍"
 CONTEXT_BAR = 10
 NEARLY_FULL = 0.85
 
+MARKED_WIDTH = 48
+_MARKED: Row = (("◂", "accent"),)
+_MARKED_KEYS: Row = (("◂ ", "accent"), ("alt+e edit · alt+r again · alt+←→", "muted"))
+
 _EMPTY_KEYS = (
     ("enter", "send", "ctrl+j", "new line"),
     ("esc", "stop, keep the text", "↑ ↓", "earlier prompts"),
@@ -39,13 +43,23 @@ class ChatStatus:
     """The user has scrolled up and the tail is out of sight."""
 
 
-def question_rows(text: str, width: int) -> list[Row]:
+def question_rows(text: str, width: int, *, marked: bool = False) -> list[Row]:
     rows = wrap([(clean(text), "text")], width - 2)
-    return [(("you", "user/b"),), *((("▎ ", "user"), *row) for row in rows)]
+    header: Row = (("you", "user/b"),)
+    if marked:
+        header = spread(header, _MARKED_KEYS if width >= MARKED_WIDTH else _MARKED, width)
+    return [header, *((("▎ ", "user"), *row) for row in rows)]
 
 
-def answer_header(model: ModelInfo) -> Row:
-    return ((clean_line(model.model_id), "accent/b"),)
+def answer_header(name: str, turn: Turn, width: int) -> Row:
+    """Who answers and, of several answers or questions at this place, which one this is."""
+    header: Row = ((clean_line(name), "accent/b"),)
+    if len(turn.siblings) < 2:
+        return header
+    place: Row = ((f"‹{turn.place + 1}/{len(turn.siblings)}›", "accent"),)
+    edited: Row = (*place, ("  edited", "muted")) if turn.is_edited else place
+    fits = row_width(header) + row_width(edited) < width
+    return spread(header, edited if fits else place, width)
 
 
 def with_cursor(rows: Sequence[Row]) -> list[Row]:
