@@ -244,9 +244,13 @@ class TermgenApp(App[None]):
         """Every action, for the command palette."""
         if isinstance(screen, ChatScreen):
             yield SystemCommand("Stop the answer", "Keep its text (esc)", screen.action_stop)
-            yield SystemCommand("Clear", "Forget the conversation (ctrl+l)", screen.action_clear)
+            yield SystemCommand("Clear", "Begin anew (ctrl+l)", screen.action_clear)
             yield SystemCommand("New chat", "Start over (ctrl+n)", screen.action_new_chat)
-            yield SystemCommand("Retry", "Answer again (ctrl+r)", screen.action_retry)
+            yield SystemCommand("Retry", "Answer again (alt+r)", screen.action_retry)
+            yield SystemCommand("Edit", "Ask otherwise, in a branch (alt+e)", screen.action_edit)
+            for name, by, key in (("Branch before", -1, "left"), ("Branch after", 1, "right")):
+                turn_to = partial(screen.action_sibling, by)
+                yield SystemCommand(name, f"Of answers and edits (alt+{key})", turn_to)
             yield SystemCommand("Copy answer", "The last one (/copy)", screen.action_copy_answer)
             for binding in TOOL_KEYS:
                 help_text = f"{binding.tooltip} ({key_names(binding)})"

@@ -13,7 +13,7 @@ class SlashCommand:
 
 
 COMMANDS = (
-    SlashCommand("clear", "forget the conversation, keep the system prompt"),
+    SlashCommand("clear", "begin anew, with the system prompt of now"),
     SlashCommand("new", "a new chat, with the system prompt it started with"),
     SlashCommand("system", "show or set the system prompt (`/system off` removes it)", "TEXT"),
     SlashCommand("copy", "copy the last answer"),
@@ -24,7 +24,8 @@ COMMANDS = (
     SlashCommand("schema", "answers as JSON of a schema (`off`: any text)", "FILE|{...}"),
     SlashCommand("regex", "answers that match a regular expression (`off`: any text)", "TEXT"),
     SlashCommand("choice", "answers that are one of these (`off`: any text)", "A|B|C"),
-    SlashCommand("retry", "answer the last question again"),
+    SlashCommand("retry", "answer the last question again, beside its answer"),
+    SlashCommand("edit", "edit the last question; sending it makes a branch"),
     SlashCommand("engine", "watch the engine work"),
     SlashCommand("theme", "choose a colour theme, or `/theme NAME`", "NAME"),
     SlashCommand("help", "keys and commands"),

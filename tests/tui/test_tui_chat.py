@@ -306,7 +306,7 @@ async def test_the_prompt_lists_commands_while_one_is_typed() -> None:
         assert app.chat.prompt.border_subtitle == "/clear  /copy  /code  /choice"
         await type_text(pilot, "l")
         await pilot.pause()
-        assert "forget the conversation" in str(app.chat.prompt.border_subtitle)
+        assert "begin anew" in str(app.chat.prompt.border_subtitle)
         await pilot.press("backspace", "backspace", "backspace")
         await pilot.pause()
         assert "send" in str(app.chat.prompt.border_subtitle)

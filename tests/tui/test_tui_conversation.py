@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import MappingProxyType
 
 import pytest
@@ -59,11 +60,75 @@ def test_prompt_holds_everything_said() -> None:
         ("user", "two?"),
     ]
     assert talk.last_answer == "1"
-    talk.withdraw(talk.turns[-1])
+    talk.remove(talk.turns[-1])
     assert len(talk.turns) == 1
     talk.clear()
     assert talk.last_answer is None and talk.context_tokens == 0
     assert talk.system_prompt == "be brief"
+
+
+def test_answers_and_edits_stand_beside_each_other() -> None:
+    talk = Conversation()
+    first = talk.ask("one", now_s=0)
+    first.answer = "1"
+    follow = talk.ask("and?", now_s=1)
+    again = talk.ask("one", now_s=2, beside=first)
+    edited = talk.ask("uno", now_s=3, beside=again)
+    assert talk.turns == [edited] and list(edited.siblings) == [first, again, edited]
+    assert edited.is_edited and not again.is_edited and edited.place == 2
+    assert talk.switch(edited, 1) is None and talk.turns == [edited]
+    assert talk.switch(edited, -2) is first and talk.turns == [first, follow]
+    later = talk.ask("two", now_s=4)
+    assert talk.turns == [first, follow, later]
+    talk.check_integrity()
+
+
+def test_removing_a_turn_brings_back_what_it_replaced() -> None:
+    talk = Conversation()
+    first = talk.ask("one", now_s=0)
+    second = talk.ask("one", now_s=1, beside=first)
+    talk.switch(second, -1)
+    third = talk.ask("one", now_s=2, beside=first)
+    talk.remove(third)
+    assert talk.turns == [first]
+    talk.switch(first, 1)
+    talk.remove(first)
+    assert talk.turns == [second]
+    talk.remove(second)
+    assert talk.turns == []
+    talk.check_integrity()
+
+
+def test_any_history_of_a_tree_sends_its_path() -> None:
+    """Against a model that keeps whole paths, in the order they were made."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(20):
+        talk = Conversation(system_prompt=rng.choice([None, "be brief"]))
+        for step in range(60):
+            turns = talk.turns
+            turn = rng.choice(turns) if turns else None
+            above = turns[: turns.index(turn)] if turn else []
+            action = rng.choice(("ask", "again", "edit", "switch", "remove"))
+            if turn is None or action == "ask":
+                made = talk.ask(f"q{step}", now_s=step)
+                assert talk.turns == [*turns, made]
+                made.answer = f"a{step}" if rng.random() < 0.9 else ""
+            elif action in ("again", "edit"):
+                question = turn.question if action == "again" else f"q{step}"
+                made = talk.ask(question, now_s=step, beside=turn)
+                assert talk.turns == [*above, made]
+                made.answer = f"a{step}"
+            elif action == "switch":
+                chosen = talk.switch(turn, rng.choice((-1, 1)))
+                assert talk.turns[len(above)] is (chosen or turn)
+            else:
+                talk.remove(turn)
+                assert turn not in talk.turns and talk.turns[: len(above)] == above
+            talk.check_integrity()
+            said = [m["content"] for m in talk.prompt().messages if m["role"] != "system"]
+            assert said == [t for turn in talk.turns for t in (turn.question, turn.answer) if t]
 
 
 def test_stats_measure_the_answer() -> None:

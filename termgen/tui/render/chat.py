@@ -20,6 +20,10 @@ CURSOR = "▍"
 CONTEXT_BAR = 10
 NEARLY_FULL = 0.85
 
+MARKED_WIDTH = 48
+_MARKED: Row = (("◂", "accent"),)
+_MARKED_KEYS: Row = (("◂ ", "accent"), ("alt+e edit · alt+r again · alt+←→", "muted"))
+
 _EMPTY_KEYS = (
     ("enter", "send", "ctrl+j", "new line"),
     ("esc", "stop, keep the text", "↑ ↓", "earlier prompts"),
@@ -43,10 +47,15 @@ class ChatStatus:
     """The user has scrolled up and the tail is out of sight."""
 
 
-def question_rows(text: str, width: int, *, attachments: Sequence[Attachment] = ()) -> list[Row]:
+def question_rows(
+    text: str, width: int, *, attachments: Sequence[Attachment] = (), marked: bool = False
+) -> list[Row]:
     rows = wrap([(clean(text), "text")], width - 2)
     rows += [((cut(attachment_words(file), width - 2), "muted"),) for file in attachments]
-    return [(("you", "user/b"),), *((("▎ ", "user"), *row) for row in rows)]
+    header: Row = (("you", "user/b"),)
+    if marked:
+        header = spread(header, _MARKED_KEYS if width >= MARKED_WIDTH else _MARKED, width)
+    return [header, *((("▎ ", "user"), *row) for row in rows)]
 
 
 def attachment_words(attachment: Attachment) -> str:
@@ -54,8 +63,15 @@ def attachment_words(attachment: Attachment) -> str:
     return f"▤ {clean_line(attachment.name)} {count(attachment.num_bytes)}"
 
 
-def answer_header(model: ModelInfo) -> Row:
-    return ((clean_line(model.model_id), "accent/b"),)
+def answer_header(name: str, turn: Turn, width: int) -> Row:
+    """Who answers and, of several answers or questions at this place, which one this is."""
+    header: Row = ((clean_line(name), "accent/b"),)
+    if len(turn.siblings) < 2:
+        return header
+    place: Row = ((f"‹{turn.place + 1}/{len(turn.siblings)}›", "accent"),)
+    edited: Row = (*place, ("  edited", "muted")) if turn.is_edited else place
+    fits = row_width(header) + row_width(edited) < width
+    return spread(header, edited if fits else place, width)
 
 
 def with_cursor(rows: Sequence[Row]) -> list[Row]:

@@ -1,113 +1,34 @@
-"""The chat screen: prompt, transcript, status line, and the worker that reads an answer.
-
-The text of an answer arrives on this loop token by token and is drawn at most `FLUSH_HZ` times a
-second, less often when a frame costs much.
-"""
+"""The chat screen: keys, commands and status line around the conversation."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Sequence
 
-from textual import on, work
+from textual import on
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import Container
 from textual.widgets import Footer
-from textual.worker import Worker
 
-from termgen.client import EngineClient
-from termgen.config import UIConfig
-from termgen.engine.request import FinishReason
-from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
 from termgen.tui import commands
-from termgen.tui.attachments import Attachment
-from termgen.tui.conversation import AnswerState, Conversation, Turn
+from termgen.tui.conversation import Conversation
 from termgen.tui.messages import PromptEdited, PromptSubmitted
 from termgen.tui.render.chat import ChatStatus, empty_rows, status_row
 from termgen.tui.sanitize import clean_line
+from termgen.tui.screens.chat_keys import KEYS
 from termgen.tui.screens.chat_tool_keys import COPY_KEYS, TOOL_KEYS
-from termgen.tui.screens.chat_tools import ChatTools
+from termgen.tui.screens.dialogue import DialogueScreen
 from termgen.tui.spans import Row, cut
-from termgen.tui.thoughts import read_answer
 from termgen.tui.widgets.canvas import Canvas
-from termgen.tui.widgets.entries import AnswerEntry, NoticeEntry, QuestionEntry
 from termgen.tui.widgets.file_completion import FileCompletion
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.transcript import Transcript
 
-FLUSH_HZ = 15.0
-FLUSH_SHARE = 0.25
-"""Drawing the answer may take this share of the thread, not more."""
 HINT = "⏎ send  ^J new line  @ file  / commands"
 
 
-class ChatScreen(ChatTools):
+class ChatScreen(DialogueScreen):
     AUTO_FOCUS = "Prompt"
-    BINDINGS = [
-        Binding("escape", "stop", "Stop", id="chat.stop", tooltip="Stop the answer, keep its text"),
-        Binding("ctrl+l", "clear", "Clear", id="chat.clear", tooltip="Forget the conversation"),
-        Binding(
-            "ctrl+n",
-            "new_chat",
-            "New",
-            id="chat.new",
-            tooltip="Start over, with the system prompt the chat began with",
-        ),
-        Binding(
-            "alt+r", "retry", "Retry", id="chat.retry", tooltip="Answer the last question again"
-        ),
-        Binding(
-            "y",
-            "copy_answer",
-            "Copy answer",
-            show=False,
-            id="chat.copy",
-            tooltip="Copy the last answer (outside the prompt; /copy inside)",
-        ),
-        *TOOL_KEYS,
-        *COPY_KEYS,
-        Binding("i", "focus_prompt", "Write", show=False, id="chat.write", tooltip="To the prompt"),
-        Binding(
-            "f2,2",
-            "app.show('dashboard')",
-            "Engine",
-            id="chat.engine",
-            tooltip="Watch the engine (2 outside the prompt)",
-        ),
-        Binding(
-            "shift+pageup,ctrl+up",
-            "scroll_transcript(-1)",
-            "Page up",
-            show=False,
-            id="chat.page_up",
-            tooltip="Scroll the transcript up",
-        ),
-        Binding(
-            "shift+pagedown,ctrl+down",
-            "scroll_transcript(1)",
-            "Page down",
-            show=False,
-            id="chat.page_down",
-            tooltip="Scroll the transcript down",
-        ),
-    ]
-
-    def __init__(
-        self, client: EngineClient, ui: UIConfig, *, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        super().__init__(client, ui)
-        self._client = client
-        self._ui = ui
-        self._clock = clock
-        self._entries = {}
-        self._streaming: Turn | None = None
-        self._worker: Worker[None] | None = None
-        self._next_flush_s = 0.0
-        self._request_ids = count(1)
-        self.conversation = Conversation(system_prompt=ui.system_prompt)
+    BINDINGS = [*KEYS, *TOOL_KEYS, *COPY_KEYS]
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_status, id="status")
@@ -123,33 +44,25 @@ class ChatScreen(ChatTools):
         model = self._client.model
         self.transcript.set_empty(lambda width, height: empty_rows(model, width, height))
         self.prompt.border_subtitle = HINT
-        self._flusher = self.set_interval(1 / FLUSH_HZ, self._flush, pause=True)
         self.watch(self.transcript, "scroll_y", self.status.repaint, init=False)
-
-    @property
-    def is_streaming(self) -> bool:
-        return self._streaming is not None
-
-    def quote_back(self, text: str) -> None:
-        """Put a question that was not answered back into the prompt, before what is there."""
-        draft = self.prompt.text
-        self.prompt.set_text(f"{text}\n{draft}" if draft.strip() else text)
 
     @on(PromptSubmitted)
     def _submitted(self, message: PromptSubmitted) -> None:
         parsed = commands.parse(message.text)
         if parsed is not None:
             self.prompt.accept(message.text)
+            self.end_editing()
             self._run_command(parsed[0].name, parsed[1])
         elif commands.looks_like_command(message.text):
             self.notify(f"no command {message.text.strip()}; F1 lists them", severity="warning")
         elif self.is_streaming:
             self.notify("an answer is being written; esc stops it", severity="warning")
         else:
-            attachments = self.take_files(message.text)
+            attachments, beside = self.take_files(message.text), self.editing
             if attachments is not None:
                 self.prompt.accept(message.text)
-                self.ask(message.text, attachments)
+                self.end_editing()
+                self.ask(message.text, attachments, beside=beside)
 
     @on(PromptEdited)
     def _edited(self, message: PromptEdited) -> None:
@@ -162,120 +75,34 @@ class ChatScreen(ChatTools):
             hint = "  ".join(f"/{command.name}" for command in matches)
         self.prompt.border_subtitle = cut(hint, max(8, self.prompt.size.width - 4))
 
-    def ask(self, question: str, attachments: tuple[Attachment, ...] = ()) -> None:
-        """Add a question to the conversation and stream its answer."""
-        turn = self.conversation.ask(question, now_s=self._clock())
-        turn.attachments, turn.form = attachments, self.form
-        answer = AnswerEntry(turn, self._client.model, clock=self._clock)
-        entries = QuestionEntry(turn), answer
-        self._entries[turn] = entries
-        for entry in entries:
-            self.transcript.add(entry)
-        self._streaming = turn
-        self._flusher.resume()
-        self._worker = self._answer(turn, answer)
-        self.status.repaint()
-
-    @work(group="answer")
-    async def _answer(self, turn: Turn, entry: AnswerEntry) -> None:
-        request_id = f"chat-{next(self._request_ids)}"
-        answer = read_answer(
-            self._client, self.conversation.prompt(), self._params, request_id=request_id
-        )
-        try:
-            async with contextlib.aclosing(answer) as stream:
-                async for news in stream:
-                    first, delta = not turn.stats.output_tokens, news.delta
-                    turn.take(news, self._clock())
-                    entry.feed(news.pieces[1])
-                    if delta.finish_reason is FinishReason.ERROR:
-                        raise delta.error or EngineError("the engine failed this request")
-                    if first:
-                        self._flush()
-        except (RequestError, EngineError) as error:
-            self._fail(turn, error)
-        else:
-            aborted = turn.stats.finish_reason is FinishReason.ABORT
-            self._finish(turn, AnswerState.STOPPED if aborted else AnswerState.DONE)
-
-    def _finish(self, turn: Turn, state: AnswerState) -> None:
-        if turn.state is not AnswerState.STREAMING:
-            return  # it was stopped before its end was read
-        turn.end(state)
-        entry = self._entries[turn][1]
-        entry.close()
-        self.transcript.update(entry)
-        self._streaming = self._worker = None
-        self._flusher.pause()
-        self.status.repaint()
-
-    def _fail(self, turn: Turn, error: TermgenError) -> None:
-        """Say what went wrong; a question without any answer goes back to the prompt."""
-        if turn.state is not AnswerState.STREAMING:
-            return
-        self._finish(turn, AnswerState.FAILED)
-        hint = ""
-        if not turn.answer:
-            self._take_back(turn)
-            self.quote_back(turn.question)
-            self.give_back(turn)
-            hint = "Your message is back in the prompt."
-        if isinstance(error, ContextLengthError):
-            hint = f"{hint} /clear makes room by forgetting the conversation.".strip()
-        elif not self._client.is_healthy:
-            hint = f"{hint} The engine has stopped: leave with ctrl+q and start again.".strip()
-        self.transcript.add(NoticeEntry(str(error), role="bad", sign="✗", hint=hint))
-
-    def _take_back(self, turn: Turn) -> None:
-        self.conversation.withdraw(turn)
-        for entry in self._entries.pop(turn):
-            self.transcript.remove_entry(entry)
-        self.status.repaint()
-
-    def _flush(self) -> None:
-        """Draw what has arrived, unless the last drawing cost more than its share."""
-        turn = self._streaming
-        if turn is None or time.perf_counter() < self._next_flush_s:
-            return
-        started = time.perf_counter()
-        self.transcript.update(self._entries[turn][1])
-        self.status.repaint()
-        spent = time.perf_counter() - started
-        self._next_flush_s = started + spent / FLUSH_SHARE if spent > 0.02 else 0.0
-
     def action_stop(self) -> None:
-        """Stop the answer and keep its text; without one, go to the prompt."""
-        turn, worker = self._streaming, self._worker
-        if turn is None:
+        """Stop the answer and keep its text, else give up an edit, else go to the prompt."""
+        if self.is_streaming:
+            self.stop_answer()
+        elif self.editing is not None:
+            self.end_editing()
+        else:
             self.prompt.focus()
-            return
-        if worker is not None:
-            worker.cancel()  # closes the stream, which aborts the request
-        self._finish(turn, AnswerState.STOPPED)
 
     def action_clear(self) -> None:
-        if self.is_streaming:
-            self.action_stop()
-        self.conversation.clear()
-        self._entries.clear()
-        self.transcript.clear()
-        self.status.repaint()
+        self.set_conversation(Conversation(system_prompt=self.conversation.system_prompt))
         self.prompt.focus()
 
     def action_new_chat(self) -> None:
-        self.action_clear()
-        self.conversation.system_prompt = self._ui.system_prompt
+        self.set_conversation(Conversation(system_prompt=self._ui.system_prompt))
+        self.prompt.focus()
 
     def action_retry(self) -> None:
-        """Ask the last question again; its answer is replaced."""
-        if self.is_streaming:
-            self.action_stop()
-        if not self.conversation.turns:
-            self.notify("nothing to answer again yet", severity="warning")
-            return
-        turn = self.conversation.turns[-1]
-        self._take_back(turn)
-        self.ask(turn.question, turn.attachments)
+        self.regenerate()
+
+    def action_edit(self) -> None:
+        self.edit()
+
+    def action_sibling(self, by: int) -> None:
+        self.switch_sibling(by)
+
+    def action_move_cursor(self, by: int) -> None:
+        self.move_cursor(by)
 
     def action_copy_answer(self) -> None:
         answer = self.conversation.last_answer
@@ -311,6 +138,7 @@ class ChatScreen(ChatTools):
                 "new": self.action_new_chat,
                 "copy": self.action_copy_answer,
                 "retry": self.action_retry,
+                "edit": self.action_edit,
             }
             actions[name]()
 

@@ -1,6 +1,6 @@
 """What a chat can do beside asking: files, code blocks, thoughts, sampling, forms of answers.
 
-Between the conversation on screen and the chat screen, which binds the keys and reads the commands.
+The dialogue is made on top of it; the chat screen binds the keys and reads the commands.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ class ChatTools(ThemedScreen):
         super().__init__()
         self._defaults = sampling_params(client.model.default_params, ui)
         self._params = self._defaults
-        self._attached: list[Attachment] = []
+        self.attached: tuple[Attachment, ...] = ()
         """To go with the next question."""
+        self._label = ""
+        """What the prompt is for, where that is not a new question."""
 
     def run_tool(self, name: str, argument: str) -> bool:
         """Whether the command is one of these."""
@@ -163,22 +165,22 @@ class ChatTools(ThemedScreen):
         why, if they cannot go."""
         try:
             named = [files.read_file(path) for path in files.mentions(question)]
-            together = files.merged([*self._attached, *named])
+            together = files.merged([*self.attached, *named])
             files.check(together)
         except RequestError as error:
             self.refuse(error)
             return None
-        self._set_attached([])
+        self.attach(())
         return together
 
     def give_back(self, turn: Turn) -> None:
         """The files of a question that was not answered, but for those that it names."""
         named = files.mentions(turn.question)
-        self._set_attached([file for file in turn.attachments if file.name not in named])
+        self.attach([file for file in turn.attachments if file.name not in named])
 
     @on(LargePaste)
     def _pasted(self, message: LargePaste) -> None:
-        names = {file.name for file in self._attached}
+        names = {file.name for file in self.attached}
         numbers = range(1, len(names) + 2)
         name = next(n for i in numbers if (n := f"pasted-{i}.txt") not in names)
         text = message.text.replace("\r\n", "\n").replace("\r", "\n")
@@ -187,10 +189,10 @@ class ChatTools(ThemedScreen):
     def _attach_file(self, argument: str) -> None:
         path = argument.strip("\"'")
         if argument == "off":
-            self._set_attached([])
+            self.attach(())
             self.note("Nothing is attached.")
         elif not path:
-            names = ", ".join(attachment_words(file) for file in self._attached)
+            names = ", ".join(attachment_words(file) for file in self.attached)
             self.note(names or "Nothing is attached. `/attach PATH` adds a file.")
         else:
             try:
@@ -199,20 +201,25 @@ class ChatTools(ThemedScreen):
                 self.refuse(error)
 
     def _add(self, file: Attachment) -> None:
-        together = files.merged([*self._attached, file])
+        together = files.merged([*self.attached, file])
         try:
             files.check(together)
         except RequestError as error:
             self.refuse(error)
         else:
-            self._set_attached(together)
+            self.attach(together)
 
-    def _set_attached(self, attached: Sequence[Attachment]) -> None:
+    def attach(self, attached: Sequence[Attachment]) -> None:
         """They are shown on the prompt's edge."""
-        self._attached = list(attached)
-        words = "  ".join(attachment_words(file) for file in attached)
+        self.attached = tuple(attached)
+        self.label_prompt(self._label)
+
+    def label_prompt(self, label: str) -> None:
+        self._label = label
+        words = [label] if label else []
+        words += [attachment_words(file) for file in self.attached]
         width = max(8, self.prompt.size.width - 4)
-        self.prompt.border_title = cut(words, width) if words else None
+        self.prompt.border_title = cut("  ".join(words), width) if words else None
 
     # what is asked for
 

@@ -27,13 +27,21 @@ INDENT: Span = ("  ", "text")
 class QuestionEntry:
     def __init__(self, turn: Turn) -> None:
         self._turn = turn
-        self._rows: tuple[int, Sequence[Row]] | None = None
+        self._rows: tuple[tuple[int, bool], Sequence[Row]] | None = None
+        self.is_marked = False
+        """The cursor is at this turn."""
 
     def __call__(self, width: int) -> Sequence[Row]:
-        if self._rows is None or self._rows[0] != width:
+        key = (width, self.is_marked)
+        if self._rows is None or self._rows[0] != key:
             self._rows = (
-                width,
-                question_rows(self._turn.question, width, attachments=self._turn.attachments),
+                key,
+                question_rows(
+                    self._turn.question,
+                    width,
+                    attachments=self._turn.attachments,
+                    marked=self.is_marked,
+                ),
             )
         return self._rows[1]
 
@@ -45,7 +53,7 @@ class AnswerEntry:
         self, turn: Turn, model: ModelInfo, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._turn = turn
-        self._header = answer_header(model)
+        self._name = turn.model_id or model.model_id
         self._clock = clock
         self._cleaner = StreamCleaner()
         self._markdown = StreamingMarkdown()
@@ -81,13 +89,14 @@ class AnswerEntry:
 
     def __call__(self, width: int) -> Sequence[Row]:
         turn = self._turn
+        header = answer_header(self._name, turn, width)
         body = self._with_thoughts(self._body(width - 2), width - 2)
         if turn.state is not AnswerState.STREAMING:
             gap: list[Row] = [()] if body else []
-            return [self._header, *body, *gap, (INDENT, *answer_footer(turn, width - 2))]
+            return [header, *body, *gap, (INDENT, *answer_footer(turn, width - 2))]
         if not turn.stats.output_tokens:
-            return [self._header, (INDENT, *waiting_row(turn, self._clock()))]
-        return [self._header, *with_cursor(body)]
+            return [header, (INDENT, *waiting_row(turn, self._clock()))]
+        return [header, *with_cursor(body)]
 
     def _with_thoughts(self, body: list[Row], width: int) -> list[Row]:
         thoughts = [_indent(row) for row in self._thoughts(width)]
