@@ -25,6 +25,7 @@ from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import TermgenError
 from termgen.tui import themes
+from termgen.tui.alt_digits import let_alt_digits_through
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.chat_tool_keys import COPY_KEYS, TOOL_KEYS
@@ -103,8 +104,11 @@ class TermgenApp(App[None]):
         chosen = super().get_driver_class()
         if chosen.__name__ != "LinuxDriver":  # Windows, a browser, or a test
             return chosen
+        from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
+
         from termgen.tui.patient_driver import PatientDriver  # its module needs a Unix
 
+        let_alt_digits_through(ANSI_SEQUENCES_KEYS)
         return PatientDriver
 
     def _draw_what_was_dropped(self) -> None:
