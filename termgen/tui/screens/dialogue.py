@@ -20,6 +20,7 @@ from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.engine.request import FinishReason
 from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
+from termgen.tui.chat_keeper import ChatKeeper
 from termgen.tui.conversation import AnswerState, Conversation, Turn, sampling_params
 from termgen.tui.screens.base import ThemedScreen
 from termgen.tui.widgets.canvas import Canvas
@@ -39,12 +40,18 @@ class DialogueScreen(ThemedScreen):
     status = getters.query_one("#status", Canvas)
 
     def __init__(
-        self, client: EngineClient, ui: UIConfig, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        client: EngineClient,
+        ui: UIConfig,
+        *,
+        keeper: ChatKeeper,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
         self._client = client
         self._ui = ui
         self._clock = clock
+        self.keeper = keeper
         self._params = sampling_params(client.model.default_params, ui)
         self._entries: dict[Turn, tuple[QuestionEntry, AnswerEntry]] = {}
         self._cursor: Turn | None = None
@@ -59,7 +66,6 @@ class DialogueScreen(ThemedScreen):
         self.conversation = Conversation(system_prompt=ui.system_prompt)
 
     def on_mount(self) -> None:
-        super().on_mount()
         self._flusher = self.set_interval(1 / FLUSH_HZ, self._flush, pause=True)
 
     @property
@@ -83,6 +89,7 @@ class DialogueScreen(ThemedScreen):
             model_id=self._client.model.model_id,
         )
         self._streaming = turn
+        self.keeper.asked(self.conversation, turn, self._params)
         self.show_path()
         self.transcript.to_end()
         self._flusher.resume()
@@ -101,6 +108,7 @@ class DialogueScreen(ThemedScreen):
                     turn.answer += delta.text
                     turn.stats.update(delta, self._clock())
                     entry.feed(delta.text)
+                    self.keeper.streamed(self.conversation, turn)
                     if delta.finish_reason is FinishReason.ERROR:
                         raise delta.error or EngineError("the engine failed this request")
                     if first:
@@ -115,6 +123,7 @@ class DialogueScreen(ThemedScreen):
         if turn.state is not AnswerState.STREAMING:
             return  # it was stopped before its end was read
         turn.state = state
+        self.keeper.ended(self.conversation, turn)
         entry = self._entries[turn][1]
         entry.close()
         self.transcript.update(entry)
@@ -137,6 +146,7 @@ class DialogueScreen(ThemedScreen):
     def _take_back(self, turn: Turn) -> str:
         """Remove a turn without an answer; what was typed for it goes back to the prompt."""
         self.conversation.remove(turn)
+        self.keeper.withdrew(self.conversation, turn)
         self.show_path()
         del self._entries[turn]
         replaced = turn.instead_of
@@ -247,6 +257,7 @@ class DialogueScreen(ThemedScreen):
         chosen = self.conversation.switch(turn, by)
         if chosen is None:
             return
+        self.keeper.chose(self.conversation, chosen)
         self.show_path()
         if marked:
             self._mark(chosen)
