@@ -40,7 +40,7 @@ ENGINE_THREAD = "termgen-engine"
 
 POSITIONAL = {"generate": " [prompt]", "top": " [URL]"}
 
-CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens")
+CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens", "chat_db")
 """Settings of the chat that are no flags of `serve`: its requests bring their own."""
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -126,6 +126,13 @@ def build_parser() -> FlagParser:
 
     chat = _command(commands, "chat", "chat with a model in the terminal", chat_command)
     add_flags(chat, UIConfig, title="chat")
+    chosen = chat.add_argument_group("earlier chats").add_mutually_exclusive_group()
+    chosen.add_argument(
+        "--continue", dest="continue_last", action="store_true", help="go on with the last chat"
+    )
+    chosen.add_argument(
+        "--session", metavar="ID|TITLE", help="go on with this chat (its title may be shortened)"
+    )
     _add_engine_flags(chat)
 
     serve = _command(commands, "serve", "serve a model over HTTP, as OpenAI's API", serve_command)
@@ -226,7 +233,9 @@ def chat_command(args: argparse.Namespace) -> int:
     from termgen.launch import run_chat
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    return run_chat(config, ui)
+    wanted = "" if args.continue_last else args.session
+    given = {name: getattr(ui, name) for name in CHAT_ONLY if layers.given(name) is not None}
+    return run_chat(config, ui, session=wanted, given=given)
 
 
 def serve_command(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ import asyncio
 import importlib
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from termgen.config import EngineConfig, ServerConfig, UIConfig
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from termgen.client import EngineClient
     from termgen.progress import TerminalProgress
     from termgen.server import Server
+    from termgen.tui.chat_store import Resume
 
 Progress = Callable[[str, float], None]
 StartEngine = Callable[[Progress], Awaitable["EngineClient"]]
@@ -68,12 +69,22 @@ class EngineHolder:
             await engine.shutdown()
 
 
-def run_chat(config: EngineConfig, ui: UIConfig) -> int:
+def run_chat(
+    config: EngineConfig, ui: UIConfig, *, session: str | None, given: Mapping[str, Any]
+) -> int:
+    """`session` is an earlier chat to go on with, by id or title, or "" for the last one.
+
+    `given` are settings from the command line, which count more than those it was held with.
+    """
     _check_theme(ui)
+    from termgen.tui.chat_store import Resume, find_session, store_path
+
+    path = store_path(ui.chat_db)
+    resume = Resume(find_session(path, session), given) if session is not None else None
     with _progress() as progress:
         find_model(config, progress)
     holder = EngineHolder(config)
-    return _run_app(holder.start, holder.stop, ui, start_screen="chat")
+    return _run_app(holder.start, holder.stop, ui, start_screen="chat", resume=resume)
 
 
 def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -> int:
@@ -130,18 +141,25 @@ def _run_app(
     ui: UIConfig,
     *,
     start_screen: Literal["chat", "dashboard"],
+    resume: Resume | None = None,
 ) -> int:
     """Run the terminal app until the person quits. It starts and stops the engine."""
     from termgen.tui.app import TermgenApp
+    from termgen.tui.chat_store import ChatStore, store_path
 
     for name in ("termgen", "uvicorn"):  # nobody but the app may write to its terminal
         logging.getLogger(name).addHandler(logging.NullHandler())
 
-    app = TermgenApp(start, stop_engine=stop, ui=ui, start_screen=start_screen)
+    chats = ChatStore(store_path(ui.chat_db))
+    app = TermgenApp(
+        start, stop_engine=stop, ui=ui, start_screen=start_screen, chats=chats, resume=resume
+    )
     try:
         app.run()
     finally:
         asyncio.run(stop())  # does something only if the app ended before it could
+    if chats.trouble:
+        print(f"termgen: error: {chats.trouble}", file=sys.stderr)
     return app.return_code or OK
 
 

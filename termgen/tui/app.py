@@ -26,6 +26,7 @@ from termgen.config import UIConfig
 from termgen.errors import TermgenError
 from termgen.tui import themes
 from termgen.tui.alt_digits import let_alt_digits_through
+from termgen.tui.chat_store import ChatStore, Resume
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.chat_tool_keys import COPY_KEYS, TOOL_KEYS
@@ -34,6 +35,7 @@ from termgen.tui.screens.dashboard_keys import KEYS
 from termgen.tui.screens.help import HelpScreen, HelpSection, key_names
 from termgen.tui.screens.loading import LoadingScreen, StartupProgress
 from termgen.tui.widgets.prompt import Prompt
+from termgen.tui.widgets.session_panel import SessionList
 from termgen.tui.widgets.transcript import Transcript
 
 StartEngine = Callable[[Callable[[str, float], None]], Awaitable[EngineClient]]
@@ -84,10 +86,15 @@ class TermgenApp(App[None]):
         ui: UIConfig,
         start_screen: str = "chat",
         theme_folders: tuple[Path, ...] | None = None,
+        chats: ChatStore | None = None,
+        resume: Resume | None = None,
     ) -> None:
+        """Without `chats`, they are kept in memory."""
         super().__init__()
         assert start_screen in ("chat", "dashboard")
         self.ui = ui
+        self.chats = chats or ChatStore()
+        self.resume = resume
         self._start_engine = start_engine
         self._stop_engine = stop_engine
         self._start_screen = start_screen
@@ -137,6 +144,7 @@ class TermgenApp(App[None]):
             asyncio.get_running_loop().remove_signal_handler(number)
         if self._dashboard is not None:
             self._dashboard.close()
+        await self.chats.close()
         await self._stop_engine()
 
     @work(exclusive=True, group="boot")
@@ -163,7 +171,7 @@ class TermgenApp(App[None]):
         self.add_mode("dashboard", lambda: dashboard)
 
     def make_chat(self, client: EngineClient) -> ChatScreen:
-        return ChatScreen(client, self.ui)
+        return ChatScreen(client, self.ui, chats=self.chats, resume=self.resume)
 
     def make_dashboard(self, client: EngineClient) -> DashboardScreen:
         return DashboardScreen(client, hz=self.ui.dashboard_hz)
@@ -219,7 +227,12 @@ class TermgenApp(App[None]):
         ]
         if self._shown == "dashboard":
             here.reverse()
-        return [*here, ("Transcript", Transcript.BINDINGS), ("Everywhere", self.BINDINGS)]
+        return [
+            *here,
+            ("List of chats", SessionList.BINDINGS),
+            ("Transcript", Transcript.BINDINGS),
+            ("Everywhere", self.BINDINGS),
+        ]
 
     def action_interrupt(self) -> None:
         """ctrl+c: copy a selection, else stop an answer, else quit when pressed twice."""
@@ -252,6 +265,7 @@ class TermgenApp(App[None]):
             yield SystemCommand("New chat", "Start over (ctrl+n)", screen.action_new_chat)
             yield SystemCommand("Retry", "Answer again (alt+r)", screen.action_retry)
             yield SystemCommand("Edit", "Ask otherwise, in a branch (alt+e)", screen.action_edit)
+            yield SystemCommand("Chats", "Earlier chats (ctrl+b)", screen.action_sessions)
             for name, by, key in (("Branch before", -1, "left"), ("Branch after", 1, "right")):
                 turn_to = partial(screen.action_sibling, by)
                 yield SystemCommand(name, f"Of answers and edits (alt+{key})", turn_to)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
+from uuid import uuid4
 
 from termgen.client import ChatPrompt, TokenDelta
 from termgen.config import UIConfig
@@ -25,6 +26,7 @@ from termgen.tui.thoughts import AnswerNews, Thought
 CHAT_DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}
 """For models that come without sampling defaults of their own."""
 RATE_WINDOW_S = 2.0
+MAX_TITLE_CHARS = 80
 
 
 class AnswerState(enum.Enum):
@@ -66,17 +68,17 @@ class AnswerStats:
         return self.prompt_tokens + self.output_tokens
 
     @property
-    def seconds_of_output(self) -> float:
-        """From the first token to the latest."""
-        return self.ended_s - self._first_s if self.output_tokens else 0.0
-
-    @property
     def decode_rate(self) -> float | None:
         """Tokens per second after the first, over the whole answer."""
         elapsed = self.ended_s - self._first_s
         return (
             (self.output_tokens - 1) / elapsed if self.output_tokens > 1 and elapsed > 0 else None
         )
+
+    @property
+    def seconds_of_output(self) -> float:
+        """From the first token to the latest."""
+        return self.ended_s - self._first_s if self.output_tokens else 0.0
 
     def live_rate(self, now_s: float) -> float | None:
         """Tokens per second over the last two seconds."""
@@ -99,6 +101,9 @@ class Turn:
     attachments: tuple[Attachment, ...] = ()
     form: StructuredOutputsParams | None = None
     """What the answer must look like."""
+    turn_id: str = field(default_factory=lambda: uuid4().hex)
+    asked_s: float = field(default_factory=time.time)
+    """By the wall clock."""
     model_id: str = ""
     """Who answers; empty where it is not known."""
     parent: Turn | None = field(default=None, repr=False)
@@ -148,8 +153,11 @@ class Turn:
 class Conversation:
     """The turns of one chat and its system prompt."""
 
-    def __init__(self, *, system_prompt: str | None = None) -> None:
+    def __init__(self, *, system_prompt: str | None = None, session_id: str | None = None) -> None:
         self.system_prompt = system_prompt
+        self.session_id = session_id or uuid4().hex
+        self.title = ""
+        """Of the first question, until it is renamed."""
         self.root = Turn("", state=AnswerState.DONE)
         """Above the first turns; never shown nor sent."""
 
@@ -172,6 +180,7 @@ class Conversation:
         assert parent is not None, "the root is not a turn"
         turn = Turn(question, stats=AnswerStats(now_s), model_id=model_id, parent=parent)
         turn.instead_of = parent.chosen
+        self.title = self.title or title_of(question)
         parent.children.append(turn)
         parent.chosen = turn
         return turn
@@ -195,9 +204,8 @@ class Conversation:
         if parent.chosen is turn:
             nearest = parent.children[max(0, place - 1)] if parent.children else None
             parent.chosen = turn.instead_of or nearest
-
-    def clear(self) -> None:
-        self.root = Turn("", state=AnswerState.DONE)
+        if not self.root.children:
+            self.title = ""
 
     def prompt(self) -> ChatPrompt:
         """Everything said on the path; its last turn is the one to answer."""
@@ -227,6 +235,12 @@ class Conversation:
             assert all(child.parent is turn for child in turn.children)
             assert turn.instead_of is None or turn.instead_of in turn.siblings
             waiting += turn.children
+
+
+def title_of(question: str) -> str:
+    """Its first line that is not blank."""
+    first = next((line for line in question.splitlines() if line.strip()), "")
+    return " ".join(first.split())[:MAX_TITLE_CHARS]
 
 
 def sampling_params(model_defaults: Mapping[str, Any], ui: UIConfig) -> SamplingParams:

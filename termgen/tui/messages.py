@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from textual.message import Message
 
+from termgen.tui.chat_db import SessionSummary
+
 
 @dataclass
 class PromptSubmitted(Message):
@@ -38,6 +40,18 @@ class EntryClicked(Message):
     entry: object
     span: tuple[str, str]
     """The text under the pointer and its role."""
+
+
+@dataclass
+class SessionWish(Message):
+    """What the user wants of the list of chats.
+
+    One of open, rename, name (with its `title`), delete, undo, search.
+    """
+
+    what: str
+    session: SessionSummary | None
+    title: str = ""
 
 
 @dataclass

@@ -53,6 +53,7 @@ def test_prompt_holds_everything_said() -> None:
     first = talk.ask("one?", now_s=0)
     first.answer = "1"
     talk.ask("two?", now_s=1)
+    assert talk.title == "one?"
     assert [(m["role"], m["content"]) for m in talk.prompt().messages] == [
         ("system", "be brief"),
         ("user", "one?"),
@@ -62,9 +63,9 @@ def test_prompt_holds_everything_said() -> None:
     assert talk.last_answer == "1"
     talk.remove(talk.turns[-1])
     assert len(talk.turns) == 1
-    talk.clear()
+    talk.remove(first)
     assert talk.last_answer is None and talk.context_tokens == 0
-    assert talk.system_prompt == "be brief"
+    assert talk.title == ""
 
 
 def test_answers_and_edits_stand_beside_each_other() -> None:

@@ -16,21 +16,23 @@ from termgen.tui.render.chat import ChatStatus, empty_rows, status_row
 from termgen.tui.sanitize import clean_line
 from termgen.tui.screens.chat_keys import KEYS
 from termgen.tui.screens.chat_tool_keys import COPY_KEYS, TOOL_KEYS
-from termgen.tui.screens.dialogue import DialogueScreen
+from termgen.tui.screens.sessions import SessionScreen
 from termgen.tui.spans import Row, cut
 from termgen.tui.widgets.canvas import Canvas
 from termgen.tui.widgets.file_completion import FileCompletion
 from termgen.tui.widgets.prompt import Prompt
+from termgen.tui.widgets.session_panel import SessionPanel
 from termgen.tui.widgets.transcript import Transcript
 
 HINT = "⏎ send  ^J new line  @ file  / commands"
 
 
-class ChatScreen(DialogueScreen):
+class ChatScreen(SessionScreen):
     AUTO_FOCUS = "Prompt"
     BINDINGS = [*KEYS, *TOOL_KEYS, *COPY_KEYS]
 
     def compose(self) -> ComposeResult:
+        yield SessionPanel(self._wall_clock, id="sessions")
         yield Canvas(self._paint_status, id="status")
         yield Transcript(id="transcript")
         with Container(id="prompt-area"):
@@ -40,7 +42,6 @@ class ChatScreen(DialogueScreen):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        super().on_mount()
         model = self._client.model
         self.transcript.set_empty(lambda width, height: empty_rows(model, width, height))
         self.prompt.border_subtitle = HINT
@@ -76,7 +77,9 @@ class ChatScreen(DialogueScreen):
         self.prompt.border_subtitle = cut(hint, max(8, self.prompt.size.width - 4))
 
     def action_stop(self) -> None:
-        """Stop the answer and keep its text, else give up an edit, else go to the prompt."""
+        """Out of the list of chats, else stop the answer, else give up an edit."""
+        if self.leave_panel():
+            return
         if self.is_streaming:
             self.stop_answer()
         elif self.editing is not None:
@@ -90,7 +93,7 @@ class ChatScreen(DialogueScreen):
 
     def action_new_chat(self) -> None:
         self.set_conversation(Conversation(system_prompt=self._ui.system_prompt))
-        self.prompt.focus()
+        self.close_narrow_panel()
 
     def action_retry(self) -> None:
         self.regenerate()
@@ -126,6 +129,12 @@ class ChatScreen(DialogueScreen):
             self._set_system(argument)
         elif name == "theme":
             self._set_theme(argument)
+        elif name == "rename":
+            self.rename_open(argument)
+        elif name == "export":
+            self.export(argument)
+        elif name == "import":
+            self.import_chat(argument)
         elif name == "engine":
             self.call_later(self.app.run_action, "app.show('dashboard')")
         elif name == "help":
@@ -139,6 +148,7 @@ class ChatScreen(DialogueScreen):
                 "copy": self.action_copy_answer,
                 "retry": self.action_retry,
                 "edit": self.action_edit,
+                "sessions": self.action_sessions,
             }
             actions[name]()
 

@@ -24,8 +24,16 @@ KEYS = [
         "ctrl+n",
         "new_chat",
         "New",
+        show=False,
         id="chat.new",
         tooltip="Start over, with the system prompt the chat began with",
+    ),
+    Binding(
+        "ctrl+b",
+        "sessions",
+        "Chats",
+        id="chat.sessions",
+        tooltip="List, search and open earlier chats",
     ),
     Binding(
         "alt+r",

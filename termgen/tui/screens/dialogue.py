@@ -21,6 +21,7 @@ from termgen.config import UIConfig
 from termgen.engine.request import FinishReason
 from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
 from termgen.tui.attachments import Attachment
+from termgen.tui.chat_keeper import ChatKeeper
 from termgen.tui.conversation import AnswerState, Conversation, Turn
 from termgen.tui.screens.chat_tools import ChatTools
 from termgen.tui.thoughts import read_answer
@@ -34,12 +35,18 @@ EDITING_TITLE = "edit · ⏎ asks it in a new branch · esc gives up"
 
 class DialogueScreen(ChatTools):
     def __init__(
-        self, client: EngineClient, ui: UIConfig, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        client: EngineClient,
+        ui: UIConfig,
+        *,
+        keeper: ChatKeeper,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(client, ui)
         self._client = client
         self._ui = ui
         self._clock = clock
+        self.keeper = keeper
         self._entries = {}
         self._cursor: Turn | None = None
         self._draft = ""
@@ -54,7 +61,6 @@ class DialogueScreen(ChatTools):
         self.conversation = Conversation(system_prompt=ui.system_prompt)
 
     def on_mount(self) -> None:
-        super().on_mount()
         self._flusher = self.set_interval(1 / FLUSH_HZ, self._flush, pause=True)
 
     @property
@@ -85,6 +91,7 @@ class DialogueScreen(ChatTools):
         )
         turn.attachments, turn.form = attachments, self.form
         self._streaming = turn
+        self.keeper.asked(self.conversation, turn, self._params)
         self.show_path()
         self.transcript.to_end()
         self._flusher.resume()
@@ -102,6 +109,7 @@ class DialogueScreen(ChatTools):
                     first, delta = not turn.stats.output_tokens, news.delta
                     turn.take(news, self._clock())
                     entry.feed(news.pieces[1])
+                    self.keeper.streamed(self.conversation, turn)
                     if delta.finish_reason is FinishReason.ERROR:
                         raise delta.error or EngineError("the engine failed this request")
                     if first:
@@ -116,6 +124,7 @@ class DialogueScreen(ChatTools):
         if turn.state is not AnswerState.STREAMING:
             return  # it was stopped before its end was read
         turn.end(state)
+        self.keeper.ended(self.conversation, turn)
         entry = self._entries[turn][1]
         entry.close()
         self.transcript.update(entry)
@@ -138,6 +147,7 @@ class DialogueScreen(ChatTools):
     def _take_back(self, turn: Turn) -> str:
         """Remove a turn without an answer; what was typed for it goes back to the prompt."""
         self.conversation.remove(turn)
+        self.keeper.withdrew(self.conversation, turn)
         self.show_path()
         del self._entries[turn]
         replaced = turn.instead_of
@@ -249,6 +259,7 @@ class DialogueScreen(ChatTools):
         chosen = self.conversation.switch(turn, by)
         if chosen is None:
             return
+        self.keeper.chose(self.conversation, chosen)
         self.show_path()
         if marked:
             self._mark(chosen)
