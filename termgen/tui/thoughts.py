@@ -13,9 +13,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from termgen.api.tool_calls import CallArguments, CallStart, DeclaredParser, Part, Reasoning
+from termgen.api.tool_calls import Content, DeclaredParser, Part, Reasoning
 from termgen.client import EngineClient, Prompt, TokenDelta
 from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.tool_format import ResponseParser
+from termgen.errors import EngineError, RequestError
 
 OPEN, CLOSE = "<think>", "</think>"
 NUM_LAST_TOKENS = 8
@@ -68,7 +70,7 @@ async def read_answer(
     declared = client.model.tool_format.new_parser if is_free else None
     if declared is not None:  # its marks are special tokens, which text usually leaves out
         params = replace(params, skip_special_tokens=False)
-    reader: Reader | None = DeclaredReader(DeclaredParser(declared())) if declared else None
+    reader: Reader | None = DeclaredReader(declared()) if declared else None
     stream = client.generate(prompt, params, request_id=request_id)
     async with contextlib.aclosing(stream) as deltas:
         async for delta in deltas:
@@ -84,7 +86,10 @@ async def read_answer(
 async def _opens_a_thought(client: EngineClient, prompt_ids: Sequence[int]) -> bool:
     if not prompt_ids:
         return False
-    end = await client.detokenize(prompt_ids[-NUM_LAST_TOKENS:])
+    try:
+        end = await client.detokenize(prompt_ids[-NUM_LAST_TOKENS:])
+    except (RequestError, EngineError):  # a server elsewhere that answers but does not tell this
+        return False
     return end.rstrip().endswith(OPEN)
 
 
@@ -152,8 +157,8 @@ class ThinkReader:
 class DeclaredReader:
     """What the model's files declare. A call, which nobody asked for, is shown as text."""
 
-    def __init__(self, parser: DeclaredParser) -> None:
-        self._parser = parser
+    def __init__(self, parser: ResponseParser) -> None:
+        self._parser = DeclaredParser(parser, reads_calls=False)
 
     def feed(self, text: str) -> Pieces:
         return _pieces(self._parser.feed(text))
@@ -163,18 +168,8 @@ class DeclaredReader:
 
 
 def _pieces(parts: Sequence[Part]) -> Pieces:
-    thought = answer = ""
-    for part in parts:
-        match part:
-            case Reasoning(text):
-                thought += text
-            case CallStart(_, name):
-                answer += name
-            case CallArguments(_, text):
-                answer += text
-            case _:
-                answer += part.text
-    return thought, answer
+    thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    return thought, "".join(part.text for part in parts if isinstance(part, Content))
 
 
 def _joined(pieces: Sequence[Pieces]) -> Pieces:

@@ -24,7 +24,7 @@ from termgen.tui.conversation import Conversation, Turn, sampling_params
 from termgen.tui.markdown import code_blocks
 from termgen.tui.messages import EntryClicked, LargePaste
 from termgen.tui.render.chat import attachment_words
-from termgen.tui.sampling_fields import changes
+from termgen.tui.sampling_fields import FIELDS, changes
 from termgen.tui.sanitize import clean_line
 from termgen.tui.screens.base import ThemedScreen
 from termgen.tui.screens.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
@@ -254,6 +254,15 @@ class ChatTools(ThemedScreen):
                 self._set_params(params)
 
         self.app.push_screen(SamplingPanel(self._params, self._defaults), use)
+
+    def use_defaults(self, defaults: SamplingParams) -> None:
+        """Those of another model; what the user has set stays."""
+        kept = {
+            name: getattr(self._params, name)
+            for name in (*FIELDS, "structured_outputs")
+            if getattr(self._params, name) != getattr(self._defaults, name)
+        }
+        self._defaults, self._params = defaults, replace(defaults, **kept)
 
     def _set_params(self, params: SamplingParams) -> None:
         self._params = params
