@@ -60,17 +60,21 @@ class Watch:
         self._sizes = sizes
         self._loop = asyncio.get_running_loop()
 
-    async def cell(self, stalled: Terminal | None = None) -> dict[str, Any]:
-        """What the steps of a while show. stalled: a terminal that is not read meanwhile."""
-        return await asyncio.to_thread(self._time, stalled)
+    async def cell(self, settle_s: float, stalled: Terminal | None = None) -> dict[str, Any]:
+        """What the steps of a while show, `settle_s` after all streams have begun to decode: with
+        every token steps take longer, so cells that are compared wait equally long.
 
-    def _time(self, stalled: Terminal | None) -> dict[str, Any]:
+        stalled: a terminal that is not read meanwhile.
+        """
+        return await asyncio.to_thread(self._time, settle_s, stalled)
+
+    def _time(self, settle_s: float, stalled: Terminal | None) -> dict[str, Any]:
         self._collect(least=1)
         stands_still = False
         if stalled is not None:
             stalled.stall()
         try:
-            time.sleep(SETTLE_S if stalled is None else STALLED_S)
+            time.sleep(settle_s)
             self._full()
             time.sleep(self._sizes.seconds)
             records = self._collect(least=LEAST_STEPS)
@@ -142,9 +146,9 @@ async def reading(engine: AsyncEngine, sizes: FrontSizes) -> AsyncIterator[None]
 class Terminal:
     """A terminal in place of this process's own, and a program that reads what is drawn on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = ROWS, columns: int = COLUMNS) -> None:
         self._master, self._slave = pty.openpty()
-        fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+        fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self._reader = subprocess.Popen(["cat"], stdin=self._master, stdout=subprocess.DEVNULL)
 
     @contextmanager
@@ -176,7 +180,9 @@ class Terminal:
 
 
 @asynccontextmanager
-async def dashboard(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Callable[[], int]]:
+async def dashboard(
+    engine: AsyncEngine, terminal: Terminal, hz: float = HZ
+) -> AsyncIterator[Callable[[], int]]:
     """The app with its dashboard, on the loop of the engine. Yields how many frames were drawn."""
     from termgen.tui.app import TermgenApp
     from termgen.tui.screens.dashboard import DashboardScreen
@@ -191,7 +197,7 @@ async def dashboard(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Ca
 
     class CountingApp(TermgenApp):
         def make_dashboard(self, client: Any) -> DashboardScreen:
-            return Counted(client, hz=HZ)
+            return Counted(client, hz=hz)
 
     async def start(progress: object) -> AsyncEngine:
         return engine
@@ -201,7 +207,7 @@ async def dashboard(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Ca
 
     with terminal.installed():
         app = CountingApp(
-            start, stop_engine=stop, ui=UIConfig(dashboard_hz=HZ), start_screen="dashboard"
+            start, stop_engine=stop, ui=UIConfig(dashboard_hz=hz), start_screen="dashboard"
         )
         running = asyncio.create_task(app.run_async())
         try:
@@ -220,14 +226,15 @@ async def screen_part(
 ) -> list[dict[str, Any]]:
     """Cells without and with the dashboard, in turns; with `stalls`, on a terminal nobody reads."""
     watch, terminal, cells = Watch(engine, sizes), Terminal(), []
+    settle_s = STALLED_S if stalls else SETTLE_S
     try:
         for _ in range(sizes.rounds):
             async with reading(engine, sizes):
-                cells.append({"on": False, **await watch.cell()})
+                cells.append({"on": False, **await watch.cell(settle_s)})
             await watch.at_rest()
             async with dashboard(engine, terminal) as frames, reading(engine, sizes):
                 drawn, began = frames(), time.monotonic()
-                cell = await watch.cell(terminal if stalls else None)
+                cell = await watch.cell(settle_s, terminal if stalls else None)
                 cell["frames_per_s"] = (frames() - drawn) / (time.monotonic() - began)
             cells.append({"on": True, **cell})
             await watch.at_rest()
@@ -249,7 +256,7 @@ async def sse_part(engine: AsyncEngine, sizes: FrontSizes) -> list[dict[str, Any
         for _ in range(sizes.rounds):
             for is_on in (False, True):
                 async with clients(server.url, sizes) if is_on else reading(engine, sizes):
-                    cells.append({"on": is_on, **await watch.cell()})
+                    cells.append({"on": is_on, **await watch.cell(SETTLE_S)})
                 await watch.at_rest()
     finally:
         watch.close()

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from termgen.engine.events import EngineSnapshot, EventRing
+from termgen.engine.grammar_times import GrammarTotals
 from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.startup_phases import StartupPhase
 from termgen.engine.tool_format import ToolFormat
-from termgen.errors import EngineError
+from termgen.errors import TermgenError
 
 Message = Mapping[str, Any]
 """A chat message: `role` and `content`, as in OpenAI's API."""
@@ -34,6 +35,32 @@ class ChatPrompt:
 
 Prompt = str | Sequence[int] | ChatPrompt
 """Raw text, token ids, or a conversation."""
+
+
+def prompt_chars(prompt: str | ChatPrompt) -> int:
+    """Characters of all that a chat template is given to show: contents, reasoning, tool calls and
+    tools. Whatever their shapes, which are judged later."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    messages = prompt.messages if isinstance(prompt.messages, Sequence) else ()
+    fields = [m.items() for m in messages if isinstance(m, Mapping)]
+    shown = [value for items in fields for name, value in items if name != "role"]
+    return _num_chars([*shown, *prompt.template_kwargs.values()])
+
+
+def _num_chars(data: object) -> int:
+    """In plain data, keys included; what is no text counts one. Not deeper than messages may be."""
+    num_chars, level = 0, [data]
+    for _ in range(64):
+        texts = [value for value in level if isinstance(value, str)]
+        holders = [value for value in level if isinstance(value, (dict, list, tuple))]
+        num_chars += sum(map(len, texts)) + len(level) - len(texts) - len(holders)
+        level = []
+        for holder in holders:
+            level += holder
+            if isinstance(holder, dict):
+                level += holder.values()
+    return num_chars
 
 
 PauseMode = Literal["wait", "abort", "keep"]
@@ -82,6 +109,11 @@ class RequestTimings:
     def e2e_s(self) -> float:
         return max(0, self.finished_ns - self.arrival_ns) / 1e9
 
+    def tokens_per_s(self, num_tokens: int) -> float | None:
+        """After the first token of an answer of so many; None where that took no time."""
+        decode_ns = self.finished_ns - self.first_token_ns if self.first_token_ns else 0
+        return (num_tokens - 1) / (decode_ns / 1e9) if num_tokens > 1 and decode_ns > 0 else None
+
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
@@ -111,7 +143,7 @@ class TokenDelta:
     The first has no probability: its logprob is NaN and its rank 0."""
     timings: RequestTimings | None = None
     """On the last delta."""
-    error: EngineError | None = None
+    error: TermgenError | None = None
 
 
 def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
@@ -216,6 +248,10 @@ class EngineClient(Protocol):
 
     @property
     def tokenizer_info(self) -> TokenizerInfo: ...
+
+    def grammar_totals(self) -> GrammarTotals:
+        """What compiling grammars took since the start."""
+        ...
 
     async def snapshot(self) -> EngineSnapshot:
         """The engine's present state, built between two steps."""

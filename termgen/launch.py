@@ -8,6 +8,7 @@ loading screen.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import logging
 import sys
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from termgen.client import EngineClient
     from termgen.progress import TerminalProgress
     from termgen.server import Server
-    from termgen.tui.chat_store import Resume
+    from termgen.tui.chat_store import ChatStore, Resume
+    from termgen.tui.model_choice import ModelShelf
 
 Progress = Callable[[str, float], None]
 StartEngine = Callable[[Progress], Awaitable["EngineClient"]]
@@ -50,17 +52,31 @@ class EngineHolder:
     """The one engine of this process, as the start and stop functions that front ends take."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+        self.config = config
         self._engine: Any = None
 
+    @property
+    def client(self) -> EngineClient | None:
+        """The engine, while there is one."""
+        client: EngineClient | None = self._engine
+        return client
+
     async def start(self, on_progress: Progress) -> EngineClient:
-        """Load the model. May be called once."""
+        """Load the model."""
         assert self._engine is None, "the engine runs already"
         # importing torch takes over a second; a loading screen must be able to paint meanwhile
         module = await asyncio.to_thread(importlib.import_module, "termgen.engine.engine")
-        self._engine = await module.AsyncEngine.start(self._config, on_progress=on_progress)
+        self._engine = await module.AsyncEngine.start(self.config, on_progress=on_progress)
         client: EngineClient = self._engine
         return client
+
+    async def restart(self, config: EngineConfig, on_progress: Progress) -> EngineClient:
+        """End the engine and start another one: the memory of one machine is for one of them."""
+        await self.stop()
+        gc.unfreeze()  # what the former one made is garbage now, and some of it in cycles
+        gc.collect()
+        self.config = config
+        return await self.start(on_progress)
 
     async def stop(self) -> None:
         """End the engine if it was started. May be called again."""
@@ -77,14 +93,23 @@ def run_chat(
     `given` are settings from the command line, which count more than those it was held with.
     """
     _check_theme(ui)
-    from termgen.tui.chat_store import Resume, find_session, store_path
+    from termgen.tui.chat_store import chats_to_begin_with
 
-    path = store_path(ui.chat_db)
-    resume = Resume(find_session(path, session), given) if session is not None else None
+    chats, resume = chats_to_begin_with(ui.chat_db, session, given)
     with _progress() as progress:
         find_model(config, progress)
+    from termgen.model_shelf import LocalShelf
+
     holder = EngineHolder(config)
-    return _run_app(holder.start, holder.stop, ui, start_screen="chat", resume=resume)
+    return _run_app(
+        holder.start,
+        holder.stop,
+        ui,
+        start_screen="chat",
+        models=LocalShelf(holder),
+        chats=chats,
+        resume=resume,
+    )
 
 
 def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -> int:
@@ -141,6 +166,8 @@ def _run_app(
     ui: UIConfig,
     *,
     start_screen: Literal["chat", "dashboard"],
+    models: ModelShelf | None = None,
+    chats: ChatStore | None = None,
     resume: Resume | None = None,
 ) -> int:
     """Run the terminal app until the person quits. It starts and stops the engine."""
@@ -150,9 +177,15 @@ def _run_app(
     for name in ("termgen", "uvicorn"):  # nobody but the app may write to its terminal
         logging.getLogger(name).addHandler(logging.NullHandler())
 
-    chats = ChatStore(store_path(ui.chat_db))
+    chats = chats or ChatStore(store_path(ui.chat_db))
     app = TermgenApp(
-        start, stop_engine=stop, ui=ui, start_screen=start_screen, chats=chats, resume=resume
+        start,
+        stop_engine=stop,
+        ui=ui,
+        start_screen=start_screen,
+        models=models,
+        chats=chats,
+        resume=resume,
     )
     try:
         app.run()

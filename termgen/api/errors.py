@@ -73,8 +73,8 @@ def unsupported(param: str, message: str | None = None) -> RequestError:
     return RequestError(message, param=param, code="unsupported_parameter")
 
 
-def invalid_json(message: str) -> RequestError:
-    return RequestError(message, code="invalid_json")
+def invalid_json(message: str, param: str | None = None) -> RequestError:
+    return RequestError(message, param=param, code="invalid_json")
 
 
 def model_not_found(model: str) -> RequestError:
@@ -121,6 +121,10 @@ def admin_only(*, is_possible: bool) -> RequestError:
         status=403,
         type="permission_error",
     )
+
+
+def path_not_found() -> RequestError:
+    return RequestError("There is no such path", code="not_found", status=404)
 
 
 def body_too_slow(limit_s: float) -> RequestError:

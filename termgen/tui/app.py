@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from rich.text import Text
-from textual import work
+from textual import on, work
 from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.driver import Driver
@@ -26,12 +26,16 @@ from termgen.config import UIConfig
 from termgen.errors import TermgenError
 from termgen.tui import themes
 from termgen.tui.chat_store import ChatStore, Resume
+from termgen.tui.messages import ModelsWanted
+from termgen.tui.model_choice import ModelShelf, Switch
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.screens.dashboard_keys import KEYS
 from termgen.tui.screens.help import HelpScreen, HelpSection, key_names
 from termgen.tui.screens.loading import LoadingScreen, StartupProgress
+from termgen.tui.screens.models import ModelScreen
+from termgen.tui.screens.silent import SilentScreen
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.session_panel import SessionList
 from termgen.tui.widgets.transcript import Transcript
@@ -84,10 +88,14 @@ class TermgenApp(App[None]):
         ui: UIConfig,
         start_screen: str = "chat",
         theme_folders: tuple[Path, ...] | None = None,
+        models: ModelShelf | None = None,
         chats: ChatStore | None = None,
         resume: Resume | None = None,
     ) -> None:
-        """Without `chats`, they are kept in memory."""
+        """`models`: what may be changed to; None where the model stays.
+
+        Without `chats`, they are kept in memory.
+        """
         super().__init__()
         assert start_screen in ("chat", "dashboard")
         self.ui = ui
@@ -97,11 +105,12 @@ class TermgenApp(App[None]):
         self._stop_engine = stop_engine
         self._start_screen = start_screen
         self._theme_folders = theme_folders
+        self._models = models
         self._progress = StartupProgress()
         self._shown: str | None = None
         self._interrupted_s = -QUIT_WINDOW_S
         self._signals: list[signal.Signals] = []
-        self._dashboard: DashboardScreen | None = None
+        self._dashboard: DashboardScreen | SilentScreen | None = None
         self.client: EngineClient | None = None
 
     def get_driver_class(self) -> type[Driver]:
@@ -134,6 +143,12 @@ class TermgenApp(App[None]):
         self.push_screen(LoadingScreen(self._progress))
         self._boot()
 
+    def watch_app_focus(self, focus: bool) -> None:
+        """A chat that came up while another window had the keys puts them into its prompt now."""
+        if focus and self._shown == "chat" and isinstance(self.screen, ChatScreen):
+            if self.screen.focused is None:
+                self.screen.set_focus(self.screen.prompt)  # at once: a key may follow
+
     async def on_unmount(self) -> None:
         for number in self._signals:
             asyncio.get_running_loop().remove_signal_handler(number)
@@ -160,7 +175,7 @@ class TermgenApp(App[None]):
         self.add_mode("chat", lambda: self.make_chat(client))
         self.add_dashboard(self.make_dashboard(client))
 
-    def add_dashboard(self, dashboard: DashboardScreen) -> None:
+    def add_dashboard(self, dashboard: DashboardScreen | SilentScreen) -> None:
         """Made at once, so that it listens from the start and has a history when first shown."""
         self._dashboard = dashboard
         self.add_mode("dashboard", lambda: dashboard)
@@ -170,6 +185,39 @@ class TermgenApp(App[None]):
 
     def make_dashboard(self, client: EngineClient) -> DashboardScreen:
         return DashboardScreen(client, hz=self.ui.dashboard_hz)
+
+    @on(ModelsWanted)
+    def _models_wanted(self, message: ModelsWanted) -> None:
+        self.action_models(message.name)
+
+    def action_models(self, name: str = "") -> None:
+        """Choose another model; `name` is tried at once."""
+        chat = self.screen
+        if not isinstance(chat, ChatScreen):
+            return
+        if self._models is None:
+            self.notify("the model stays while its server runs", severity="warning")
+            return
+
+        def stop_answer() -> None:
+            if chat.is_streaming:
+                chat.action_stop()
+
+        async def changed(switch: Switch | None) -> None:
+            if switch is not None:
+                await self._use_client(switch.client)
+                chat.set_client(switch.client, failure=switch.failure)
+
+        self.push_screen(ModelScreen(self._models, name=name, before_switch=stop_answer), changed)
+
+    async def _use_client(self, client: EngineClient) -> None:
+        """Watch another engine from here on."""
+        if client is not self.client:
+            self.client = client
+            assert self._dashboard is not None, "there was an engine"
+            self._dashboard.close()
+            await self.remove_mode("dashboard")
+            self.add_dashboard(self.make_dashboard(client))
 
     def _fail_start(self, reason: str) -> None:
         line = f"termgen: error: {' '.join(reason.split())}"
@@ -264,6 +312,7 @@ class TermgenApp(App[None]):
                 turn_to = partial(screen.action_sibling, by)
                 yield SystemCommand(name, f"Of answers and edits (alt+{key})", turn_to)
             yield SystemCommand("Copy answer", "The last one (/copy)", screen.action_copy_answer)
+            yield SystemCommand("Models", "Choose another model (F5)", self.action_models)
             yield SystemCommand(
                 "System prompt", "Instructions for the model (/system)", screen.action_edit_system
             )

@@ -9,9 +9,10 @@ from textual.app import ComposeResult
 from textual.containers import Container
 from textual.widgets import Footer
 
+from termgen.client import EngineClient
 from termgen.tui import commands
-from termgen.tui.conversation import Conversation
-from termgen.tui.messages import PromptEdited, PromptSubmitted
+from termgen.tui.conversation import Conversation, sampling_params
+from termgen.tui.messages import ModelsWanted, PromptEdited, PromptSubmitted
 from termgen.tui.render.chat import ChatStatus, empty_rows, status_row
 from termgen.tui.sanitize import clean_line
 from termgen.tui.screens.chat_keys import KEYS
@@ -43,6 +44,19 @@ class ChatScreen(SessionScreen):
         self.transcript.set_empty(lambda width, height: empty_rows(model, width, height))
         self.prompt.border_subtitle = HINT
         self.watch(self.transcript, "scroll_y", self.status.repaint, init=False)
+
+    def set_client(self, client: EngineClient, *, failure: str | None) -> None:
+        """Another model answers from here on; `failure` says why it is not the one asked for."""
+        self._client, model = client, client.model
+        self._params = sampling_params(model.default_params, self._ui)
+        self.transcript.set_empty(lambda width, height: empty_rows(model, width, height))
+        if failure is not None:
+            hint = f"{clean_line(model.model_id)} answers as before."
+            self.transcript.add(NoticeEntry(failure, role="bad", sign="✗", hint=hint))
+        elif self.conversation.turns:
+            self._note(f"{clean_line(model.model_id)} answers from here on.")
+        self.status.repaint()
+        self.prompt.focus()
 
     @on(PromptSubmitted)
     def _submitted(self, message: PromptSubmitted) -> None:
@@ -134,6 +148,8 @@ class ChatScreen(SessionScreen):
             self.export(argument)
         elif name == "import":
             self.import_chat(argument)
+        elif name == "model":
+            self.post_message(ModelsWanted(argument))
         elif name == "engine":
             self.call_later(self.app.run_action, "app.show('dashboard')")
         elif name == "help":

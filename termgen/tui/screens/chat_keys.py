@@ -99,6 +99,14 @@ KEYS = [
         tooltip="Watch the engine (2 outside the prompt)",
     ),
     Binding(
+        "f5",
+        "app.models",
+        "Model",
+        show=False,
+        id="chat.models",
+        tooltip="Choose another model (/model)",
+    ),
+    Binding(
         "shift+pageup,ctrl+up",
         "scroll_transcript(-1)",
         "Page up",
