@@ -256,15 +256,16 @@ def chat_command(args: argparse.Namespace) -> int:
     _need_terminal(
         "termgen chat", "use `termgen generate` for scripts and pipes, or --inline for one question"
     )
+    wanted = "" if args.continue_last else args.session
+    given = {name: getattr(ui, name) for name in CHAT_ONLY if layers.given(name) is not None}
     if args.url is not None:
         from termgen.remote_command import read_target, run_remote_chat
 
-        return run_remote_chat(read_target(args.url, args.api_key, layers), ui)
+        target = read_target(args.url, args.api_key, layers)
+        return run_remote_chat(target, ui, session=wanted, given=given)
     from termgen.launch import run_chat
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    wanted = "" if args.continue_last else args.session
-    given = {name: getattr(ui, name) for name in CHAT_ONLY if layers.given(name) is not None}
     return run_chat(config, ui, session=wanted, given=given)
 
 
@@ -274,6 +275,10 @@ def _inline_chat(
     from termgen.inline_command import check_flags, read_question, run_inline, run_remote_inline
 
     check_flags(layers)
+    if args.continue_last or args.session is not None:
+        raise ConfigError(
+            "--inline asks one question and keeps no chat: leave --continue and --session out"
+        )
     if args.url is not None:
         from termgen.remote_command import read_target
 

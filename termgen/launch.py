@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from termgen.client import EngineClient
     from termgen.progress import TerminalProgress
     from termgen.server import Server
-    from termgen.tui.chat_store import Resume
+    from termgen.tui.chat_store import ChatStore, Resume
     from termgen.tui.model_choice import ModelShelf
 
 Progress = Callable[[str, float], None]
@@ -93,18 +93,22 @@ def run_chat(
     `given` are settings from the command line, which count more than those it was held with.
     """
     _check_theme(ui)
-    from termgen.tui.chat_store import Resume, find_session, store_path
+    from termgen.tui.chat_store import chats_to_begin_with
 
-    path = store_path(ui.chat_db)
-    resume = Resume(find_session(path, session), given) if session is not None else None
+    chats, resume = chats_to_begin_with(ui.chat_db, session, given)
     with _progress() as progress:
         find_model(config, progress)
     from termgen.model_shelf import LocalShelf
 
     holder = EngineHolder(config)
-    models = LocalShelf(holder)
     return _run_app(
-        holder.start, holder.stop, ui, start_screen="chat", resume=resume, models=models
+        holder.start,
+        holder.stop,
+        ui,
+        start_screen="chat",
+        models=LocalShelf(holder),
+        chats=chats,
+        resume=resume,
     )
 
 
@@ -162,8 +166,9 @@ def _run_app(
     ui: UIConfig,
     *,
     start_screen: Literal["chat", "dashboard"],
-    resume: Resume | None = None,
     models: ModelShelf | None = None,
+    chats: ChatStore | None = None,
+    resume: Resume | None = None,
 ) -> int:
     """Run the terminal app until the person quits. It starts and stops the engine."""
     from termgen.tui.app import TermgenApp
@@ -172,15 +177,15 @@ def _run_app(
     for name in ("termgen", "uvicorn"):  # nobody but the app may write to its terminal
         logging.getLogger(name).addHandler(logging.NullHandler())
 
-    chats = ChatStore(store_path(ui.chat_db))
+    chats = chats or ChatStore(store_path(ui.chat_db))
     app = TermgenApp(
         start,
         stop_engine=stop,
         ui=ui,
         start_screen=start_screen,
+        models=models,
         chats=chats,
         resume=resume,
-        models=models,
     )
     try:
         app.run()

@@ -90,12 +90,14 @@ class TermgenApp(App[None]):
         ui: UIConfig,
         start_screen: str = "chat",
         theme_folders: tuple[Path, ...] | None = None,
+        models: ModelShelf | None = None,
         chats: ChatStore | None = None,
         resume: Resume | None = None,
-        models: ModelShelf | None = None,
     ) -> None:
-        """Without `chats`, they are kept in memory. `models`: what may be changed to; None where
-        the model stays."""
+        """`models`: what may be changed to; None where the model stays.
+
+        Without `chats`, they are kept in memory.
+        """
         super().__init__()
         assert start_screen in ("chat", "dashboard")
         self.ui = ui

@@ -49,6 +49,15 @@ class Resume:
     """Settings that count more than those it was held with, by their names in `UIConfig`."""
 
 
+def chats_to_begin_with(
+    setting: str | None, session: str | None, given: Mapping[str, Any]
+) -> tuple[ChatStore, Resume | None]:
+    """For the command line: `session` as `find_session` takes it, None for a new chat."""
+    path = store_path(setting)
+    resume = Resume(find_session(path, session), given) if session is not None else None
+    return ChatStore(path), resume
+
+
 def find_session(path: Path | None, wanted: str) -> str:
     """The id of a chat by its id, its title or a part of it; "" is the last one.
 
