@@ -40,7 +40,7 @@ ENGINE_THREAD = "termgen-engine"
 
 POSITIONAL = {"chat": " [--inline question]", "generate": " [prompt]", "top": " [URL]"}
 
-CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens")
+CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens", "chat_db")
 """Settings of the chat that are no flags of `serve`: its requests bring their own."""
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -127,6 +127,13 @@ def build_parser() -> FlagParser:
     chat = _command(commands, "chat", "chat with a model in the terminal", chat_command)
     _add_chat_flags(chat)
     add_flags(chat, UIConfig, title="chat")
+    chosen = chat.add_argument_group("earlier chats").add_mutually_exclusive_group()
+    chosen.add_argument(
+        "--continue", dest="continue_last", action="store_true", help="go on with the last chat"
+    )
+    chosen.add_argument(
+        "--session", metavar="ID|TITLE", help="go on with this chat (its title may be shortened)"
+    )
     _add_engine_flags(chat)
 
     serve = _command(commands, "serve", "serve a model over HTTP, as OpenAI's API", serve_command)
@@ -249,14 +256,17 @@ def chat_command(args: argparse.Namespace) -> int:
     _need_terminal(
         "termgen chat", "use `termgen generate` for scripts and pipes, or --inline for one question"
     )
+    wanted = "" if args.continue_last else args.session
+    given = {name: getattr(ui, name) for name in CHAT_ONLY if layers.given(name) is not None}
     if args.url is not None:
         from termgen.remote_command import read_target, run_remote_chat
 
-        return run_remote_chat(read_target(args.url, args.api_key, layers), ui)
+        target = read_target(args.url, args.api_key, layers)
+        return run_remote_chat(target, ui, session=wanted, given=given)
     from termgen.launch import run_chat
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    return run_chat(config, ui)
+    return run_chat(config, ui, session=wanted, given=given)
 
 
 def _inline_chat(
@@ -265,6 +275,10 @@ def _inline_chat(
     from termgen.inline_command import check_flags, read_question, run_inline, run_remote_inline
 
     check_flags(layers)
+    if args.continue_last or args.session is not None:
+        raise ConfigError(
+            "--inline asks one question and keeps no chat: leave --continue and --session out"
+        )
     if args.url is not None:
         from termgen.remote_command import read_target
 

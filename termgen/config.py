@@ -327,6 +327,11 @@ class UIConfig:
         above=0.0,
         maximum=1.0,
     )
+    chat_db: str | None = setting(
+        None,
+        "file that chats are kept in, `off` for none (default: chats.sqlite3 in the user's folder)",
+        metavar="PATH|off",
+    )
     dashboard_hz: float = setting(
         4.0, "redraws of the dashboard per second", above=0.0, maximum=10.0
     )

@@ -10,6 +10,7 @@
     ├── RequestError             one request is wrong: HTTP status, `code` slug and `param` name
     │   ├── ContextLengthError   the prompt (plus what it asks for) does not fit the model
     │   └── OverloadedError      too many wait already; says when to come again
+    ├── ChatStoreError           the chats on disk cannot be read or written
     └── EngineError              the engine failed, not the request
         ├── StepError            one step failed; the requests in it are failed with this cause
         └── EngineDeadError      the engine thread is gone
@@ -89,6 +90,10 @@ class OverloadedError(RequestError):
     def __init__(self, message: str, *, code: str, retry_after_s: float) -> None:
         super().__init__(message, code=code, status=429, type="rate_limit_error")
         self.retry_after_s = retry_after_s
+
+
+class ChatStoreError(TermgenError):
+    """The chats on disk cannot be read or written, or a file of a chat is not one."""
 
 
 class EngineError(TermgenError):

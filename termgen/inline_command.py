@@ -35,8 +35,8 @@ _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
 
 
 def check_flags(layers: SettingLayers) -> None:
-    """Refuse what is about screens: there is none."""
-    for name in ("theme", "dashboard_hz"):
+    """Refuse what is about screens and kept chats: there are none."""
+    for name in ("theme", "dashboard_hz", "chat_db"):
         if layers.given(name) is not None:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} has no effect with --inline: leave it out", param=name)

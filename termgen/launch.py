@@ -12,7 +12,7 @@ import gc
 import importlib
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from termgen.config import EngineConfig, ServerConfig, UIConfig
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from termgen.client import EngineClient
     from termgen.progress import TerminalProgress
     from termgen.server import Server
+    from termgen.tui.chat_store import ChatStore, Resume
     from termgen.tui.model_choice import ModelShelf
 
 Progress = Callable[[str, float], None]
@@ -84,15 +85,31 @@ class EngineHolder:
             await engine.shutdown()
 
 
-def run_chat(config: EngineConfig, ui: UIConfig) -> int:
+def run_chat(
+    config: EngineConfig, ui: UIConfig, *, session: str | None, given: Mapping[str, Any]
+) -> int:
+    """`session` is an earlier chat to go on with, by id or title, or "" for the last one.
+
+    `given` are settings from the command line, which count more than those it was held with.
+    """
     _check_theme(ui)
+    from termgen.tui.chat_store import chats_to_begin_with
+
+    chats, resume = chats_to_begin_with(ui.chat_db, session, given)
     with _progress() as progress:
         find_model(config, progress)
     from termgen.model_shelf import LocalShelf
 
     holder = EngineHolder(config)
-    models = LocalShelf(holder)
-    return _run_app(holder.start, holder.stop, ui, start_screen="chat", models=models)
+    return _run_app(
+        holder.start,
+        holder.stop,
+        ui,
+        start_screen="chat",
+        models=LocalShelf(holder),
+        chats=chats,
+        resume=resume,
+    )
 
 
 def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -> int:
@@ -150,18 +167,32 @@ def _run_app(
     *,
     start_screen: Literal["chat", "dashboard"],
     models: ModelShelf | None = None,
+    chats: ChatStore | None = None,
+    resume: Resume | None = None,
 ) -> int:
     """Run the terminal app until the person quits. It starts and stops the engine."""
     from termgen.tui.app import TermgenApp
+    from termgen.tui.chat_store import ChatStore, store_path
 
     for name in ("termgen", "uvicorn"):  # nobody but the app may write to its terminal
         logging.getLogger(name).addHandler(logging.NullHandler())
 
-    app = TermgenApp(start, stop_engine=stop, ui=ui, start_screen=start_screen, models=models)
+    chats = chats or ChatStore(store_path(ui.chat_db))
+    app = TermgenApp(
+        start,
+        stop_engine=stop,
+        ui=ui,
+        start_screen=start_screen,
+        models=models,
+        chats=chats,
+        resume=resume,
+    )
     try:
         app.run()
     finally:
         asyncio.run(stop())  # does something only if the app ended before it could
+    if chats.trouble:
+        print(f"termgen: error: {chats.trouble}", file=sys.stderr)
     return app.return_code or OK
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import ConfigError, EngineError
@@ -122,19 +123,27 @@ class RemoteHolder:
         return self._client
 
 
-def run_remote_chat(target: RemoteTarget, ui: UIConfig) -> int:
-    """Until the person quits."""
+def run_remote_chat(
+    target: RemoteTarget, ui: UIConfig, *, session: str | None, given: Mapping[str, Any]
+) -> int:
+    """Until the person quits. `session` and `given` are those of `run_chat`."""
     from termgen.tui import themes
+    from termgen.tui.chat_store import chats_to_begin_with
     from termgen.tui.remote_app import RemoteApp
 
     themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
+    chats, resume = chats_to_begin_with(ui.chat_db, session, given)
     holder = RemoteHolder(target)
     app = RemoteApp(
         holder.start,
         stop_engine=holder.stop,
         ui=ui,
         models=holder,
+        chats=chats,
+        resume=resume,
         open_feed=lambda: holder.open_feed(ui.dashboard_hz),
     )
     app.run()
+    if chats.trouble:
+        print(f"termgen: error: {chats.trouble}", file=sys.stderr)
     return app.return_code or OK

@@ -177,7 +177,7 @@ def test_only_a_chat_records_graphs_in_the_background_unasked(
 ) -> None:
     configs: list[EngineConfig] = []
 
-    def start(config: EngineConfig, *rest: object) -> int:
+    def start(config: EngineConfig, *rest: object, **which_chat: object) -> int:
         configs.append(config)
         return 0
 
@@ -186,6 +186,36 @@ def test_only_a_chat_records_graphs_in_the_background_unasked(
     monkeypatch.setattr("termgen.cli._need_terminal", lambda *words: None)
     assert cli.main(argv) == 0
     assert configs[0].capture_in_background is in_background
+
+
+@pytest.mark.parametrize(
+    ("argv", "session", "given"),
+    [
+        ([], None, {}),
+        (["--continue"], "", {}),
+        (["--session", "Whales"], "Whales", {}),
+        (
+            ["--continue", "--temperature", "0.5", "--theme", "termgen-light"],
+            "",
+            {"temperature": 0.5},
+        ),
+    ],
+)
+def test_chat_goes_on_with_the_chat_that_is_named(
+    argv: list[str], session: str | None, given: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(
+        "termgen.launch.run_chat", lambda config, ui, **which: calls.append(which) or 0
+    )
+    monkeypatch.setattr("termgen.cli._need_terminal", lambda *words: None)
+    assert cli.main(["chat", *argv]) == 0
+    assert calls == [{"session": session, "given": given}]
+
+
+def test_chat_goes_on_with_one_chat_only(capsys: pytest.CaptureFixture[str]) -> None:
+    error = one_line_error(capsys, "chat", "--continue", "--session", "x")
+    assert "--session" in error and "--continue" in error
 
 
 def test_chat_without_a_terminal_points_to_generate(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,7 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {*FRONT_END, "api"},
     "bench": {*FRONT_END, "api"},
     "remote": FRONT_END,
-    "tui": FRONT_END,
+    "tui": {*FRONT_END, "api"},
     "root": set(GROUPS),
 }
 

@@ -10,6 +10,7 @@ import re
 import select
 import signal
 import socket
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TERMGEN_") and k not in others}
     return kept | {
         "TERMGEN_CONFIG": str(tmp_path / "empty.toml"),
+        "TERMGEN_CHAT_DB": str(tmp_path / "chats.sqlite3"),
         "OMP_NUM_THREADS": "1",
         "TERM": "xterm-256color",
         "PYTHONFAULTHANDLER": "1",
@@ -179,6 +181,28 @@ def test_chat_opens_answers_and_quits(
     assert screen.wait() == 0
     assert "\x1b[?1049l" in screen.shown, "the terminal's own screen is back"
     assert "Traceback" not in screen.shown
+
+
+def test_a_chat_that_was_killed_goes_on(
+    terminal: Callable[..., Terminal], tiny_llama_dir: Path, environment: dict[str, str]
+) -> None:
+    def is_saved(_shown: str) -> bool:
+        with closing(sqlite3.connect(environment["TERMGEN_CHAT_DB"])) as database:
+            return database.execute("SELECT state FROM turns").fetchall() == [("done",)]
+
+    flags = ("--model", str(tiny_llama_dir), "--max-tokens", "8", *ENGINE)
+    screen = terminal("chat", *flags)
+    screen.wait_for(lambda shown: "Ask anything" in shown)
+    screen.send("Hello, model\r")
+    screen.wait_for(is_saved)
+    screen.child.kill()
+    screen = terminal("chat", "--continue", *flags)
+    screen.wait_for(lambda shown: "Hello," in shown and "TTFT" in shown)
+    screen.send("\x11")  # ctrl+q
+    assert screen.wait() == 0
+    screen = terminal("chat", "--session", "something else", *flags)
+    assert screen.wait() == 2
+    assert "no chat is called 'something else'" in screen.shown
 
 
 def test_serve_with_its_dashboard(terminal: Callable[..., Terminal], tiny_llama_dir: Path) -> None:

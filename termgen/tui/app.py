@@ -25,10 +25,13 @@ from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import TermgenError
 from termgen.tui import themes
+from termgen.tui.alt_digits import let_alt_digits_through
+from termgen.tui.chat_store import ChatStore, Resume
 from termgen.tui.messages import ModelsWanted
 from termgen.tui.model_choice import ModelShelf, Switch
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette
 from termgen.tui.screens.chat import ChatScreen
+from termgen.tui.screens.chat_tool_keys import COPY_KEYS, TOOL_KEYS
 from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.screens.dashboard_keys import KEYS
 from termgen.tui.screens.help import HelpScreen, HelpSection, key_names
@@ -36,6 +39,7 @@ from termgen.tui.screens.loading import LoadingScreen, StartupProgress
 from termgen.tui.screens.models import ModelScreen
 from termgen.tui.screens.silent import SilentScreen
 from termgen.tui.widgets.prompt import Prompt
+from termgen.tui.widgets.session_panel import SessionList
 from termgen.tui.widgets.transcript import Transcript
 
 StartEngine = Callable[[Callable[[str, float], None]], Awaitable[EngineClient]]
@@ -87,11 +91,18 @@ class TermgenApp(App[None]):
         start_screen: str = "chat",
         theme_folders: tuple[Path, ...] | None = None,
         models: ModelShelf | None = None,
+        chats: ChatStore | None = None,
+        resume: Resume | None = None,
     ) -> None:
-        """`models`: what may be changed to; None where the model stays."""
+        """`models`: what may be changed to; None where the model stays.
+
+        Without `chats`, they are kept in memory.
+        """
         super().__init__()
         assert start_screen in ("chat", "dashboard")
         self.ui = ui
+        self.chats = chats or ChatStore()
+        self.resume = resume
         self._start_engine = start_engine
         self._stop_engine = stop_engine
         self._start_screen = start_screen
@@ -109,8 +120,11 @@ class TermgenApp(App[None]):
         chosen = super().get_driver_class()
         if chosen.__name__ != "LinuxDriver":  # Windows, a browser, or a test
             return chosen
+        from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
+
         from termgen.tui.patient_driver import PatientDriver  # its module needs a Unix
 
+        let_alt_digits_through(ANSI_SEQUENCES_KEYS)
         return PatientDriver
 
     def _draw_what_was_dropped(self) -> None:
@@ -145,6 +159,7 @@ class TermgenApp(App[None]):
             asyncio.get_running_loop().remove_signal_handler(number)
         if self._dashboard is not None:
             self._dashboard.close()
+        await self.chats.close()
         await self._stop_engine()
 
     @work(exclusive=True, group="boot")
@@ -171,7 +186,7 @@ class TermgenApp(App[None]):
         self.add_mode("dashboard", lambda: dashboard)
 
     def make_chat(self, client: EngineClient) -> ChatScreen:
-        return ChatScreen(client, self.ui)
+        return ChatScreen(client, self.ui, chats=self.chats, resume=self.resume)
 
     def make_dashboard(self, client: EngineClient) -> DashboardScreen:
         return DashboardScreen(client, hz=self.ui.dashboard_hz)
@@ -253,13 +268,19 @@ class TermgenApp(App[None]):
 
     def help_sections(self) -> list[HelpSection]:
         """What is shown first comes first."""
+        chat_keys = [key for key in ChatScreen.BINDINGS if key not in COPY_KEYS[1:]]
         here: list[HelpSection] = [
-            ("Chat", [*Prompt.BINDINGS[:2], *ChatScreen.BINDINGS]),
+            ("Chat", [*Prompt.BINDINGS[:2], *chat_keys]),
             ("Engine", DashboardScreen.BINDINGS),
         ]
         if self._shown == "dashboard":
             here.reverse()
-        return [*here, ("Transcript", Transcript.BINDINGS), ("Everywhere", self.BINDINGS)]
+        return [
+            *here,
+            ("List of chats", SessionList.BINDINGS),
+            ("Transcript", Transcript.BINDINGS),
+            ("Everywhere", self.BINDINGS),
+        ]
 
     def action_interrupt(self) -> None:
         """ctrl+c: copy a selection, else stop an answer, else quit when pressed twice."""
@@ -288,14 +309,20 @@ class TermgenApp(App[None]):
         """Every action, for the command palette."""
         if isinstance(screen, ChatScreen):
             yield SystemCommand("Stop the answer", "Keep its text (esc)", screen.action_stop)
-            yield SystemCommand("Clear", "Forget the conversation (ctrl+l)", screen.action_clear)
+            yield SystemCommand("Clear", "Begin anew (ctrl+l)", screen.action_clear)
             yield SystemCommand("New chat", "Start over (ctrl+n)", screen.action_new_chat)
-            yield SystemCommand("Retry", "Answer again (ctrl+r)", screen.action_retry)
+            yield SystemCommand("Retry", "Answer again (alt+r)", screen.action_retry)
+            yield SystemCommand("Edit", "Ask otherwise, in a branch (alt+e)", screen.action_edit)
+            yield SystemCommand("Chats", "Earlier chats (ctrl+b)", screen.action_sessions)
+            for name, by, key in (("Branch before", -1, "left"), ("Branch after", 1, "right")):
+                turn_to = partial(screen.action_sibling, by)
+                yield SystemCommand(name, f"Of answers and edits (alt+{key})", turn_to)
             yield SystemCommand("Copy answer", "The last one (/copy)", screen.action_copy_answer)
+            for binding in TOOL_KEYS:
+                help_text = f"{binding.tooltip} ({key_names(binding)})"
+                run = partial(screen.run_action, binding.action)
+                yield SystemCommand(binding.description, help_text, run)
             yield SystemCommand("Models", "Choose another model (F5)", self.action_models)
-            yield SystemCommand(
-                "System prompt", "Instructions for the model (/system)", screen.action_edit_system
-            )
         if isinstance(screen, DashboardScreen):
             yield from self._dashboard_commands(screen)
         if self._dashboard is not None:

@@ -1,22 +1,32 @@
-"""A chat as data: turns, what is sent to the engine, and the figures of each answer. No Textual."""
+"""A chat as data: a tree of turns, the path through it that is shown and sent, and the figures of
+each answer. No Textual.
+
+Answering a question again and editing it both put a turn beside the old one. Of the turns under one
+parent one is chosen; from the first turn on, the chosen ones are the path.
+"""
 
 from __future__ import annotations
 
 import enum
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
+from uuid import uuid4
 
 from termgen.client import ChatPrompt, TokenDelta
 from termgen.config import UIConfig
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.structured_outputs import StructuredOutputsParams
+from termgen.tui.attachments import Attachment, with_files
+from termgen.tui.thoughts import AnswerNews, Thought
 
 CHAT_DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}
 """For models that come without sampling defaults of their own."""
 RATE_WINDOW_S = 2.0
+MAX_TITLE_CHARS = 80
 
 
 class AnswerState(enum.Enum):
@@ -65,6 +75,11 @@ class AnswerStats:
             (self.output_tokens - 1) / elapsed if self.output_tokens > 1 and elapsed > 0 else None
         )
 
+    @property
+    def seconds_of_output(self) -> float:
+        """From the first token to the latest."""
+        return self.ended_s - self._first_s if self.output_tokens else 0.0
+
     def live_rate(self, now_s: float) -> float | None:
         """Tokens per second over the last two seconds."""
         points = [point for point in self._recent if now_s - point[0] <= RATE_WINDOW_S]
@@ -75,43 +90,130 @@ class AnswerStats:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A question and its answer."""
+    """A question and its answer. Its children are the questions that were asked after it."""
 
     question: str
     answer: str = ""
-    """As the model wrote it, not cleaned for the screen."""
+    """As the model wrote it, without its thoughts, not cleaned for the screen."""
     state: AnswerState = AnswerState.STREAMING
     stats: AnswerStats = field(default_factory=lambda: AnswerStats(time.perf_counter()))
+    thought: Thought = field(default_factory=Thought)
+    attachments: tuple[Attachment, ...] = ()
+    form: StructuredOutputsParams | None = None
+    """What the answer must look like."""
+    turn_id: str = field(default_factory=lambda: uuid4().hex)
+    asked_s: float = field(default_factory=time.time)
+    """By the wall clock."""
+    model_id: str = ""
+    """Who answers; empty where it is not known."""
+    parent: Turn | None = field(default=None, repr=False)
+    children: list[Turn] = field(default_factory=list, repr=False)
+    chosen: Turn | None = field(default=None, repr=False)
+    """The child on the path."""
+    instead_of: Turn | None = field(default=None, repr=False)
+    """The turn that was on the path when this one was put beside it."""
+
+    @property
+    def siblings(self) -> Sequence[Turn]:
+        """This turn and those beside it, in the order they were asked."""
+        return self.parent.children if self.parent is not None else (self,)
+
+    @property
+    def place(self) -> int:
+        return self.siblings.index(self)
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether it asks something else than the first of its siblings."""
+        return self.question != self.siblings[0].question
+
+    def take(self, news: AnswerNews, now_s: float) -> None:
+        """More of the answer, or of the thoughts before it."""
+        stats = self.stats
+        stats.update(news.delta, now_s)
+        self.answer += news.pieces[1]
+        self.thought.take(
+            news.pieces, num_tokens=stats.output_tokens, seconds=stats.seconds_of_output
+        )
+
+    def end(self, state: AnswerState) -> None:
+        self.state = state
+        self.thought.is_over = True
+
+    def messages(self) -> list[dict[str, str]]:
+        """What the model is given of it. What becomes of its thoughts, its template decides."""
+        given = [{"role": "user", "content": with_files(self.question, self.attachments)}]
+        if self.answer:
+            given.append({"role": "assistant", "content": self.answer})
+            if self.thought.text:
+                given[-1]["reasoning_content"] = self.thought.text
+        return given
 
 
 class Conversation:
     """The turns of one chat and its system prompt."""
 
-    def __init__(self, *, system_prompt: str | None = None) -> None:
+    def __init__(self, *, system_prompt: str | None = None, session_id: str | None = None) -> None:
         self.system_prompt = system_prompt
-        self.turns: list[Turn] = []
+        self.session_id = session_id or uuid4().hex
+        self.title = ""
+        """Of the first question, until it is renamed."""
+        self.root = Turn("", state=AnswerState.DONE)
+        """Above the first turns; never shown nor sent."""
 
-    def ask(self, question: str, *, now_s: float) -> Turn:
-        turn = Turn(question, stats=AnswerStats(now_s))
-        self.turns.append(turn)
+    @property
+    def turns(self) -> list[Turn]:
+        """The path."""
+        path = []
+        turn = self.root.chosen
+        while turn is not None:
+            path.append(turn)
+            turn = turn.chosen
+        return path
+
+    def ask(
+        self, question: str, *, now_s: float, beside: Turn | None = None, model_id: str = ""
+    ) -> Turn:
+        """A new turn at the end of the path, or in place of `beside` and all that follows it."""
+        end = self.turns[-1] if self.root.chosen is not None else self.root
+        parent = end if beside is None else beside.parent
+        assert parent is not None, "the root is not a turn"
+        turn = Turn(question, stats=AnswerStats(now_s), model_id=model_id, parent=parent)
+        turn.instead_of = parent.chosen
+        self.title = self.title or title_of(question)
+        parent.children.append(turn)
+        parent.chosen = turn
         return turn
 
-    def withdraw(self, turn: Turn) -> None:
-        """Take a question back whose answer never began."""
-        self.turns.remove(turn)
+    def switch(self, turn: Turn, by: int) -> Turn | None:
+        """Choose the sibling so many places on, with the path below it; None if there is none."""
+        place = turn.place + by
+        if turn.parent is None or not 0 <= place < len(turn.siblings):
+            return None
+        turn.parent.chosen = turn.siblings[place]
+        return turn.parent.chosen
 
-    def clear(self) -> None:
-        self.turns.clear()
+    def remove(self, turn: Turn) -> None:
+        """Take a turn out, with all below it. On the path, the one that it replaced comes back."""
+        parent, place = turn.parent, turn.place
+        assert parent is not None, "the root is not a turn"
+        parent.children.remove(turn)
+        for sibling in parent.children:
+            if sibling.instead_of is turn:
+                sibling.instead_of = turn.instead_of
+        if parent.chosen is turn:
+            nearest = parent.children[max(0, place - 1)] if parent.children else None
+            parent.chosen = turn.instead_of or nearest
+        if not self.root.children:
+            self.title = ""
 
     def prompt(self) -> ChatPrompt:
-        """Everything said so far; the last turn is the one to answer."""
+        """Everything said on the path; its last turn is the one to answer."""
         messages: list[dict[str, str]] = []
         if self.system_prompt:
             messages.append({"role": "system", "content": self.system_prompt})
         for turn in self.turns:
-            messages.append({"role": "user", "content": turn.question})
-            if turn.answer:
-                messages.append({"role": "assistant", "content": turn.answer})
+            messages += turn.messages()
         return ChatPrompt(messages)
 
     @property
@@ -120,7 +222,25 @@ class Conversation:
 
     @property
     def context_tokens(self) -> int:
-        return self.turns[-1].stats.context_tokens if self.turns else 0
+        turns = self.turns
+        return turns[-1].stats.context_tokens if turns else 0
+
+    def check_integrity(self) -> None:
+        """Every turn is its parent's child, and what is chosen is there to be chosen."""
+        waiting = [self.root]
+        while waiting:
+            turn = waiting.pop()
+            assert (turn.chosen is None) == (not turn.children)
+            assert turn.chosen is None or turn.chosen in turn.children
+            assert all(child.parent is turn for child in turn.children)
+            assert turn.instead_of is None or turn.instead_of in turn.siblings
+            waiting += turn.children
+
+
+def title_of(question: str) -> str:
+    """Its first line that is not blank."""
+    first = next((line for line in question.splitlines() if line.strip()), "")
+    return " ".join(first.split())[:MAX_TITLE_CHARS]
 
 
 def sampling_params(model_defaults: Mapping[str, Any], ui: UIConfig) -> SamplingParams:
@@ -150,6 +270,10 @@ class PromptHistory:
 
     def reset(self) -> None:
         self._back, self._draft = 0, ""
+
+    def newest_first(self) -> list[str]:
+        """Each once."""
+        return list(dict.fromkeys(reversed(self._entries)))
 
     def older(self, current: str) -> str | None:
         """The prompt before the one shown, None when there is none."""

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len
 
-from termgen.tui.highlight import highlight
-from termgen.tui.spans import Row, Span, fit, merge, row_width, wrap, wrap_hard
+from termgen.tui.code_panel import CodeBlock, code_rows, is_code, language_of
+from termgen.tui.spans import Row, Span, fit, merge, row_width, wrap
 
 BULLETS = "•◦▪"
 MIN_COLUMN = 4
@@ -32,6 +31,12 @@ def render(source: str, width: int) -> list[Row]:
     for unit in _units(source, {}):
         _add(rows, unit, width, live=False)
     return rows
+
+
+def code_blocks(source: str) -> list[CodeBlock]:
+    """In the order of the numbers in their headers."""
+    root = SyntaxTreeNode(_parser.parse(source, {}))
+    return [CodeBlock(language_of(node), node.content) for node in root.walk() if is_code(node)]
 
 
 class StreamingMarkdown:
@@ -76,6 +81,7 @@ class StreamingMarkdown:
         self._rendered_chars = -1
         self._gap = False
         self._number: int | None = None  # before the tail's first unit, and its number
+        self._num_code_blocks = 0  # in what is frozen
         self._env: dict[str, Any] = {}
 
     def _update(self) -> None:
@@ -89,7 +95,8 @@ class StreamingMarkdown:
             self._freeze(newline)
         # A copy of the references: those of a tail that still changes must not stay.
         env = {key: dict(value) for key, value in self._env.items()}
-        units = _units(self.source[self._frozen_chars :], env, number=self._number)
+        text, blocks = self.source[self._frozen_chars :], self._num_code_blocks
+        units = _units(text, env, number=self._number, code_blocks=blocks)
         self._tail = [()] if self._frozen and self._gap and units else []
         for unit in units:
             gap = unit is not units[0] and unit.gap
@@ -101,13 +108,15 @@ class StreamingMarkdown:
         Only complete lines are looked at, since half a line may be taken for something else.
         """
         text = self.source[self._frozen_chars : end]
-        units = _units(text, self._env, number=self._number)
+        blocks = self._num_code_blocks
+        units = _units(text, self._env, number=self._number, code_blocks=blocks)
         if len(units) < 2:
             return
         first, last = units[0], units[-1]
         for unit in units[:-1]:
             gap = self._gap if unit is first else unit.gap
             _add(self._frozen, replace(unit, gap=gap), self._width, live=False)
+            self._num_code_blocks += sum(map(is_code, unit.node.walk()))
         lines = text.split("\n")
         self._frozen_chars += sum(len(line) + 1 for line in lines[: last.line])
         self._gap, self._number = last.gap, last.number
@@ -127,11 +136,17 @@ class _Unit:
     """Its number in an ordered list."""
 
 
-def _units(source: str, env: dict[str, Any], *, number: int | None = None) -> list[_Unit]:
-    """`number`, if given, is that of the first item, whose predecessors are not in `source`."""
+def _units(
+    source: str, env: dict[str, Any], *, number: int | None = None, code_blocks: int = 0
+) -> list[_Unit]:
+    """What comes before `source` has so many code blocks, and ends with a list whose next item
+    would have this number, if it is given."""
     lines = source.split("\n")
     units: list[_Unit] = []
-    for node in SyntaxTreeNode(_parser.parse(source, env)).children:
+    root = SyntaxTreeNode(_parser.parse(source, env))
+    for index, node in enumerate(filter(is_code, root.walk()), code_blocks + 1):
+        node.meta["number"] = index
+    for node in root.children:
         line = node.map[0] if node.map else 0
         if node.type not in ("bullet_list", "ordered_list"):
             units.append(_Unit(node, line, True, lines))
@@ -165,8 +180,8 @@ def _add(rows: list[Row], unit: _Unit, width: int, *, live: bool) -> None:
 def _block(
     node: SyntaxTreeNode, lines: Sequence[str], width: int, *, live: bool, depth: int = 0
 ) -> list[Row]:
-    if node.type in ("fence", "code_block"):
-        return _code(node, width, live=live)
+    if is_code(node):
+        return code_rows(node, width, live=live)
     if node.type in ("bullet_list", "ordered_list"):
         rows: list[Row] = []
         items = _items(node, lines)
@@ -223,43 +238,6 @@ def _heading(node: SyntaxTreeNode, width: int) -> list[Row]:
 
 def _rule(node: SyntaxTreeNode, width: int) -> list[Row]:
     return [(("─" * min(width, 40), "border"),)]
-
-
-def _code(node: SyntaxTreeNode, width: int, *, live: bool) -> list[Row]:
-    """A panel of its own background, its language at the right end of the first row."""
-    words = node.info.split(maxsplit=1)
-    language = words[0] if words else ""
-    code = node.content.removesuffix("\n")
-    label = language if cell_len(language) <= width - 2 else ""
-    gap = " " * max(0, width - cell_len(label) - 1)
-    rows: list[Row] = [fit(((gap + label, "muted@code"),), width, "text@code")]
-    if live:
-        for line in code.split("\n"):
-            rows += _open_code_line(line, language, width)
-    else:
-        for coloured in highlight(code, language):
-            rows += _code_line(coloured, width)
-    rows.append(fit((), width, "text@code"))
-    return rows
-
-
-@lru_cache(maxsize=4096)
-def _open_code_line(line: str, language: str, width: int) -> tuple[Row, ...]:
-    """A line of a block that still grows is coloured once, on its own."""
-    return tuple(_code_line(highlight(line, language)[0], width))
-
-
-def _code_line(line: Row, width: int) -> list[Row]:
-    rows: list[Row] = []
-    for piece in wrap_hard(line, max(1, width - 2)):
-        spans = [(" ", "text@code"), *((text, _on_code(role)) for text, role in piece)]
-        rows.append(fit(spans, width, "text@code"))
-    return rows
-
-
-def _on_code(role: str) -> str:
-    name, slash, flags = role.partition("/")
-    return f"{name}@code{slash}{flags}"
 
 
 def _table(node: SyntaxTreeNode, width: int) -> list[Row]:

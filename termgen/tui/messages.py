@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from textual.message import Message
 
+from termgen.tui.chat_db import SessionSummary
+
 
 @dataclass
 class PromptSubmitted(Message):
@@ -22,6 +24,34 @@ class PromptEdited(Message):
 
     def can_replace(self, message: Message) -> bool:
         return isinstance(message, PromptEdited)
+
+
+@dataclass
+class LargePaste(Message):
+    """More was pasted than the prompt shows."""
+
+    text: str
+
+
+@dataclass
+class EntryClicked(Message):
+    """A click on the transcript, unless it ended a selection."""
+
+    entry: object
+    span: tuple[str, str]
+    """The text under the pointer and its role."""
+
+
+@dataclass
+class SessionWish(Message):
+    """What the user wants of the list of chats.
+
+    One of open, rename, name (with its `title`), delete, undo, search.
+    """
+
+    what: str
+    session: SessionSummary | None
+    title: str = ""
 
 
 @dataclass

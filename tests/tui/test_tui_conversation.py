@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import MappingProxyType
 
 import pytest
@@ -52,6 +53,7 @@ def test_prompt_holds_everything_said() -> None:
     first = talk.ask("one?", now_s=0)
     first.answer = "1"
     talk.ask("two?", now_s=1)
+    assert talk.title == "one?"
     assert [(m["role"], m["content"]) for m in talk.prompt().messages] == [
         ("system", "be brief"),
         ("user", "one?"),
@@ -59,11 +61,75 @@ def test_prompt_holds_everything_said() -> None:
         ("user", "two?"),
     ]
     assert talk.last_answer == "1"
-    talk.withdraw(talk.turns[-1])
+    talk.remove(talk.turns[-1])
     assert len(talk.turns) == 1
-    talk.clear()
+    talk.remove(first)
     assert talk.last_answer is None and talk.context_tokens == 0
-    assert talk.system_prompt == "be brief"
+    assert talk.title == ""
+
+
+def test_answers_and_edits_stand_beside_each_other() -> None:
+    talk = Conversation()
+    first = talk.ask("one", now_s=0)
+    first.answer = "1"
+    follow = talk.ask("and?", now_s=1)
+    again = talk.ask("one", now_s=2, beside=first)
+    edited = talk.ask("uno", now_s=3, beside=again)
+    assert talk.turns == [edited] and list(edited.siblings) == [first, again, edited]
+    assert edited.is_edited and not again.is_edited and edited.place == 2
+    assert talk.switch(edited, 1) is None and talk.turns == [edited]
+    assert talk.switch(edited, -2) is first and talk.turns == [first, follow]
+    later = talk.ask("two", now_s=4)
+    assert talk.turns == [first, follow, later]
+    talk.check_integrity()
+
+
+def test_removing_a_turn_brings_back_what_it_replaced() -> None:
+    talk = Conversation()
+    first = talk.ask("one", now_s=0)
+    second = talk.ask("one", now_s=1, beside=first)
+    talk.switch(second, -1)
+    third = talk.ask("one", now_s=2, beside=first)
+    talk.remove(third)
+    assert talk.turns == [first]
+    talk.switch(first, 1)
+    talk.remove(first)
+    assert talk.turns == [second]
+    talk.remove(second)
+    assert talk.turns == []
+    talk.check_integrity()
+
+
+def test_any_history_of_a_tree_sends_its_path() -> None:
+    """Against a model that keeps whole paths, in the order they were made."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(20):
+        talk = Conversation(system_prompt=rng.choice([None, "be brief"]))
+        for step in range(60):
+            turns = talk.turns
+            turn = rng.choice(turns) if turns else None
+            above = turns[: turns.index(turn)] if turn else []
+            action = rng.choice(("ask", "again", "edit", "switch", "remove"))
+            if turn is None or action == "ask":
+                made = talk.ask(f"q{step}", now_s=step)
+                assert talk.turns == [*turns, made]
+                made.answer = f"a{step}" if rng.random() < 0.9 else ""
+            elif action in ("again", "edit"):
+                question = turn.question if action == "again" else f"q{step}"
+                made = talk.ask(question, now_s=step, beside=turn)
+                assert talk.turns == [*above, made]
+                made.answer = f"a{step}"
+            elif action == "switch":
+                chosen = talk.switch(turn, rng.choice((-1, 1)))
+                assert talk.turns[len(above)] is (chosen or turn)
+            else:
+                talk.remove(turn)
+                assert turn not in talk.turns and talk.turns[: len(above)] == above
+            talk.check_integrity()
+            said = [m["content"] for m in talk.prompt().messages if m["role"] != "system"]
+            assert said == [t for turn in talk.turns for t in (turn.question, turn.answer) if t]
 
 
 def test_stats_measure_the_answer() -> None:
@@ -109,6 +175,17 @@ def test_status_line_fits_and_keeps_the_context(width: int) -> None:
         assert "20.0 tok/s" in shown and "TTFT 500 ms" in shown and "↓ more below" in shown
 
 
+@pytest.mark.parametrize(
+    ("width", "words"), [(70, "· JSON schema +2 "), (140, "seed 7  top_p 0.5 ")]
+)
+def test_status_line_keeps_what_was_set(width: int, words: str) -> None:
+    changes = ("JSON schema", "seed 7", "top_p 0.5")
+    status = ChatStatus(stats_after(11), False, 1800, 0.7, 11.0, changes=changes)
+    shown = row_text(status_row(make_model_info(max_model_len=2048), status, width))
+    assert row_width(((shown, ""),)) == width
+    assert words in shown and "1.8k/2.0k" in shown and "T 0.7" not in shown
+
+
 def test_the_empty_chat_teaches() -> None:
     shown = "\n".join(row_text(row) for row in empty_rows(make_model_info(), 76, 18))
     for expected in ("fake/model-1", "is ready", "enter", "ctrl+j", "/system", "F2", "F1"):
@@ -143,5 +220,5 @@ def test_commands_are_told_from_messages() -> None:
     assert commands.looks_like_command("/claer")
     assert not commands.looks_like_command("/etc/passwd")
     assert not commands.looks_like_command("a /b")
-    assert [c.name for c in commands.matching("/c")] == ["clear", "copy"]
+    assert [c.name for c in commands.matching("/c")] == ["clear", "copy", "code", "choice"]
     assert commands.matching("/clear now") == []

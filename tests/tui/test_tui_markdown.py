@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from termgen.tui import markdown
+from termgen.tui import code_panel, markdown
+from termgen.tui.code_panel import COPY_ROLE, CodeBlock
 from termgen.tui.highlight import highlight
-from termgen.tui.markdown import StreamingMarkdown, render
+from termgen.tui.markdown import StreamingMarkdown, code_blocks, render
 from termgen.tui.spans import Row, row_text, row_width
 
 PARTS = (
@@ -70,7 +71,8 @@ def test_lists_number_nest_and_keep_blank_lines() -> None:
 
 def test_code_is_a_panel_in_its_own_colours() -> None:
     rows = render("```python\nreturn 1\n```\n", 20)
-    assert text_of(rows) == [" " * 13 + "python", " return 1", ""]
+    assert text_of(rows) == [" python    [1] copy", " return 1", ""]
+    assert ("[1] copy", COPY_ROLE) in rows[0]
     assert all(row_width(row) == 20 for row in rows)
     assert ("return", "syn-keyword@code") in rows[1]
     assert all("@code" in role for row in rows for _, role in row)
@@ -78,7 +80,21 @@ def test_code_is_a_panel_in_its_own_colours() -> None:
 
 def test_long_code_lines_are_broken_not_lost() -> None:
     rows = render("```\n" + "x" * 25 + "\n```\n", 12)
-    assert "".join("".join(text_of(rows)).split()) == "x" * 25
+    assert "".join("".join(text_of(rows[1:])).split()) == "x" * 25
+
+
+def test_code_blocks_are_numbered_wherever_they_stand() -> None:
+    source = "```py\na\n```\n- x\n\n  ~~~\n  b\n  ~~~\n\n> ```sh x=1\n> c\n> ```\n\n    d\n\te\n"
+    rows = text_of(render(source, 30))
+    numbers = [row.split("[")[1] for row in rows if "copy" in row]
+    assert numbers == [f"{n}] copy" for n in (1, 2, 3, 4)]
+    assert code_blocks(source) == [
+        CodeBlock("py", "a\n"),
+        CodeBlock("", "b\n"),
+        CodeBlock("sh", "c\n"),
+        CodeBlock("", "d\ne\n"),
+    ]
+    assert all(row_width(row) <= 6 for row in render(source, 6))
 
 
 def test_table_aligns_and_shrinks() -> None:
@@ -178,10 +194,10 @@ def test_only_the_open_tail_is_parsed_again(line: str, monkeypatch: pytest.Monke
 
 
 def test_lines_of_an_open_code_block_are_rendered_once() -> None:
-    markdown._open_code_line.cache_clear()
+    code_panel._open_code_line.cache_clear()
     stream = StreamingMarkdown()
     stream.append("```python\n")
     for number in range(200):
         stream.append(f"x{number} = {number}\n")
         stream.rows(60)
-    assert markdown._open_code_line.cache_info().misses <= 203
+    assert code_panel._open_code_line.cache_info().misses <= 203

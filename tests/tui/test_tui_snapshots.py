@@ -10,6 +10,7 @@ from fake_engine import Script
 from textual.pilot import Pilot
 from tui_harness import (
     ANSWER,
+    NOON,
     FrozenApp,
     ask,
     chat_engine,
@@ -20,6 +21,7 @@ from tui_harness import (
 )
 
 from termgen.config import UIConfig
+from termgen.tui.conversation import Conversation
 from termgen.tui.widgets.prompt import Prompt
 
 SIZES = [(80, 24), (140, 40)]
@@ -114,6 +116,30 @@ def test_dashboard_pages(snap_compare: Compare, key: str, size: tuple[int, int])
 
     app = FrozenApp(chat_engine(), start_screen="dashboard")
     assert snap_compare(app, terminal_size=size, run_before=turn_to)
+
+
+async def list_chats(pilot: Pilot[Any]) -> None:
+    app = await begin(pilot)
+    for age, question in ((40, "Paged attention"), (3, "A haiku about GPUs"), (1, "Log lines")):
+        talk = Conversation()
+        talk.ask(question, now_s=0.0, model_id="smollm2-135m").answer = "About that, much."
+        app.chat.keeper.save_all(talk, app.chat._params)
+        used_s, session_id = NOON - age * 86_400, talk.session_id
+        await app.chats.read(
+            lambda database, values=(used_s, session_id): database._connection.execute(
+                "UPDATE sessions SET updated_s = ? WHERE session_id = ?", values
+            )
+        )
+    await pilot.press("ctrl+b", "slash", *"abou")
+    await wait_until(pilot, lambda: "About that" in app.chat.panel.session_list.text)
+    await pilot.press("down", "down")
+    app.chat.panel.search.cursor_blink = False
+    await pilot.pause()
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_chat_list(snap_compare: Compare, size: tuple[int, int]) -> None:
+    assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=list_chats)
 
 
 def test_help(snap_compare: Compare) -> None:

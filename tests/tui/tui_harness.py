@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from termgen.tui.app import TermgenApp
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.dashboard import DashboardScreen
 
+NOON = datetime(2026, 3, 14, 12).timestamp()
+"""What time it is, for lists of chats."""
 MS = 1_000_000
 SECOND = 1_000_000_000
 NOW_NS = 1_000 * SECOND
@@ -81,7 +84,14 @@ class FrozenApp(TermgenApp):
     def make_chat(self, client: EngineClient) -> ChatScreen:
         engine = self.engine
         clock = (lambda: engine.now_s) if isinstance(engine, TimedEngine) else (lambda: 100.0)
-        return ChatScreen(client, self.ui, clock=clock)
+        return ChatScreen(
+            client,
+            self.ui,
+            chats=self.chats,
+            resume=self.resume,
+            clock=clock,
+            wall_clock=lambda: NOON,
+        )
 
     def make_dashboard(self, client: EngineClient) -> DashboardScreen:
         return DashboardScreen(client, hz=4.0, now_ns=lambda: self.now_ns, cpu_ns=lambda: 0)

@@ -7,16 +7,22 @@ from dataclasses import dataclass
 
 from termgen.client import ModelInfo
 from termgen.engine.request import FinishReason
+from termgen.tui.answer_form import fits, form_words
+from termgen.tui.attachments import Attachment
 from termgen.tui.conversation import AnswerState, AnswerStats, Turn
 from termgen.tui.formatting import count, duration, rate
 from termgen.tui.render.overview import model_words
 from termgen.tui.render.series import bar
 from termgen.tui.sanitize import clean, clean_line
-from termgen.tui.spans import Row, Span, row_width, spread, wrap
+from termgen.tui.spans import Row, Span, cut, row_width, spread, wrap
 
 CURSOR = "▍"
 CONTEXT_BAR = 10
 NEARLY_FULL = 0.85
+
+MARKED_WIDTH = 48
+_MARKED: Row = (("◂", "accent"),)
+_MARKED_KEYS: Row = (("◂ ", "accent"), ("alt+e edit · alt+r again · alt+←→", "muted"))
 
 _EMPTY_KEYS = (
     ("enter", "send", "ctrl+j", "new line"),
@@ -35,17 +41,37 @@ class ChatStatus:
     context_tokens: int
     temperature: float
     now_s: float
+    changes: tuple[str, ...] = ()
+    """What the user set for sampling and the form of answers: `top_p 0.5`, `JSON schema`."""
     behind: bool = False
     """The user has scrolled up and the tail is out of sight."""
 
 
-def question_rows(text: str, width: int) -> list[Row]:
+def question_rows(
+    text: str, width: int, *, attachments: Sequence[Attachment] = (), marked: bool = False
+) -> list[Row]:
     rows = wrap([(clean(text), "text")], width - 2)
-    return [(("you", "user/b"),), *((("▎ ", "user"), *row) for row in rows)]
+    rows += [((cut(attachment_words(file), width - 2), "muted"),) for file in attachments]
+    header: Row = (("you", "user/b"),)
+    if marked:
+        header = spread(header, _MARKED_KEYS if width >= MARKED_WIDTH else _MARKED, width)
+    return [header, *((("▎ ", "user"), *row) for row in rows)]
 
 
-def answer_header(model: ModelInfo) -> Row:
-    return ((clean_line(model.model_id), "accent/b"),)
+def attachment_words(attachment: Attachment) -> str:
+    """`▤ scheduler.py 4.1k`: a file's name and size in bytes."""
+    return f"▤ {clean_line(attachment.name)} {count(attachment.num_bytes)}"
+
+
+def answer_header(name: str, turn: Turn, width: int) -> Row:
+    """Who answers and, of several answers or questions at this place, which one this is."""
+    header: Row = ((clean_line(name), "accent/b"),)
+    if len(turn.siblings) < 2:
+        return header
+    place: Row = ((f"‹{turn.place + 1}/{len(turn.siblings)}›", "accent"),)
+    edited: Row = (*place, ("  edited", "muted")) if turn.is_edited else place
+    fits = row_width(header) + row_width(edited) < width
+    return spread(header, edited if fits else place, width)
 
 
 def with_cursor(rows: Sequence[Row]) -> list[Row]:
@@ -73,6 +99,10 @@ def answer_footer(turn: Turn, width: int) -> Row:
         parts.append([("✗ failed", "bad")])
     elif stats.finish_reason is FinishReason.LENGTH:
         parts.append([("■ length limit", "warn")])
+    if turn.form is not None and turn.state is AnswerState.DONE:
+        right = fits(turn.form, turn.answer, stats.finish_reason)
+        sign = ("✓ ", "good") if right else ("✗ not complete: ", "warn")
+        parts.append([sign, (form_words(turn.form), sign[1])])
     parts.append([(f"{count(stats.output_tokens)} tok", "muted")])
     if stats.decode_rate is not None:
         parts.append([(f"{rate(stats.decode_rate)} tok/s", "muted")])
@@ -137,11 +167,30 @@ def status_row(model: ModelInfo, status: ChatStatus, width: int) -> Row:
         ("chat  ", "text/b"),
         (model_words(model), "text"),
     ]
-    right = _right_end(model, status, width - row_width(tuple(left)) - 2)
-    for detail in (f" · {clean_line(model.device_name)}", f" · T {status.temperature:g}"):
-        if row_width((*left, (detail, "muted"), *right)) + 2 <= width:
-            left.append((detail, "muted"))
+    room = width - row_width(tuple(left)) - 2
+    changed = _changed_words(status.changes, 1)
+    right = _right_end(model, status, room - len(changed))
+    temperature = f" · T {status.temperature:g}"
+    details = [(f" · {clean_line(model.device_name)}", "muted"), (temperature, "muted")]
+    if changed:  # what was set by hand comes before all but the context
+        for shown in range(1, len(status.changes) + 1):
+            words = _changed_words(status.changes, shown)
+            if row_width(((words, ""), *right)) <= room:
+                changed = words
+        left.append((changed, "accent"))
+        details.pop()
+    for detail in details:
+        if row_width((*left, detail, *right)) + 2 <= width:
+            left.append(detail)
     return spread(left, right, width)
+
+
+def _changed_words(changes: Sequence[str], shown: int) -> str:
+    """The first so many, and how many more there are."""
+    if not changes:
+        return ""
+    more = f" +{len(changes) - shown}" if shown < len(changes) else ""
+    return " · " + "  ".join(changes[:shown]) + more
 
 
 def _right_end(model: ModelInfo, status: ChatStatus, room: int) -> list[Span]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from termgen.client import ModelInfo
+from termgen.tui.answer_form import as_markdown, json_opening
 from termgen.tui.conversation import AnswerState, Turn
 from termgen.tui.markdown import StreamingMarkdown
 from termgen.tui.render.chat import (
@@ -16,20 +17,32 @@ from termgen.tui.render.chat import (
     waiting_row,
     with_cursor,
 )
-from termgen.tui.sanitize import StreamCleaner
+from termgen.tui.sanitize import StreamCleaner, clean
 from termgen.tui.spans import Row, Span
+from termgen.tui.widgets.thoughts import ThoughtRows
 
 INDENT: Span = ("  ", "text")
 
 
 class QuestionEntry:
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._rows: tuple[int, Sequence[Row]] | None = None
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+        self._rows: tuple[tuple[int, bool], Sequence[Row]] | None = None
+        self.is_marked = False
+        """The cursor is at this turn."""
 
     def __call__(self, width: int) -> Sequence[Row]:
-        if self._rows is None or self._rows[0] != width:
-            self._rows = width, question_rows(self._text, width)
+        key = (width, self.is_marked)
+        if self._rows is None or self._rows[0] != key:
+            self._rows = (
+                key,
+                question_rows(
+                    self._turn.question,
+                    width,
+                    attachments=self._turn.attachments,
+                    marked=self.is_marked,
+                ),
+            )
         return self._rows[1]
 
 
@@ -40,30 +53,55 @@ class AnswerEntry:
         self, turn: Turn, model: ModelInfo, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._turn = turn
-        self._header = answer_header(model)
+        self._name = turn.model_id or model.model_id
         self._clock = clock
         self._cleaner = StreamCleaner()
         self._markdown = StreamingMarkdown()
+        self._markdown.append(json_opening(turn.form))
+        self._thoughts = ThoughtRows(turn.thought)
         self._indented: list[Row] = []
         self._indented_for: tuple[int, bool] = (0, False)
+
+    @property
+    def turn(self) -> Turn:
+        return self._turn
+
+    @property
+    def has_thoughts(self) -> bool:
+        return bool(self._turn.thought.text)
+
+    def fold_thoughts(self) -> None:
+        """Open or fold them, whichever they are not."""
+        self._thoughts.toggle()
 
     def feed(self, text: str) -> None:
         self._markdown.append(self._cleaner.feed(text))
 
     def close(self) -> None:
-        if not self._markdown.finished:
+        if self._markdown.finished:
+            return
+        if json_opening(self._turn.form):  # what was shown as it came gets its indents
+            self._markdown = StreamingMarkdown()
+            self._markdown.append(clean(as_markdown(self._turn.form, self._turn.answer)))
+        else:
             self._markdown.append(self._cleaner.finish())
-            self._markdown.finish()
+        self._markdown.finish()
 
     def __call__(self, width: int) -> Sequence[Row]:
         turn = self._turn
-        body = self._body(width - 2)
+        header = answer_header(self._name, turn, width)
+        body = self._with_thoughts(self._body(width - 2), width - 2)
         if turn.state is not AnswerState.STREAMING:
             gap: list[Row] = [()] if body else []
-            return [self._header, *body, *gap, (INDENT, *answer_footer(turn, width - 2))]
+            return [header, *body, *gap, (INDENT, *answer_footer(turn, width - 2))]
         if not turn.stats.output_tokens:
-            return [self._header, (INDENT, *waiting_row(turn, self._clock()))]
-        return [self._header, *with_cursor(body)]
+            return [header, (INDENT, *waiting_row(turn, self._clock()))]
+        return [header, *with_cursor(body)]
+
+    def _with_thoughts(self, body: list[Row], width: int) -> list[Row]:
+        thoughts = [_indent(row) for row in self._thoughts(width)]
+        gap: list[Row] = [()] if len(thoughts) > 1 and body else []
+        return thoughts + gap + body
 
     def _body(self, width: int) -> list[Row]:
         """Rows that are frozen in the markdown are indented once."""

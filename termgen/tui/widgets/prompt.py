@@ -6,10 +6,13 @@ from textual import events
 from textual.binding import Binding
 from textual.widgets import TextArea
 
+from termgen.tui.attachments import as_mention, open_mention
 from termgen.tui.conversation import PromptHistory
-from termgen.tui.messages import PromptEdited, PromptSubmitted
+from termgen.tui.messages import LargePaste, PromptEdited, PromptSubmitted
+from termgen.tui.widgets.file_completion import FileCompletion
 
-MAX_PASTE_CHARS = 200_000
+LARGE_PASTE_CHARS = 10_000
+"""From here on a paste is attached as a file and not put into the field."""
 _NEWLINE_KEYS = frozenset(("ctrl+j", "shift+enter", "alt+enter", "newline"))
 
 
@@ -30,7 +33,7 @@ class Prompt(TextArea):
         ),
     ]
 
-    def __init__(self, *, id: str | None = None) -> None:
+    def __init__(self, completion: FileCompletion, *, id: str | None = None) -> None:
         super().__init__(
             id=id,
             soft_wrap=True,
@@ -40,6 +43,9 @@ class Prompt(TextArea):
             placeholder="Message",
         )
         self.prompts = PromptHistory()
+        self._completion = completion
+        self._is_shown_text = False
+        """The text was not typed: it opens no list."""
 
     async def _on_key(self, event: events.Key) -> None:
         """Textual calls `TextArea`'s own handler afterwards, unless the default is prevented."""
@@ -51,15 +57,21 @@ class Prompt(TextArea):
             event.stop()
             event.prevent_default()
             self.action_newline()
-
-    async def _on_paste(self, event: events.Paste) -> None:
-        if len(event.text) > MAX_PASTE_CHARS:
+        elif self._completion.is_open and event.key in ("tab", "escape"):
             event.stop()
             event.prevent_default()
-            size, most = f"{len(event.text):,}", f"{MAX_PASTE_CHARS:,}"
-            self.notify(
-                f"the pasted text has {size} characters; at most {most} fit", severity="error"
-            )
+            if event.key == "tab":
+                self._complete()
+            else:
+                self._completion.close()
+        elif event.key.startswith("alt+"):
+            event.prevent_default()  # a key to be bound, though some terminals send a letter too
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        if len(event.text) > LARGE_PASTE_CHARS:
+            event.stop()
+            event.prevent_default()
+            self.post_message(LargePaste(event.text))
 
     def action_submit(self) -> None:
         if self.text.strip():
@@ -69,6 +81,9 @@ class Prompt(TextArea):
         self.insert("\n")
 
     def action_cursor_up(self, select: bool = False) -> None:
+        if self._completion.is_open:
+            self._completion.move(-1)
+            return
         older = None if select or not self.at_first_line else self.prompts.older(self.text)
         if older is None:
             super().action_cursor_up(select)
@@ -76,6 +91,9 @@ class Prompt(TextArea):
             self._show(older)
 
     def action_cursor_down(self, select: bool = False) -> None:
+        if self._completion.is_open:
+            self._completion.move(1)
+            return
         newer = None if select or not self.at_last_line else self.prompts.newer()
         if newer is None:
             super().action_cursor_down(select)
@@ -103,7 +121,33 @@ class Prompt(TextArea):
 
     def on_text_area_changed(self) -> None:
         self.post_message(PromptEdited(self.text))
+        if self._is_shown_text:
+            self._is_shown_text = False
+            self._completion.close()
+        else:
+            self._completion.look(self._before_cursor)
+
+    @property
+    def _before_cursor(self) -> str:
+        """Of the cursor's line."""
+        row, column = self.cursor_location
+        return str(self.document.get_line(row))[:column]
+
+    def _complete(self) -> None:
+        """Put the selected path in place of what was written of it."""
+        path = self._completion.selected
+        partial = open_mention(self._before_cursor)
+        if partial is None:  # the cursor has moved since the list opened
+            self._completion.close()
+            return
+        row, column = self.cursor_location
+        start = column - len(partial) - 1
+        start -= self._before_cursor[start] == '"'
+        mention = f"@{path}" if path.endswith("/") else as_mention(path) + " "
+        self.replace(mention, (row, start), (row, column))
+        self.move_cursor((row, start + len(mention)))
 
     def _show(self, text: str) -> None:
+        self._is_shown_text = text != self.text
         self.text = text
         self.move_cursor(self.document.end)

@@ -8,15 +8,19 @@ tail until the user scrolls up. Text can be selected with the mouse.
 from __future__ import annotations
 
 import textwrap
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from rich.cells import cell_len
 from textual.binding import Binding
+from textual.events import Click
 from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
 
+from termgen.tui.messages import EntryClicked
 from termgen.tui.palette import Palette
 from termgen.tui.spans import Row
 
@@ -75,22 +79,49 @@ class Transcript(ScrollView, can_focus=True):
         self._empty = painter
         self._layout_all()
 
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(self._entries)
+
+    def set_entries(self, entries: Sequence[Entry]) -> None:
+        """Show these. Those at the beginning that are shown already are not laid out again."""
+        pairs = zip(self._entries, entries, strict=False)
+        same = next((i for i, (old, new) in enumerate(pairs) if old is not new), None)
+        if same is None:
+            same = min(len(self._entries), len(entries))
+        self._entries = list(entries)
+        if not entries or not self._starts:
+            self._layout_all()
+            return
+        start = self._starts[same] if same < len(self._starts) else len(self._rows)
+        del self._starts[same:]
+        fresh: list[Row] = []
+        for index in range(same, len(entries)):
+            self._starts.append(start + len(fresh))
+            fresh += self._entry_rows(index)
+        self._replace_from(start, fresh)
+
     def add(self, entry: Entry) -> None:
         """Append an entry and go to the end of the sheet."""
-        if not self._entries:
-            self._rows, self._strips, self._starts = [], [], []
-        self._entries.append(entry)
-        self._starts.append(len(self._rows))
-        self._replace_from(len(self._rows), self._entry_rows(len(self._entries) - 1))
-        self.scroll_end(animate=False, immediate=True)
-
-    def remove_entry(self, entry: Entry) -> None:
-        self._entries.remove(entry)
-        self._layout_all()
+        self.set_entries([*self._entries, entry])
+        self.to_end()
 
     def clear(self) -> None:
-        self._entries.clear()
-        self._layout_all()
+        self.set_entries(())
+
+    def to_end(self) -> None:
+        self.scroll_end(animate=False, immediate=True)
+
+    def bring_into_view(self, entry: Entry) -> None:
+        """Scroll no more than it takes to see where `entry` begins, or all of it if it fits."""
+        if entry not in self._entries or not self.size.height:
+            return
+        index = self._entries.index(entry)
+        top, bottom = self._starts[index], self._end(index)
+        offset = self.scroll_offset.y
+        wanted = min(top, max(offset, bottom - self.size.height))
+        if wanted != offset:
+            self.scroll_to(y=wanted, animate=False, immediate=True)
 
     def update(self, entry: Entry) -> None:
         """`entry` has changed."""
@@ -105,7 +136,7 @@ class Transcript(ScrollView, can_focus=True):
         for later in range(index + 1, len(self._starts)):
             self._starts[later] += moved
         if follow:
-            self.scroll_end(animate=False, immediate=True)
+            self.to_end()
 
     def _end(self, index: int) -> int:
         return self._starts[index + 1] if index + 1 < len(self._starts) else len(self._rows)
@@ -118,7 +149,7 @@ class Transcript(ScrollView, can_focus=True):
         follow = self._follows
         self._layout_all()
         if follow:
-            self.scroll_end(animate=False, immediate=True)
+            self.to_end()
 
     def _layout_all(self) -> None:
         self._starts = []
@@ -159,6 +190,18 @@ class Transcript(ScrollView, can_focus=True):
         top = max(0, first - self.scroll_offset.y)
         if top < self.size.height:
             self.refresh(Region(0, top, self.size.width, self.size.height - top))
+
+    def on_click(self, event: Click) -> None:
+        line = self.scroll_offset.y + event.y
+        if line >= len(self._rows) or not self._starts or self.text_selection is not None:
+            return
+        column = event.x - self.margin
+        for text, role in self._rows[line]:
+            if 0 <= column < cell_len(text):
+                entry = self._entries[bisect_right(self._starts, line) - 1]
+                self.post_message(EntryClicked(entry, (text, role)))
+                return
+            column -= cell_len(text)
 
     def render_line(self, y: int) -> Strip:
         width = self.size.width

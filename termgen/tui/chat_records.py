@@ -1,0 +1,260 @@
+"""A chat as records: what the store keeps of it, what an export holds, and the way back.
+
+Pure translation between `Conversation` and plain values. No files here, and no SQL.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+from termgen.engine.request import FinishReason
+from termgen.engine.sampling_params import SamplingParams
+from termgen.errors import ChatStoreError, RequestError
+from termgen.tui.conversation import AnswerState, AnswerStats, Conversation, Turn
+from termgen.tui.turn_extras import extras_of, restore_extras
+
+FORMAT = "termgen-chat"
+VERSION = 1
+MAX_TIME_S = 1e11
+"""No calendar goes farther."""
+PARAM_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop",
+    "max_tokens",
+    "min_tokens",
+)
+"""Sampling parameters that are kept with a chat."""
+
+
+R = TypeVar("R", "SessionRecord", "TurnRecord")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRecord:
+    session_id: str
+    title: str
+    created_s: float
+    updated_s: float
+    model_id: str
+    system_prompt: str | None
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRecord:
+    turn_id: str
+    session_id: str
+    parent_id: str | None
+    is_chosen: bool
+    asked_s: float
+    question: str
+    answer: str
+    state: str
+    model_id: str
+    figures: Mapping[str, Any]
+    """Tokens, seconds to the first token and from there to the last, finish reason; thoughts,
+    files and form of answer, where there are any."""
+
+
+def session_record(conversation: Conversation, params: SamplingParams) -> SessionRecord:
+    """As of now."""
+    now_s = time.time()
+    turns = conversation.turns
+    return SessionRecord(
+        session_id=conversation.session_id,
+        title=conversation.title,
+        created_s=turns[0].siblings[0].asked_s if turns else now_s,
+        updated_s=now_s,
+        model_id=turns[-1].model_id if turns else "",
+        system_prompt=conversation.system_prompt,
+        params={name: getattr(params, name) for name in PARAM_NAMES},
+    )
+
+
+def turn_record(conversation: Conversation, turn: Turn) -> TurnRecord:
+    stats, parent = turn.stats, turn.parent
+    assert parent is not None, "the root is not kept"
+    return TurnRecord(
+        turn_id=turn.turn_id,
+        session_id=conversation.session_id,
+        parent_id=None if parent is conversation.root else parent.turn_id,
+        is_chosen=parent.chosen is turn,
+        asked_s=turn.asked_s,
+        question=turn.question,
+        answer=turn.answer,
+        state=turn.state.value,
+        model_id=turn.model_id,
+        figures=extras_of(turn)
+        | {
+            "prompt_tokens": stats.prompt_tokens,
+            "cached_tokens": stats.cached_tokens,
+            "output_tokens": stats.output_tokens,
+            "ttft_s": stats.ttft_s,
+            "output_s": stats.seconds_of_output,
+            "finish_reason": stats.finish_reason.value if stats.finish_reason else None,
+        },
+    )
+
+
+def all_turns(conversation: Conversation) -> list[Turn]:
+    """Parents before their children, siblings in their order."""
+    found: list[Turn] = []
+    waiting = list(reversed(conversation.root.children))
+    while waiting:
+        turn = waiting.pop()
+        found.append(turn)
+        waiting += reversed(turn.children)
+    return found
+
+
+def conversation_of(session: SessionRecord, turns: Sequence[TurnRecord]) -> Conversation:
+    """The tree again. A turn whose parent is gone comes first; nothing is left out."""
+    conversation = Conversation(system_prompt=session.system_prompt, session_id=session.session_id)
+    conversation.title = session.title
+    made = {record.turn_id: _turn_of(record) for record in turns}
+    for record in turns:
+        turn = made[record.turn_id]
+        parent = made.get(record.parent_id or "", conversation.root)
+        if _is_above(turn, parent):
+            parent = conversation.root
+        turn.parent = parent
+        parent.children.append(turn)
+        if record.is_chosen or parent.chosen is None:
+            parent.chosen = turn
+    return conversation
+
+
+def _is_above(turn: Turn, other: Turn | None) -> bool:
+    while other is not None:
+        if other is turn:
+            return True
+        other = other.parent
+    return False
+
+
+def _turn_of(record: TurnRecord) -> Turn:
+    figures = record.figures
+    reason = figures.get("finish_reason")
+    stats = AnswerStats(
+        0.0,
+        prompt_tokens=int(figures.get("prompt_tokens") or 0),
+        cached_tokens=int(figures.get("cached_tokens") or 0),
+        output_tokens=int(figures.get("output_tokens") or 0),
+        ttft_s=float(figures["ttft_s"]) if figures.get("ttft_s") is not None else None,
+        finish_reason=FinishReason(reason) if reason else None,
+        ended_s=float(figures.get("output_s") or 0.0),
+    )
+    state = AnswerState(record.state)
+    turn = Turn(
+        record.question,
+        record.answer,
+        # whoever wrote it was ended before its end
+        AnswerState.STOPPED if state is AnswerState.STREAMING else state,
+        stats,
+        turn_id=record.turn_id,
+        asked_s=record.asked_s,
+        model_id=record.model_id,
+    )
+    restore_extras(turn, figures)
+    return turn
+
+
+def restored_params(kept: Mapping[str, Any], now: SamplingParams) -> SamplingParams:
+    """The parameters a chat was held with; what it does not tell is as now."""
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in kept.items()
+        if name in PARAM_NAMES
+    }
+    try:
+        return replace(now, **values)
+    except (RequestError, TypeError, ValueError):  # by another version, or an import made by hand
+        return now
+
+
+def as_json(session: SessionRecord, turns: Sequence[TurnRecord]) -> str:
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "session": asdict(session),
+        "turns": [asdict(turn) for turn in turns],
+    }
+    return json.dumps(document, ensure_ascii=False, indent=2) + "\n"
+
+
+def from_json(text: str) -> tuple[SessionRecord, list[TurnRecord]]:
+    """An export of ours. Raises `ChatStoreError` naming what is wrong."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ChatStoreError("it is not JSON") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ChatStoreError(f'it is no exported chat: "format" is not "{FORMAT}"')
+    if document.get("version") != VERSION:
+        raise ChatStoreError(f'"version" is {document.get("version")!r}; this termgen reads 1')
+    session = _record(SessionRecord, document.get("session"), "session")
+    given = document.get("turns")
+    if not isinstance(given, list):
+        raise ChatStoreError('"turns" must be a list')
+    turns = [_record(TurnRecord, item, f"turns[{index}]") for index, item in enumerate(given)]
+    if len({turn.turn_id for turn in turns}) != len(turns):
+        raise ChatStoreError('"turns" has a "turn_id" twice')
+    for index, turn in enumerate(turns):
+        try:
+            _turn_of(turn)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ChatStoreError(f"turns[{index}]: {error}") from None
+    return session, turns
+
+
+_TIMES = ("created_s", "updated_s", "asked_s")
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "created_s": (int, float),
+    "updated_s": (int, float),
+    "asked_s": (int, float),
+    "system_prompt": (str, type(None)),
+    "parent_id": (str, type(None)),
+    "params": (dict,),
+    "figures": (dict,),
+    "is_chosen": (bool,),
+}
+"""What a field of an export may be; text if it is not listed."""
+
+
+def _record(record_class: type[R], given: Any, where: str) -> R:
+    if not isinstance(given, dict):
+        raise ChatStoreError(f'"{where}" must be an object')
+    values: dict[str, Any] = {}
+    for name in record_class.__dataclass_fields__:
+        if name not in given:
+            raise ChatStoreError(f'"{where}" has no "{name}"')
+        value = given[name]
+        right = isinstance(value, _KINDS.get(name, (str,)))
+        if not right or (name in _TIMES and not 0 <= value < MAX_TIME_S):
+            raise ChatStoreError(f'"{where}": "{name}" is not what it must be')
+        values[name] = value
+    return record_class(**values)
+
+
+def as_markdown(session: SessionRecord, conversation: Conversation) -> str:
+    """The path, for people to read."""
+    parts = [f"# {session.title}"]
+    if conversation.system_prompt:
+        quoted = "\n".join(f"> {line}" for line in conversation.system_prompt.splitlines())
+        parts.append(f"System prompt:\n\n{quoted}")
+    for turn in conversation.turns:
+        parts += ["## You", turn.question.rstrip()]
+        if turn.answer:
+            parts += [f"## {turn.model_id or session.model_id or 'Answer'}", turn.answer.rstrip()]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,77 @@
+"""A code block on the screen: a panel of its own colour below a header with language and number.
+
+The renderer of markdown gives every code block a number, `meta["number"]` of its node. No Textual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from markdown_it.tree import SyntaxTreeNode
+from rich.cells import cell_len
+
+from termgen.tui.highlight import highlight
+from termgen.tui.spans import Row, Span, fit, wrap_hard
+
+COPY_ROLE = "link@code"
+"""Of the words in a header that copy the block; no text has this role."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeBlock:
+    language: str
+    code: str
+
+
+def is_code(node: SyntaxTreeNode) -> bool:
+    return node.type in ("fence", "code_block")
+
+
+def language_of(node: SyntaxTreeNode) -> str:
+    words = node.info.split(maxsplit=1)
+    return words[0] if words else ""
+
+
+def _code_header(language: str, number: int, width: int) -> Row:
+    """The language, and the block's number with the word that copies it."""
+    copy: Span = (f"[{number}] copy", COPY_ROLE)
+    label: Span = (f" {language}", "muted@code")
+    room = width - cell_len(copy[0]) - 1
+    if room < 1:
+        return fit((label,), width, "text@code")
+    return (*fit((label,), room, "text@code"), copy, (" ", "text@code"))
+
+
+def code_rows(node: SyntaxTreeNode, width: int, *, live: bool) -> list[Row]:
+    """A panel of its own background below a header."""
+    language = language_of(node)
+    code = node.content.removesuffix("\n")
+    rows: list[Row] = [_code_header(language, node.meta["number"], width)]
+    if live:
+        for line in code.split("\n"):
+            rows += _open_code_line(line, language, width)
+    else:
+        for coloured in highlight(code, language):
+            rows += _code_line(coloured, width)
+    rows.append(fit((), width, "text@code"))
+    return rows
+
+
+@lru_cache(maxsize=4096)
+def _open_code_line(line: str, language: str, width: int) -> tuple[Row, ...]:
+    """A line of a block that still grows is coloured once, on its own."""
+    return tuple(_code_line(highlight(line, language)[0], width))
+
+
+def _code_line(line: Row, width: int) -> list[Row]:
+    rows: list[Row] = []
+    for piece in wrap_hard(line, max(1, width - 2)):
+        spans = [(" ", "text@code"), *((text, _on_code(role)) for text, role in piece)]
+        rows.append(fit(spans, width, "text@code"))
+    return rows
+
+
+def _on_code(role: str) -> str:
+    name, slash, flags = role.partition("/")
+    return f"{name}@code{slash}{flags}"

@@ -1,0 +1,79 @@
+"""The list of chats, as rows: grouped by when they were last used, the open one marked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from termgen.tui.chat_db import SessionSummary
+from termgen.tui.formatting import count
+from termgen.tui.sanitize import clean_line
+from termgen.tui.spans import Row, Span, cut, fit, spread
+
+DAY_S = 86_400.0
+ROOMY_WIDTH = 60
+"""From here on a row tells the model and the time too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRow:
+    row: Row
+    index: int | None = None
+    """Of the chat it belongs to; None for a heading."""
+
+
+def session_rows(
+    sessions: Sequence[SessionSummary],
+    width: int,
+    *,
+    selected: int,
+    open_id: str,
+    now_s: float,
+    has_focus: bool,
+) -> list[ListedRow]:
+    rows: list[ListedRow] = []
+    group = ""
+    for index, session in enumerate(sessions):
+        name = age_group(session.updated_s, now_s)
+        if name != group:
+            rows += [ListedRow(())] if rows else []
+            rows.append(ListedRow(((name, "muted"),)))
+            group = name
+        is_marked = index == selected and has_focus
+        background = "@select" if is_marked else ""
+        sign = "▸ " if session.session_id == open_id else "› " if is_marked else "  "
+        rows.append(ListedRow(_row(session, width, sign, now_s, background), index))
+        if session.excerpt:
+            said: Span = (cut(f"    {clean_line(session.excerpt)}", width), f"muted{background}")
+            rows.append(ListedRow(fit([said], width, f"text{background}"), index))
+    return rows
+
+
+def _row(session: SessionSummary, width: int, sign: str, now_s: float, background: str) -> Row:
+    left: list[Span] = [
+        (sign, f"accent{background}"),
+        (clean_line(session.title) or "untitled", f"text{background}"),
+    ]
+    right: list[Span] = []
+    if width >= ROOMY_WIDTH:
+        form = "%H:%M" if session.updated_s > now_s - DAY_S else "%d %b %Y"
+        used = time.strftime(form, time.localtime(session.updated_s))
+        right.append((f"{cut(clean_line(session.model_id), 24)}  {used}  ", f"muted{background}"))
+    right.append((f"{count(session.num_turns)} ", f"faint{background}"))
+    return spread(left, right, width, f"text{background}")
+
+
+def age_group(then_s: float, now_s: float) -> str:
+    """By days of the calendar."""
+    now = time.localtime(now_s)
+    midnight_s = time.mktime((now.tm_year, now.tm_mon, now.tm_mday, 0, 0, 0, 0, 0, -1))
+    for name, days in (("today", 0), ("yesterday", 1), ("this week", 6), ("this month", 29)):
+        if then_s >= midnight_s - days * DAY_S:
+            return name
+    return "earlier"
+
+
+def empty_list_rows(words: str, width: int) -> list[Row]:
+    said = f"No chat has {words!r}." if words else "No chats yet: ask something."
+    return [(), ((cut(clean_line(said), width), "muted"),)]

@@ -1,0 +1,107 @@
+"""The sampling parameters a user sets in the chat, as texts in fields and back.
+
+`SamplingParams` says what is wrong with a value; nothing is checked twice. No Textual.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from termgen.engine.sampling_params import SamplingParams
+from termgen.errors import RequestError
+
+FIELDS = {
+    "temperature": "0: always the likeliest token",
+    "top_p": "likeliest tokens of this share",
+    "top_k": "so many likeliest; 0: all",
+    "min_p": "least share of the likeliest",
+    "repetition_penalty": "above 1: less of what was said",
+    "presence_penalty": "above 0: fewer repeats",
+    "frequency_penalty": "the same, by how often",
+    "max_tokens": "empty: what the context leaves",
+    "seed": "empty: another each time",
+    "stop": "commas between; \\n: new line",
+}
+"""Name -> what it does, in the width of a narrow screen."""
+
+_ESCAPES = {"\\n": "\n", "\\t": "\t", "\\,": ",", "\\\\": "\\"}
+_INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
+
+
+def field_text(params: SamplingParams, name: str) -> str:
+    """What a field shows for a value; empty for none."""
+    value = getattr(params, name)
+    if name == "stop":
+        return ",".join(_escaped(text) for text in value)
+    if value is None:
+        return ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def read_fields(
+    texts: Mapping[str, str], *, base: SamplingParams, defaults: SamplingParams
+) -> tuple[SamplingParams | None, dict[str, str]]:
+    """The parameters, None if any is wrong, and what is wrong by field.
+
+    An empty field means the default. base: where parameters that have no field come from.
+    """
+    values: dict[str, Any] = {}
+    errors: dict[str, str] = {}
+    for name in FIELDS:
+        values[name] = _value(name, texts[name], getattr(defaults, name))
+        try:
+            replace(defaults, **{name: values[name]})
+        except RequestError as error:
+            errors[name] = str(error)
+    if errors:
+        return None, errors
+    try:
+        return replace(base, **values), {}
+    except RequestError as error:  # two that do not go together
+        return None, {error.param if error.param in FIELDS else "max_tokens": str(error)}
+
+
+def changes(params: SamplingParams, defaults: SamplingParams) -> list[str]:
+    """What was set to something else than the default: `T 0.2`, `seed 7`."""
+    changed = [name for name in FIELDS if getattr(params, name) != getattr(defaults, name)]
+    return [f"{'T' if name == 'temperature' else name} {_shown(params, name)}" for name in changed]
+
+
+def _shown(params: SamplingParams, name: str) -> str:
+    if name == "stop":
+        return f"({len(params.stop)})"
+    return field_text(params, name) or "off"
+
+
+def _value(name: str, text: str, default: Any) -> Any:
+    if name == "stop":
+        return _stops(text)
+    text = text.strip()
+    if not text:
+        return default
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return text  # `SamplingParams` says what it should have been
+
+
+def _stops(text: str) -> tuple[str, ...]:
+    pieces, piece = [], ""
+    for part in re.findall(r"\\[nt,\\]|.", text, re.DOTALL):
+        if part == ",":
+            pieces.append(piece)
+            piece = ""
+        else:
+            piece += _ESCAPES.get(part, part)
+    return tuple(p for p in [*pieces, piece] if p)
+
+
+def _escaped(text: str) -> str:
+    for written, meant in reversed(_ESCAPES.items()):
+        text = text.replace(meant, written)
+    return text

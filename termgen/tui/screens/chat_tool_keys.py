@@ -1,0 +1,62 @@
+"""Keys of what a chat can do beside asking."""
+
+from __future__ import annotations
+
+from textual.binding import Binding
+
+TOOL_KEYS = [
+    Binding(
+        "ctrl+r",
+        "search_history",
+        "Search prompts",
+        show=False,
+        id="chat.history",
+        tooltip="Search earlier prompts",
+    ),
+    Binding(
+        "ctrl+t",
+        "fold_thoughts",
+        "Thoughts",
+        show=False,
+        id="chat.thoughts",
+        tooltip="Open or fold the thoughts before an answer (or click)",
+    ),
+    Binding(
+        "f3",
+        "sampling",
+        "Sampling",
+        show=False,
+        id="chat.sampling",
+        tooltip="Temperature, top_p, seed and the others",
+    ),
+    Binding(
+        "f4",
+        "edit_system",
+        "System prompt",
+        show=False,
+        id="chat.system",
+        tooltip="Write the system prompt: instructions for the model",
+    ),
+]
+"""What the help and the command palette show, too."""
+
+COPY_KEYS = [
+    Binding(
+        "alt+1",
+        "copy_block(1)",
+        "Copy code block",
+        show=False,
+        id="chat.copy_block_1",
+        tooltip="Copy code block 1 of the last answer; alt+2 to alt+9 the others (or click)",
+    ),
+    *(
+        Binding(
+            f"alt+{n}",
+            f"copy_block({n})",
+            f"Copy code block {n}",
+            show=False,
+            id=f"chat.copy_block_{n}",
+        )
+        for n in range(2, 10)
+    ),
+]

@@ -1,0 +1,289 @@
+"""What a chat can do beside asking: files, code blocks, thoughts, sampling, forms of answers.
+
+The dialogue is made on top of it; the chat screen binds the keys and reads the commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from textual import getters, on
+
+from termgen.client import EngineClient
+from termgen.config import UIConfig
+from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.structured_outputs import StructuredOutputsParams
+from termgen.errors import RequestError
+from termgen.tui import attachments as files
+from termgen.tui.answer_form import KINDS, as_markdown, form_words, parse_form
+from termgen.tui.attachments import Attachment
+from termgen.tui.code_panel import COPY_ROLE, CodeBlock
+from termgen.tui.conversation import Conversation, Turn, sampling_params
+from termgen.tui.markdown import code_blocks
+from termgen.tui.messages import EntryClicked, LargePaste
+from termgen.tui.render.chat import attachment_words
+from termgen.tui.sampling_fields import FIELDS, changes
+from termgen.tui.sanitize import clean_line
+from termgen.tui.screens.base import ThemedScreen
+from termgen.tui.screens.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
+from termgen.tui.spans import cut
+from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.widgets.entries import AnswerEntry, NoticeEntry, QuestionEntry
+from termgen.tui.widgets.prompt import Prompt
+from termgen.tui.widgets.thoughts import FOLD_ROLE
+from termgen.tui.widgets.transcript import Transcript
+
+
+class ChatTools(ThemedScreen):
+    prompt = getters.query_one(Prompt)
+    transcript = getters.query_one(Transcript)
+    status = getters.query_one("#status", Canvas)
+    conversation: Conversation
+    _entries: dict[Turn, tuple[QuestionEntry, AnswerEntry]]
+
+    def __init__(self, client: EngineClient, ui: UIConfig) -> None:
+        super().__init__()
+        self._defaults = sampling_params(client.model.default_params, ui)
+        self._params = self._defaults
+        self.attached: tuple[Attachment, ...] = ()
+        """To go with the next question."""
+        self._label = ""
+        """What the prompt is for, where that is not a new question."""
+
+    def run_tool(self, name: str, argument: str) -> bool:
+        """Whether the command is one of these."""
+        if name in KINDS:
+            self._set_form(name, argument)
+        elif name == "code":
+            number = self._block_number(argument)
+            if number is not None:
+                self.action_copy_block(number)
+        elif name == "save":
+            self._save_block(*argument.partition(" ")[::2])
+        elif name == "attach":
+            self._attach_file(argument)
+        elif name == "sampling":
+            self.action_sampling()
+        else:
+            return False
+        return True
+
+    def note(self, text: str) -> None:
+        """A message of ours in the transcript."""
+        self.transcript.add(NoticeEntry(text))
+
+    def refuse(self, reason: object) -> None:
+        self.notify(clean_line(str(reason)), severity="error", markup=False)
+
+    # thoughts and code blocks
+
+    def action_fold_thoughts(self) -> None:
+        """Of the last answer that has any."""
+        for turn in reversed(self.conversation.turns):
+            entry = self._entries[turn][1]
+            if entry.has_thoughts:
+                self._fold(entry)
+                return
+        self.notify("no answer has thoughts to show", severity="warning")
+
+    def _fold(self, entry: AnswerEntry) -> None:
+        entry.fold_thoughts()
+        self.transcript.update(entry)
+
+    @on(EntryClicked)
+    def _entry_clicked(self, message: EntryClicked) -> None:
+        text, role = message.span
+        if not isinstance(message.entry, AnswerEntry):
+            return
+        if role == FOLD_ROLE:
+            self._fold(message.entry)
+        elif role == COPY_ROLE:
+            number = int(text[1 : text.index("]")])
+            self._copy(number, _blocks(message.entry.turn))
+        else:
+            return
+        self.prompt.focus()  # which the click took away
+
+    def action_copy_block(self, number: int) -> None:
+        """Of the last answer, counted from 1."""
+        self._copy(number, self._last_blocks())
+
+    def _copy(self, number: int, blocks: Sequence[CodeBlock]) -> None:
+        block = self._block(number, blocks)
+        if block is not None:
+            self.app.copy_to_clipboard(block.code)
+            self.notify(f"code block {number} copied")
+
+    def _last_blocks(self) -> list[CodeBlock]:
+        answered = (turn for turn in reversed(self.conversation.turns) if turn.answer)
+        turn = next(answered, None)
+        return _blocks(turn) if turn is not None else []
+
+    def _block(self, number: int, blocks: Sequence[CodeBlock]) -> CodeBlock | None:
+        if 1 <= number <= len(blocks):
+            return blocks[number - 1]
+        has = f"{len(blocks)} code block{'s' if len(blocks) > 1 else ''}" if blocks else "no code"
+        self.notify(f"the last answer has {has}", severity="warning")
+        return None
+
+    def _block_number(self, text: str) -> int | None:
+        """The only block needs no number."""
+        if not text and len(self._last_blocks()) <= 1:
+            return 1
+        if text.isascii() and text.isdigit() and len(text) < 5:
+            return int(text)
+        self.refuse("which code block? They have numbers: /code 2, /save 2 PATH")
+        return None
+
+    def _save_block(self, number_text: str, path_text: str) -> None:
+        number = self._block_number(number_text)
+        block = self._block(number, self._last_blocks()) if number is not None else None
+        if block is None:
+            return
+        if not path_text.strip():
+            self.refuse("where to? /save N PATH")
+            return
+        try:
+            path = Path(path_text.strip()).expanduser()
+            with path.open("x", encoding="utf-8", errors="replace", newline="") as file:
+                file.write(block.code)
+        except FileExistsError:
+            self.refuse(f"{path_text.strip()} is there already; choose another name")
+        except OSError as error:
+            self.refuse(f"{path_text.strip()}: {error.strerror}")
+        except (ValueError, RuntimeError):
+            self.refuse(f"{path_text.strip()} is not a path")
+        else:
+            self.note(f"Code block {number} is in {path}.")
+
+    # files
+
+    def take_files(self, question: str) -> tuple[Attachment, ...] | None:
+        """What goes with a question: what was attached and the files it names. None, and told
+        why, if they cannot go."""
+        try:
+            named = [files.read_file(path) for path in files.mentions(question)]
+            together = files.merged([*self.attached, *named])
+            files.check(together)
+        except RequestError as error:
+            self.refuse(error)
+            return None
+        self.attach(())
+        return together
+
+    def give_back(self, turn: Turn) -> None:
+        """The files of a question that was not answered, but for those that it names."""
+        named = files.mentions(turn.question)
+        self.attach([file for file in turn.attachments if file.name not in named])
+
+    @on(LargePaste)
+    def _pasted(self, message: LargePaste) -> None:
+        names = {file.name for file in self.attached}
+        numbers = range(1, len(names) + 2)
+        name = next(n for i in numbers if (n := f"pasted-{i}.txt") not in names)
+        text = message.text.replace("\r\n", "\n").replace("\r", "\n")
+        self._add(Attachment(name, text.encode(errors="replace").decode()))
+
+    def _attach_file(self, argument: str) -> None:
+        path = argument.strip("\"'")
+        if argument == "off":
+            self.attach(())
+            self.note("Nothing is attached.")
+        elif not path:
+            names = ", ".join(attachment_words(file) for file in self.attached)
+            self.note(names or "Nothing is attached. `/attach PATH` adds a file.")
+        else:
+            try:
+                self._add(files.read_file(path))
+            except RequestError as error:
+                self.refuse(error)
+
+    def _add(self, file: Attachment) -> None:
+        together = files.merged([*self.attached, file])
+        try:
+            files.check(together)
+        except RequestError as error:
+            self.refuse(error)
+        else:
+            self.attach(together)
+
+    def attach(self, attached: Sequence[Attachment]) -> None:
+        """They are shown on the prompt's edge."""
+        self.attached = tuple(attached)
+        self.label_prompt(self._label)
+
+    def label_prompt(self, label: str) -> None:
+        self._label = label
+        words = [label] if label else []
+        words += [attachment_words(file) for file in self.attached]
+        width = max(8, self.prompt.size.width - 4)
+        self.prompt.border_title = cut("  ".join(words), width) if words else None
+
+    # what is asked for
+
+    @property
+    def form(self) -> StructuredOutputsParams | None:
+        """Of the answers to come."""
+        return self._params.structured_outputs
+
+    def request_changes(self) -> tuple[str, ...]:
+        """For the status line."""
+        form = [form_words(self.form)] if self.form is not None else []
+        return (*form, *changes(self._params, self._defaults))
+
+    def _set_form(self, command: str, argument: str) -> None:
+        if argument in ("", "off"):
+            if argument:
+                self._set_params(replace(self._params, structured_outputs=None))
+            asked = f"Answers are asked for as {form_words(self.form)}." if self.form else ""
+            self.note(asked or "Answers may look like anything.")
+            return
+        try:
+            form = parse_form(command, argument)
+        except RequestError as error:
+            self.refuse(error)
+            return
+        self._set_params(replace(self._params, structured_outputs=form))
+        self.note(f"Answers now follow it: {form_words(form)}. `/{command} off` ends that.")
+
+    def action_sampling(self) -> None:
+        def use(params: SamplingParams | None) -> None:
+            if params is not None:
+                self._set_params(params)
+
+        self.app.push_screen(SamplingPanel(self._params, self._defaults), use)
+
+    def use_defaults(self, defaults: SamplingParams) -> None:
+        """Those of another model; what the user has set stays."""
+        kept = {
+            name: getattr(self._params, name)
+            for name in (*FIELDS, "structured_outputs")
+            if getattr(self._params, name) != getattr(self._defaults, name)
+        }
+        self._defaults, self._params = defaults, replace(defaults, **kept)
+
+    def _set_params(self, params: SamplingParams) -> None:
+        self._params = params
+        self.status.repaint()
+
+    def action_edit_system(self) -> None:
+        def use(text: str | None) -> None:
+            if text is not None:
+                self.conversation.system_prompt = text or None
+                self.notify("system prompt set" if text else "no system prompt")
+
+        self.app.push_screen(SystemPromptPanel(self.conversation.system_prompt or ""), use)
+
+    def action_search_history(self) -> None:
+        def use(text: str | None) -> None:
+            if text is not None:
+                self.prompt.set_text(text)
+                self.prompt.focus()
+
+        self.app.push_screen(HistoryPanel(self.prompt.prompts.newest_first()), use)
+
+
+def _blocks(turn: Turn) -> list[CodeBlock]:
+    return code_blocks(as_markdown(turn.form, turn.answer))

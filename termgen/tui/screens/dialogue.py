@@ -1,0 +1,303 @@
+"""The conversation on screen: its path as entries of the transcript, and the worker that answers.
+
+The text of an answer arrives on this loop token by token and is drawn at most `FLUSH_HZ` times a
+second, less often when a frame costs much. A question that was not answered goes back to the
+prompt, and one that is edited goes there first. The chat screen is made on top of this: keys,
+commands, status line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from itertools import count, takewhile
+
+from textual import work
+from textual.worker import Worker
+
+from termgen.client import EngineClient
+from termgen.config import UIConfig
+from termgen.engine.request import FinishReason
+from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
+from termgen.tui.attachments import Attachment
+from termgen.tui.chat_keeper import ChatKeeper
+from termgen.tui.conversation import AnswerState, Conversation, Turn
+from termgen.tui.screens.chat_tools import ChatTools
+from termgen.tui.thoughts import read_answer
+from termgen.tui.widgets.entries import AnswerEntry, NoticeEntry, QuestionEntry
+
+FLUSH_HZ = 15.0
+FLUSH_SHARE = 0.25
+"""Drawing the answer may take this share of the thread, not more."""
+EDITING_TITLE = "edit · ⏎ asks it in a new branch · esc gives up"
+
+
+class DialogueScreen(ChatTools):
+    def __init__(
+        self,
+        client: EngineClient,
+        ui: UIConfig,
+        *,
+        keeper: ChatKeeper,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(client, ui)
+        self._client = client
+        self._ui = ui
+        self._clock = clock
+        self.keeper = keeper
+        self._entries = {}
+        self._cursor: Turn | None = None
+        self._draft = ""
+        self._draft_files: tuple[Attachment, ...] = ()
+        """What the prompt held when an edit began."""
+        self.editing: Turn | None = None
+        """The turn whose question is in the prompt, to be asked in its place."""
+        self._streaming: Turn | None = None
+        self._worker: Worker[None] | None = None
+        self._next_flush_s = 0.0
+        self._request_ids = count(1)
+        self.conversation = Conversation(system_prompt=ui.system_prompt)
+
+    def on_mount(self) -> None:
+        self._flusher = self.set_interval(1 / FLUSH_HZ, self._flush, pause=True)
+
+    @property
+    def is_streaming(self) -> bool:
+        return self._streaming is not None
+
+    @property
+    def cursor_turn(self) -> Turn | None:
+        """The turn that keys act on: the marked one, else the last."""
+        if self._cursor is not None:
+            return self._cursor
+        turns = self.conversation.turns
+        return turns[-1] if turns else None
+
+    def ask(
+        self,
+        question: str,
+        attachments: tuple[Attachment, ...] = (),
+        *,
+        beside: Turn | None = None,
+    ) -> None:
+        """Stream the answer to a question at the end, or in place of `beside` and what follows."""
+        turn = self.conversation.ask(
+            question,
+            now_s=self._clock(),
+            beside=beside,
+            model_id=self._client.model.model_id,
+        )
+        turn.attachments, turn.form = attachments, self.form
+        self._streaming = turn
+        self.keeper.asked(self.conversation, turn, self._params)
+        self.show_path()
+        self.transcript.to_end()
+        self._flusher.resume()
+        self._worker = self._answer(turn, self._entries[turn][1])
+
+    @work(group="answer")
+    async def _answer(self, turn: Turn, entry: AnswerEntry) -> None:
+        request_id = f"chat-{next(self._request_ids)}"
+        answer = read_answer(
+            self._client, self.conversation.prompt(), self._params, request_id=request_id
+        )
+        try:
+            async with contextlib.aclosing(answer) as stream:
+                async for news in stream:
+                    first, delta = not turn.stats.output_tokens, news.delta
+                    turn.take(news, self._clock())
+                    entry.feed(news.pieces[1])
+                    self.keeper.streamed(self.conversation, turn)
+                    if delta.finish_reason is FinishReason.ERROR:
+                        raise delta.error or EngineError("the engine failed this request")
+                    if first:
+                        self._flush()
+        except (RequestError, EngineError) as error:
+            self._fail(turn, error)
+        else:
+            aborted = turn.stats.finish_reason is FinishReason.ABORT
+            self._finish(turn, AnswerState.STOPPED if aborted else AnswerState.DONE)
+
+    def _finish(self, turn: Turn, state: AnswerState) -> None:
+        if turn.state is not AnswerState.STREAMING:
+            return  # it was stopped before its end was read
+        turn.end(state)
+        self.keeper.ended(self.conversation, turn)
+        entry = self._entries[turn][1]
+        entry.close()
+        self.transcript.update(entry)
+        self._streaming = self._worker = None
+        self._flusher.pause()
+        self.status.repaint()
+
+    def _fail(self, turn: Turn, error: TermgenError) -> None:
+        """Say what went wrong. Of a question without any answer nothing stays."""
+        if turn.state is not AnswerState.STREAMING:
+            return
+        self._finish(turn, AnswerState.FAILED)
+        hint = "" if turn.answer else self._take_back(turn)
+        if isinstance(error, ContextLengthError):
+            hint = f"{hint} /clear makes room by forgetting the conversation.".strip()
+        elif not self._client.is_healthy:
+            hint = f"{hint} The engine has stopped: leave with ctrl+q and start again.".strip()
+        self.transcript.add(NoticeEntry(str(error), role="bad", sign="✗", hint=hint))
+
+    def _take_back(self, turn: Turn) -> str:
+        """Remove a turn without an answer; what was typed for it goes back to the prompt."""
+        self.conversation.remove(turn)
+        self.keeper.withdrew(self.conversation, turn)
+        self.show_path()
+        del self._entries[turn]
+        replaced = turn.instead_of
+        if replaced is not None and replaced.question == turn.question:
+            return "The answer before is shown again."
+        if replaced is None:
+            self.quote_back(turn.question)
+        else:
+            self._begin_editing(replaced, turn.question)
+        self.give_back(turn)
+        return "Your message is back in the prompt."
+
+    def quote_back(self, text: str) -> None:
+        """Put a question that was not answered back into the prompt, before what is there."""
+        draft = self.prompt.text
+        self.prompt.set_text(f"{text}\n{draft}" if draft.strip() else text)
+
+    def _flush(self) -> None:
+        """Draw what has arrived, unless the last drawing cost more than its share."""
+        turn = self._streaming
+        if turn is None or time.perf_counter() < self._next_flush_s:
+            return
+        started = time.perf_counter()
+        self.transcript.update(self._entries[turn][1])
+        self.status.repaint()
+        spent = time.perf_counter() - started
+        self._next_flush_s = started + spent / FLUSH_SHARE if spent > 0.02 else 0.0
+
+    def stop_answer(self) -> None:
+        """Keep the text that has come."""
+        turn, worker = self._streaming, self._worker
+        if turn is None:
+            return
+        if worker is not None:
+            worker.cancel()  # closes the stream, which aborts the request
+        self._finish(turn, AnswerState.STOPPED)
+
+    def set_conversation(self, conversation: Conversation) -> None:
+        """Show another one. What is being answered stops, and editing ends."""
+        self.stop_answer()
+        self.end_editing()
+        self.conversation = conversation
+        self._entries.clear()
+        self.transcript.clear()
+        self.show_path()
+        self.transcript.to_end()
+
+    def show_path(self) -> None:
+        """Make the transcript show the path: all is replaced from where they part."""
+        self._mark(None)
+        turns = self.conversation.turns
+        for turn in turns:
+            if turn not in self._entries:
+                self._entries[turn] = self._make_entries(turn)
+        owners = {entry: turn for turn, pair in self._entries.items() for entry in pair}
+        on_path = set(turns)
+        kept = list(
+            takewhile(
+                lambda entry: entry not in owners or owners[entry] in on_path,
+                self.transcript.entries,
+            )
+        )
+        shown = {owners[entry] for entry in kept if entry in owners}
+        rest = (entry for turn in turns if turn not in shown for entry in self._entries[turn])
+        self.transcript.set_entries([*kept, *rest])
+        self.status.repaint()
+
+    def _make_entries(self, turn: Turn) -> tuple[QuestionEntry, AnswerEntry]:
+        answer = AnswerEntry(turn, self._client.model, clock=self._clock)
+        answer.feed(turn.answer)
+        if turn.state is not AnswerState.STREAMING:
+            answer.close()
+        return QuestionEntry(turn), answer
+
+    def _mark(self, turn: Turn | None) -> None:
+        """Put the cursor at a turn of the path, or back to the last one, which needs no mark."""
+        for marked, there in ((self._cursor, False), (turn, True)):
+            if marked is not None and marked in self._entries:
+                question = self._entries[marked][0]
+                question.is_marked = there
+                self.transcript.update(question)
+        self._cursor = turn
+
+    def move_cursor(self, by: int) -> None:
+        """Through the turns of the path; beyond the last one, the mark goes away."""
+        turns = self.conversation.turns
+        if not turns:
+            return
+        at = turns.index(self._cursor) if self._cursor is not None else len(turns)
+        at = max(0, at + by)
+        if at >= len(turns):
+            self._mark(None)
+            self.transcript.to_end()
+            return
+        self._mark(turns[at])
+        question, answer = self._entries[turns[at]]
+        self.transcript.bring_into_view(answer)
+        self.transcript.bring_into_view(question)
+
+    def switch_sibling(self, by: int) -> None:
+        """Show what stands beside the turn at the cursor, with the path below it."""
+        turn, marked = self.cursor_turn, self._cursor is not None
+        if turn is None or len(turn.siblings) < 2:
+            self.notify("there is one answer only; alt+r or alt+e makes another")
+            return
+        if self.is_streaming:
+            self.notify("an answer is being written; esc stops it", severity="warning")
+            return
+        chosen = self.conversation.switch(turn, by)
+        if chosen is None:
+            return
+        self.keeper.chose(self.conversation, chosen)
+        self.show_path()
+        if marked:
+            self._mark(chosen)
+            self.transcript.bring_into_view(self._entries[chosen][0])
+        else:
+            self.transcript.to_end()
+
+    def regenerate(self) -> None:
+        """Answer the question at the cursor again, beside the answer it has."""
+        turn = self.cursor_turn
+        if turn is None:
+            self.notify("nothing to answer again yet", severity="warning")
+            return
+        self.stop_answer()
+        self.ask(turn.question, turn.attachments, beside=turn)
+
+    def edit(self) -> None:
+        """Put the question at the cursor into the prompt; sending it makes a branch."""
+        turn = self.cursor_turn
+        if turn is None:
+            self.notify("nothing to edit yet", severity="warning")
+            return
+        self._begin_editing(turn, turn.question)
+        self.give_back(turn)
+        self.prompt.focus()
+
+    def _begin_editing(self, turn: Turn, text: str) -> None:
+        if self.editing is None:
+            self._draft, self._draft_files = self.prompt.text, self.attached
+        self.editing = turn
+        self.label_prompt(EDITING_TITLE)
+        self.prompt.set_text(text)
+
+    def end_editing(self) -> None:
+        """The prompt holds a message again, as begun before the edit."""
+        if self.editing is not None:
+            self.editing = None
+            self.label_prompt("")
+            self.attach(self._draft_files)
+            self.prompt.set_text(self._draft)
+            self._draft, self._draft_files = "", ()

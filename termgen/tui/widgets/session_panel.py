@@ -1,0 +1,177 @@
+"""The panel of chats: a search field, the list, and a field for a new name.
+
+It shows what it is given and posts what the user wants (`SessionWish`, and `Input.Changed` of its
+search field); the screen talks to the store. The list is a canvas: it costs its changed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from textual import events, getters, on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Container
+from textual.widgets import Input
+
+from termgen.tui.chat_db import SessionSummary
+from termgen.tui.conversation import MAX_TITLE_CHARS
+from termgen.tui.messages import SessionWish
+from termgen.tui.render.sessions import ListedRow, empty_list_rows, session_rows
+from termgen.tui.spans import Row
+from termgen.tui.widgets.canvas import Canvas
+
+HINT = "⏎ open r rename d delete / find"
+
+
+class SessionList(Canvas, can_focus=True):
+    BINDINGS = [
+        Binding("enter", "wish('open')", "Open", show=False, id="sessions.open"),
+        Binding("r", "wish('rename')", "Rename", show=False, id="sessions.rename"),
+        Binding(
+            "d,delete",
+            "wish('delete')",
+            "Delete",
+            show=False,
+            id="sessions.delete",
+            tooltip="Delete the chat; u brings it back",
+        ),
+        Binding("u", "wish('undo')", "Undo", show=False, id="sessions.undo", tooltip="Bring back"),
+        Binding("slash", "wish('search')", "Search", show=False, id="sessions.search"),
+        Binding("up,k", "move(-1)", "Up", show=False, id="sessions.up"),
+        Binding("down,j", "move(1)", "Down", show=False, id="sessions.down"),
+        Binding("pageup", "move(-10)", "10 up", show=False, id="sessions.page_up"),
+        Binding("pagedown", "move(10)", "10 down", show=False, id="sessions.page_down"),
+        Binding("home,g", "move(-1000)", "First", show=False, id="sessions.first"),
+        Binding("end,G", "move(1000)", "Last", show=False, id="sessions.last"),
+    ]
+
+    def __init__(self, wall_clock: Callable[[], float], *, id: str) -> None:
+        super().__init__(self._paint, id=id)
+        self._wall_clock = wall_clock
+        self._sessions: Sequence[SessionSummary] = ()
+        self._words = ""
+        self._open_id = ""
+        self._at = 0
+        self._top = 0
+        self._listed: Sequence[ListedRow] = ()
+
+    @property
+    def selected(self) -> SessionSummary | None:
+        return self._sessions[self._at] if self._sessions else None
+
+    def show(self, sessions: Sequence[SessionSummary], *, words: str, open_id: str) -> None:
+        """A fresh list; the chat that is selected stays selected."""
+        before = self.selected
+        self._sessions, self._words, self._open_id = sessions, words, open_id
+        ids = [session.session_id for session in sessions]
+        if before is not None and before.session_id in ids:
+            self._at = ids.index(before.session_id)
+        self._at = max(0, min(self._at, len(sessions) - 1))
+        self.repaint()
+
+    def select(self, session_id: str) -> None:
+        ids = [session.session_id for session in self._sessions]
+        if session_id in ids:
+            self._at = ids.index(session_id)
+            self.repaint()
+
+    def action_move(self, by: int) -> None:
+        self._at = max(0, min(self._at + by, len(self._sessions) - 1))
+        self.repaint()
+
+    def action_wish(self, what: str) -> None:
+        self.post_message(SessionWish(what, self.selected))
+
+    def on_focus(self) -> None:
+        self.repaint()
+
+    def on_blur(self) -> None:
+        self.repaint()
+
+    def on_click(self, event: events.Click) -> None:
+        line = self._top + event.y
+        index = self._listed[line].index if line < len(self._listed) else None
+        if index is not None:
+            self._at = index
+            self.repaint()
+            self.action_wish("open")
+
+    def on_mouse_scroll_down(self) -> None:
+        self.action_move(1)
+
+    def on_mouse_scroll_up(self) -> None:
+        self.action_move(-1)
+
+    def _paint(self, width: int, height: int) -> Sequence[Row]:
+        """The part of the list that has the selected chat."""
+        if not self._sessions:
+            return empty_list_rows(self._words, width)
+        self._listed = session_rows(
+            self._sessions,
+            width,
+            selected=self._at,
+            open_id=self._open_id,
+            now_s=self._wall_clock(),
+            has_focus=self.has_focus,
+        )
+        lines = [line for line, listed in enumerate(self._listed) if listed.index == self._at]
+        first = 0 if self._at == 0 else lines[0]
+        self._top = min(first, max(self._top, lines[-1] - height + 1))
+        self._top = max(0, min(self._top, len(self._listed) - height))
+        return [listed.row for listed in self._listed[self._top :]]
+
+
+class SessionPanel(Container):
+    search = getters.query_one("#session-search", Input)
+    name_field = getters.query_one("#session-name", Input)
+    session_list = getters.query_one(SessionList)
+
+    def __init__(self, wall_clock: Callable[[], float], *, id: str) -> None:
+        super().__init__(id=id)
+        self._wall_clock = wall_clock
+        self._renamed: SessionSummary | None = None
+
+    def compose(self) -> ComposeResult:
+        yield Input(placeholder="search in all chats", id="session-search", compact=True)
+        yield SessionList(self._wall_clock, id="session-list")
+        yield Input(id="session-name", compact=True, max_length=MAX_TITLE_CHARS)
+
+    def on_mount(self) -> None:
+        self.border_title = "chats"
+        self.border_subtitle = HINT
+
+    def begin_rename(self, session: SessionSummary) -> None:
+        self._renamed = session
+        self.name_field.value = session.title
+        self.name_field.display = True
+        self.name_field.focus()
+
+    def end_rename(self) -> None:
+        self._renamed = None
+        self.name_field.display = False
+        self.session_list.focus()
+
+    @property
+    def is_renaming(self) -> bool:
+        return self._renamed is not None
+
+    @on(Input.Submitted, "#session-name")
+    def _named(self, event: Input.Submitted) -> None:
+        event.stop()
+        session, title = self._renamed, " ".join(event.value.split())
+        self.end_rename()
+        if session is not None and title:
+            self.post_message(SessionWish("name", session, title))
+
+    @on(Input.Submitted, "#session-search")
+    def _search_done(self, event: Input.Submitted) -> None:
+        event.stop()
+        # from here: what the list posts while its parent handles something goes no farther than it
+        self.post_message(SessionWish("open", self.session_list.selected))
+
+    def on_key(self, event: events.Key) -> None:
+        """From the search field down into the list."""
+        if event.key == "down" and self.search.has_focus:
+            event.stop()
+            self.session_list.focus()

@@ -1,0 +1,526 @@
+"""Chats on disk: what is written is there again, whatever happens to the file meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from termgen.engine.request import FinishReason
+from termgen.engine.sampling_params import SamplingParams
+from termgen.errors import ChatStoreError
+from termgen.tui.chat_db import MIGRATIONS, ChatDatabase
+from termgen.tui.chat_keeper import SAVE_EVERY_S, ChatKeeper
+from termgen.tui.chat_records import (
+    all_turns,
+    as_json,
+    as_markdown,
+    conversation_of,
+    from_json,
+    restored_params,
+    session_record,
+    turn_record,
+)
+from termgen.tui.chat_store import ChatStore, store_path
+from termgen.tui.conversation import AnswerState, Conversation, Turn
+
+PARAMS = SamplingParams(temperature=0.3, stop=("END",), seed=7)
+
+
+def talk_of(*questions: str, system_prompt: str | None = None) -> Conversation:
+    talk = Conversation(system_prompt=system_prompt)
+    for question in questions:
+        turn = talk.ask(question, now_s=0.0, model_id="m-1")
+        turn.answer, turn.state = f"{question}, answered", AnswerState.DONE
+    return talk
+
+
+def keep(database: ChatDatabase, talk: Conversation) -> None:
+    with database.transaction():
+        database.save_session(session_record(talk, PARAMS))
+        for turn in all_turns(talk):
+            database.save_turn(turn_record(talk, turn))
+
+
+def shape(talk: Conversation) -> list[tuple[object, ...]]:
+    """Everything of a tree that is kept."""
+    return [
+        (t.turn_id, t.parent and t.parent.question, t.place, t.question, t.answer, t.model_id)
+        for t in all_turns(talk)
+    ] + [tuple(turn.turn_id for turn in talk.turns)]
+
+
+def loaded(database: ChatDatabase, session_id: str) -> Conversation:
+    talk = conversation_of(*database.load(session_id))
+    talk.check_integrity()
+    return talk
+
+
+class Told:
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.replaced = 0
+
+    def count(self) -> None:
+        self.replaced += 1
+
+
+@asynccontextmanager
+async def running(store: ChatStore, told: Told | None = None) -> AsyncIterator[ChatKeeper]:
+    told = told or Told()
+    store.start(report=told.messages.append, replaced=told.count)
+    try:
+        yield ChatKeeper(store)
+    finally:
+        await store.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the condition never came true")
+
+
+def test_any_tree_comes_back_as_it_was(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    path = tmp_path / "chats.sqlite3"
+    for number in range(8):
+        talk = Conversation(system_prompt=rng.choice([None, "be\nbrief"]))
+        for step in range(30):
+            turns = talk.turns
+            beside = rng.choice([None, *turns])
+            turn = talk.ask(rng.choice(["again", f"q{step} ünï \x00"]), now_s=0.0, beside=beside)
+            turn.answer = f"a{step}" * rng.randrange(3)
+            turn.state = rng.choice([AnswerState.DONE, AnswerState.STOPPED, AnswerState.FAILED])
+            if rng.random() < 0.4:
+                talk.switch(rng.choice(talk.turns), rng.choice((-1, 1)))
+        database = ChatDatabase(path)
+        keep(database, talk)
+        database.close()
+        database = ChatDatabase(path)
+        again = loaded(database, talk.session_id)
+        assert shape(again) == shape(talk), number
+        assert again.system_prompt == talk.system_prompt and again.title == talk.title
+        assert len(database.sessions()) == number + 1
+        database.close()
+
+
+def test_figures_and_parameters_come_back(tmp_path: Path) -> None:
+    talk = talk_of("one")
+    stats = talk.turns[0].stats
+    stats.prompt_tokens, stats.cached_tokens, stats.output_tokens = 40, 16, 21
+    stats.ttft_s, stats._first_s, stats.ended_s = 0.25, 50.0, 52.0
+    stats.finish_reason = FinishReason.LENGTH
+    database = ChatDatabase(None)
+    keep(database, talk)
+    session, turns = database.load(talk.session_id)
+    found = conversation_of(session, turns).turns[0]
+    assert (found.stats.prompt_tokens, found.stats.cached_tokens) == (40, 16)
+    assert found.stats.decode_rate == pytest.approx(10) and found.stats.ttft_s == 0.25
+    assert found.stats.finish_reason is FinishReason.LENGTH
+    assert restored_params(session.params, SamplingParams(max_tokens=5)) == PARAMS
+    assert restored_params({"temperature": "hot"}, PARAMS) == PARAMS
+    assert restored_params({"temperature": 0.5}, PARAMS).seed == 7
+
+
+@pytest.mark.parametrize("use_fts", [True, False])
+def test_search_finds_titles_questions_and_answers(use_fts: bool) -> None:
+    database = ChatDatabase(None, use_fts=use_fts)
+    assert database.has_fts == use_fts
+    for question in ("Paged attention in ten lines", "A haiku about GPUs", "日本語の質問です"):
+        keep(database, talk_of(question))
+
+    def titles(words: str) -> list[str]:
+        return [summary.title for summary in database.sessions(words)]
+
+    assert titles("") == ["日本語の質問です", "A haiku about GPUs", "Paged attention in ten lines"]
+    assert titles("HAIKU gpus") == ["A haiku about GPUs"]
+    assert titles("answered") == titles("")
+    assert titles("質問") == ["日本語の質問です"]
+    assert titles("haiku attention") == []
+    for awkward in ('"', "100%", "a_b", "OR", "NEAR(", "-x", "haiku*", "col:x", "()"):
+        assert isinstance(titles(awkward), list)
+    found = database.sessions("ten")[0]
+    assert "ten lines, answered" in found.excerpt and found.num_turns == 1
+    turn = talk_of("x").turns[0]
+    turn.answer = "was"
+    database.remove_turn(turn.turn_id)
+
+
+def test_the_index_follows_every_change() -> None:
+    database = ChatDatabase(None)
+    talk = talk_of("first")
+    keep(database, talk)
+    turn = talk.turns[0]
+    turn.answer = "changed completely"
+    database.save_turn(turn_record(talk, turn))
+    assert database.sessions("changed") and not database.sessions("answered")
+    database.remove_turn(turn.turn_id)
+    assert not database.sessions("changed")
+
+
+def test_a_sqlite_without_fts_goes_on_with_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "chats.sqlite3"
+    for use_fts, question in ((True, "one"), (False, "two"), (True, "three")):
+        database = ChatDatabase(path, use_fts=use_fts)
+        keep(database, talk_of(question))
+        assert [s.title for s in database.sessions(question)] == [question]
+        database.close()
+    database = ChatDatabase(path)
+    assert [s.title for s in database.sessions("two")] == ["two"]  # indexed afterwards
+    database.close()
+
+
+def test_delete_rename_and_restore() -> None:
+    database = ChatDatabase(None)
+    talk = talk_of("one")
+    keep(database, talk)
+    database.rename(talk.session_id, "better")
+    keep(database, talk)  # a later turn does not undo the name
+    assert [s.title for s in database.sessions()] == ["better"]
+    database.delete(talk.session_id)
+    assert database.sessions() == []
+    with pytest.raises(ChatStoreError, match="deleted"):
+        database.load(talk.session_id)
+    database.restore(talk.session_id)
+    assert [s.title for s in database.sessions()] == ["better"]
+
+
+def test_what_was_deleted_is_gone_after_a_day(tmp_path: Path) -> None:
+    path = tmp_path / "chats.sqlite3"
+    database = ChatDatabase(path)
+    talk, other = talk_of("one"), talk_of("two")
+    keep(database, talk)
+    keep(database, other)
+    database.delete(talk.session_id)
+    database.close()
+    raw = sqlite3.connect(path)
+    raw.execute("UPDATE sessions SET deleted_s = deleted_s - 90000")
+    raw.commit()
+    raw.close()
+    database = ChatDatabase(path)
+    database.restore(talk.session_id)
+    assert [s.title for s in database.sessions()] == ["two"]
+    assert not database.sessions("one") and database.sessions("two")
+    database.close()
+
+
+def test_migrations_bring_an_old_file_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "chats.sqlite3"
+    database = ChatDatabase(path)
+    keep(database, talk_of("one"))
+    database.close()
+    newer = (*MIGRATIONS, ("ALTER TABLE sessions ADD COLUMN star INTEGER DEFAULT 5",))
+    database = ChatDatabase(path, migrations=newer)
+    assert database._connection.execute("SELECT star FROM sessions").fetchall() == [(5,)]
+    database.close()
+    with pytest.raises(ChatStoreError, match="newer termgen"):
+        ChatDatabase(path)
+    failing = (*newer, ("CREATE TABLE half (x)", "NONSENSE"))
+    with pytest.raises(sqlite3.Error):
+        ChatDatabase(path, migrations=failing)
+    database = ChatDatabase(path, migrations=newer)  # nothing half done
+    assert [s.title for s in database.sessions()] == ["one"]
+    database.close()
+
+
+async def test_text_is_saved_while_it_streams(tmp_path: Path) -> None:
+    now_s = 0.0
+    store = ChatStore(tmp_path / "new folder" / "chats.sqlite3")
+    async with running(store):
+        keeper = ChatKeeper(store, clock=lambda: now_s)
+        talk = Conversation()
+        turn = talk.ask("why", now_s=0.0)
+        keeper.asked(talk, turn, PARAMS)
+
+        async def on_disk() -> str:
+            """As another process sees it, for a terminal that is killed now."""
+            await store.read(lambda _database: None)
+            other = ChatDatabase(store.path)
+            answer = loaded(other, talk.session_id).turns[0].answer
+            other.close()
+            return answer
+
+        for piece in range(10):
+            now_s += SAVE_EVERY_S / 4
+            turn.answer += str(piece)
+            keeper.streamed(talk, turn)
+        assert await on_disk() == "01234567"
+        keeper.flush()
+        assert await on_disk() == "0123456789"
+        again = loaded(ChatDatabase(store.path), talk.session_id)
+        assert again.turns[0].state is AnswerState.STOPPED  # it was cut short
+
+
+async def test_close_writes_what_waits(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path / "chats.sqlite3")
+    talk = talk_of("one", "two")
+    async with running(store) as keeper:
+        keeper.save_all(talk, PARAMS)
+        keeper.rename(talk.session_id, "named")
+        with pytest.raises(ChatStoreError, match="deleted"):
+            await store.read(lambda database: database.load("nothing"))
+    with pytest.raises(ChatStoreError, match="closed"):
+        await store.read(lambda database: database.sessions())
+    database = ChatDatabase(store.path)
+    assert shape(loaded(database, talk.session_id)) == shape(talk)
+    assert database.sessions()[0].title == "named"
+    database.close()
+
+
+@pytest.mark.parametrize("damage", ["garbage", "middle", "cut"])
+async def test_a_broken_file_is_set_aside(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "chats.sqlite3"
+    database = ChatDatabase(path)
+    for number in range(40):
+        keep(database, talk_of(f"question {number} " * 40))
+    database.close()
+    content = bytearray(path.read_bytes())
+    if damage == "garbage":
+        content = bytearray(b"no database at all" * 100)
+    elif damage == "middle":
+        content[4096:20_000] = b"\x5a" * (20_000 - 4096)
+    else:
+        del content[len(content) // 2 :]
+    path.write_bytes(content)
+    told = Told()
+    store = ChatStore(path)
+    async with running(store, told) as keeper:
+        talk = talk_of("new")
+        keeper.save_all(talk, PARAMS)
+        titles = await store.read(lambda database: [s.title for s in database.sessions()])
+        assert titles == ["new"]
+    aside = list(tmp_path.glob("chats.broken-*.sqlite3"))
+    assert len(aside) == 1 and aside[0].read_bytes() == bytes(content)
+    assert len(told.messages) == 1 and str(aside[0]) in told.messages[0]
+
+
+async def test_a_file_that_breaks_while_it_is_open(tmp_path: Path) -> None:
+    path = tmp_path / "chats.sqlite3"
+    told = Told()
+    store = ChatStore(path)
+    talk = talk_of("one")
+    async with running(store, told) as keeper:
+        keeper.save_all(talk, PARAMS)
+        await store.read(
+            lambda database: database._connection.execute(
+                "PRAGMA wal_checkpoint(TRUNCATE)"
+            ).fetchall()
+        )
+        path.write_bytes(b"x" * path.stat().st_size)
+
+        def break_it(database: ChatDatabase) -> None:
+            error = sqlite3.DatabaseError("database disk image is malformed")
+            error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+            raise error
+
+        with pytest.raises(ChatStoreError, match="malformed"):
+            await store.read(break_it)
+        await until(lambda: told.replaced == 1)
+        keeper.save_all(talk, PARAMS)  # as the screen does
+        titles = await store.read(lambda database: [s.title for s in database.sessions()])
+        assert titles == ["one"]
+    assert len(list(tmp_path.glob("chats.broken-*.sqlite3"))) == 1
+
+
+async def test_a_locked_file_is_written_later(tmp_path: Path) -> None:
+    path = tmp_path / "chats.sqlite3"
+    told = Told()
+    store = ChatStore(path, busy_s=0.02, retry_s=0.05)
+    async with running(store, told) as keeper:
+        await store.read(lambda _database: None)
+        blocker = sqlite3.connect(path, isolation_level=None)
+        blocker.execute("BEGIN IMMEDIATE")
+        talk = talk_of("one")
+        keeper.save_all(talk, PARAMS)
+        await until(lambda: len(told.messages) == 1)
+        assert "locked" in told.messages[0] and "the chat goes on" in told.messages[0].lower()
+        assert await store.read(lambda database: database.sessions()) == []
+        later = talk.ask("two", now_s=0.0)
+        keeper.asked(talk, later, PARAMS)
+        blocker.execute("ROLLBACK")
+        blocker.close()
+        await until(lambda: "chats are saved again" in told.messages)
+        records = await store.read(lambda database: database.load(talk.session_id))
+        assert shape(conversation_of(*records)) == shape(talk)
+    assert store.trouble == ""
+
+
+async def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    told = Told()
+    store = ChatStore(tmp_path / "chats.sqlite3", retry_s=0.02)
+    talk = talk_of("long " * 20_000)
+    limit = "PRAGMA max_page_count = {}"
+    async with running(store, told) as keeper:
+        await store.read(lambda db: db._connection.execute(limit.format(20)).fetchone())
+        keeper.save_all(talk, PARAMS)
+        await until(lambda: bool(told.messages))
+        assert "full" in told.messages[0]
+        await store.read(lambda db: db._connection.execute(limit.format(10_000)).fetchone())
+        await until(lambda: "chats are saved again" in told.messages)
+    database = ChatDatabase(store.path)
+    assert shape(loaded(database, talk.session_id)) == shape(talk)
+    database.close()
+
+
+async def test_a_disk_that_stays_full_is_told_at_the_end(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path / "chats.sqlite3")
+    async with running(store) as keeper:
+        await store.read(lambda db: db._connection.execute("PRAGMA max_page_count = 20").fetchone())
+        keeper.save_all(talk_of("long " * 20_000), PARAMS)
+    assert "cannot be saved" in store.trouble
+
+
+@pytest.mark.parametrize("kind", ["folder", "foreign", "newer"])
+async def test_a_file_that_cannot_be_used_leaves_the_chats_in_memory(
+    tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "chats.sqlite3"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "foreign":
+        raw = sqlite3.connect(path)
+        raw.execute("CREATE TABLE theirs (x)")
+        raw.close()
+    else:
+        ChatDatabase(path, migrations=(*MIGRATIONS, ("CREATE TABLE more (x)",))).close()
+    before = path.read_bytes() if path.is_file() else b""
+    told = Told()
+    store = ChatStore(path)
+    async with running(store, told) as keeper:
+        keeper.save_all(talk_of("one"), PARAMS)
+        assert len(await store.read(lambda database: database.sessions())) == 1
+    assert len(told.messages) == 1 and str(path) in told.messages[0]
+    assert not path.is_file() or path.read_bytes() == before
+
+
+async def test_two_processes_write_one_file(tmp_path: Path) -> None:
+    """Two stores, each with its own thread and connection, and one session that both extend."""
+    path = tmp_path / "chats.sqlite3"
+    first, second = ChatStore(path), ChatStore(path)
+    shared = talk_of("shared")
+    told = Told()
+    async with running(first, told) as one, running(second, told) as two:
+        one.save_all(shared, PARAMS)
+        records = await first.read(lambda database: database.load(shared.session_id))
+        twin = conversation_of(*records)
+        mine: list[Turn] = []
+        for number in range(30):
+            for keeper, talk in ((one, shared), (two, twin)):
+                turn = talk.ask(f"q{number}", now_s=0.0, beside=talk.turns[-1] if number else None)
+                mine.append(turn)
+                keeper.asked(talk, turn, PARAMS)
+            keeper.save_all(talk_of(f"own {number}"), PARAMS)
+            if number % 10 == 0:
+                await asyncio.sleep(0.01)
+        await asyncio.gather(*(s.read(lambda database: None) for s in (first, second)))
+        sessions, both = await first.read(
+            lambda database: (database.sessions(), database.load(shared.session_id))
+        )
+    assert len(sessions) == 31 and told.messages == []
+    merged = conversation_of(*both)
+    merged.check_integrity()
+    assert {turn.turn_id for turn in all_turns(merged)} >= {turn.turn_id for turn in mine}
+
+
+def test_two_processes_make_the_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "chats.sqlite3"
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(4)
+
+    def make() -> None:
+        try:
+            barrier.wait()
+            ChatDatabase(path).close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_export_and_import() -> None:
+    talk = talk_of("one", "two", system_prompt="be\nbrief")
+    other = talk.ask("uno", now_s=0.0, beside=talk.turns[0])
+    other.answer = "`x`\x1b"
+    records = [turn_record(talk, turn) for turn in all_turns(talk)]
+    text = as_json(session_record(talk, PARAMS), records)
+    session, turns = from_json(text)
+    again = conversation_of(session, turns)
+    assert shape(again) == shape(talk) and again.system_prompt == "be\nbrief"
+    assert restored_params(session.params, SamplingParams()) == PARAMS
+    markdown = as_markdown(session, talk)
+    assert markdown.startswith("# one\n\nSystem prompt:\n\n> be\n> brief\n\n## You\n\nuno\n\n")
+    assert "two" not in markdown  # another branch
+
+
+async def test_text_that_is_not_quite_text_is_kept_escaped(tmp_path: Path) -> None:
+    """A model cannot write this, but a file to import can hold it."""
+    talk = talk_of("half \ud83d a pair")
+    text = as_json(session_record(talk, PARAMS), [turn_record(talk, t) for t in talk.turns])
+    again = conversation_of(*from_json(text))
+    store = ChatStore(tmp_path / "chats.sqlite3")
+    async with running(store) as keeper:
+        keeper.save_all(again, PARAMS)
+        session, turns = await store.read(lambda database: database.load(talk.session_id))
+    assert turns[0].question == session.title == "half \\ud83d a pair" and store.trouble == ""
+
+
+async def test_a_bug_in_a_write_ends_the_saving_and_nothing_else(tmp_path: Path) -> None:
+    told = Told()
+    store = ChatStore(tmp_path / "chats.sqlite3")
+
+    def bug(_database: ChatDatabase) -> None:
+        raise ZeroDivisionError("ours")
+
+    async with running(store, told):
+        store.put("x", bug)
+        await until(lambda: bool(told.messages))
+        assert told.messages == ["chats are not saved any more: ZeroDivisionError: ours"]
+        with pytest.raises(ChatStoreError, match="closed"):
+            await store.read(lambda database: database.sessions())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[:50], "not JSON"),
+        (lambda text: "[" * 100_000, "not JSON"),
+        (lambda text: "[]", "no exported chat"),
+        (lambda text: text.replace('"version": 1', '"version": 9'), "version"),
+        (lambda text: text.replace('"question"', '"q"'), r'turns\[0\]" has no "question"'),
+        (lambda text: text.replace('"answer": "one', '"answer": 5, "x": "'), '"answer" is not'),
+        (lambda text: text.replace('"state": "done"', '"state": "odd"'), "odd"),
+        (lambda text: text.replace('"output_tokens": 0', '"output_tokens": "x"'), "turns"),
+        (lambda text: re.sub('"asked_s": [0-9.]+', '"asked_s": 1e300', text), '"asked_s" is not'),
+        (lambda text: re.sub('"asked_s": [0-9.]+', '"asked_s": NaN', text), '"asked_s" is not'),
+        (lambda text: text.replace('"turns": [', '"turns": 5, "y": ['), "must be a list"),
+    ],
+)
+def test_a_bad_import_says_what_is_wrong(change: Callable[[str], str], words: str) -> None:
+    talk = talk_of("one")
+    text = as_json(session_record(talk, PARAMS), [turn_record(talk, t) for t in talk.turns])
+    with pytest.raises(ChatStoreError, match=words):
+        from_json(change(text))
+
+
+def test_the_place_of_the_file() -> None:
+    assert store_path("off") is None
+    assert store_path("~/x.db") == Path.home() / "x.db"
+    default = store_path(None)
+    assert default is not None and default.name == "chats.sqlite3" and "termgen" in default.parts

@@ -1,0 +1,403 @@
+"""What the chat can do beside asking, by what it shows and what it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, Script
+from textual.events import Paste
+from textual.pilot import Pilot
+from textual.widgets import Input, OptionList, TextArea
+from tui_harness import FrozenApp, ask, chat_engine, pieces, ready, type_text, wait_until
+
+from termgen.client import ChatPrompt
+from termgen.engine.request import FinishReason
+from termgen.errors import ContextLengthError
+from termgen.tui.attachments import MAX_BYTES
+from termgen.tui.screens.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
+from termgen.tui.widgets.file_completion import FileCompletion
+
+SIZE = (100, 30)
+THINKS = ("<think>", "\n", "Let me", " see", ".\n", "</think>", "\n\n", "Yes", ".")
+CODE = "First:\n\n```python\nprint(1)\n```\n\nthen\n\n```sh\nls\n```\n"
+
+
+def shown(app: FrozenApp) -> str:
+    return app.chat.transcript.plain_text
+
+
+def told(app: FrozenApp) -> str:
+    return "\n".join(str(note.message) for note in app._notifications)
+
+
+def sent(engine: FakeEngine, index: int = -1) -> list[dict[str, Any]]:
+    prompt = engine.calls[index].prompt
+    assert isinstance(prompt, ChatPrompt)
+    return [dict(message) for message in prompt.messages]
+
+
+def lists_files(app: FrozenApp) -> bool:
+    return app.chat.query_one(FileCompletion).display
+
+
+async def click_text(app: FrozenApp, pilot: Pilot[Any], text: str) -> None:
+    """On the last row that shows it."""
+    transcript = app.chat.transcript
+    lines = transcript.plain_text.split("\n")
+    line = max(y for y, row in enumerate(lines) if text in row)
+    offset = (transcript.margin + lines[line].index(text) + 1, line - transcript.scroll_offset.y)
+    await pilot.click(transcript, offset=offset)
+    await pilot.pause()
+
+
+# -- thoughts ------------------------------------------------------------------------------
+
+
+async def test_thoughts_are_open_while_written_and_folded_after() -> None:
+    engine = chat_engine(Script(pieces=THINKS, hold_after=4))
+    app = FrozenApp(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "sure?", wait=False)
+        await wait_until(pilot, lambda: "│ Let me see" in shown(app))
+        assert "▾ thinking" in shown(app)
+        engine.release.set()
+        await wait_until(pilot, lambda: not app.chat.is_streaming)
+        assert "▸ thought for 0.1 s · 5 tok" in shown(app)
+        assert "Let me see" not in shown(app) and "think>" not in shown(app)
+        assert "\n  Yes.\n" in shown(app) and "9 tok" in shown(app)
+        await pilot.press("ctrl+t")
+        assert "│ Let me see.\n\n  Yes." in shown(app)
+        await click_text(app, pilot, "▾ thought")
+        assert "Let me see" not in shown(app)
+
+
+async def test_thoughts_go_back_as_such_and_are_not_copied() -> None:
+    engine = chat_engine(Script(pieces=THINKS))
+    app = FrozenApp(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "sure?")
+        await ask(app, pilot, "/copy", wait=False)
+        assert app.clipboard == "Yes."
+        await ask(app, pilot, "really?")
+        assert sent(engine)[1] == {
+            "role": "assistant",
+            "content": "Yes.",
+            "reasoning_content": "Let me see.",
+        }
+
+
+async def test_stopped_thoughts_stay() -> None:
+    engine = chat_engine(Script(pieces=THINKS, hold_after=4))
+    app = FrozenApp(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "sure?", wait=False)
+        await wait_until(pilot, lambda: "Let me see" in shown(app))
+        await pilot.press("escape")
+        assert "▸ thought for" in shown(app) and "■ stopped" in shown(app)
+        engine._script = Script(pieces=("ok",))
+        await ask(app, pilot, "again")
+        assert [m["role"] for m in sent(engine)] == ["user", "user"]
+
+
+# -- code blocks ---------------------------------------------------------------------------
+
+
+async def test_code_blocks_are_copied_by_key_click_and_command() -> None:
+    app = FrozenApp(chat_engine(Script(pieces=pieces(CODE))))
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "how?")
+        assert "python" in shown(app) and "[2] copy" in shown(app)
+        await pilot.press("alt+2")
+        assert app.clipboard == "ls\n"
+        await click_text(app, pilot, "[1] copy")
+        assert app.clipboard == "print(1)\n"
+        await ask(app, pilot, "/code 2", wait=False)
+        assert app.clipboard == "ls\n"
+        await pilot.press("alt+3")
+        assert "the last answer has 2 code blocks" in told(app)
+        assert app.chat.prompt.text == ""
+
+
+async def test_a_code_block_is_saved_to_a_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = FrozenApp(chat_engine(Script(pieces=pieces(CODE))))
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "how?")
+        await ask(app, pilot, "/save 1 my code.py", wait=False)
+        assert (tmp_path / "my code.py").read_text() == "print(1)\n"
+        assert "Code block 1 is in my code.py." in shown(app)
+        await ask(app, pilot, "/save 2 my code.py", wait=False)
+        assert "is there already" in told(app)
+        await ask(app, pilot, "/save 2 no/such/folder.sh", wait=False)
+        assert "No such file" in told(app)
+        await ask(app, pilot, "/save", wait=False)
+        assert "which code block?" in told(app)
+        assert (tmp_path / "my code.py").read_text() == "print(1)\n"
+
+
+# -- files ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scheduler.py").write_text("x = 1\n" * 200)
+    (tmp_path / "notes.md").write_text("hello\n")
+    (tmp_path / "picture.bin").write_bytes(b"\0\1")
+    return tmp_path
+
+
+async def test_a_file_is_completed_shown_and_sent(folder: Path) -> None:
+    engine = chat_engine(Script(pieces=("ok",)))
+    app = FrozenApp(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await type_text(pilot, "why @")
+        await pilot.pause()
+        completion = app.chat.query_one(FileCompletion)
+        assert completion.text.split() == "▸ notes.md tab takes it picture.bin scheduler.py".split()
+        await pilot.press("down", "down")
+        await pilot.press("tab")
+        await pilot.pause()
+        assert app.chat.prompt.text == "why @scheduler.py "
+        assert not completion.display and app.focused is app.chat.prompt
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "ok" in shown(app))
+        assert "▎ why @scheduler.py\n▎ ▤ scheduler.py 1.2k\n" in shown(app)
+        assert "x = 1" not in shown(app)
+        content = sent(engine)[0]["content"]
+        assert content.startswith("scheduler.py:\n```py\nx = 1\n")
+        assert content.endswith("```\n\nwhy @scheduler.py ")
+        await ask(app, pilot, "and?")
+        assert sent(engine)[0]["content"] == content and sent(engine)[2]["content"] == "and?"
+
+
+async def test_escape_closes_the_list_and_the_arrows_are_the_prompts_again(folder: Path) -> None:
+    app = FrozenApp(chat_engine(Script(pieces=("ok",))))
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "see @notes.md")
+        await type_text(pilot, "@no")
+        await pilot.pause()
+        assert lists_files(app)
+        await pilot.press("escape")
+        assert not lists_files(app)
+        await pilot.press("up")
+        await pilot.pause()
+        assert app.chat.prompt.text == "see @notes.md" and not lists_files(app)
+
+
+async def test_files_are_attached_and_dropped_by_command(folder: Path) -> None:
+    engine = chat_engine(Script(pieces=("ok",)))
+    app = FrozenApp(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "/attach notes.md", wait=False)
+        assert app.chat.prompt.border_title == "▤ notes.md 6"
+        await ask(app, pilot, "/attach picture.bin", wait=False)
+        assert "picture.bin is a binary file" in told(app)
+        await ask(app, pilot, "/attach gone", wait=False)
+        assert "gone: No such file" in told(app)
+        await ask(app, pilot, "what?")
+        assert sent(engine)[0]["content"] == "notes.md:\n```md\nhello\n```\n\nwhat?"
+        assert not app.chat.prompt.border_title
+        await pilot.press("alt+r")
+        await wait_until(pilot, lambda: len(engine.calls) == 2 and not app.chat.is_streaming)
+        assert "hello" in sent(engine)[0]["content"]
+        await ask(app, pilot, "/attach notes.md", wait=False)
+        await ask(app, pilot, "/attach off", wait=False)
+        await ask(app, pilot, "bare")
+        assert sent(engine)[-1]["content"] == "bare"
+
+
+async def test_a_file_that_cannot_go_keeps_the_question_in_the_prompt(folder: Path) -> None:
+    engine = chat_engine()
+    app = FrozenApp(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "see @picture.bin", wait=False)
+        assert engine.calls == [] and app.chat.prompt.text == "see @picture.bin"
+        assert "picture.bin is a binary file" in told(app)
+
+
+async def test_files_of_a_refused_question_come_back(folder: Path) -> None:
+    engine = chat_engine(Script(raises=ContextLengthError("too long")))
+    app = FrozenApp(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "/attach notes.md", wait=False)
+        await ask(app, pilot, "see @scheduler.py")
+        assert app.chat.prompt.text == "see @scheduler.py"
+        assert app.chat.prompt.border_title == "▤ notes.md 6"
+
+
+async def test_a_paste_of_a_megabyte_becomes_a_file() -> None:
+    engine = chat_engine(Script(pieces=("ok",)))
+    app = FrozenApp(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        text = "line of text\n" * (1_000_000 // 13)
+        app.post_message(Paste(text))
+        await pilot.pause()
+        assert app.chat.prompt.text == ""
+        assert app.chat.prompt.border_title == "▤ pasted-1.txt 1.0M"
+        app.post_message(Paste("x" * MAX_BYTES))
+        await pilot.pause()
+        assert "at most 2.0 MiB" in told(app)
+        engine._script = Script(raises=ContextLengthError("too long"))
+        await ask(app, pilot, "sum it up")
+        assert app.chat.prompt.border_title == "▤ pasted-1.txt 1.0M"
+        content = sent(engine)[0]["content"]
+        assert len(content) > len(text) and "pasted-1.txt:\n```txt\nline of text\n" in content
+
+
+# -- sampling, system prompt, history ------------------------------------------------------
+
+
+async def test_sampling_is_set_in_a_panel_and_shown() -> None:
+    engine = chat_engine(Script(pieces=("ok",)))
+    app = FrozenApp(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        assert "T 0.7" in app.chat.status.text
+        await pilot.press("f3")
+        panel = await opened(app, pilot, SamplingPanel)
+        fields = {field.id: field for field in panel.query(Input).results(Input)}
+        assert fields["temperature"].value == "0.7" and fields["top_p"].value == "0.95"
+        fields["top_p"].value, fields["stop"].value = "1.5", "END,\\n"
+        fields["seed"].focus()
+        await pilot.press("7")
+        await pilot.press("enter")
+        await pilot.pause()
+        assert app.screen is panel and app.focused is fields["top_p"]
+        notes = {note.id: str(note.render()) for note in panel.query(".note")}
+        assert notes["top_p-note"] == "top_p must be in (0, 1], not 1.5"
+        fields["top_p"].value = "0.5"
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: app.screen is not panel)
+        assert "top_p 0.5  seed 7  stop (2)" in app.chat.status.text
+        await ask(app, pilot, "one")
+        params = engine.calls[-1].params
+        assert (params.top_p, params.seed, params.stop) == (0.5, 7, ("END", "\n"))
+        await pilot.press("f3")
+        panel = await opened(app, pilot, SamplingPanel)
+        await pilot.press("ctrl+r", "enter")
+        await wait_until(pilot, lambda: app.screen is not panel)
+        assert "T 0.7" in app.chat.status.text and "seed" not in app.chat.status.text
+
+
+async def test_the_system_prompt_has_an_editor_of_many_lines() -> None:
+    engine = chat_engine(Script(pieces=("ok",)))
+    app = FrozenApp(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await pilot.press("f4")
+        panel = await opened(app, pilot, SystemPromptPanel)
+        await pilot.press("a", "enter", "b", "ctrl+s")
+        await wait_until(pilot, lambda: app.screen is not panel)
+        await ask(app, pilot, "one")
+        assert sent(engine)[0] == {"role": "system", "content": "a\nb"}
+        await pilot.press("f4")
+        panel = await opened(app, pilot, SystemPromptPanel)
+        panel.query_one(TextArea).text = ""
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: app.screen is not panel)
+        assert app.chat.conversation.system_prompt == "a\nb"
+        await pilot.press("f4")
+        panel = await opened(app, pilot, SystemPromptPanel)
+        panel.query_one(TextArea).text = ""
+        await pilot.press("ctrl+s")
+        await wait_until(pilot, lambda: app.screen is not panel)
+        assert app.chat.conversation.system_prompt is None
+
+
+async def test_earlier_prompts_are_searched() -> None:
+    app = FrozenApp(chat_engine(Script(pieces=("ok",))))
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        for question in ("why is the sky blue", "what is rust", "why is grass green"):
+            app.chat.prompt.prompts.add(question)
+        await pilot.press("ctrl+r")
+        panel = await opened(app, pilot, HistoryPanel)
+        found = panel.query_one(OptionList)
+        assert found.option_count == 3
+        await pilot.press(*"why")
+        await pilot.pause()
+        assert found.option_count == 2
+        await pilot.press("ctrl+r", "enter")
+        await wait_until(pilot, lambda: app.screen is not panel)
+        assert app.chat.prompt.text == "why is the sky blue"
+        await pilot.press("ctrl+r")
+        panel = await opened(app, pilot, HistoryPanel)
+        await pilot.press(*"zzz", "enter")
+        await wait_until(pilot, lambda: app.screen is not panel)
+        assert app.chat.prompt.text == "why is the sky blue"
+
+
+async def opened(app: FrozenApp, pilot: Pilot[Any], kind: type[Any]) -> Any:
+    await wait_until(pilot, lambda: isinstance(app.screen, kind))
+    await pilot.pause()
+    return app.screen
+
+
+# -- forms of answers ----------------------------------------------------------------------
+
+
+def scripts(*answers: Sequence[str]) -> Any:
+    left = iter(answers)
+    return lambda _call: Script(pieces=next(left))
+
+
+async def test_a_schema_is_asked_for_and_the_answer_shown_with_indents() -> None:
+    engine = chat_engine(scripts(('{"na', 'me":"Ada"}'), ("hi",)))
+    app = FrozenApp(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, '/schema {"type": "object"}', wait=False)
+        assert "JSON schema" in app.chat.status.text
+        await ask(app, pilot, "who?")
+        wanted = engine.calls[-1].params.structured_outputs
+        assert wanted is not None and wanted.json == '{"type":"object"}'
+        assert '"name": "Ada"' in shown(app) and "[1] copy" in shown(app)
+        assert "✓ JSON schema · 2 tok" in shown(app)
+        await pilot.press("alt+1")
+        assert app.clipboard == '{\n  "name": "Ada"\n}\n'
+        await ask(app, pilot, "/schema off", wait=False)
+        assert "JSON schema" not in app.chat.status.text
+        await ask(app, pilot, "hello")
+        assert engine.calls[-1].params.structured_outputs is None
+
+
+async def test_an_answer_that_was_cut_off_says_so() -> None:
+    script = Script(pieces=('{"a', '": '), finish_reason=FinishReason.LENGTH)
+    app = FrozenApp(chat_engine(script))
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, '/schema {"type": "object"}', wait=False)
+        await ask(app, pilot, "who?")
+        assert "✗ not complete: JSON schema" in shown(app) and '{"a":' in shown(app)
+
+
+async def test_forms_that_are_wrong_change_nothing() -> None:
+    engine = chat_engine(Script(pieces=("no",)))
+    app = FrozenApp(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "/choice yes|no", wait=False)
+        for wrong in ("/schema {", "/schema gone.json", "/choice a||b"):
+            await ask(app, pilot, wrong, wait=False)
+        assert "not valid JSON" in told(app) and "gone.json: No such" in told(app)
+        await ask(app, pilot, "sure?")
+        wanted = engine.calls[-1].params.structured_outputs
+        assert wanted is not None and wanted.choice == ("yes", "no")
+        assert "✓ one of 2" in shown(app)
