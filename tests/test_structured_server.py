@@ -18,7 +18,7 @@ from generated_schemas import generate
 from server_harness import MESSAGES, chat_text, read_events, serving
 
 from termgen.config import EngineConfig
-from termgen.engine import grammar as grammar_module
+from termgen.engine import grammar_source
 from termgen.engine.engine import AsyncEngine
 from termgen.engine.structured_outputs import StructuredOutputsParams
 
@@ -234,13 +234,13 @@ async def test_a_request_whose_grammar_is_being_compiled_holds_nobody_up(
     long_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on = threading.Event()
-    source = grammar_module._source
+    source_of = grammar_source.source_of
 
     def slowly(wanted: StructuredOutputsParams) -> str:
         assert wanted.regex is None or may_go_on.wait(30)
-        return source(wanted)
+        return source_of(wanted)
 
-    monkeypatch.setattr(grammar_module, "_source", slowly)
+    monkeypatch.setattr("termgen.engine.grammar.source_of", slowly)
     async with tiny_server(long_llama_dir) as (client, engine):
         slow = [
             asyncio.create_task(post(client, structured_outputs={"regex": f"[a-z]{{{n}}}"}))

@@ -1,64 +1,90 @@
 """Requests under a grammar, seen from the scheduler: when they may join a step, and their masks.
 
 A row's next mask needs its newest token. So a constrained row joins a step only when all its tokens
-have landed: every second step where two are in flight, while the rows without a grammar run ahead.
-Its mask is filled by a thread from the moment the token lands, usually while the step behind runs.
-Only landed tokens ever reach a matcher, so preemption and dropped steps need no way back. Owned by
-the scheduler, on the engine thread.
+have landed and its mask is filled: every second step where two are in flight, while the rows
+without a grammar join each. Threads fill the mask from the moment the token lands, usually while
+the step behind runs. Only landed tokens ever reach a matcher, so preemption and dropped steps need
+no way back. A grammar that fails, in a mask or on a token, ends its own request and no other. Owned
+by the scheduler, on the engine thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.at_odds import fault_of
+from termgen.engine.mask_filler import MaskFiller
 from termgen.engine.request import FinishReason, IntArray, Request
 from termgen.engine.slot_table import SlotTable
-from termgen.engine.token_mask import RowMasks, TokenMask, TokenMatcher
+from termgen.engine.token_mask import GrammarState, RowMasks
 from termgen.errors import EngineError, TermgenError
 
 PATIENCE_S = 0.001
-"""While another step runs, masks are waited for this long; a row whose mask takes longer misses
-the step, so that it holds nobody up."""
+"""While there is something else to compute, masks are waited for this long; a row whose mask takes
+longer misses the step, so that it holds nobody up."""
+IDLE_PATIENCE_S = 0.01
+"""The same while there is nothing else. Rows that go on together share their steps."""
 
-FillMasks = Callable[[Sequence[TokenMatcher], IntArray], None]
-
-
-def fill_one_by_one(matchers: Sequence[TokenMatcher], bits: IntArray) -> None:
-    for matcher, row in zip(matchers, bits, strict=True):
-        matcher.fill(row)
+Endings = dict[int, tuple[FinishReason, TermgenError | None]]
+"""Which rows end, by their index among those that landed, and how."""
 
 
 class Constraints:
-    """Matchers and masks of the requests that have a grammar."""
+    """The rows that have a grammar."""
 
-    def __init__(self, fill: FillMasks = fill_one_by_one) -> None:
-        self.fill = fill
-        self._thread: ThreadPoolExecutor | None = None
+    def __init__(self) -> None:
+        self.patience_s = PATIENCE_S
+        self.idle_patience_s = IDLE_PATIENCE_S
+        self.is_late = False
+        """Whether a row or a waiting request missed the newest step for want of its mask."""
+        self._filler = MaskFiller()
+        self._is_busy = False
+        self._deadline = 0.0
+        """Until when masks are waited for in this step."""
+        self._failed: list[Request] = []
 
     def begin(self, request: Request) -> None:
-        """Fill the mask of a new request's first token."""
-        if request.matcher is not None:
-            self._refill([request])
+        """Make a new request's matcher and fill the mask of its first token."""
+        if request.grammar is not None:
+            self._filler.begin([request.grammar])
 
     def hold_back(
         self, table: SlotTable, running: IntArray, want: IntArray, *, is_busy: bool
     ) -> None:
         """Set `want` to 0 for rows that cannot join now. is_busy: a step is in flight."""
-        deadline = time.monotonic() + PATIENCE_S
-        for i, slot in _constrained(table, running):
-            if table.num_pending[slot]:
+        self.is_late, self._is_busy = False, is_busy
+        rows = table.has_grammar[running].nonzero()[0]
+        want[rows[table.num_pending[running[rows]] > 0]] = 0
+        rows = rows[want[rows] > 0]
+        is_alone = not is_busy and np.count_nonzero(want) == len(rows)
+        patience_s = self.idle_patience_s if is_alone else self.patience_s
+        self._deadline = time.monotonic() + patience_s
+        requests = [table.request_at(slot) for slot in running[rows].tolist()]
+        self._wait_for([grammar_of(request) for request in requests])
+        for i, request in zip(rows.tolist(), requests, strict=True):
+            if not self._has_mask(request):
                 want[i] = 0
-            elif is_busy and want[i]:
-                mask = table.request_at(slot).mask
-                assert mask is not None
-                if not mask.wait(max(0.0, deadline - time.monotonic())):
-                    want[i] = 0
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether a waiting request may join the step that is planned."""
+        if request.grammar is None:
+            return True
+        self._wait_for([request.grammar])
+        return self._has_mask(request)
+
+    def rest(self) -> None:
+        """Nothing can be planned: wait a little for masks, if that is the reason and no step that
+        is in flight is to be landed."""
+        if self.is_late and not (self._is_busy or self._failed):
+            self._filler.wait_for_any(PATIENCE_S)
+
+    def take_failed(self) -> list[tuple[Request, EngineError]]:
+        """Requests whose grammar turned out to have no next mask, and why."""
+        failed, self._failed = self._failed, []
+        return [(request, _error(grammar_of(request).error)) for request in failed]
 
     def endings(
         self,
@@ -67,61 +93,69 @@ class Constraints:
         tokens: IntArray,
         stopped: npt.NDArray[np.bool_],
         ended: npt.NDArray[np.intp],
-    ) -> dict[int, tuple[FinishReason, TermgenError | None]]:
+    ) -> Endings:
         """Take in landed tokens. All rows that end, and how: those `ended` already, some of them
         `stopped` by a token, and those whose grammar ends."""
-        endings: dict[int, tuple[FinishReason, TermgenError | None]] = {
+        endings: Endings = {
             i: (FinishReason.STOP if stopped[i] else FinishReason.LENGTH, None)
             for i in ended.tolist()
         }
-        going_on: list[Request] = []
-        for i, slot in _constrained(table, slots):
+        if not table.num_constrained:
+            return endings
+        going_on: list[GrammarState] = []
+        for i in table.has_grammar[slots].nonzero()[0].tolist():
+            slot = int(slots[i])
             request = table.request_at(slot)
-            matcher = request.matcher
-            assert matcher is not None
+            grammar = grammar_of(request)
             answer = table.token_ids[slot, table.num_prompt[slot] : table.num_tokens[slot]]
-            assert request.mask is not None
-            if fault := fault_of(request, answer, request.mask.bits()):
+            if fault := fault_of(request, answer, grammar.mask):
                 endings[i] = FinishReason.ERROR, fault
-            elif not matcher.accept(int(tokens[i])):
-                error = EngineError(
-                    f"token {int(tokens[i])} does not fit the grammar, which may be too complex"
-                )
-                endings[i] = FinishReason.ERROR, error
-            elif matcher.is_ended:
+                continue
+            try:
+                is_complete = grammar.accept(int(tokens[i]))
+            except Exception as cause:  # whatever a grammar engine may raise
+                endings[i] = FinishReason.ERROR, _error(cause)
+                continue
+            if is_complete:
                 endings[i] = FinishReason.STOP, None
             elif i not in endings:
-                going_on.append(request)
-        if going_on:
-            self._refill(going_on)
+                going_on.append(grammar)
+        self._filler.begin(going_on)
         return endings
 
-    def _refill(self, requests: Sequence[Request]) -> None:
-        matchers = [r.matcher for r in requests if r.matcher is not None]
-        bits = np.zeros((len(matchers), matchers[0].num_words), np.int32)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "termgen-token-masks")
-        job = self._thread.submit(self.fill, matchers, bits)
-        for request, row in zip(requests, bits, strict=True):
-            request.mask = TokenMask(row, job)
+    def _wait_for(self, grammars: list[GrammarState]) -> None:
+        """Until the deadline, for those that are usually quick."""
+        quick = [grammar for grammar in grammars if not (grammar.is_ready or grammar.is_slow)]
+        if quick:
+            self._filler.wait(quick, max(0.0, self._deadline - time.monotonic()))
+
+    def _has_mask(self, request: Request) -> bool:
+        grammar = grammar_of(request)
+        if not grammar.is_ready:
+            self.is_late = True
+        elif grammar.error is not None:
+            self.is_late = True
+            self._failed.append(request)
+        return grammar.is_ready and grammar.error is None
 
 
 def masks_of(table: SlotTable, slots: IntArray) -> RowMasks | None:
     """Masks of the rows of a step that sample under a grammar; the step is already counted."""
-    rows: list[int] = []
-    masks: list[TokenMask] = []
-    for i, slot in _constrained(table, slots):
-        mask = table.request_at(slot).mask
-        if table.num_pending[slot]:
-            assert mask is not None
-            rows.append(i)
-            masks.append(mask)
-    return RowMasks(np.asarray(rows, np.int32), tuple(masks)) if rows else None
+    if not table.num_constrained:
+        return None
+    rows = (table.has_grammar[slots] & (table.num_pending[slots] > 0)).nonzero()[0]
+    masks = [grammar_of(table.request_at(slot)).mask for slot in slots[rows].tolist()]
+    return RowMasks(rows.astype(np.int32), np.stack(masks)) if masks else None
 
 
-def _constrained(table: SlotTable, slots: IntArray) -> Iterator[tuple[int, int]]:
-    """Index and slot of those of these rows that have a grammar."""
-    if table.constrained:
-        for i, slot in enumerate(slots.tolist()):
-            if slot in table.constrained:
-                yield i, slot
+def grammar_of(request: Request) -> GrammarState:
+    assert request.grammar is not None, "the request has no grammar"
+    return request.grammar
+
+
+def _error(cause: Exception | None) -> EngineError:
+    if isinstance(cause, EngineError):
+        return cause
+    error = EngineError(f"the grammar failed: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error

@@ -159,6 +159,16 @@ class EngineControl:
                 done.set_exception(error)
 
 
+def end_failed(scheduler: Scheduler) -> list[FinishedRow]:
+    """End the requests whose next mask cannot be filled."""
+    rows = [
+        scheduler.finish(request.request_id, FinishReason.ERROR, error)
+        for request, error in scheduler.constraints.take_failed()
+        if scheduler.requests.get(request.request_id) is request
+    ]
+    return [row for row in rows if row is not None]
+
+
 def finish_all(scheduler: Scheduler) -> list[FinishedRow]:
     """End every request, running or waiting, with reason ABORT."""
     table = scheduler.slots

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from termgen.engine.control import EngineControl, finish_all
+from termgen.engine.control import EngineControl, end_failed, finish_all
 from termgen.engine.delivery import FinishedRow, PromptLogprobs, StartedRow, StepDelivery
 from termgen.engine.event_publisher import EventPublisher, StepTimes
 from termgen.engine.events import EngineSnapshot, EventBus, StepRecord
@@ -165,6 +165,7 @@ class EngineCore:
         """One turn: fill the pipeline, land its oldest step. False when there was nothing to do."""
         self._turn_ns = time.perf_counter_ns()
         self._read_inbox()
+        self._finished += end_failed(self.scheduler)
         self._run_calls()
         may_launch = self.control.may_launch
         while may_launch and len(self._in_flight) < self._allowed_depth() and self._launch():
@@ -174,19 +175,19 @@ class EngineCore:
             self._land()
         else:
             stuck = self.scheduler.has_requests and may_launch and not self.control.is_paused
-            assert not stuck, "requests are queued, but nothing can run"
+            assert not stuck or self.scheduler.constraints.is_late, "queued, but nothing can run"
             self._deliver_finished()
         self.control.settle()
         self._host_ns = time.perf_counter_ns() - self._turn_ns if is_busy else 0
         return is_busy
 
     def _allowed_depth(self) -> int:
-        """Only two steps or one if something waits, or if more would preempt somebody."""
+        """Only two steps or one if something waits, or if more would preempt somebody. A row under
+        a grammar waits for each of its tokens, so it would join one step of many."""
         scheduler = self.scheduler
         room = scheduler.kv.pool.num_free >= scheduler.num_running
-        return self.run_ahead.allowed(
-            is_wanted=room and not self._inbox and not len(scheduler.waiting)
-        )
+        waits = self._inbox or len(scheduler.waiting) or scheduler.slots.num_constrained
+        return self.run_ahead.allowed(is_wanted=room and not waits)
 
     def use_idle_time(self) -> bool:
         """Do one piece of work that can wait; False when there is none. Only without other work."""
@@ -316,7 +317,7 @@ class EngineCore:
             priority=submitted.priority,
             arrival_ns=arrival_ns,
             cache_salt=submitted.cache_salt,
-            matcher=submitted.start_grammar(),
+            grammar=submitted.start_grammar(),
             bad_token_ids=submitted.bad_token_ids,
         )
         try:

@@ -44,7 +44,7 @@ class DecodeStep:
     def plan(self, step_id: int, released: tuple[int, ...]) -> StepPlan | None:
         """The next step, counted as run; None, and nothing done, where it is not such a step."""
         table, running = self._table, self._table.running
-        if not len(running) or table.constrained:
+        if not len(running) or table.num_constrained:
             return None
         builder = PlanBuilder()
         if (

@@ -115,15 +115,16 @@ class AsyncEngine:
     ) -> AsyncGenerator[TokenDelta, None]:
         """See `EngineClient.generate`."""
         arrival_ns = time.perf_counter_ns()
-        request = await asyncio.to_thread(
-            self.parts.input_processor.process,
+        processor = self.parts.input_processor
+        prepared = await asyncio.to_thread(
+            processor.prepare,
             prompt,
             params,
             request_id=request_id or self._new_id(),
             priority=priority,
             cache_salt=cache_salt,
-            grammar=await self.parts.input_processor.compile_grammar(params),
         )
+        request = await processor.add_grammar(prepared)
         stream = self._open(request, arrival_ns)
         try:
             async for delta in stream:

@@ -43,7 +43,7 @@ class StepTimes:
 
 
 class EventPublisher:
-    """Where every event of one engine comes from."""
+    """Where every event of one engine comes from. Makes none where nobody listens."""
 
     def __init__(self, bus: EventBus, scheduler: Scheduler) -> None:
         self._bus = bus
@@ -52,21 +52,22 @@ class EventPublisher:
         self._publish_ns = 0
 
     def queued(self, request: Request) -> None:
-        detail = request.params.describe() if self._bus.has_readers else ""
-        self._tell(request, RequestEventKind.QUEUED, request.arrival_ns, detail)
+        if self._bus.has_readers:
+            detail = request.params.describe()
+            self._tell(request, RequestEventKind.QUEUED, request.arrival_ns, detail)
 
     def started(self, rows: Iterable[StartedRow], time_ns: int) -> None:
         """Told when planned: a request may be over when its first step lands."""
-        for row in rows:
+        for row in rows if self._bus.has_readers else ():
             request = self._scheduler.requests[row.request_id]
             self._tell(request, RequestEventKind.SCHEDULED, time_ns)
 
     def preempted(self, requests: Iterable[Request], why: str) -> None:
-        for request in requests:
+        for request in requests if self._bus.has_readers else ():
             self._tell(request, RequestEventKind.PREEMPTED, time.perf_counter_ns(), why)
 
     def finished(self, rows: Iterable[FinishedRow], time_ns: int) -> None:
-        for row in rows:
+        for row in rows if self._bus.has_readers else ():
             self._tell_ended(row, RequestEventKind.FINISHED, time_ns, row.reason.value)
 
     def prefills(self, plan: StepPlan) -> Prefills:
@@ -142,6 +143,8 @@ class EventPublisher:
         return record
 
     def _first_tokens(self, applied: AppliedStep, time_ns: int) -> None:
+        if not self._bus.has_readers:
+            return
         table = self._scheduler.slots
         first = table.num_tokens[applied.slots] == table.num_prompt[applied.slots] + 1
         for slot in applied.slots[first]:

@@ -65,8 +65,8 @@ class StepRecord(NamedTuple):
     idle_us: float = 0.0
     """How long the device had nothing to run before this step, although there was work."""
     prefill_ids: tuple[str, ...] = ()
-    """Requests with a part of their prompt, or of what they compute again, in this step. All other
-    rows decode. Those that were over before it landed are left out."""
+    """Requests with a part of their prompt, or of what they compute again, in this step, as it was
+    planned: some may be over when it lands. All other rows decode. Empty when nobody listened."""
     prefill_tokens: tuple[int, ...] = ()
     """How many tokens of each."""
     num_evictions: int = 0

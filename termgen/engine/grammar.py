@@ -1,39 +1,38 @@
 """Compiles what answers must look like, with llguidance, in threads of its own.
 
 `GrammarCompiler` belongs to an engine; the input processor asks it for grammars, which are cached.
-What a client sends is compiled neither on the engine's thread nor on an event loop: it can take
-long, though the limits below keep that to a fraction of a second. A matcher is used by the engine's
-thread and, while it fills a mask, by the thread that fills masks, never by both at once.
+What a client sends is compiled neither on the engine's thread nor on an event loop. It takes a
+fraction of a second; what might take for ever is tried out in a process of its own before, and has
+a thread of its own, so it can be stopped and holds up nobody else. A matcher is used by the
+engine's thread and, while it fills a mask, by a thread that fills masks, never by both at once.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from termgen.engine.daemon_threads import DaemonThreads
+from termgen.engine.grammar_source import LIMITS, brief, needs_trial, source_of, try_out
 from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.structured_outputs import StructuredOutputsParams
-from termgen.engine.token_mask import IntArray, TokenMatcher
-from termgen.errors import RequestError
+from termgen.engine.token_mask import IntArray
+from termgen.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
     from termgen.engine.tokenizer import Tokenizer
 
 MAX_CACHED = 64
 MAX_WAITING = 64
-"""Compilations that may wait for a thread; more are refused."""
+"""Compilations of one lane that may wait for a thread or be under way; more are refused."""
 NUM_THREADS = 2
 COMPILE_TIMEOUT_S = 10.0
-MAX_LEXER_STATES = 50_000
-"""A kilobyte or two each."""
-MAX_ERROR_CHARS = 300
 
 
 class Grammar:
@@ -54,56 +53,38 @@ class Grammar:
 class Matcher:
     """A `TokenMatcher`."""
 
-    __slots__ = ("_withheld", "llmatcher", "num_words")
+    __slots__ = ("_matcher", "_withheld", "num_words")
 
-    def __init__(self, llmatcher: Any, num_words: int, withheld: IntArray | None) -> None:
+    def __init__(self, matcher: Any, num_words: int, withheld: IntArray | None) -> None:
         """withheld: bits to clear as long as others are left."""
-        self.llmatcher = llmatcher
+        self._matcher = matcher
         self.num_words = num_words
         self._withheld = withheld
 
     def accept(self, token_id: int) -> bool:
-        return bool(self.llmatcher.consume_token(token_id))
+        # A matcher that has failed takes end tokens all the same.
+        return bool(self._matcher.consume_token(token_id)) and not self._matcher.is_error()
 
     @property
     def is_ended(self) -> bool:
-        return bool(self.llmatcher.is_stopped())
+        return bool(self._matcher.is_stopped())
 
     def fill(self, bits: IntArray) -> None:
-        self.llmatcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        self.withhold(bits)
-
-    def withhold(self, bits: IntArray) -> None:
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done
+            raise EngineError(f"the grammar is too complex: {brief(self._matcher.get_error())}")
         if self._withheld is not None:
             rest = bits & ~self._withheld
             if rest.any():
                 bits[:] = rest
 
 
-class MaskFiller:
-    """Fills the masks of a step at once, on several cores where there are several rows."""
+class _Lane:
+    """Threads that compile, and how much they have to do."""
 
-    def __init__(self) -> None:
-        self._executor: Any = None
-
-    def __call__(self, matchers: Sequence[TokenMatcher], bits: IntArray) -> None:
-        """bits [num_matchers, num_words]."""
-        ours = [(m, i) for i, m in enumerate(matchers) if isinstance(m, Matcher)]
-        if len(ours) < 2:
-            for matcher, row in zip(matchers, bits, strict=True):
-                matcher.fill(row)
-            return
-        assert len(ours) == len(matchers), "an engine has matchers of one kind"
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor()
-        rows = [(matcher.llmatcher, i) for matcher, i in ours]
-        self._executor.unsafe_compute_mask_ptr(
-            rows, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(rows)
-        )
-        for matcher, i in ours:
-            matcher.withhold(bits[i])
+    def __init__(self, num_threads: int, name: str) -> None:
+        self.threads = DaemonThreads(num_threads, name)
+        self.num_waiting = 0
 
 
 class GrammarCompiler:
@@ -118,58 +99,76 @@ class GrammarCompiler:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[str, object], Future[Grammar]] = OrderedDict()
-        self._pool: ThreadPoolExecutor | None = None
-        self._num_waiting = 0
+        self._lane = _Lane(NUM_THREADS, "termgen-grammar")
+        self._trial_lane = _Lane(1, "termgen-grammar-trial")
         self._vocabulary: Any = None
         self._vocabulary_lock = threading.Lock()
 
     def submit(self, wanted: StructuredOutputsParams) -> Future[Grammar]:
         """The grammar, or the `RequestError` it ends in. Do not cancel it: others may wait too."""
-        key = (wanted.kind, wanted.value)
+        key = _key(wanted)
+        lane = self._trial_lane if needs_trial(wanted) else self._lane
         with self._lock:
             found = self._cache.get(key)
             if found is not None:
                 self._cache.move_to_end(key)
                 return found
-            if self._num_waiting >= MAX_WAITING:
-                raise RequestError(
-                    "too many grammars wait to be compiled; try again soon",
-                    param=wanted.param,
-                    code="queue_full",
-                    status=429,
-                    type="rate_limit_error",
-                )
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(NUM_THREADS, "termgen-grammar")
-            self._num_waiting += 1
-            future = self._pool.submit(self.times.measure, self._compile, wanted)
+            if lane.num_waiting >= MAX_WAITING:
+                raise _too_busy(wanted)
+            lane.num_waiting += 1
+            future: Future[Grammar] = Future()
+            lane.threads.submit(partial(self._run, wanted, future, lane))
             self._cache[key] = future
             while len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)
-        future.add_done_callback(self._done)
         return future
 
     def compile(self, wanted: StructuredOutputsParams) -> Grammar:
         """The same for a caller that can wait. Raises `RequestError` naming its field."""
+        future = self.submit(wanted)
         try:
-            return self.submit(wanted).result(COMPILE_TIMEOUT_S)
-        except FutureTimeoutError:
-            raise too_slow(wanted) from None
+            return future.result(COMPILE_TIMEOUT_S)
+        except TimeoutError:
+            raise self.give_up(wanted, future) from None
         except RequestError as error:
             raise named(error, wanted) from None
 
-    def _done(self, future: Future[Grammar]) -> None:
+    def give_up(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> RequestError:
+        """The error of a request that has waited for the longest time. Nobody is to wait for the
+        same grammar again, unless it has only waited for others."""
+        if not future.running():
+            return _too_busy(wanted)
+        error = RequestError(
+            f"not compiled within {COMPILE_TIMEOUT_S:.0f} s; make it simpler", code="invalid_schema"
+        )
+        failed: Future[Grammar] = Future()
+        failed.set_exception(error)
         with self._lock:
-            self._num_waiting -= 1
+            if self._cache.get(_key(wanted)) is future:
+                self._cache[_key(wanted)] = failed
+        return named(error, wanted)
+
+    def _run(self, wanted: StructuredOutputsParams, future: Future[Grammar], lane: _Lane) -> None:
+        try:
+            if future.set_running_or_notify_cancel():
+                future.set_result(self.times.measure(self._compile, wanted))
+        except BaseException as error:  # goes to whoever waits for the grammar
+            future.set_exception(error)
+        finally:
+            with self._lock:
+                lane.num_waiting -= 1
 
     def _compile(self, wanted: StructuredOutputsParams) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
-        prototype = LLMatcher(self._vocabulary_of_model(), _source(wanted), limits=limits)
+        source = source_of(wanted)
+        if needs_trial(wanted):
+            try_out(source)
+        limits = LLParserLimits(**LIMITS)
+        prototype = LLMatcher(self._vocabulary_of_model(), source, limits=limits, log_level=0)
         error = prototype.get_error()
         if error:
-            raise RequestError(_brief(error), code="invalid_schema")
+            raise RequestError(brief(error), code="invalid_schema")
         return Grammar(prototype, -(-self._num_tokens // 32), self._eos_token_ids)
 
     def _vocabulary_of_model(self) -> Any:
@@ -186,17 +185,23 @@ class GrammarCompiler:
                     )
                 except (ValueError, TypeError, RuntimeError) as error:
                     raise RequestError(
-                        f"this model's tokenizer cannot be constrained: {_brief(str(error))}",
+                        f"this model's tokenizer cannot be constrained: {brief(str(error))}",
                         code="unsupported_parameter",
                     ) from error
         return self._vocabulary
 
 
-def too_slow(wanted: StructuredOutputsParams) -> RequestError:
+def _key(wanted: StructuredOutputsParams) -> tuple[str, object]:
+    return wanted.kind, wanted.value
+
+
+def _too_busy(wanted: StructuredOutputsParams) -> RequestError:
     return RequestError(
-        f"{wanted.param}: not compiled within {COMPILE_TIMEOUT_S:.0f} s; make it simpler",
+        "too many grammars wait to be compiled; try again soon",
         param=wanted.param,
-        code="invalid_schema",
+        code="queue_full",
+        status=429,
+        type="rate_limit_error",
     )
 
 
@@ -205,36 +210,3 @@ def named(error: RequestError, wanted: StructuredOutputsParams) -> RequestError:
     if error.param is not None:
         return error
     return RequestError(f"{wanted.param}: {error}", param=wanted.param, code=error.code)
-
-
-def _source(wanted: StructuredOutputsParams) -> str:
-    """What llguidance compiles."""
-    from llguidance import LLMatcher
-
-    if wanted.regex is not None:
-        return str(LLMatcher.grammar_from_regex(wanted.regex))
-    if wanted.choice is not None:
-        choices = " | ".join(json.dumps(c, ensure_ascii=False) for c in wanted.choice)
-        return str(LLMatcher.grammar_from_lark(f"start: {choices}"))
-    if wanted.grammar is not None:
-        return str(LLMatcher.grammar_from_lark(_as_lark(wanted.grammar)))
-    schema = '{"type":"object"}' if wanted.json_object else str(wanted.json)
-    # Where any white space is allowed, small models write nothing else.
-    return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
-
-
-def _as_lark(grammar: str) -> str:
-    if "::=" not in grammar:
-        return grammar
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return str(any_to_lark(grammar))
-    except Exception as error:  # the converter raises bare Exception
-        raise RequestError(_brief(str(error)), code="invalid_schema") from error
-
-
-def _brief(error: str) -> str:
-    """Without the listing of the whole grammar."""
-    text = " ".join(error.split())
-    return text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + "..."

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from termgen.client import ChatPrompt, Prompt, prompt_chars
-from termgen.engine.grammar import COMPILE_TIMEOUT_S, GrammarCompiler, named, too_slow
+from termgen.engine.grammar import COMPILE_TIMEOUT_S, GrammarCompiler, named
 from termgen.engine.request import (
     MAX_BAD_SEQUENCE_TOKENS,
     MAX_PRIORITY,
@@ -23,7 +23,6 @@ from termgen.engine.request import (
 )
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.structured_outputs import StructuredOutputsParams
-from termgen.engine.token_mask import TokenGrammar
 from termgen.engine.tokenizer import Tokenizer, check_encodable
 from termgen.errors import ContextLengthError, RequestError
 
@@ -59,12 +58,26 @@ class InputProcessor:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        grammar: TokenGrammar | None = None,
     ) -> GenerationRequest:
-        """The request to submit. Raises RequestError before anything is queued.
+        """The request to submit. Raises RequestError before anything is queued."""
+        request = self.prepare(
+            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
+        wanted = params.structured_outputs
+        if wanted is None:
+            return request
+        return replace(request, grammar=self._need_grammars(wanted).compile(wanted))
 
-        grammar: what `params.structured_outputs` was compiled to, where that was done before.
-        """
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> GenerationRequest:
+        """The same but for its grammar, for callers that wait for it with `add_grammar`."""
         _check_envelope(request_id, priority, cache_salt)
         if priority and not self._has_priorities:
             raise RequestError(
@@ -80,21 +93,18 @@ class InputProcessor:
                 " use stop_token_ids",
                 param="stop",
             )
+        if params.structured_outputs is not None:
+            self._need_grammars(params.structured_outputs)
         bad_token_ids = self._bad_token_ids(params)
         self._check_allowed(params, bad_token_ids)
         ids = self.tokenize(prompt)
         params = self._complete(params, num_prompt=len(ids), param=_param_of(prompt))
-        if grammar is None and params.structured_outputs is not None:
-            grammar = self.need_grammars(params.structured_outputs).compile(
-                params.structured_outputs
-            )
         return GenerationRequest(
             request_id=request_id or f"req-{uuid.uuid4().hex}",
             prompt_token_ids=tuple(ids),
             params=params,
             priority=priority,
             cache_salt=cache_salt,
-            grammar=grammar,
             bad_token_ids=bad_token_ids,
         )
 
@@ -135,20 +145,26 @@ class InputProcessor:
                 param="allowed_token_ids",
             )
 
-    async def compile_grammar(self, params: SamplingParams) -> TokenGrammar | None:
-        """Wait for the grammar of a request, holding no thread. Raises RequestError."""
-        wanted = params.structured_outputs
+    async def add_grammar(self, request: GenerationRequest) -> GenerationRequest:
+        """What `prepare` made, with its grammar; waits for it, holding no thread. Raises
+        RequestError."""
+        wanted = request.params.structured_outputs
         if wanted is None:
-            return None
-        future = asyncio.wrap_future(self.need_grammars(wanted).submit(wanted))
+            return request
+        compiler = self._need_grammars(wanted)
+        compiled = compiler.submit(wanted)
+        waiting = asyncio.wrap_future(compiled)
+        waiting.add_done_callback(_retrieve)
         try:
-            return await asyncio.wait_for(asyncio.shield(future), COMPILE_TIMEOUT_S)
+            grammar = await asyncio.wait_for(asyncio.shield(waiting), COMPILE_TIMEOUT_S)
         except TimeoutError:
-            raise too_slow(wanted) from None
+            raise compiler.give_up(wanted, compiled) from None
         except RequestError as error:
             raise named(error, wanted) from None
+        # Not on the loop: a long prompt is copied.
+        return await asyncio.to_thread(replace, request, grammar=grammar)
 
-    def need_grammars(self, wanted: StructuredOutputsParams) -> GrammarCompiler:
+    def _need_grammars(self, wanted: StructuredOutputsParams) -> GrammarCompiler:
         """Raises RequestError where there is no vocabulary to constrain."""
         if self._grammars is None:
             raise RequestError(
@@ -259,6 +275,12 @@ class InputProcessor:
             f" reduce the length of the {where}. (context_length_exceeded)",
             param=param,
         )
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Whoever waited may be gone; an exception that nobody looks at would be logged as a fault."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _check_envelope(request_id: str | None, priority: int, cache_salt: str | None) -> None:

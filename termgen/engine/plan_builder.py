@@ -67,7 +67,7 @@ class PlanBuilder:
                 max_total_tokens=request.max_total_tokens,
                 stop_token_ids=tuple(sorted(request.stop_token_ids)),
                 params=request.params,
-                has_grammar=request.matcher is not None,
+                has_grammar=request.grammar is not None,
                 seed=request.seed,
                 bad_token_ids=request.bad_token_ids,
             )
@@ -86,8 +86,10 @@ class PlanBuilder:
 
         Rows with one query token come first: attention treats them as one uniform batch.
         """
-        order = np.argsort(counts > 1, kind="stable")
-        slots, counts = slots[order], counts[order]
+        is_long = counts > 1
+        if is_long.any():
+            order = np.argsort(is_long, kind="stable")
+            slots, counts = slots[order], counts[order]
         max_prompt_logprobs = int(table.num_prompt_logprobs[slots].max())
         spans = _prompt_spans(table, slots, counts) if max_prompt_logprobs >= 0 else ()
         num_computed = table.num_computed[slots] - counts

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.token_mask import TokenGrammar, TokenMask, TokenMatcher
+from termgen.engine.token_mask import GrammarState, TokenGrammar
 from termgen.errors import RequestError
 
 IntArray = npt.NDArray[np.int32]
@@ -60,11 +60,11 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", np.asarray(self.prompt_token_ids, np.int32))
 
-    def start_grammar(self) -> TokenMatcher | None:
-        """A matcher at the beginning of the answer; None where any text will do."""
+    def start_grammar(self) -> GrammarState | None:
+        """The beginning of an answer; None where any text will do. Its matcher is made later."""
         if self.grammar is None:
             return None
-        return self.grammar.start(ends_at_eos=not self.params.ignore_eos)
+        return GrammarState(self.grammar, ends_at_eos=not self.params.ignore_eos)
 
 
 def check_cache_salt(salt: object) -> None:
@@ -107,10 +107,8 @@ class Request:
     num_preemptions: int = 0
     first_scheduled_ns: int = 0
     finish_reason: FinishReason | None = None
-    matcher: TokenMatcher | None = None
-    """Of a request under a grammar: as far as its tokens have landed."""
-    mask: TokenMask | None = None
-    """Of its next token."""
+    grammar: GrammarState | None = None
+    """Of a request that has one: as far as its tokens have landed."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it; None for end-of-sequence and length."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from termgen.engine.request import Request, RequestStatus
@@ -87,6 +87,18 @@ class PriorityQueue:
 def first_begun(queue: RequestQueue) -> Request | None:
     """The first of those that have run before and wait to go on."""
     return next((r for r in queue if r.status is RequestStatus.PREEMPTED), None)
+
+
+def first_of(
+    queue: RequestQueue, fits: Callable[[Request], bool], *, begun: bool
+) -> Request | None:
+    """The first request that fits, of a queue that is not empty. Mostly that is the head, which
+    is found without putting the others in order. begun: only among those that ran before."""
+
+    def may_go(request: Request) -> bool:
+        return (not begun or request.status is RequestStatus.PREEMPTED) and fits(request)
+
+    return head if may_go(head := queue.peek()) else next(filter(may_go, queue), None)
 
 
 def make_queue(policy: str) -> RequestQueue:

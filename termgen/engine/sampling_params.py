@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
+from typing import TypeGuard
 
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.errors import RequestError
@@ -213,7 +214,7 @@ def _bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
             raise RequestError(f"{name} must map token ids to numbers", param=name)
         token_id, bias = pair
         _check_int(name, token_id, 0, 2**31 - 1)
-        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not math.isfinite(bias):
+        if not _is_finite(bias):
             raise RequestError(f"{name} must map token ids to finite numbers", param=name)
         biases[token_id] = max(-MAX_BIAS, min(MAX_BIAS, float(bias)))
     if len(biases) > MAX_LOGIT_BIAS:
@@ -245,16 +246,35 @@ def _sorted_ids(given: object) -> tuple[int, ...]:
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, not {value!r}", param=name)
+        raise RequestError(f"{name} must be an integer, not {_brief(value)}", param=name)
     if not low <= value <= high:
-        raise RequestError(f"{name} must be between {low} and {high}, not {value}", param=name)
+        message = f"{name} must be between {low} and {high}, not {_brief(value)}"
+        raise RequestError(message, param=name)
+
+
+def _is_finite(value: object) -> TypeGuard[int | float]:
+    """Whether it is a number that a float can hold; Python's integers know no limit."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _brief(value: object) -> str:
+    """For a message; Python does not write integers of more than some thousand digits."""
+    try:
+        return f"{value!r:.60}"
+    except ValueError:
+        return "a number of thousands of digits"
 
 
 def _check_float(
     name: str, value: object, low: float, high: float, *, exclusive_low: bool = False
 ) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, not {value!r}", param=name)
+    if not _is_finite(value):
+        raise RequestError(f"{name} must be a finite number, not {_brief(value)}", param=name)
     if value > high or value < low or (exclusive_low and value - low < SMALLEST_POSITIVE):
         bracket = "(" if exclusive_low else "["
         raise RequestError(

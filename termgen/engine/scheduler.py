@@ -1,4 +1,4 @@
-"""Chooses how many tokens of which request each step computes. No torch, no threads, no clock.
+"""Chooses how many tokens of which request each step computes. No torch, no threads.
 
 There are no prefill and decode phases: a request has `num_computed` tokens chasing the tokens it
 knows. A step hands out `max_num_batched_tokens` tokens, first to running requests in order, then
@@ -22,7 +22,7 @@ from termgen.engine.integrity import check_scheduler
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.plan_builder import PlanBuilder
 from termgen.engine.request import FinishReason, IntArray, Request, RequestStatus
-from termgen.engine.request_queue import first_begun, make_queue, priority_key
+from termgen.engine.request_queue import first_of, make_queue, priority_key
 from termgen.engine.scheduler_types import AppliedStep, SchedulerConfig, SchedulerStats
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import StepPlan, StepResult
@@ -130,6 +130,7 @@ class Scheduler:
             slots = np.concatenate((slots, new_slots))
             counts = np.concatenate((counts, new_counts))
         if not len(slots):
+            self.constraints.rest()
             return None
         counts = counts.astype(np.int32)
         released = tuple(self._released)
@@ -212,20 +213,18 @@ class Scheduler:
 
     def _admit(self, budget: int, builder: PlanBuilder, now_ns: int) -> tuple[IntArray, IntArray]:
         """Give slots to waiting requests while tokens, slots and blocks last."""
-        slots: list[int] = []
-        counts: list[int] = []
+        slots, counts = list[int](), list[int]()
         while budget > 0 and len(self.waiting) and self.free_slots:
-            request = self.waiting.peek() if self.admits_new else first_begun(self.waiting)
+            request = first_of(self.waiting, self.constraints.is_ready, begun=not self.admits_new)
             cached = None if request is None else self.kv.try_fit(request)
             if request is None or cached is None:
                 break
-            num_tokens = len(request.token_ids)
+            missing = len(request.token_ids) - len(cached) * self.kv.block_size
             self.waiting.remove(request)
             slot = self.free_slots.pop()
             self._start(request, slot, cached, builder, now_ns)
-            num_computed = len(cached) * self.kv.block_size
-            count = min(num_tokens - num_computed, budget, self._threshold)
-            complete = np.asarray([count == num_tokens - num_computed])
+            count = min(missing, budget, self._threshold)
+            complete = np.asarray([count == missing])
             self._advance(np.asarray([slot]), np.asarray([count], np.int32), complete)
             slots.append(slot)
             counts.append(count)
@@ -270,9 +269,8 @@ class Scheduler:
         if kv.enable_prefix_caching:
             known = np.minimum(table.num_computed[slots], table.num_tokens[slots])
             fuller = np.flatnonzero(known // kv.block_size > kv.num_registered[slots])
-            for slot, num_tokens in zip(
-                slots[fuller].tolist(), known[fuller].tolist(), strict=True
-            ):
+            full = zip(slots[fuller].tolist(), known[fuller].tolist(), strict=True)
+            for slot, num_tokens in full:
                 self._publish(slot, num_tokens)
 
     def _publish(self, slot: int, num_tokens: int) -> None:

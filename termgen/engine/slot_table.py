@@ -49,8 +49,9 @@ class SlotTable:
         """Limits by top-k, top-p or min-p."""
         self.has_minimum = np.zeros(max_num_seqs, np.bool_)
         """Asks for a minimum length."""
-        self.constrained: set[int] = set()
-        """Rows under a grammar."""
+        self.has_grammar = np.zeros(max_num_seqs, np.bool_)
+        self.num_constrained = 0
+        """Rows that have one."""
         self.has_edits = np.zeros(max_num_seqs, np.bool_)
         """Has a logit bias, allowed ids or bad words."""
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int32)
@@ -84,8 +85,8 @@ class SlotTable:
         self.is_random[slot] = not params.is_greedy
         self.has_filter[slot] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.has_minimum[slot] = params.min_tokens > 0
-        if request.matcher is not None:
-            self.constrained.add(slot)
+        self.has_grammar[slot] = request.grammar is not None
+        self.num_constrained += request.grammar is not None
         self.has_edits[slot] = params.edits_logits
         owed = params.prompt_logprobs if request.owes_prompt_logprobs else None
         self.num_prompt_logprobs[slot] = -1 if owed is None else owed
@@ -99,7 +100,8 @@ class SlotTable:
         request.slot = request.epoch = -1
         self.requests[slot] = None
         self.more_stops.discard(slot)
-        self.constrained.discard(slot)
+        self.num_constrained -= request.grammar is not None
+        self.has_grammar[slot] = False
         self.epoch[slot] += 1
         self.running = self.running[self.running != slot]
         return request

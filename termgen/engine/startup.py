@@ -17,7 +17,7 @@ from termgen.config import EngineConfig
 from termgen.engine.core import EngineCore
 from termgen.engine.delivery import StepDelivery
 from termgen.engine.executor import Executor, LocalExecutor
-from termgen.engine.grammar import GrammarCompiler, MaskFiller
+from termgen.engine.grammar import GrammarCompiler
 from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.input_processor import InputProcessor
 from termgen.engine.kv_cache import KVCacheManager
@@ -102,7 +102,6 @@ def _assemble(
     generation_config = _generation_config(local)
     eos = _eos_token_ids(info, tokenizer, generation_config)
     core = _build_core(config, executor, info, eos, on_delivery)
-    core.scheduler.constraints.fill = MaskFiller()
     grammars = None
     if tokenizer is not None:
         grammars = GrammarCompiler(tokenizer, vocab_size=info.vocab_size, eos_token_ids=tuple(eos))

@@ -97,7 +97,7 @@ class StepPlan:
     needs_min_tokens: bool
     """True when some row asks for a minimum length."""
     masks: RowMasks | None = None
-    """Of the rows that sample under a grammar; the device waits for them before it samples."""
+    """Of the rows that sample under a grammar."""
     needs_logit_edits: bool = False
     """True when some row has a logit bias, allowed ids or bad words."""
     prompt_spans: tuple[PromptSpan, ...] = ()

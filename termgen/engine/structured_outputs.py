@@ -7,6 +7,7 @@ engine: that one kind is given, and that it is not too large to be compiled in r
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,9 +16,13 @@ from termgen.errors import RequestError
 
 MAX_TEXT_BYTES = 65_536
 """Of a schema, a regular expression, all choices together or a grammar."""
+MAX_GBNF_BYTES = 8_192
+"""GBNF is turned into Lark by Python, whose other threads are slowed down meanwhile."""
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_PROPERTIES = 1000
 MAX_ENUM_VALUES = 5000
+
+_LARK_LINE = re.compile(r"%llguidance\b|start\s*:(?!:=)")
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -56,6 +61,8 @@ class StructuredOutputsParams:
                 if not isinstance(text, str) or not text:
                     raise self._fault(f"{kind} must be a text that is not empty")
                 self._check_size(text, kind)
+        if self.grammar is not None and is_gbnf(self.grammar):
+            self._check_size(self.grammar, "the GBNF grammar", MAX_GBNF_BYTES)
 
     @property
     def kind(self) -> str:
@@ -95,16 +102,23 @@ class StructuredOutputsParams:
         self._check_size("".join(cast(Sequence[str], choices)), "choice")
         return tuple(cast(Sequence[str], choices))
 
-    def _check_size(self, text: str, what: str) -> None:
+    def _check_size(self, text: str, what: str, most: int = MAX_TEXT_BYTES) -> None:
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
             raise self._fault(f"{what} contains an unpaired surrogate") from None
-        if size > MAX_TEXT_BYTES:
-            raise self._fault(f"{what} has {size} bytes; at most {MAX_TEXT_BYTES} are allowed")
+        if size > most:
+            raise self._fault(f"{what} has {size} bytes; at most {most} are allowed")
 
     def _fault(self, message: str) -> RequestError:
         return RequestError(f"{self.param}: {message}", param=self.param, code="invalid_schema")
+
+
+def is_gbnf(grammar: str) -> bool:
+    """Whether rules are written with `::=`, and none is Lark's `start:`."""
+    if "::=" not in grammar:
+        return False
+    return not any(_LARK_LINE.match(line.lstrip()) for line in grammar.splitlines())
 
 
 def _check_schema(schema: Any, fault: Any) -> None:

@@ -1,17 +1,17 @@
-"""Which tokens a constrained row may sample next: the masks of a plan, and who makes them.
+"""Which tokens a constrained row may sample next: the masks of a plan, and what makes them.
 
-Vocabulary. A mask is filled by another thread while the device works on something else; whoever
-needs its bits waits for them. Matchers and grammars are seen here only by what others ask of them.
+Vocabulary. Matchers and grammars are seen here only by what others ask of them.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from termgen.errors import EngineError
 
 IntArray = npt.NDArray[np.int32]
 
@@ -34,7 +34,8 @@ class TokenMatcher(Protocol):
         ...
 
     def fill(self, bits: IntArray) -> None:
-        """Write the mask of the next token: bit i % 32 of word i // 32 stands for token i."""
+        """Write the mask of the next token: bit i % 32 of word i // 32 stands for token i. Raises
+        EngineError where the grammar turns out to be too complex."""
         ...
 
 
@@ -47,27 +48,56 @@ class TokenGrammar(Protocol):
         ...
 
 
-class TokenMask:
-    """The bits of one row, once they are there."""
+class GrammarState:
+    """How far one answer is in its grammar, and the mask of its next token.
 
-    __slots__ = ("_bits", "_job")
+    It takes turns: whoever fills masks has it until `is_ready`, and the engine's thread from then
+    on, until it asks for the mask behind the next token.
+    """
 
-    def __init__(self, bits: IntArray, job: Future[None] | None = None) -> None:
-        self._bits = bits  # [num_words]
-        self._job = job
+    __slots__ = ("_ends_at_eos", "_grammar", "_mask", "_matcher", "error", "is_ready", "is_slow")
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether the bits are there in time."""
-        return self._job is None or bool(wait((self._job,), timeout_s).done)
+    def __init__(self, grammar: TokenGrammar, *, ends_at_eos: bool) -> None:
+        self._grammar = grammar
+        self._ends_at_eos = ends_at_eos
+        self._matcher: TokenMatcher | None = None
+        self._mask: IntArray | None = None
+        self.error: Exception | None = None
+        """Why there is no mask, and never will be one."""
+        self.is_ready = False
+        """The mask is filled, or there is an error."""
+        self.is_slow = False
+        """The newest mask took long: the next one is waited for less, and filled elsewhere."""
 
-    def bits(self) -> IntArray:
-        """Waits. Raises what filling raised."""
-        if self._job is not None:
-            self._job.result()
-        return self._bits
+    @property
+    def mask(self) -> IntArray:
+        """[num_words] of the next token; a new array each time, as plans keep it."""
+        assert self.is_ready and self._mask is not None
+        return self._mask
 
-    def __reduce__(self) -> tuple[type[TokenMask], tuple[IntArray]]:
-        return TokenMask, (self.bits(),)  # a plan can be sent to another process
+    def fill(self) -> None:
+        """Make the next mask, at the beginning the matcher too. Either may take long."""
+        try:
+            if self._matcher is None:
+                self._matcher = self._grammar.start(ends_at_eos=self._ends_at_eos)
+            bits = np.zeros(self._matcher.num_words, np.int32)
+            self._matcher.fill(bits)
+            self._mask = bits
+        except Exception as cause:  # whatever a grammar engine may raise; it ends the request
+            self.error = cause
+
+    def accept(self, token_id: int) -> bool:
+        """Take in a landed token. Whether the answer is complete and nothing could follow.
+
+        Raises EngineError where the token does not fit.
+        """
+        matcher = self._matcher
+        assert matcher is not None, "no token lands before the first mask is there"
+        if not matcher.accept(token_id):
+            raise EngineError(
+                f"token {token_id} does not fit the grammar, which may be too complex"
+            )
+        return matcher.is_ended
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,8 +106,5 @@ class RowMasks:
 
     rows: IntArray
     """[num_masks] index of each in the plan."""
-    masks: tuple[TokenMask, ...]
-
-    def bits(self) -> IntArray:
-        """[num_masks, num_words]; waits for those still being filled."""
-        return np.stack([mask.bits() for mask in self.masks])
+    bits: IntArray
+    """[num_masks, num_words]"""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from termgen.engine import grammar as grammar_module
-from termgen.engine.grammar import GrammarCompiler, MaskFiller
+from termgen.engine.grammar import GrammarCompiler
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.structured_outputs import (
     MAX_ENUM_VALUES,
@@ -23,7 +22,7 @@ from termgen.engine.structured_outputs import (
 )
 from termgen.engine.token_mask import TokenMatcher
 from termgen.engine.tokenizer import Tokenizer, load_tokenizer
-from termgen.errors import RequestError
+from termgen.errors import EngineError, RequestError
 
 EOS = 1
 VOCAB = 600
@@ -41,8 +40,8 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
 
 
 def allowed(matcher: TokenMatcher) -> set[int]:
-    bits = np.zeros((1, matcher.num_words), np.int32)
-    MaskFiller()([matcher], bits)
+    bits = np.zeros(matcher.num_words, np.int32)
+    matcher.fill(bits)
     flags = np.unpackbits(bits.view(np.uint8), bitorder="little")
     return set(np.flatnonzero(flags).tolist())
 
@@ -71,6 +70,8 @@ def fits(compiler: GrammarCompiler, tokenizer: Tokenizer, text: str, **wanted: A
         ({"choice": ("Paris", 'say "hi"\n')}, 'say "hi"\n', "Pari"),
         ({"grammar": 'start: "x" num\nnum: /[0-9]+/'}, "x07", "07"),
         ({"grammar": 'root ::= "yes" | "no" [0-9]'}, "no4", "no"),
+        ({"grammar": '\n \nroot ::= starter\nstarter ::= "a" [0-9]\n\n'}, "a1", "a"),
+        ({"grammar": "\n" * 60_000 + '  start : "a::=" /[0-9]/'}, "a::=1", "a1"),
     ],
 )
 def test_answers_are_what_was_asked_for(
@@ -136,6 +137,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"choice": "ab"}, "list"),
         ({"choice": ("x" * 40_000, "y" * 40_000)}, "bytes"),
         ({"json_object": "yes"}, "true or false"),
+        ({"grammar": "\n" * 60_000 + 'root ::= "x"'}, "GBNF grammar has .* at most 8192"),
     ],
 )
 def test_what_is_malformed_or_too_large_never_reaches_the_compiler(
@@ -171,20 +173,15 @@ def test_a_matcher_stays_broken_and_others_of_its_grammar_go_on(compiler: Gramma
     assert good.accept(min(allowed(good))) and not good.is_ended
 
 
-def test_masks_filled_together_are_those_filled_alone(compiler: GrammarCompiler) -> None:
-    grammars = [
-        compiler.compile(StructuredOutputsParams(regex=f"[a-{last}]+")) for last in "bcdefgh"
-    ]
-    matchers = [g.start(ends_at_eos=i % 2 == 0) for i, g in enumerate(grammars)]
-    for _ in range(2):
-        bits = np.zeros((len(matchers), matchers[0].num_words), np.int32)
-        MaskFiller()(matchers, bits)
-        flags = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
-        together = [set(np.flatnonzero(row).tolist()) for row in flags]
-        assert together == [allowed(m) for m in matchers]
-        assert len(set(map(frozenset, together))) == len(matchers)
-        for matcher, tokens in zip(matchers, together, strict=True):
-            assert matcher.accept(max(tokens - {EOS}))
+def test_a_limit_reached_in_a_mask_is_an_error_and_no_end_of_the_answer(
+    compiler: GrammarCompiler,
+) -> None:
+    wanted = StructuredOutputsParams(regex="(([a-z]{1,1000}){1,1000}){1,1000}")
+    matcher = compiler.compile(wanted).start(ends_at_eos=True)
+    with pytest.raises(EngineError, match="too complex"):
+        for _ in range(10):
+            assert matcher.accept(max(allowed(matcher) - {EOS}))
+    assert not matcher.accept(EOS), "a broken matcher takes nothing"
 
 
 def test_grammars_are_kept_up_to_a_number(
@@ -198,34 +195,6 @@ def test_grammars_are_kept_up_to_a_number(
         compiler.compile(StructuredOutputsParams(regex=f"a{i}"))
     assert compiler.compile(StructuredOutputsParams(regex="a0")) is not first
     assert len(compiler._cache) == 3
-
-
-def test_a_slow_compilation_holds_up_only_who_waits_for_it(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(grammar_module, "MAX_WAITING", 2)
-    compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=(EOS,))
-    may_go_on = threading.Event()
-    source = grammar_module._source
-
-    def slowly(wanted: StructuredOutputsParams) -> str:
-        assert threading.current_thread().name.startswith("termgen-grammar")
-        if wanted.regex and wanted.regex.startswith("slow"):
-            assert may_go_on.wait(20)
-        return source(wanted)
-
-    monkeypatch.setattr(grammar_module, "_source", slowly)
-    with pytest.raises(RequestError, match=r"tools: not compiled within"):
-        compiler.compile(StructuredOutputsParams(regex="slow", param="tools"))
-    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 20)
-    compiler.compile(StructuredOutputsParams(regex="quick"))
-    compiler.submit(StructuredOutputsParams(regex="slow2"))
-    with pytest.raises(RequestError, match="too many grammars wait") as refusal:
-        compiler.compile(StructuredOutputsParams(regex="other"))
-    assert refusal.value.status == 429
-    may_go_on.set()
-    compiler.compile(StructuredOutputsParams(regex="slow"))
 
 
 def test_schemas_with_every_separator_are_written_compactly(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scheduler_harness import make_request
 
-from termgen.engine.request import Request
-from termgen.engine.request_queue import make_queue, priority_key
+from termgen.engine.request import Request, RequestStatus
+from termgen.engine.request_queue import first_of, make_queue, priority_key
 
 
 def test_first_come_first_served() -> None:
@@ -54,3 +54,18 @@ def test_priority_queue_stays_in_order_under_removal(seed: int) -> None:
         assert queue.peek() is request
         queue.remove(request)
     assert not len(queue)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_the_first_that_fits_is_found_in_the_order_of_the_queue(policy: str) -> None:
+    queue = make_queue(policy)
+    requests = [make_request(name, [1], arrival_ns=i) for i, name in enumerate("abcd")]
+    for request in requests:
+        queue.push(request)
+    assert first_of(queue, lambda r: True, begun=False) is requests[0]
+    assert first_of(queue, lambda r: r.request_id in "db", begun=False) is requests[1]
+    assert first_of(queue, lambda r: False, begun=False) is None
+    assert first_of(queue, lambda r: True, begun=True) is None
+    requests[2].status = RequestStatus.PREEMPTED
+    assert first_of(queue, lambda r: True, begun=True) is requests[2]
+    assert first_of(queue, lambda r: r is requests[0], begun=True) is None

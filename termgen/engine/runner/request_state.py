@@ -89,9 +89,9 @@ class RequestState:
             self.block_table.index_put_((slots, positions), blocks.int())
 
     def set_masks(self, plan: StepPlan) -> None:
-        """Wait for the masks of a plan's rows, and put them where sampling reads them."""
+        """Put the masks of a plan's rows where sampling reads them."""
         if plan.masks is not None:
-            bits = plan.masks.bits()[:, : self.token_masks.shape[1]]  # no bits of unknown tokens
+            bits = plan.masks.bits[:, : self.token_masks.shape[1]]  # no bits of unknown tokens
             slots = self.upload(plan.slots[plan.masks.rows].astype(np.int64))
             self.token_masks.index_copy_(0, slots, self.upload(np.ascontiguousarray(bits)))
 

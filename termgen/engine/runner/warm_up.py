@@ -28,7 +28,7 @@ from termgen.engine.runner.logit_edit_tables import LogitEditTables
 from termgen.engine.runner.model_runner import ModelRunner
 from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs
 from termgen.engine.step import StepPlan
-from termgen.engine.token_mask import RowMasks, TokenMask
+from termgen.engine.token_mask import RowMasks
 
 MOST_TOKENS = 2048
 """A class above the last count at which any kernel chooses but those of experts."""
@@ -198,8 +198,7 @@ def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool, vocab_size: i
 
 def _unused_mask(vocab_size: int) -> RowMasks:
     """The mask of a row, which is not looked at: the row has no grammar."""
-    bits = np.zeros(-(-vocab_size // 32), np.int32)
-    return RowMasks(np.zeros(1, np.int32), (TokenMask(bits),))
+    return RowMasks(np.zeros(1, np.int32), np.zeros((1, -(-vocab_size // 32)), np.int32))
 
 
 def _edit_logits(runner: ModelRunner) -> None:

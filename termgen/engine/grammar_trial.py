@@ -1,0 +1,29 @@
+"""A program of its own: tries to compile a grammar, within limits of time and memory.
+
+    python -P grammar_trial.py < JSON of [source, limits of llguidance, seconds, bytes]
+
+Some grammars, mostly those that ask for several patterns at once, take llguidance for ever, and a
+thread cannot be stopped; a process can. `grammar_source.py` runs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import sys
+
+from llguidance import LLMatcher, LLParserLimits
+
+
+def main() -> None:
+    source, limits, seconds, num_bytes = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # not every system can limit this
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+    LLMatcher.validate_grammar(source, None, limits=LLParserLimits(**limits))
+
+
+if __name__ == "__main__":
+    main()

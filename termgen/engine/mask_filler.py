@@ -1,0 +1,66 @@
+"""Owns the masks in flight, row by row: threads fill them, the engine's thread waits for some.
+
+Each row's mask is a job of its own, so a slow one holds up no other; and rows whose last mask was
+slow have threads of their own, so they do not take all of them. Used by `Constraints`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from functools import partial
+
+from termgen.engine.daemon_threads import DaemonThreads
+from termgen.engine.token_mask import GrammarState
+
+NUM_THREADS = 2
+NUM_SLOW_THREADS = 2
+SLOW_S = 0.005
+"""A mask that takes longer is slow. Most take some microseconds."""
+
+
+class MaskFiller:
+    """A row is with the threads from `begin` until it `is_ready`."""
+
+    def __init__(self) -> None:
+        self._threads = DaemonThreads(NUM_THREADS, "termgen-masks")
+        self._slow_threads = DaemonThreads(NUM_SLOW_THREADS, "termgen-slow-masks")
+        self._progress = threading.Condition()
+        self._awaited: set[GrammarState] = set()
+        """Rows that the engine's thread waits for now; guarded by `_progress`, as are the flags of
+        rows that are with the threads."""
+
+    def begin(self, rows: Iterable[GrammarState]) -> None:
+        """Fill the next mask of each."""
+        for row in rows:
+            row.is_ready = False
+            threads = self._slow_threads if row.is_slow else self._threads
+            threads.submit(partial(self._fill, row))
+
+    def wait(self, rows: Iterable[GrammarState], timeout_s: float) -> None:
+        """Until all of these are ready or the time is over. Those that are late count as slow, so
+        that a mask is waited for once."""
+        with self._progress:
+            self._awaited = {row for row in rows if not row.is_ready}
+            if self._awaited:
+                self._progress.wait_for(lambda: not self._awaited, timeout_s)
+            for row in self._awaited:
+                row.is_slow = True
+            self._awaited = set()
+
+    def wait_for_any(self, timeout_s: float) -> None:
+        """Until some row becomes ready or the time is over."""
+        with self._progress:
+            self._progress.wait(timeout_s)
+
+    def _fill(self, row: GrammarState) -> None:
+        began = time.perf_counter()
+        row.fill()
+        took_s = time.perf_counter() - began
+        with self._progress:
+            row.is_slow = took_s > SLOW_S
+            row.is_ready = True
+            self._awaited.discard(row)
+            if not self._awaited:
+                self._progress.notify()

@@ -1,0 +1,225 @@
+"""Grammars that take long to compile, or for ever: who waits for them, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import string
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from termgen.engine import grammar as grammar_module
+from termgen.engine import grammar_source, input_processor
+from termgen.engine.grammar import GrammarCompiler
+from termgen.engine.grammar_source import needs_trial
+from termgen.engine.input_processor import InputProcessor
+from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.structured_outputs import MAX_GBNF_BYTES, StructuredOutputsParams
+from termgen.engine.tokenizer import Tokenizer, load_tokenizer
+from termgen.errors import ContextLengthError, RequestError
+
+VOCAB = 600
+ENDLESS: dict[str, Any] = {
+    "type": "string",
+    "allOf": [{"pattern": f"^x|{letter}$"} for letter in string.ascii_letters[:29]],
+}
+"""Multiplied out, the patterns have 2 ** 29 parts."""
+DOUBLING: dict[str, Any] = {
+    f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(20)
+}
+ENDLESS_REFERENCES = {
+    "$defs": {**DOUBLING, "d20": {"type": "string", "pattern": "^x|a$"}},
+    "$ref": "#/$defs/d0",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Callable[[str], Path]) -> Tokenizer:
+    return load_tokenizer(tiny_model_dir("llama"))
+
+
+@pytest.fixture
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=(1,))
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Whatever begins with `slow` is compiled once this is set."""
+    may_go_on = threading.Event()
+    source_of = grammar_source.source_of
+
+    def slowly(wanted: StructuredOutputsParams) -> str:
+        assert threading.current_thread().name.startswith("termgen-grammar")
+        if wanted.regex and wanted.regex.startswith("slow"):
+            assert may_go_on.wait(20)
+        return source_of(wanted)
+
+    monkeypatch.setattr("termgen.engine.grammar.source_of", slowly)
+    yield may_go_on
+    may_go_on.set()
+
+
+@pytest.mark.parametrize("schema", [ENDLESS, ENDLESS_REFERENCES])
+def test_patterns_without_end_are_stopped_and_hold_up_nobody(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(grammar_source, "TRIAL_CPU_S", 1)
+    waiting = [
+        compiler.submit(StructuredOutputsParams(json={**schema, "title": str(i)})) for i in range(2)
+    ]
+    compiler.compile(StructuredOutputsParams(regex="innocent"))
+    assert not any(future.done() for future in waiting)
+    for future in waiting:
+        with pytest.raises(RequestError, match="too complex to be compiled") as refusal:
+            future.result(20)
+        assert (refusal.value.status, refusal.value.code) == (400, "invalid_schema")
+
+
+def test_what_asks_for_several_patterns_at_once_is_tried_out_and_taken_if_it_can_be(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def try_out(source: str) -> None:
+        tried.append(source)
+        grammar_source.try_out(source)
+
+    monkeypatch.setattr("termgen.engine.grammar.try_out", try_out)
+    few = {"type": "string", "allOf": [{"pattern": "^[a-z]+$"}, {"pattern": "b"}]}
+    both: list[dict[str, Any]] = [{"json": few}, {"grammar": "start: X\nX: /[a-z]+/ & /.*b.*/"}]
+    for wanted in both:
+        assert needs_trial(StructuredOutputsParams(**wanted))
+        compiler.compile(StructuredOutputsParams(**wanted))
+    assert len(tried) == 2
+    plain = {"properties": {"a": {"type": "string", "pattern": "^a+$"}}}
+    others: list[dict[str, Any]] = [{"json": plain}, {"regex": "a&b"}, {"json": {"allOf": [plain]}}]
+    for wanted in others:
+        compiler.compile(StructuredOutputsParams(**wanted))
+    assert len(tried) == 3, "the last has a pattern below allOf"
+
+
+def test_the_worst_gbnf_that_is_taken_is_converted_in_time(compiler: GrammarCompiler) -> None:
+    rules, i = ["root ::= r0"], 0
+    while sum(map(len, rules)) + len(rules) < MAX_GBNF_BYTES - 30:  # each waits for the next
+        rules.append(f"r{i} ::= r{i + 1}")
+        i += 1
+    text = "\n".join([*rules, f'r{i} ::= "x"'])
+    compiler.compile(StructuredOutputsParams(grammar=text))
+
+
+def test_a_slow_compilation_holds_up_only_who_waits_for_it(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(grammar_module, "MAX_WAITING", 2)
+    with pytest.raises(RequestError, match=r"tools: not compiled within"):
+        compiler.compile(StructuredOutputsParams(regex="slow", param="tools"))
+    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 20)
+    compiler.compile(StructuredOutputsParams(regex="quick"))
+    compiler.submit(StructuredOutputsParams(regex="slow2"))
+    with pytest.raises(RequestError, match="too many grammars wait") as refusal:
+        compiler.compile(StructuredOutputsParams(regex="other"))
+    assert refusal.value.status == 429
+
+
+def test_a_grammar_that_took_too_long_is_not_waited_for_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 0.05)
+    with pytest.raises(RequestError, match="tools: not compiled within"):
+        compiler.compile(StructuredOutputsParams(regex="slow", param="tools"))
+    again = compiler.submit(StructuredOutputsParams(regex="slow"))
+    assert again.done()
+    with pytest.raises(RequestError, match="not compiled within"):
+        again.result()
+
+
+def test_a_grammar_that_only_waited_for_others_is_not_blamed(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    slow = [compiler.submit(StructuredOutputsParams(regex=f"slow{i}")) for i in range(2)]
+    while not all(future.running() for future in slow):
+        assert not gate.wait(0.001)
+    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 0.05)
+    innocent = StructuredOutputsParams(regex="innocent")
+    with pytest.raises(RequestError, match="too many grammars wait") as refusal:
+        compiler.compile(innocent)
+    assert refusal.value.status == 429
+    gate.set()
+    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 20)
+    compiler.compile(innocent)
+
+
+def test_what_can_be_refused_at_once_is_refused_before_anything_is_compiled(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    processor = InputProcessor(tokenizer, 10, VOCAB, grammars=compiler)
+    wanted = StructuredOutputsParams(regex="a+")
+    for prompt, params in (
+        ([1] * 20, SamplingParams(structured_outputs=wanted)),
+        ([1, 2], SamplingParams(structured_outputs=wanted, max_tokens=50)),
+    ):
+        with pytest.raises(ContextLengthError):
+            processor.process(prompt, params)
+        with pytest.raises(ContextLengthError):
+            processor.prepare(prompt, params)
+    assert not compiler._cache
+    request = processor.process([1, 2], SamplingParams(structured_outputs=wanted))
+    assert request.grammar is compiler.compile(wanted)
+    bare = InputProcessor(None, 10, VOCAB)
+    with pytest.raises(RequestError, match="without one"):
+        bare.prepare([1, 2], SamplingParams(structured_outputs=wanted))
+
+
+async def test_waiting_on_the_loop_ends_as_waiting_in_a_thread_does(
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    gate: threading.Event,
+) -> None:
+    """And nobody complains of errors that nobody waits for any more."""
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
+    processor = InputProcessor(tokenizer, 50, VOCAB, grammars=compiler)
+
+    def request(regex: str) -> Any:
+        wanted = StructuredOutputsParams(regex=regex, param="tools")
+        return processor.prepare([1, 2], SamplingParams(structured_outputs=wanted))
+
+    assert (await processor.add_grammar(request("a+"))).grammar is not None
+    with pytest.raises(RequestError, match="tools: .*unclosed"):
+        await processor.add_grammar(request("(["))
+    gone = asyncio.create_task(processor.add_grammar(request("slow([")))
+    monkeypatch.setattr(input_processor, "COMPILE_TIMEOUT_S", 0.05)
+    late = asyncio.create_task(processor.add_grammar(request("slow)")))
+    with pytest.raises(RequestError, match="tools: not compiled within"):
+        await late
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    abandoned = list(compiler._cache.values())
+    gate.set()
+    while not all(future.done() for future in abandoned):
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.01)
+    del gone, late
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not complaints
+
+
+def test_a_job_that_never_ends_does_not_keep_the_process() -> None:
+    program = """
+import threading
+from termgen.engine.daemon_threads import DaemonThreads
+threads, begun = DaemonThreads(1, "endless"), threading.Event()
+threads.submit(lambda: [begun.set(), threading.Event().wait()])
+assert begun.wait(20)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
