@@ -216,6 +216,10 @@ def test_chat_goes_on_with_the_chat_that_is_named(
 def test_chat_goes_on_with_one_chat_only(capsys: pytest.CaptureFixture[str]) -> None:
     error = one_line_error(capsys, "chat", "--continue", "--session", "x")
     assert "--session" in error and "--continue" in error
+    error = one_line_error(capsys, "chat", "--inline", "--continue", "why?")
+    assert "keeps no chat" in error
+    error = one_line_error(capsys, "chat", "--inline", "--chat-db", "off", "why?")
+    assert "--chat-db has no effect" in error
 
 
 def test_chat_without_a_terminal_points_to_generate(capsys: pytest.CaptureFixture[str]) -> None:
