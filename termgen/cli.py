@@ -145,6 +145,8 @@ def build_parser() -> FlagParser:
     models.add_argument("--json", action="store_true", help="print JSON")
     models.set_defaults(run=models_command)
 
+    _add_themes(commands)
+
     pull = commands.add_parser("pull", help="fetch a model", description="fetch a model")
     pull.add_argument("name", help="name from `termgen models`, or a hub id such as org/name")
     pull.set_defaults(run=pull_command)
@@ -204,6 +206,24 @@ def _add_bench(commands: Any) -> None:
     compare.add_argument("after", metavar="B", help="result file to judge")
     add_flags(compare, CompareOptions, title="compare", omit=("before", "after"))
     compare.set_defaults(run=compare_command, config=None)
+
+
+def _add_themes(commands: Any) -> None:
+    text = "list, check and begin colour themes"
+    themes = commands.add_parser("themes", help=text, description=text)
+    themes.set_defaults(run=themes_command, action="list")
+    actions = themes.add_subparsers(title="actions", metavar="ACTION")
+    text = "say what is wrong with a theme file, and what is hard to read"
+    check = actions.add_parser("check", help=text, description=text)
+    check.add_argument("file", metavar="FILE")
+    check.set_defaults(action="check")
+    text = "write a commented theme file into your config folder"
+    new = actions.add_parser("new", help=text, description=text)
+    new.add_argument("name", metavar="NAME")
+    new.add_argument(
+        "--like", metavar="THEME", default="termgen-dark", help="colours to begin with"
+    )
+    new.set_defaults(action="new")
 
 
 def _layers(args: argparse.Namespace) -> SettingLayers:
@@ -297,6 +317,18 @@ def models_command(args: argparse.Namespace) -> int:
     from termgen.models_command import list_models
 
     return list_models(as_json=args.json)
+
+
+def themes_command(args: argparse.Namespace) -> int:
+    from termgen.tui import themes_command
+
+    if args.action == "check":
+        themes_command.check_theme(args.file)
+    elif args.action == "new":
+        themes_command.new_theme(args.name, like=args.like)
+    else:
+        themes_command.list_themes()
+    return OK
 
 
 def pull_command(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.driver import Driver
 from textual.screen import Screen
+from textual.theme import Theme
 from textual.widgets import TextArea
 
 from termgen.client import EngineClient
@@ -31,6 +32,8 @@ from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.screens.dashboard_keys import KEYS
 from termgen.tui.screens.help import HelpScreen, HelpSection, key_names
 from termgen.tui.screens.loading import LoadingScreen, StartupProgress
+from termgen.tui.screens.theme_chooser import ThemeChooser
+from termgen.tui.theme_shelf import ThemeShelf
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.transcript import Transcript
 
@@ -39,6 +42,8 @@ StopEngine = Callable[[], Awaitable[None]]
 
 FAILED_START = 2
 QUIT_WINDOW_S = 2.0
+THEME_POLL_S = 1.0
+"""How often to see whether a theme file was saved."""
 REDRAW_S = 0.25
 """How often to see whether a terminal that was not read is read again."""
 
@@ -72,6 +77,14 @@ class TermgenApp(App[None]):
             id="app.screenshot",
             tooltip="Save the screen as an SVG picture",
         ),
+        Binding(
+            "f9",
+            "change_theme",
+            "Theme",
+            show=False,
+            id="app.theme",
+            tooltip="Choose the colours: each shows as you move through the list",
+        ),
     ]
 
     def __init__(
@@ -89,7 +102,8 @@ class TermgenApp(App[None]):
         self._start_engine = start_engine
         self._stop_engine = stop_engine
         self._start_screen = start_screen
-        self._theme_folders = theme_folders
+        folders = theme_folders or (themes.shipped_folder(), themes.user_folder())
+        self._themes = ThemeShelf(*folders)
         self._progress = StartupProgress()
         self._shown: str | None = None
         self._interrupted_s = -QUIT_WINDOW_S
@@ -180,19 +194,33 @@ class TermgenApp(App[None]):
             self._signals.append(number)
 
     def _load_themes(self) -> None:
-        folders = self._theme_folders or (themes.shipped_folder(), themes.user_folder())
-        loaded, errors = themes.load_all(*folders)
-        for theme in loaded.values():
-            self.register_theme(theme)
-        for error in errors:
-            self.notify(str(error), title="theme not loaded", severity="error", markup=False)
+        self._take_themes(*self._themes.poll())
         wanted = self.ui.theme or themes.DEFAULT_THEME
         if wanted in self.available_themes:
             self.theme = wanted
         else:
             fallback = themes.DEFAULT_THEME
-            self.theme = fallback if fallback in loaded else self.theme
+            self.theme = fallback if fallback in self.available_themes else self.theme
             self.notify(f"no theme {wanted!r}; using {self.theme}", severity="error", markup=False)
+        self._follow_themes()
+
+    @work(group="themes")
+    async def _follow_themes(self) -> None:
+        while True:
+            await asyncio.sleep(THEME_POLL_S)
+            self._take_themes(*await asyncio.to_thread(self._themes.poll))
+
+    def _take_themes(self, fresh: Iterable[Theme], errors: Iterable[themes.ThemeError]) -> None:
+        for theme in fresh:
+            self.register_theme(theme)
+            if theme.name == self.theme:
+                self.mutate_reactive(App.theme)
+        for error in errors:
+            self.notify(str(error), title="theme not loaded", severity="error", markup=False)
+
+    def action_change_theme(self) -> None:
+        if not isinstance(self.screen, ThemeChooser):
+            self.push_screen(ThemeChooser())
 
     async def action_show(self, name: str) -> None:
         """Show `chat` or `dashboard`, once there is an engine."""
