@@ -33,7 +33,7 @@ from termgen.settings import FlagParser, SettingLayers, add_flags, flag_of
 DESCRIPTION = "Chat with, serve and watch a local language model."
 EPILOG = """\
 settings come from flags, then TERMGEN_* variables (TERMGEN_MAX_MODEL_LEN=4096), then the config
-file ([engine], [server] and [chat] tables with the same names), then defaults.
+file ([engine], [server] and [chat] tables with the same names; [keys]), then defaults.
 """
 ENGINE_THREAD = "termgen-engine"
 """Name of the thread that `AsyncEngine` starts."""
@@ -146,6 +146,7 @@ def build_parser() -> FlagParser:
     models.set_defaults(run=models_command)
 
     _add_themes(commands)
+    _add_keys(commands)
 
     pull = commands.add_parser("pull", help="fetch a model", description="fetch a model")
     pull.add_argument("name", help="name from `termgen models`, or a hub id such as org/name")
@@ -224,6 +225,12 @@ def _add_themes(commands: Any) -> None:
         "--like", metavar="THEME", default="termgen-dark", help="colours to begin with"
     )
     new.set_defaults(action="new")
+
+
+def _add_keys(commands: Any) -> None:
+    keys = _command(commands, "keys", "list every action of the screens and its keys", keys_command)
+    omit = [f.name for f in fields(UIConfig) if f.name != "keys"]
+    add_flags(keys, UIConfig, title="keys", omit=omit)
 
 
 def _layers(args: argparse.Namespace) -> SettingLayers:
@@ -328,6 +335,14 @@ def themes_command(args: argparse.Namespace) -> int:
         themes_command.new_theme(args.name, like=args.like)
     else:
         themes_command.list_themes()
+    return OK
+
+
+def keys_command(args: argparse.Namespace) -> int:
+    ui = _layers(args).resolve(UIConfig)
+    from termgen.tui.keys_command import list_keys
+
+    list_keys(ui)
     return OK
 
 

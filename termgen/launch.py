@@ -69,7 +69,7 @@ class EngineHolder:
 
 
 def run_chat(config: EngineConfig, ui: UIConfig) -> int:
-    _check_theme(ui)
+    _check_screen(ui)
     with _progress() as progress:
         find_model(config, progress)
     holder = EngineHolder(config)
@@ -78,7 +78,7 @@ def run_chat(config: EngineConfig, ui: UIConfig) -> int:
 
 def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -> int:
     if server_config.dashboard:
-        _check_theme(ui)
+        _check_screen(ui)
     with _progress() as progress:
         find_model(config, progress)
     holder = EngineHolder(config)
@@ -145,11 +145,13 @@ def _run_app(
     return app.return_code or OK
 
 
-def _check_theme(ui: UIConfig) -> None:
+def _check_screen(ui: UIConfig) -> None:
     """On a plain terminal: a notice on the loading screen is gone before anybody reads it."""
     from termgen.tui import themes
+    from termgen.tui.app import TermgenApp
 
     themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
+    TermgenApp.read_keys(ui)
 
 
 def _progress() -> TerminalProgress:

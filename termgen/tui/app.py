@@ -10,13 +10,13 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
 from pathlib import Path
 
 from rich.text import Text
 from textual import work
 from textual.app import App, SystemCommand
 from textual.binding import Binding
+from textual.dom import DOMNode
 from textual.driver import Driver
 from textual.screen import Screen
 from textual.theme import Theme
@@ -25,12 +25,13 @@ from textual.widgets import TextArea
 from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import TermgenError
-from termgen.tui import themes
+from termgen.tui import actions, themes
+from termgen.tui.keymap import Keymap, read_keymap
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.screens.dashboard_keys import KEYS
-from termgen.tui.screens.help import HelpScreen, HelpSection, key_names
+from termgen.tui.screens.dashboard_keys import pages_with
+from termgen.tui.screens.help import HelpScreen, HelpSection
 from termgen.tui.screens.loading import LoadingScreen, StartupProgress
 from termgen.tui.screens.theme_chooser import ThemeChooser
 from termgen.tui.theme_shelf import ThemeShelf
@@ -42,6 +43,7 @@ StopEngine = Callable[[], Awaitable[None]]
 
 FAILED_START = 2
 QUIT_WINDOW_S = 2.0
+PALETTE_CLOSES_S = 0.2
 THEME_POLL_S = 1.0
 """How often to see whether a theme file was saved."""
 REDRAW_S = 0.25
@@ -99,6 +101,7 @@ class TermgenApp(App[None]):
         super().__init__()
         assert start_screen in ("chat", "dashboard")
         self.ui = ui
+        self._keymap_now = self.read_keys(ui)
         self._start_engine = start_engine
         self._stop_engine = stop_engine
         self._start_screen = start_screen
@@ -110,6 +113,11 @@ class TermgenApp(App[None]):
         self._signals: list[signal.Signals] = []
         self._dashboard: DashboardScreen | None = None
         self.client: EngineClient | None = None
+
+    @classmethod
+    def read_keys(cls, ui: UIConfig) -> Keymap:
+        """Raises ConfigError for keys that cannot be."""
+        return read_keymap(ui.keys, actions.scopes(cls.BINDINGS))
 
     def get_driver_class(self) -> type[Driver]:
         """Textual's choice, but on a terminal one that does not wait for it."""
@@ -135,6 +143,7 @@ class TermgenApp(App[None]):
         return variables
 
     def on_mount(self) -> None:
+        self.set_keymap(self._keymap_now.for_textual())
         self._load_themes()
         self._catch_signals()
         self.set_interval(REDRAW_S, self._draw_what_was_dropped)
@@ -169,6 +178,7 @@ class TermgenApp(App[None]):
     def add_dashboard(self, dashboard: DashboardScreen) -> None:
         """Made at once, so that it listens from the start and has a history when first shown."""
         self._dashboard = dashboard
+        dashboard.pages = pages_with(self._keymap_now)
         self.add_mode("dashboard", lambda: dashboard)
 
     def make_chat(self, client: EngineClient) -> ChatScreen:
@@ -231,17 +241,24 @@ class TermgenApp(App[None]):
     def action_help(self) -> None:
         if self._dashboard is None or isinstance(self.screen, HelpScreen):
             return
-        self.push_screen(HelpScreen(self.help_sections()))
+        sections = self.help_sections()
+        self.push_screen(HelpScreen([(t, self._keymap_now.applied(b)) for t, b in sections]))
 
     def help_sections(self) -> list[HelpSection]:
         """What is shown first comes first."""
         here: list[HelpSection] = [
-            ("Chat", [*Prompt.BINDINGS[:2], *ChatScreen.BINDINGS]),
+            ("Chat", [*Prompt.BINDINGS, *ChatScreen.BINDINGS]),
             ("Engine", DashboardScreen.BINDINGS),
         ]
         if self._shown == "dashboard":
             here.reverse()
-        return [*here, ("Transcript", Transcript.BINDINGS), ("Everywhere", self.BINDINGS)]
+        lists: HelpSection = ("Help and themes", [*HelpScreen.BINDINGS, *ThemeChooser.BINDINGS])
+        return [
+            *here,
+            ("Transcript", Transcript.BINDINGS),
+            ("Everywhere", self.BINDINGS),
+            lists,
+        ]
 
     def action_interrupt(self) -> None:
         """ctrl+c: copy a selection, else stop an answer, else quit when pressed twice."""
@@ -268,35 +285,20 @@ class TermgenApp(App[None]):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Every action, for the command palette."""
+        if self._dashboard is not None:
+            groups = [*actions.groups(screen), (lambda: self, self.BINDINGS)]
+        else:
+            groups = [(lambda: self, [b for b in self.BINDINGS if b.action != "help"])]
+        for command in actions.commands(groups, self._keymap_now, self._run_command):
+            if command.title != "Actions":  # it is open
+                yield command
         if isinstance(screen, ChatScreen):
-            yield SystemCommand("Stop the answer", "Keep its text (esc)", screen.action_stop)
-            yield SystemCommand("Clear", "Forget the conversation (ctrl+l)", screen.action_clear)
-            yield SystemCommand("New chat", "Start over (ctrl+n)", screen.action_new_chat)
-            yield SystemCommand("Retry", "Answer again (ctrl+r)", screen.action_retry)
-            yield SystemCommand("Copy answer", "The last one (/copy)", screen.action_copy_answer)
             yield SystemCommand(
                 "System prompt", "Instructions for the model (/system)", screen.action_edit_system
             )
-        if isinstance(screen, DashboardScreen):
-            yield from self._dashboard_commands(screen)
-        if self._dashboard is not None:
-            yield SystemCommand("Chat", "Go to the chat (1)", lambda: self.action_show("chat"))
-            yield SystemCommand(
-                "Engine", "Watch the engine work (2)", lambda: self.action_show("dashboard")
-            )
-            yield SystemCommand("Help", "Every key and command (F1)", self.action_help)
-        yield SystemCommand("Theme", "Choose the colours (/theme)", self.action_change_theme)
-        yield SystemCommand("Screenshot", "Save an SVG picture (F12)", self._save_picture)
-        yield SystemCommand("Quit", "Leave termgen (ctrl+q)", self.action_quit)
 
-    def _dashboard_commands(self, screen: DashboardScreen) -> Iterable[SystemCommand]:
-        """Every key of the dashboard but those that move, which one holds down."""
-        for binding in KEYS:
-            if binding.action.startswith(("app.", "step(", "select(")):
-                continue
-            help_text = f"{binding.tooltip} ({key_names(binding)})"
-            run = partial(screen.run_action, binding.action)
-            yield SystemCommand(binding.description, help_text, run)
-
-    def _save_picture(self) -> None:
-        self.set_timer(0.2, self.action_screenshot)  # after the palette has closed
+    async def _run_command(self, action: str, node: DOMNode) -> None:
+        if action == "screenshot":
+            self.set_timer(PALETTE_CLOSES_S, self.action_screenshot)
+        else:
+            await self.run_action(action, node)

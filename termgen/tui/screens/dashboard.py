@@ -38,7 +38,7 @@ from termgen.tui.render.overview import LiveState
 from termgen.tui.render.requests import requests_panel
 from termgen.tui.replay import ReplayFeed
 from termgen.tui.screens.base import ThemedScreen
-from termgen.tui.screens.dashboard_keys import KEYS, page_at, tab_line
+from termgen.tui.screens.dashboard_keys import KEYS, PAGES, page_at, tab_line
 from termgen.tui.screens.dashboard_pages import Pages, Sight
 from termgen.tui.spans import Row
 from termgen.tui.store import DashboardStore, DashboardView
@@ -58,6 +58,9 @@ REPLAY_CAPACITY = 65_536
 class DashboardScreen(ThemedScreen):
     AUTO_FOCUS = ""  # the search is shown when asked for; until then keys are the screen's
     BINDINGS = [*KEYS]
+
+    pages = PAGES
+    """With the keys of the moment."""
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class DashboardScreen(ThemedScreen):
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_header, id="header")
-        yield Canvas(lambda width, height: [tab_line(self._page)], id="tabs")
+        yield Canvas(lambda width, height: [tab_line(self._page, self.pages)], id="tabs")
         with Vertical(id="overview"):
             yield Canvas(self._paint_numbers, id="numbers")
             yield Canvas(self._paint_sparks, id="sparks")
@@ -230,7 +233,7 @@ class DashboardScreen(ThemedScreen):
 
     def on_click(self, event: Click) -> None:
         if event.widget is not None and event.widget.id == "tabs":
-            name = page_at(event.x)
+            name = page_at(event.x, self.pages)
             if name is not None:
                 self.action_page(name)
 

@@ -12,6 +12,7 @@ from textual.screen import ModalScreen
 from textual.theme import Theme
 
 from termgen.tui.commands import COMMANDS
+from termgen.tui.keymap import key_names
 from termgen.tui.palette import Palette
 from termgen.tui.spans import Row, wrap
 from termgen.tui.widgets.canvas import Canvas
@@ -19,33 +20,6 @@ from termgen.tui.widgets.canvas import Canvas
 HelpSection = tuple[str, Sequence[BindingType]]
 
 _KEY_WIDTH = 20
-_NAMES = {
-    "escape": "esc",
-    "left": "←",
-    "right": "→",
-    "up": "↑",
-    "down": "↓",
-    "pageup": "pgup",
-    "pagedown": "pgdn",
-    "question_mark": "?",
-    "left_square_bracket": "[",
-    "right_square_bracket": "]",
-    "less_than_sign": "<",
-    "greater_than_sign": ">",
-    "equals_sign": "=",
-    "plus": "+",
-    "slash": "/",
-    "minus": "-",
-}
-
-
-def key_names(binding: Binding) -> str:
-    """`shift+pageup,ctrl+up` as people read it."""
-    keys = []
-    for key in binding.key.split(","):
-        *modifiers, name = key.split("+")
-        keys.append("+".join([*modifiers, _NAMES.get(name, name)]))
-    return "  ".join(keys)
 
 
 def help_rows(sections: Iterable[HelpSection], width: int) -> list[Row]:

@@ -10,7 +10,8 @@ from termgen.tui.conversation import PromptHistory
 from termgen.tui.messages import PromptEdited, PromptSubmitted
 
 MAX_PASTE_CHARS = 200_000
-_NEWLINE_KEYS = frozenset(("ctrl+j", "shift+enter", "alt+enter", "newline"))
+_NEWLINE_KEYS = frozenset(("shift+enter", "alt+enter", "newline"))
+"""These break the line whatever else does."""
 
 
 class Prompt(TextArea):
@@ -42,15 +43,17 @@ class Prompt(TextArea):
         self.prompts = PromptHistory()
 
     async def _on_key(self, event: events.Key) -> None:
-        """Textual calls `TextArea`'s own handler afterwards, unless the default is prevented."""
-        if event.key == "enter":
-            event.stop()
-            event.prevent_default()
-            self.action_submit()
+        """Before `TextArea`'s own handler, which would type some of the keys that are bound."""
+        bound = self.screen.active_bindings.get(event.key)
+        if bound is not None and bound.node is self and bound.binding.id is not None:
+            action = bound.binding.action
         elif event.key in _NEWLINE_KEYS:
-            event.stop()
-            event.prevent_default()
-            self.action_newline()
+            action = "newline"
+        else:
+            return
+        event.stop()
+        event.prevent_default()
+        await self.run_action(action)
 
     async def _on_paste(self, event: events.Paste) -> None:
         if len(event.text) > MAX_PASTE_CHARS:

@@ -1,0 +1,64 @@
+"""Every action there is: which bindings meet on a screen, and the commands made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+from textual.app import SystemCommand
+from textual.binding import Binding, BindingType
+from textual.dom import DOMNode
+from textual.screen import Screen
+from textual.widgets import TextArea
+
+from termgen.tui.keymap import Keymap, Scope, key_names
+from termgen.tui.screens.chat import ChatScreen
+from termgen.tui.screens.dashboard import DashboardScreen
+from termgen.tui.screens.help import HelpScreen
+from termgen.tui.screens.theme_chooser import ThemeChooser
+from termgen.tui.widgets.prompt import Prompt
+from termgen.tui.widgets.transcript import Transcript
+
+Group = tuple[Callable[[], DOMNode], Sequence[BindingType]]
+"""Who runs the actions, and their bindings."""
+
+
+def scopes(app: Sequence[BindingType]) -> list[Scope]:
+    """`app` are the bindings that are there on every screen."""
+    every = Screen.BINDINGS
+    return [
+        Scope("chat", [*Prompt.BINDINGS, *ChatScreen.BINDINGS, *app], TextArea.BINDINGS + every),
+        Scope("chat", [*Transcript.BINDINGS, *ChatScreen.BINDINGS, *app], every),
+        Scope("engine", [*DashboardScreen.BINDINGS, *app], every),
+        Scope("help", HelpScreen.BINDINGS, every),
+        Scope("themes", ThemeChooser.BINDINGS, every),
+    ]
+
+
+def groups(screen: Screen[object]) -> list[Group]:
+    """What is bound on a screen, without what the app binds."""
+    if isinstance(screen, ChatScreen):
+        return [
+            (lambda: screen, ChatScreen.BINDINGS),
+            (lambda: screen.prompt, Prompt.BINDINGS),
+            (lambda: screen.transcript, Transcript.BINDINGS),
+        ]
+    if isinstance(screen, DashboardScreen):
+        return [(lambda: screen, DashboardScreen.BINDINGS)]
+    return []
+
+
+def commands(
+    groups: Iterable[Group], keymap: Keymap, run: Callable[[str, DOMNode], Awaitable[object]]
+) -> Iterator[SystemCommand]:
+    """One command for each binding, with its keys."""
+    for node, bindings in groups:
+        for binding in keymap.applied(bindings):
+            help_text = f"{binding.tooltip} ({key_names(binding)})"
+            yield SystemCommand(binding.description, help_text, partial(_run, run, node, binding))
+
+
+async def _run(
+    run: Callable[[str, DOMNode], Awaitable[object]], node: Callable[[], DOMNode], binding: Binding
+) -> None:
+    await run(binding.action, node())
