@@ -60,17 +60,21 @@ class Watch:
         self._sizes = sizes
         self._loop = asyncio.get_running_loop()
 
-    async def cell(self, stalled: Terminal | None = None) -> dict[str, Any]:
-        """What the steps of a while show. stalled: a terminal that is not read meanwhile."""
-        return await asyncio.to_thread(self._time, stalled)
+    async def cell(self, settle_s: float, stalled: Terminal | None = None) -> dict[str, Any]:
+        """What the steps of a while show, `settle_s` after all streams have begun to decode: with
+        every token steps take longer, so cells that are compared wait equally long.
 
-    def _time(self, stalled: Terminal | None) -> dict[str, Any]:
+        stalled: a terminal that is not read meanwhile.
+        """
+        return await asyncio.to_thread(self._time, settle_s, stalled)
+
+    def _time(self, settle_s: float, stalled: Terminal | None) -> dict[str, Any]:
         self._collect(least=1)
         stands_still = False
         if stalled is not None:
             stalled.stall()
         try:
-            time.sleep(SETTLE_S if stalled is None else STALLED_S)
+            time.sleep(settle_s)
             self._full()
             time.sleep(self._sizes.seconds)
             records = self._collect(least=LEAST_STEPS)
@@ -220,14 +224,15 @@ async def screen_part(
 ) -> list[dict[str, Any]]:
     """Cells without and with the dashboard, in turns; with `stalls`, on a terminal nobody reads."""
     watch, terminal, cells = Watch(engine, sizes), Terminal(), []
+    settle_s = STALLED_S if stalls else SETTLE_S
     try:
         for _ in range(sizes.rounds):
             async with reading(engine, sizes):
-                cells.append({"on": False, **await watch.cell()})
+                cells.append({"on": False, **await watch.cell(settle_s)})
             await watch.at_rest()
             async with dashboard(engine, terminal) as frames, reading(engine, sizes):
                 drawn, began = frames(), time.monotonic()
-                cell = await watch.cell(terminal if stalls else None)
+                cell = await watch.cell(settle_s, terminal if stalls else None)
                 cell["frames_per_s"] = (frames() - drawn) / (time.monotonic() - began)
             cells.append({"on": True, **cell})
             await watch.at_rest()
@@ -249,7 +254,7 @@ async def sse_part(engine: AsyncEngine, sizes: FrontSizes) -> list[dict[str, Any
         for _ in range(sizes.rounds):
             for is_on in (False, True):
                 async with clients(server.url, sizes) if is_on else reading(engine, sizes):
-                    cells.append({"on": is_on, **await watch.cell()})
+                    cells.append({"on": is_on, **await watch.cell(SETTLE_S)})
                 await watch.at_rest()
     finally:
         watch.close()

@@ -76,11 +76,11 @@ class EventPublisher:
         """
         if not self._bus.has_readers:
             return (), ()
+        if plan.is_decode:
+            return (), ()
         table = self._scheduler.slots
         past_prompt = plan.num_computed >= table.num_prompt[plan.slots]
         rows = np.flatnonzero((plan.num_tokens > 1) | ~past_prompt)
-        if not len(rows):
-            return (), ()
         ids = tuple(table.request_at(slot).request_id for slot in plan.slots[rows].tolist())
         return ids, tuple(plan.num_tokens[rows].tolist())
 
@@ -95,8 +95,7 @@ class EventPublisher:
         began_ns = time.perf_counter_ns()
         scheduler = self._scheduler
         pool, stats = scheduler.kv.pool, scheduler.stats
-        past_prompt = plan.num_computed >= scheduler.slots.num_prompt[plan.slots]
-        num_decode = int(np.count_nonzero((plan.num_tokens == 1) & past_prompt))
+        num_decode = plan.num_decode_rows
         free_since_ns = max(self._last_ended_ns, times.busy_since_ns)
         self._last_ended_ns = result.ended_ns
         record = StepRecord(
@@ -137,7 +136,8 @@ class EventPublisher:
             publish_us=self._publish_ns / 1e3,
         )
         self._bus.publish(record)
-        self._first_tokens(applied, times.landed_ns)
+        if not plan.is_decode:  # a row whose first token this is computed the end of its prompt
+            self._first_tokens(applied, times.landed_ns)
         self._publish_ns = time.perf_counter_ns() - began_ns
         return record
 

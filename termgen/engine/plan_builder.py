@@ -90,6 +90,8 @@ class PlanBuilder:
         slots, counts = slots[order], counts[order]
         max_prompt_logprobs = int(table.num_prompt_logprobs[slots].max())
         spans = _prompt_spans(table, slots, counts) if max_prompt_logprobs >= 0 else ()
+        num_computed = table.num_computed[slots] - counts
+        is_decode = (counts == 1) & (num_computed >= table.num_prompt[slots])
         return self.freeze(
             step_id,
             SamplingDemands.of(table, slots),
@@ -97,7 +99,8 @@ class PlanBuilder:
             epochs=table.epoch[slots],
             num_tokens=counts,
             num_draft_tokens=np.zeros_like(counts),
-            num_computed=table.num_computed[slots] - counts,
+            num_computed=num_computed,
+            num_decode_rows=int(np.count_nonzero(is_decode)),
             released=released,
             masks=masks_of(table, slots),
             prompt_spans=spans,
@@ -114,6 +117,7 @@ class PlanBuilder:
         num_tokens: IntArray,
         num_draft_tokens: IntArray,
         num_computed: IntArray,
+        num_decode_rows: int,
         released: tuple[int, ...],
         masks: RowMasks | None = None,
         prompt_spans: tuple[PromptSpan, ...] = (),
@@ -127,6 +131,7 @@ class PlanBuilder:
             num_tokens=num_tokens,
             num_draft_tokens=num_draft_tokens,
             num_computed=num_computed,
+            num_decode_rows=num_decode_rows,
             released_slots=released,
             added=tuple(self.added),
             block_slots=_ids(self.block_slots),

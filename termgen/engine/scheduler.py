@@ -47,11 +47,12 @@ class Scheduler:
         """Requests that lost their slot since the caller last emptied this list."""
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
-        self._decode_step = DecodeStep(self.slots, kv)
         self.fence = Fence()
+        self._decode_step = DecodeStep(self.slots, kv, self.fence)
         self.admits_new = True
         """False: only requests that have run before are given a slot."""
-        self._next_step = 0
+        self._next_step = self._newest_loss = 0
+        """The second: all rows of the steps from this one on still have their slots."""
         self._all_rows = np.arange(config.max_num_seqs, dtype=np.int32)
         self._threshold = config.long_prefill_token_threshold or config.max_num_batched_tokens
 
@@ -281,8 +282,8 @@ class Scheduler:
             kv.register(slot, num_tokens, table.request_at(slot), table.token_ids[slot])
 
     def _count_plan(self, plan: StepPlan) -> StepPlan:
-        prompt_left = self.slots.num_prompt[plan.slots] - plan.num_computed
-        if np.count_nonzero(prompt_left > 0):
+        if not plan.is_decode:
+            prompt_left = self.slots.num_prompt[plan.slots] - plan.num_computed
             self.stats.prompt_tokens += int(np.clip(prompt_left, 0, plan.num_tokens).sum())
         self._released = []
         self._next_step += 1
@@ -293,13 +294,14 @@ class Scheduler:
     def apply(self, plan: StepPlan, result: StepResult) -> AppliedStep:
         """Take in a landed step: append tokens, find who is finished, free what it fenced."""
         self._land(plan.step_id)
-        alive = self.slots.epoch[plan.slots] == plan.epochs
-        sampled = result.num_sampled > 0
-        assert np.count_nonzero(sampled) == len(result.token_ids), "no drafts were planned"
-        if (alive & sampled).all():
+        everyone_stayed = plan.step_id >= self._newest_loss
+        if everyone_stayed and len(result.token_ids) == plan.num_rows:
             rows = self._all_rows[: plan.num_rows]
             applied = AppliedStep(plan.slots, plan.epochs, result.token_ids, rows)
         else:
+            alive = self.slots.epoch[plan.slots] == plan.epochs
+            sampled = result.num_sampled > 0
+            assert np.count_nonzero(sampled) == len(result.token_ids), "no drafts were planned"
             self.stats.wasted_tokens += int(plan.num_tokens[~alive].sum())
             rows = (alive & sampled).nonzero()[0].astype(np.int32)
             tokens = result.by_row()[rows]
@@ -378,6 +380,7 @@ class Scheduler:
         known = min(int(table.num_computed[slot]), int(table.num_tokens[slot]) - 1)
         self._publish(slot, known)
         request = table.vacate(slot)
+        self._newest_loss = self._next_step
         self._released.append(slot)
         blocks = self.kv.take_all(slot)
         if not self.fence.hold(last_step, slot, blocks):

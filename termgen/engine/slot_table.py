@@ -27,16 +27,16 @@ class SlotTable:
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.requests: list[Request | None] = [None] * max_num_seqs
-        self.facts: IntArray = np.zeros((5, max_num_seqs), np.int32)
-        """The next five columns as rows of one array, to be gathered at once, in this order."""
+        self.facts: IntArray = np.zeros((6, max_num_seqs), np.int32)
+        """The next six columns as rows of one array, to be gathered at once, in this order."""
         self.num_tokens, self.num_pending, self.num_computed = self.facts[:3]
         self.limit: IntArray = self.facts[3]
         """Total tokens at which the request ends by length."""
         self.epoch: IntArray = self.facts[4]
         """Counts the residencies of a slot; results of an older epoch are dropped."""
-        self.num_prompt: IntArray = np.zeros(max_num_seqs, np.int32)
-        self.stop_after: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.stop_after: IntArray = self.facts[5]
         """Total tokens from which stop ids count: prompt + min_tokens."""
+        self.num_prompt: IntArray = np.zeros(max_num_seqs, np.int32)
         self.stop_ids = np.full((max_num_seqs, NUM_STOP_COLUMNS), -1, np.int32)
         self.more_stops: set[int] = set()
         """Slots whose request has more stop ids than that."""
@@ -111,18 +111,21 @@ class SlotTable:
 
         Returns which of them a stop id ends, and the indices of all that end, by length too.
         """
-        lengths = self.num_tokens[slots]
+        facts = self.facts.take(slots, axis=1)  # in half the time of indexing, as `put` is
+        lengths, num_pending, _, limit, _, stop_after = facts
         self.token_ids[slots, lengths] = tokens
         lengths += 1
-        self.num_tokens[slots] = lengths
-        self.num_pending[slots] -= 1
-        stopped = (self.stop_ids[slots] == tokens[:, None]).any(axis=1)
+        num_pending -= 1
+        self.num_tokens.put(slots, lengths)
+        self.num_pending.put(slots, num_pending)
+        is_stop = self.stop_ids.take(slots, axis=0) == tokens[:, None]
+        stopped = np.logical_or.reduce(is_stop, axis=1)
         if self.more_stops:
             for i, slot in enumerate(slots.tolist()):
                 if slot in self.more_stops:
                     stopped[i] = int(tokens[i]) in self.request_at(slot).stop_token_ids
-        stopped &= lengths > self.stop_after[slots]
-        return stopped, (stopped | (lengths >= self.limit[slots])).nonzero()[0]
+        stopped &= lengths > stop_after
+        return stopped, (stopped | (lengths >= limit)).nonzero()[0]
 
     def request_at(self, slot: int) -> Request:
         request = self.requests[slot]

@@ -76,6 +76,8 @@ class StepPlan:
     num_computed: IntArray
     """[num_rows] host's upper bound of computed tokens before this step. The device has its own
     exact count; this one sizes buffers and is shown to people."""
+    num_decode_rows: int
+    """Rows that compute one token behind their prompt."""
     released_slots: tuple[int, ...]
     added: tuple[AddedRow, ...]
     block_slots: IntArray
@@ -113,7 +115,14 @@ class StepPlan:
         return bool(self.released_slots or self.added or len(self.block_ids))
 
     @property
+    def is_decode(self) -> bool:
+        """Whether no row computes any of its prompt, or more than one token."""
+        return self.num_decode_rows == len(self.slots)
+
+    @property
     def total_tokens(self) -> int:
+        if self.is_decode:
+            return len(self.slots)
         return int(np.add.reduce(self.num_tokens))  # half the time of `sum`
 
 

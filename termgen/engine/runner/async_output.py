@@ -81,12 +81,14 @@ class RecordedOutput:
         if self._device_start is not None and self._device_end is not None:
             start = self._device_start
             started_ns, ended_ns = start.clock.read(start.mark, self._device_end, ended_ns)
-        tokens = tokens[: self._num_rows]
+        tokens = tokens[: self._num_rows].copy()  # the memory is written again
         is_sampled = tokens >= 0
+        if np.count_nonzero(is_sampled) < len(tokens):
+            tokens = tokens[is_sampled]
         return StepResult(
             step_id=self._step_id,
             num_sampled=is_sampled.astype(np.int32),
-            token_ids=tokens[is_sampled],  # a copy: the memory is written again
+            token_ids=tokens,
             logprobs=logprobs,
             started_ns=started_ns,
             ended_ns=ended_ns,

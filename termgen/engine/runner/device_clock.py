@@ -55,6 +55,8 @@ class DeviceClock:
         """stream: the one that steps are launched on; None for the current one, which torch looks
         up at every mark."""
         self._make_event = make_event
+        self._spare: list[TimingEvent] = []
+        """Marks that have been read: making an event takes as long as recording it."""
         self._stream = stream
         self._reference = self.mark()
         self._reference.synchronize()
@@ -64,7 +66,7 @@ class DeviceClock:
 
     def mark(self) -> TimingEvent:
         """An event that happens when everything launched so far is done."""
-        event = self._make_event()
+        event = self._spare.pop() if self._spare else self._make_event()
         event.record(self._stream)
         return event
 
@@ -82,7 +84,10 @@ class DeviceClock:
         return self._last_end is not None and not self._last_end.query()
 
     def read(self, start: TimingEvent, end: TimingEvent, seen_ns: int) -> tuple[int, int]:
-        """Host times of two marks that have happened, as the host saw at `seen_ns`."""
+        """Host times of two marks that have happened, as the host saw at `seen_ns`.
+
+        They may be used again from now on: to be read once.
+        """
         since_ms = self._reference.elapsed_time(end)
         if since_ms > 2 * REFERENCE_MS:  # after a long rest nothing is known of the drift
             self._reference_ns = seen_ns - since_ms * 1e6
@@ -92,11 +97,15 @@ class DeviceClock:
             self._reference_ns += delay_ns
             end_ns, delay_ns = float(seen_ns), 0.0
         self._least_delay_ns = min(self._least_delay_ns, delay_ns)
+        start_ns = end_ns - start.elapsed_time(end) * 1e6
+        self._spare.append(start)
         if since_ms > REFERENCE_MS:
             self._reference = end
             self._reference_ns = end_ns + self._least_delay_ns
             self._least_delay_ns = math.inf
-        return round(end_ns - start.elapsed_time(end) * 1e6), round(end_ns)
+        elif end is not self._last_end:
+            self._spare.append(end)
+        return round(start_ns), round(end_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,30 +243,32 @@ class ModelRunner:
         # A busy device comes to the rows without a pause; one at rest begins with the step.
         clock = self._clock
         start = clock.start() if clock is not None and clock.is_busy else None
+        if plan.changes_rows:
+            with torch.inference_mode(), self.watch_compiles():
+                self.state.update(plan)
+        needs = SamplingNeeds.of(plan)
+        dispatch = self.graphs.dispatch(plan, needs)
+        if clock is not None and start is None:
+            start = clock.start()
+        if dispatch.descriptor is not None:  # compiles nothing
+            if plan.masks is not None:
+                with torch.inference_mode():
+                    self.state.set_masks(plan)
+            tokens = self.graphs.replay(dispatch.descriptor, plan)
+            if isinstance(tokens, np.ndarray):
+                return RecordedOutput(
+                    plan,
+                    tokens,
+                    dispatch,
+                    started_ns,
+                    device_start=start,
+                    num_late_compiles=self.num_late_compiles,
+                )
+            tensors = StepTensors(tokens, None)
+        else:
+            with torch.inference_mode(), self.watch_compiles():
+                tensors = self._launch(plan, dispatch, needs)
         with torch.inference_mode():
-            if plan.changes_rows:
-                with self.watch_compiles():
-                    self.state.update(plan)
-            needs = SamplingNeeds.of(plan)
-            dispatch = self.graphs.dispatch(plan, needs)
-            if clock is not None and start is None:
-                start = clock.start()
-            if dispatch.descriptor is not None:  # compiles nothing
-                self.state.set_masks(plan)
-                tokens = self.graphs.replay(dispatch.descriptor, plan)
-                if isinstance(tokens, np.ndarray):
-                    return RecordedOutput(
-                        plan,
-                        tokens,
-                        dispatch,
-                        started_ns,
-                        device_start=start,
-                        num_late_compiles=self.num_late_compiles,
-                    )
-                tensors = StepTensors(tokens, None)
-            else:
-                with self.watch_compiles():
-                    tensors = self._launch(plan, dispatch, needs)
             return AsyncOutput(
                 plan,
                 tensors,

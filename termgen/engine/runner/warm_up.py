@@ -180,6 +180,7 @@ def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool, vocab_size: i
         num_tokens=np.asarray(num_tokens, np.int32),
         num_draft_tokens=none_each,
         num_computed=none_each,
+        num_decode_rows=0,
         released_slots=(),
         added=(),
         block_slots=nothing,

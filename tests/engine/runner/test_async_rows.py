@@ -34,6 +34,7 @@ def plan(num_rows: int, *, added: tuple[AddedRow, ...] = ()) -> StepPlan:
         num_tokens=ones,
         num_draft_tokens=rows * 0,
         num_computed=ones,
+        num_decode_rows=0,
         released_slots=(),
         added=added,
         block_slots=nothing,

@@ -16,7 +16,7 @@ from termgen.engine.engine import SyncEngine
 from termgen.engine.events import StepRecord
 from termgen.engine.request import GenerationRequest
 from termgen.engine.runner.async_output import AsyncOutput, StepTensors
-from termgen.engine.runner.device_clock import DeviceClock
+from termgen.engine.runner.device_clock import DeviceClock, DeviceStart, TimingEvent
 from termgen.engine.runner.dispatch import Dispatch, GraphMode
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.step import StepPlan, StepResult
@@ -30,8 +30,10 @@ class World:
     def __init__(self, rate: float) -> None:
         self.rate = rate
         self.now = 5 * SECOND
+        self.num_events = 0
 
     def event(self) -> ScriptedEvent:
+        self.num_events += 1
         return ScriptedEvent(self)
 
 
@@ -98,6 +100,21 @@ def test_a_device_is_busy_until_the_last_step_has_ended() -> None:
     for wait, is_busy in ((0, True), (2 * MS, True), (4 * MS, False)):
         world.now += wait
         assert clock.is_busy == is_busy
+
+
+def test_marks_are_used_again_once_they_have_been_read() -> None:
+    world = World(1.0)
+    clock = DeviceClock(world.event, lambda: round(world.now))
+    in_flight: list[tuple[DeviceStart, TimingEvent, float]] = []
+    for step in range(50):
+        start, length = clock.start(), (1 + step) * US
+        world.now += length
+        in_flight.append((start, clock.end(), length))
+        if len(in_flight) == 4:
+            start, end, length = in_flight.pop(0)
+            began, ended = clock.read(start.mark, end, round(world.now))
+            assert ended - began == pytest.approx(length, abs=1 * US)
+    assert world.num_events <= 1 + 2 * 4
 
 
 def test_without_a_device_clock_a_step_begins_when_the_host_began_it() -> None:
@@ -187,6 +204,7 @@ def make_plan() -> StepPlan:
         num_tokens=one,
         num_draft_tokens=none,
         num_computed=none,
+        num_decode_rows=0,
         released_slots=(),
         added=(),
         block_slots=none,

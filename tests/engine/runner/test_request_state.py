@@ -68,6 +68,7 @@ def plan(
         num_tokens=columns[1],
         num_draft_tokens=np.zeros_like(columns[1]),
         num_computed=columns[2],
+        num_decode_rows=0,
         released_slots=released,
         added=tuple(add),
         block_slots=new[0],
