@@ -27,7 +27,7 @@ from termgen.config import UIConfig
 from termgen.errors import TermgenError
 from termgen.tui import actions, themes
 from termgen.tui.keymap import Keymap, read_keymap
-from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette
+from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette, has_few_colours
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.screens.dashboard_keys import pages_with
@@ -205,7 +205,8 @@ class TermgenApp(App[None]):
 
     def _load_themes(self) -> None:
         self._take_themes(*self._themes.poll())
-        wanted = self.ui.theme or themes.DEFAULT_THEME
+        usual = themes.SIXTEEN_COLOURS if has_few_colours(self) else themes.DEFAULT_THEME
+        wanted = self.ui.theme or usual
         if wanted in self.available_themes:
             self.theme = wanted
         else:
@@ -285,10 +286,9 @@ class TermgenApp(App[None]):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Every action, for the command palette."""
+        groups: list[actions.Group] = [(lambda: self, self.BINDINGS)]
         if self._dashboard is not None:
-            groups = [*actions.groups(screen), (lambda: self, self.BINDINGS)]
-        else:
-            groups = [(lambda: self, [b for b in self.BINDINGS if b.action != "help"])]
+            groups = [*actions.groups(screen), *groups]
         for command in actions.commands(groups, self._keymap_now, self._run_command):
             if command.title != "Actions":  # it is open
                 yield command

@@ -131,7 +131,8 @@ def alike_roles(
 def simulate(color: Color, blindness: str) -> Color:
     """The colour as somebody with that blindness sees it."""
     linear = _times(BLINDNESS[blindness], _linear(color))
-    return Color(*(round(255 * _encoded(min(1.0, max(0.0, part)))) for part in linear))
+    red, green, blue = (round(255 * _encoded(min(1.0, max(0.0, part)))) for part in linear)
+    return Color(red, green, blue)
 
 
 def distance(one: Color, other: Color) -> float:

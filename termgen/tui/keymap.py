@@ -65,12 +65,11 @@ class Keymap:
     def applied(self, bindings: Iterable[BindingType]) -> list[Binding]:
         """The bindings with the keys that they have now."""
         own = [binding for binding in bindings if isinstance(binding, Binding)]
-        return [
-            replace(b, key=",".join(self.changes[b.id]), key_display=None)
-            if b.id in self.changes
-            else b
-            for b in own
-        ]
+        return [self._changed(binding) for binding in own]
+
+    def _changed(self, binding: Binding) -> Binding:
+        keys = self.changes.get(binding.id or "")
+        return binding if keys is None else replace(binding, key=",".join(keys), key_display=None)
 
     def for_textual(self) -> dict[str, str]:
         """What `App.set_keymap` takes."""

@@ -67,6 +67,7 @@ def template(name: str, model: Theme) -> str:
         "# says what is wrong with it, and what is hard to read.",
         f'name = "{name}"',
         f"dark = {'true' if model.dark else 'false'}",
+        *(["ansi = true  # the terminal's own sixteen colours"] if model.ansi else []),
         "",
         "# Colours are written as #rrggbb, or by a name of CSS. A theme needs primary, foreground",
         "# and background; what else is left out is derived from them.",

@@ -43,8 +43,8 @@ def list_themes() -> None:
     print("\n".join(rows.values()))
     print(f"\nTextual's own as well: {', '.join(sorted(BUILTIN_THEMES))}")
     print(f"yours are read from {user_folder()}; `termgen themes new NAME` begins one")
-    for error in errors:
-        print(f"termgen: not usable: {error}", file=sys.stderr)
+    for broken in errors:
+        print(f"termgen: not usable: {broken}", file=sys.stderr)
 
 
 def check_theme(file: str) -> None:

@@ -38,7 +38,7 @@ def test_the_list_names_every_theme_and_what_is_broken(
     assert err == "termgen: not usable: bad.toml: `name` is missing\n"
 
 
-@pytest.mark.parametrize("like", ["termgen-dark", "termgen-riso", "gruvbox"])
+@pytest.mark.parametrize("like", ["termgen-dark", "termgen-riso", "termgen-16", "gruvbox"])
 def test_a_new_theme_is_a_good_file_in_every_line(
     capsys: pytest.CaptureFixture[str], folder: Path, like: str
 ) -> None:
@@ -48,7 +48,8 @@ def test_a_new_theme_is_a_good_file_in_every_line(
     assert run(capsys, "check", str(path))[1].startswith("mine: a ")
     path.write_text(re.sub(r"^# (?=[a-z-]+ = )", "", path.read_text(), flags=re.M))
     theme = load_theme(path)
-    assert set(theme.variables) == {VARIABLE_PREFIX + role for role in ROLES}
+    assert {VARIABLE_PREFIX + role for role in ROLES} <= set(theme.variables)
+    assert theme.ansi == (like == "termgen-16")
     if like == "termgen-riso":
         assert theme.variables["tg-prefill"] == "#c8175e" and not theme.dark
 

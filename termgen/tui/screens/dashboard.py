@@ -38,7 +38,7 @@ from termgen.tui.render.overview import LiveState
 from termgen.tui.render.requests import requests_panel
 from termgen.tui.replay import ReplayFeed
 from termgen.tui.screens.base import ThemedScreen
-from termgen.tui.screens.dashboard_keys import KEYS, PAGES, page_at, tab_line
+from termgen.tui.screens.dashboard_keys import KEYS, PAGES, Page, page_at, tab_line
 from termgen.tui.screens.dashboard_pages import Pages, Sight
 from termgen.tui.spans import Row
 from termgen.tui.store import DashboardStore, DashboardView
@@ -59,7 +59,7 @@ class DashboardScreen(ThemedScreen):
     AUTO_FOCUS = ""  # the search is shown when asked for; until then keys are the screen's
     BINDINGS = [*KEYS]
 
-    pages = PAGES
+    pages: tuple[Page, ...] = PAGES
     """With the keys of the moment."""
 
     def __init__(
@@ -375,7 +375,13 @@ class DashboardScreen(ThemedScreen):
 
     def _paint_requests(self, width: int, height: int) -> Sequence[Row]:
         frame = self._frame(width, height)
-        return requests_panel(self._view, frame, selected=self._selected, first=self._first_row)
+        return requests_panel(
+            self._view,
+            frame,
+            self.palette.glyphs,
+            selected=self._selected,
+            first=self._first_row,
+        )
 
     def _paint_page(self, width: int, height: int) -> Sequence[Row]:
         sight = Sight(

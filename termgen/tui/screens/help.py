@@ -77,5 +77,5 @@ class HelpScreen(ModalScreen[None]):
         self._apply_palette()
 
     def _apply_palette(self) -> None:
-        palette = Palette(self.app.theme_variables, mono=self.app.no_color)
+        palette = Palette.of(self.app)
         self.query_one(HelpText).set_palette(palette)

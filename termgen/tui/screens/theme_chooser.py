@@ -67,7 +67,7 @@ class ThemeChooser(ModalScreen[None]):
         self._apply_palette()
 
     def _apply_palette(self) -> None:
-        palette = Palette(self.app.theme_variables, mono=self.app.no_color)
+        palette = Palette.of(self.app)
         self._glyphs = palette.glyphs
         self.query_one(Canvas).set_palette(palette)
 
