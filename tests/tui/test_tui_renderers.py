@@ -210,7 +210,7 @@ def test_kv_cells_one_per_block_when_there_is_room() -> None:
     chosen = kv_cells(states, owners, 10, selected=0).kinds.tolist()
     assert chosen == [0, 1, kv_map.SELECTED, kv_map.SELECTED, kv_map.ACTIVE_ALT]
     assert row_text(map_rows(cells, 5, COLOUR_GLYPHS)[0]) == "·▪■◆■"
-    assert row_text(map_rows(cells, 3, PLAIN_GLYPHS)[1]) == "◆■"
+    assert row_text(map_rows(cells, 3, PLAIN_GLYPHS)[1]) == "◆▣"
 
 
 def test_kv_cells_scale_and_never_hide_a_used_block() -> None:

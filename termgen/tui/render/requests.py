@@ -69,9 +69,7 @@ def requests_panel(
     id_width = _id_width(columns, width)
     peak = max((row.prompt + row.output for row in view.requests if not row.finished), default=1)
     body: list[Row] = [_header(columns, id_width, width)]
-    shown = max(0, frame.inner_height - 1)
-    first = max(0, min(first, len(view.requests) - shown))
-    for row in view.requests[first : first + shown]:
+    for row in _rows_in_view(view, frame, first):
         marked = row.request_id == selected
         spans = _row(row, columns, id_width, width, marked=marked)
         if _has_bar(columns, id_width, width) and not row.finished:
@@ -79,6 +77,18 @@ def requests_panel(
             spans = (*spans, ("   ", "text"), *_lengths(row, room, peak, glyphs))
         body.append(spans)
     return frame.draw(title, right, body)
+
+
+def _rows_in_view(view: DashboardView, frame: Frame, first: int) -> Sequence[RequestRow]:
+    shown = max(0, frame.inner_height - 1)
+    first = max(0, min(first, len(view.requests) - shown))
+    return view.requests[first : first + shown]
+
+
+def row_at(y: int, view: DashboardView, frame: Frame, *, first: int = 0) -> RequestRow | None:
+    """The request in a line of the panel, which has its frame and its header above the first."""
+    rows = _rows_in_view(view, frame, first)
+    return rows[y - 2] if 0 <= y - 2 < len(rows) else None
 
 
 def _empty(width: int) -> list[Row]:

@@ -35,7 +35,7 @@ from termgen.tui.render.batch import batch_panel
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.kv_map import kv_panel
 from termgen.tui.render.overview import LiveState
-from termgen.tui.render.requests import requests_panel
+from termgen.tui.render.requests import requests_panel, row_at
 from termgen.tui.replay import ReplayFeed
 from termgen.tui.screens.base import ThemedScreen
 from termgen.tui.screens.dashboard_keys import KEYS, PAGES, Page, page_at, tab_line
@@ -236,6 +236,22 @@ class DashboardScreen(ThemedScreen):
             name = page_at(event.x, self.pages)
             if name is not None:
                 self.action_page(name)
+        elif event.widget is not None and event.widget.id == "requests":
+            self._mark_row(event.y)
+        elif event.widget is not None and event.widget.id == "blocks":
+            self.action_page("blocks")
+
+    def _mark_row(self, y: int) -> None:
+        """Mark the request of a row of the table; show it when it is marked already."""
+        canvas = self.query_one("#requests", Canvas)
+        row = row_at(y, self._view, self._frame(*canvas.size), first=self._first_row)
+        if row is None:
+            return
+        if row.request_id == self._selected:
+            self.action_page("request")
+        else:
+            self._selected = row.request_id
+            self.paint()
 
     def on_mouse_move(self, event: MouseMove) -> None:
         """The block under the mouse is the one that is asked about."""
