@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rich.segment import Segment
 from rich.style import Style
@@ -104,7 +105,7 @@ class Palette:
         self._styles: dict[str, Style] = {}
 
     @classmethod
-    def of(cls, app: App[object]) -> Palette:
+    def of(cls, app: App[Any]) -> Palette:
         """Of the app's theme, for what its terminal can show."""
         return cls(app.theme_variables, mono=app.no_color, few_colours=has_few_colours(app))
 
@@ -140,7 +141,7 @@ class Palette:
         )
 
 
-def has_few_colours(app: App[object]) -> bool:
+def has_few_colours(app: App[Any]) -> bool:
     """Sixteen or less. What runs without a terminal has them all."""
     return not app.is_headless and app.console.color_system in ("standard", "windows", None)
 
