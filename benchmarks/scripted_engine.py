@@ -26,6 +26,7 @@ from termgen.client import (
     TokenizerInfo,
 )
 from termgen.engine.events import EngineSnapshot, EventBus, EventRing
+from termgen.engine.grammar_times import GrammarTotals
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.stream import DeltaStream
@@ -165,6 +166,9 @@ class ScriptedEngine:
     @property
     def tokenizer_info(self) -> TokenizerInfo:
         return TokenizerInfo()
+
+    def grammar_totals(self) -> GrammarTotals:
+        return GrammarTotals()
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return ""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from termgen.engine.events import EngineSnapshot, EventRing
+from termgen.engine.grammar_times import GrammarTotals
 from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
@@ -34,6 +35,32 @@ class ChatPrompt:
 
 Prompt = str | Sequence[int] | ChatPrompt
 """Raw text, token ids, or a conversation."""
+
+
+def prompt_chars(prompt: str | ChatPrompt) -> int:
+    """Characters of all that a chat template is given to show: contents, reasoning, tool calls and
+    tools. Whatever their shapes, which are judged later."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    messages = prompt.messages if isinstance(prompt.messages, Sequence) else ()
+    fields = [m.items() for m in messages if isinstance(m, Mapping)]
+    shown = [value for items in fields for name, value in items if name != "role"]
+    return _num_chars([*shown, *prompt.template_kwargs.values()])
+
+
+def _num_chars(data: object) -> int:
+    """In plain data, keys included; what is no text counts one. Not deeper than messages may be."""
+    num_chars, level = 0, [data]
+    for _ in range(64):
+        texts = [value for value in level if isinstance(value, str)]
+        holders = [value for value in level if isinstance(value, (dict, list, tuple))]
+        num_chars += sum(map(len, texts)) + len(level) - len(texts) - len(holders)
+        level = []
+        for holder in holders:
+            level += holder
+            if isinstance(holder, dict):
+                level += holder.values()
+    return num_chars
 
 
 PauseMode = Literal["wait", "abort", "keep"]
@@ -216,6 +243,10 @@ class EngineClient(Protocol):
 
     @property
     def tokenizer_info(self) -> TokenizerInfo: ...
+
+    def grammar_totals(self) -> GrammarTotals:
+        """What compiling grammars took since the start."""
+        ...
 
     async def snapshot(self) -> EngineSnapshot:
         """The engine's present state, built between two steps."""

@@ -43,6 +43,7 @@ from termgen.engine.events import (
     RequestView,
     StepRecord,
 )
+from termgen.engine.grammar_times import GrammarTotals
 from termgen.engine.memory_ledger import GIB, MemoryLedger
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
@@ -218,6 +219,7 @@ class FakeEngine:
         self.release = asyncio.Event()
         self.bus = EventBus()
         self.scripted_snapshot: EngineSnapshot | None = None
+        self.scripted_grammars = GrammarTotals()
         self.healthy = True
         self.is_paused = False
         self.sleep_level = 0
@@ -294,6 +296,9 @@ class FakeEngine:
     @property
     def tokenizer_info(self) -> TokenizerInfo:
         return TokenizerInfo({"eos_token": "</s>"}, "{{ messages }}")
+
+    def grammar_totals(self) -> GrammarTotals:
+        return self.scripted_grammars
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         await asyncio.sleep(0)

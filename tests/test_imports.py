@@ -32,6 +32,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.step",
         "engine.events",
         "engine.delivery",
+        "engine.grammar_times",
         "engine.memory_ledger",
         "engine.gguf_file",
         "engine.gguf_bytes",

@@ -181,8 +181,19 @@ async def test_what_was_ignored_is_said() -> None:
         assert response.headers["x-termgen-ignored"] == "foo, +1"
         response = await client.post("/v1/chat/completions", json=chat_body(user="u"))
         assert "x-termgen-ignored" not in response.headers
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/messages", chat_body(max_tokens=1)),
+            ("/v1/messages/count_tokens", chat_body()),
+            ("/v1/responses", {"input": "x"}),
+            ("/tokenize", {"prompt": "x"}),
+            ("/detokenize", {"tokens": [65]}),
+        ):
+            response = await client.post(path, json={**body, "foo": 1})
+            assert response.status_code == 200, response.text
+            assert response.headers["x-termgen-ignored"] == "foo", path
         metrics = (await client.get("/metrics")).text
-        assert 'termgen_ignored_fields_total{model="fake/model-1"} 2.0' in metrics
+        assert 'termgen_ignored_fields_total{model="fake/model-1"} 8.0' in metrics
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -466,6 +477,37 @@ async def test_a_silent_stream_is_pinged_and_only_a_silent_one() -> None:
     async with app_client(FakeEngine(), sse_ping_interval=15) as client:
         response = await client.post("/v1/chat/completions", json=chat_body(stream=True))
         assert b"ping" not in response.content
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", chat_body()), ("/v1/completions", {"prompt": "x"})],
+)
+async def test_a_request_says_when_its_stream_is_pinged(path: str, body: dict[str, Any]) -> None:
+    engine = FakeEngine(script=Script(first_delay_s=1.2))
+    body = {**body, "stream": True}
+
+    async def answered(config_s: float, asked_s: float) -> bytes:
+        async with app_client(engine, sse_ping_interval=config_s) as client:
+            response = await client.post(path, json={**body, "sse_ping_interval": asked_s})
+            assert response.status_code == 200
+            assert "x-termgen-ignored" not in response.headers
+            read_events(response.content)
+            return response.content
+
+    pinged, silent = await asyncio.gather(answered(0, 1), answered(0.05, 0))
+    assert pinged.count(b": ping\n\n") == 1 and b"ping" not in silent
+    async with app_client(engine) as client:
+        for wrong in (
+            {"sse_ping_interval": 0.5},
+            {"sse_ping_interval": -1},
+            {"sse_ping_interval": 10**9},
+            {"sse_ping_interval": "1"},
+            {"sse_ping_interval": 1, "stream": False},
+        ):
+            response = await client.post(path, json={**body, **wrong})
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "sse_ping_interval"
 
 
 async def test_pings_bridge_a_long_wait_for_the_first_token() -> None:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 import pytest
 from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_harness import app_client, chat_body, serving
+from server_harness import app_client, chat_body, serving, socket_client
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message
 
 from termgen.config import ServerConfig
 from termgen.errors import ConfigError
-from termgen.server import Server
-from termgen.serving.access import ADMIN_PATHS, Caller, KeyRing, Role
+from termgen.server import Server, create_app
+from termgen.serving.access import Caller, KeyRing, Role
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -28,16 +33,140 @@ def error_code(response: httpx.Response) -> str:
     return str(response.json()["error"]["code"])
 
 
-async def test_admin_paths_need_the_admin_key() -> None:
-    config: dict[str, Any] = {"api_key": ("one",), "admin_key": ("root",)}
-    async with app_client(FakeEngine(), **config) as client:
-        for path in sorted(ADMIN_PATHS):
-            refused = await client.post(path, headers=bearer("one"))
-            assert (refused.status_code, error_code(refused)) == (403, "admin_only"), path
-            for headers in ({}, bearer("wrong")):
-                nobody = await client.post(path, headers=headers)
-                assert (nobody.status_code, error_code(nobody)) == (401, "invalid_api_key"), path
-        assert (await client.get("/v1/models", headers=bearer("root"))).status_code == 200
+CLIENT_PATHS = {
+    *("/v1/models", "/v1/models/{id:path}", "/v1/chat/completions", "/v1/completions"),
+    *("/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
+    *("/tokenize", "/detokenize", "/tokenizer_info", "/v1/requests/{id}/cancel"),
+    *("/health", "/ready", "/metrics", "/version", "/openapi.json"),
+}
+"""What any key may use. Every other route of the app must be for administrators."""
+
+
+def admin_paths(app: Starlette) -> list[str]:
+    """Those of the routes that there are, so that a new one is tried too."""
+    found = [r.path for r in app.routes if isinstance(r, Route) and r.path not in CLIENT_PATHS]
+    assert "/pause" in found and "/v1/events" in found and not any("{" in p for p in found)
+    return found
+
+
+def spellings(path: str) -> list[str]:
+    """Other ways to write it, one of which might be let through and still find the route."""
+    ends: tuple[str, ...] = (
+        "%0A",
+        "%0a",
+        "%0D",
+        "%0D%0A",
+        "%0A%0A",
+        "%00",
+        "%0B",
+        "%C2%85",
+        "%E2%80%A8",
+        "%20",
+    )
+    ends += ("/", "//", "/.", "/..", "/%2e", "%2F", "%5C", ";x", "%3B", "%3F", "%23", "%250A")
+    ends += ("?x=1", "%0A?x=1")
+    begins = ("/", "/.", "/x/..", "/%2e", "/%2e%2e", "/v1", "/%0A", "%0A", "%2F")
+    encoded = f"/%{ord(path[1]):02x}{path[2:]}"
+    return [
+        *(path + end for end in ends),
+        *(begin + path for begin in begins),
+        *(path.upper(), path.title(), path.replace("/", "//"), path.replace("/", "%2F")),
+        *(encoded, f"{encoded}%0A", path[:2] + "%0A" + path[2:]),
+    ]
+
+
+async def ask_raw(app: ASGIApp, method: str, target: str, key: str | None) -> tuple[int, Any]:
+    """Send a target as it is written: clients tidy paths up, an attacker does not."""
+    path, _, query = target.partition("?")
+    headers = [(b"host", b"127.0.0.1")]
+    if key is not None:
+        headers.append((b"authorization", f"Bearer {key}".encode()))
+    scope = {
+        **{"type": "http", "http_version": "1.1", "method": method, "scheme": "http"},
+        **{"path": unquote(path), "raw_path": path.encode(), "query_string": query.encode()},
+        **{"headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)},
+    }
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async with asyncio.timeout(5):  # a stream of events has no end
+        await app(scope, receive, send)
+    body = b"".join(message.get("body", b"") for message in sent)
+    return sent[0]["status"], json.loads(body) if body else None
+
+
+async def test_admin_routes_need_the_admin_key_however_they_are_spelt() -> None:
+    engine = FakeEngine()
+    app = create_app(engine, ServerConfig(api_key=("one",), admin_key=("root",)))
+    for path in admin_paths(app):
+        for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "post"):
+            for key, expected in (("one", "admin_only"), (None, "invalid_api_key")):
+                status, body = await ask_raw(app, method, path, key)
+                assert status == (401 if key is None else 403), (method, path)
+                assert body["error"]["code"] == expected
+            assert (await ask_raw(app, method, path, "wrong"))[0] == 401
+        for spelt in spellings(path):
+            for method in ("GET", "POST", "HEAD", "OPTIONS"):
+                status, _ = await ask_raw(app, method, spelt, "one")
+                assert status in (403, 404), (method, spelt)
+        assert (await ask_raw(app, "PATCH", path, "root"))[0] == 405, "the route is there"
+    assert engine.controls == []
+    assert (await ask_raw(app, "POST", "/pause", "root"))[0] == 200
+    assert engine.controls == ["pause wait"]
+    assert (await ask_raw(app, "GET", "/v1/models", "root"))[0] == 200
+
+
+async def test_without_client_keys_admin_routes_are_shut_all_the_same() -> None:
+    configs: list[dict[str, Any]] = [{"admin_key": ("root",)}, {"host": "0.0.0.0"}]
+    for config in configs:
+        engine = FakeEngine()
+        async with app_client(engine, **config) as client:
+            for path in ("/pause", "/pause%0A", "/pause/", "/reset_prefix_cache%0A"):
+                refused = await client.post(path)
+                assert refused.status_code in (401, 403, 404), path
+            listening = await client.get("/v1/events%0A")
+            assert listening.status_code == 404
+        assert engine.controls == []
+
+
+async def test_nobody_but_an_admin_goes_before_everybody() -> None:
+    keys: dict[str, Any] = {"api_key": ("one",), "admin_key": ("root",)}
+    shut: dict[str, Any] = {"host": "0.0.0.0", "insecure_no_auth": True}
+    for config, headers, is_admin in (
+        (keys, bearer("one"), False),
+        (keys, bearer("root"), True),
+        (shut, {}, False),
+        ({}, {}, True),
+    ):
+        engine = FakeEngine()
+        async with app_client(engine, **config) as client:
+            for path, body in (
+                ("/v1/chat/completions", chat_body()),
+                ("/v1/completions", {"prompt": ["x", "y"], "stream": True}),
+            ):
+                for priority in (-1, 0, 5):
+                    engine.calls.clear()
+                    body = {**body, "priority": priority}
+                    response = await client.post(path, json=body, headers=headers)
+                    if priority < 0 and not is_admin:
+                        assert response.status_code == 400 and not engine.calls
+                        assert response.json()["error"]["param"] == "priority"
+                    else:
+                        assert response.status_code == 200, response.text
+                        assert {call.priority for call in engine.calls} == {priority}
+
+
+async def test_no_path_with_a_line_break_is_looked_at() -> None:
+    async with socket_client(FakeEngine(), api_key=("one",)) as client:
+        for path in ("/health%0A", "/v1/models%0A", "/v1/models/fake%0Amodel", "/metrics%0D%0A"):
+            for headers in ({}, bearer("one")):
+                refused = await client.get(path, headers=headers)
+                assert (refused.status_code, error_code(refused)) == (404, "not_found"), path
 
 
 @pytest.mark.parametrize(
@@ -55,10 +184,10 @@ def test_who_is_an_admin(config: dict[str, Any], key: str | None, allowed: bool)
     keys = KeyRing(ServerConfig(**config))
     given = key.encode() if key else None
     if allowed:
-        assert keys.check("/pause", given).role is Role.ADMIN
+        keys.require_admin(keys.check("/pause", given))
         return
     with pytest.raises(Exception, match="API key|administrators") as caught:
-        keys.check("/pause", given)
+        keys.require_admin(keys.check("/pause", given))
     assert caught.value.status in (401, 403)  # type: ignore[attr-defined]
 
 

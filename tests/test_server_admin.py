@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import FakeEngine, Script
-from server_harness import chat_body, eventually, read_events, serving, socket_client
+from server_harness import app_client, chat_body, eventually, read_events, serving, socket_client
 from test_server_engine import serving_tiny
 
 from termgen.engine import pulse
@@ -151,6 +151,39 @@ async def test_cancel_by_the_answers_id_and_by_the_request_id() -> None:
         assert len(engine.aborted) == 2 and not engine.live
         gone = await client.post("/v1/requests/mine-1/cancel")
         assert gone.status_code == 404 and gone.json()["error"]["code"] == "not_found"
+
+
+async def test_only_a_whole_name_cancels() -> None:
+    """What many ids begin with is nobody's name."""
+    engine = FakeEngine(script=Script(hold_after=1))
+    async with app_client(engine) as client:
+
+        async def cancel(name: str) -> int:
+            return (await client.post(f"/v1/requests/{name}/cancel")).status_code
+
+        for path, body in (
+            ("/v1/chat/completions", chat_body()),
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/completions", {"prompt": ["x", "y"], "n": 2}),
+            ("/v1/messages", chat_body(max_tokens=9)),
+            ("/v1/responses", {"input": "x"}),
+        ):
+            num_jobs = 2 if isinstance(body.get("prompt"), list) else 1
+            waiting = asyncio.create_task(client.post(path, json=body))
+            await eventually(lambda n=num_jobs: len(engine.live) == n)  # type: ignore[misc]
+            job_id = engine.live[-1]
+            answer_id = job_id.removesuffix("-1") if num_jobs > 1 else job_id
+            begin = answer_id.partition("-")[0].partition("_")[0]
+            for name in (begin, f"{begin}-", answer_id[:-1], f"{answer_id}-", f"{answer_id}-9"):
+                assert await cancel(name) == 404, name
+            assert len(engine.live) == num_jobs and not waiting.done()
+            assert await cancel(answer_id) == 200, path
+            assert (await waiting).json()["error"], path
+            assert not engine.live
+        waiting = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["x", "y"]}))
+        await eventually(lambda: len(engine.live) == 2)
+        assert await cancel(engine.live[1]) == 200, "one of its prompts"
+        assert (await waiting).status_code == 500 and not engine.live
 
 
 async def test_nobody_cancels_for_others() -> None:

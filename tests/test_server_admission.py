@@ -23,8 +23,10 @@ from termgen.serving.admission import AdmissionControl, Ticket
 QUEUED = Script(waits_in_queue=True)
 
 
-def job(name: str, *, n: int = 1, prompt: Prompt = "x") -> Job:
-    params = SamplingParams(n=n)
+def job(
+    name: str, *, n: int = 1, prompt: Prompt = "x", params: SamplingParams | None = None
+) -> Job:
+    params = params or SamplingParams(n=n)
     return Job(prompt=prompt, params=params, request_id=name, priority=0, cache_salt=None)
 
 
@@ -44,6 +46,9 @@ class Desk:
 
     def scheduled(self, engine_id: str) -> None:
         self.events.append(RequestEvent(0, engine_id, RequestEventKind.SCHEDULED, 1, 0, 0))
+
+    def queued(self, engine_id: str, num_tokens: int) -> None:
+        self.events.append(RequestEvent(0, engine_id, RequestEventKind.QUEUED, num_tokens, 0, 0))
 
     def is_admitted(self, *jobs: Job) -> bool:
         try:
@@ -86,16 +91,39 @@ def test_every_completion_counts() -> None:
     assert not desk.is_admitted(job("e"))
 
 
-def test_an_echo_counts_where_the_engine_has_to_read_it() -> None:
-    """Log-probabilities of a prompt take a step of the engine; the prompt alone takes none."""
-    desk = Desk(max_queue=1)
+def test_an_echo_takes_one_place() -> None:
+    """However many copies of it are wanted: it is tokenised, or computed, once."""
+    desk = Desk(max_queue=2)
     assert desk.is_admitted(job("a"))
-    echo = replace(job("b", n=3), generates=False)
-    assert desk.control.admit([echo]).num_waiting == 0
-    read = replace(echo, params=SamplingParams(n=3, prompt_logprobs=0))
-    assert not desk.is_admitted(read)
-    desk.scheduled("a")
-    assert desk.control.admit([read]).num_waiting == 1
+    for params in (SamplingParams(n=3), SamplingParams(n=3, prompt_logprobs=0)):
+        ticket = desk.control.admit([replace(job("b", params=params), generates=False)])
+        assert ticket.num_waiting == 1
+        assert not desk.is_admitted(job("c"))
+        for index in range(3):
+            ticket.begin("b", index)
+            ticket.end("b", index)
+            assert (ticket.num_waiting, ticket.num_seated) == (0, 0), "not more seats than it had"
+        assert desk.is_admitted(job(f"d{params}")), "what has ended waits no more"
+        desk.scheduled(f"d{params}")
+        ticket.close()
+
+
+def test_work_on_tokens_takes_a_place() -> None:
+    desk = Desk(max_queue=2, max_queue_tokens=100)
+    with desk.control.place(60), desk.control.place(40):
+        assert desk.control.is_full and not desk.is_admitted(job("a"))
+        with pytest.raises(OverloadedError, match="completions wait") as caught:
+            desk.control.place(1).__enter__()
+        assert caught.value.code == "queue_full"
+    with desk.control.place(60):
+        with pytest.raises(OverloadedError) as caught, desk.control.place(41):
+            pass
+        assert caught.value.code == "queue_tokens_full"
+        assert not desk.is_admitted(job("a", prompt=(1,) * 41))
+    with desk.control.place(1000):
+        pass  # a server where nothing waits takes whatever is asked
+    assert desk.control._num_waiting == desk.control._tokens_waiting == 0
+    assert desk.refused == ["queue_full", "queue_full", "queue_tokens_full", "queue_tokens_full"]
 
 
 def test_a_server_where_nobody_waits_takes_anything() -> None:
@@ -115,6 +143,46 @@ def test_prompt_tokens_are_limited() -> None:
     assert desk.refused == ["queue_tokens_full"]
     desk.scheduled("a")
     assert desk.is_admitted(job("c", prompt=(1,) * 60))
+
+
+def test_all_that_a_template_shows_is_counted() -> None:
+    """Tools, the arguments of calls and reasoning are a prompt like any other text."""
+    desk = Desk(max_queue=0, max_queue_tokens=1000)
+    long, user = "y" * 10_000, {"role": "user", "content": "x"}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": [{"b": long}]}}}
+    tool = {"type": "function", "function": {"name": "f", "description": long}}
+    for prompt in (
+        ChatPrompt(messages=({**user, "content": long},)),
+        ChatPrompt(messages=({**user, "content": [{"type": "text", "text": long}]},)),
+        ChatPrompt(messages=(user, {"role": "assistant", "content": None, "tool_calls": [call]})),
+        ChatPrompt(messages=(user, {**user, "role": "assistant", "reasoning_content": long})),
+        ChatPrompt(messages=({**user, "name": long},)),
+        ChatPrompt(messages=(user,), template_kwargs={"tools": [tool]}),
+        ChatPrompt(messages=(user,), template_kwargs={"tools": [{"name": {long: 1}}]}),
+    ):
+        assert 2500 <= desk.control.estimate(prompt) <= 2550
+        waiting = desk.control.admit([job("a", prompt=(1,))])
+        assert not desk.is_admitted(job("b", prompt=prompt))
+        waiting.close()
+    assert desk.control.estimate(ChatPrompt(messages=(user,))) == 1
+
+
+def test_an_estimate_gives_way_to_what_was_tokenised() -> None:
+    desk = Desk(max_queue=0, max_queue_tokens=100)
+    ticket = desk.control.admit([job("a", n=2, prompt="x" * 80), job("b", prompt=(1,) * 10)])
+    assert ticket.num_tokens == 31
+    for engine_id in ("a-0", "a-1~2", "a-1", "zzz", "a-x"):
+        desk.queued(engine_id, 80)
+    desk.control.look()
+    assert ticket.num_tokens == desk.control._tokens_waiting == 90
+    assert not desk.is_admitted(job("c", prompt=(1,) * 11))
+    desk.queued("a-0", 20)
+    assert desk.is_admitted(job("c", prompt=(1,) * 11)), "it is looked at before anyone is refused"
+    for engine_id in ("a-0", "a-1", "b"):
+        desk.scheduled(engine_id)
+    desk.queued("b", 999)
+    desk.control.look()
+    assert desk.control._tokens_waiting == 11, "what has begun waits no more"
 
 
 def test_the_size_of_text_is_learnt() -> None:
@@ -148,6 +216,8 @@ def test_counts_hold_over_random_lives() -> None:
             desk.scheduled(
                 f"{known}-{rng.randrange(n)}" if n > 1 else known + rng.choice(["", "~2"])
             )
+        if tickets and rng.random() < 0.3:
+            desk.queued(rng.choice(sorted(tickets)), rng.randrange(1, 30))
         if tickets and rng.random() < 0.5:
             tickets.pop(rng.choice(sorted(tickets)))[0].close()
         if rng.random() < 0.2:
@@ -254,6 +324,27 @@ async def test_openai_clients_come_again_when_told(monkeypatch: pytest.MonkeyPat
         assert await first == await second
         await client.close()
     assert len(engine.calls) == 2
+
+
+async def test_prompts_of_a_batch_leave_their_seats_one_by_one() -> None:
+    """Those without completions too."""
+    scripts = {"slow": Script(hold_after=0), "late": QUEUED}
+
+    def script(call: GenerateCall) -> Script:
+        return scripts.get(str(call.prompt), Script())
+
+    engine = FakeEngine(script=script, model=make_model_info(max_num_seqs=4))
+    async with app_client(engine, max_queue=1) as client:
+        body = {"prompt": ["a", "b", "c", "slow"], "echo": True, "logprobs": 0, "max_tokens": 0}
+        asking = [asyncio.create_task(client.post("/v1/completions", json=body))]
+        await eventually(lambda: len(engine.finished) == 3 and len(engine.live) == 1)
+        for num_late in range(1, 5):  # three seats and one who waits
+            late = client.post("/v1/completions", json={"prompt": "late"})
+            asking.append(asyncio.create_task(late))
+            await eventually(lambda n=num_late: len(engine.live) == 1 + n)  # type: ignore[misc]
+        assert (await client.post("/v1/completions", json={"prompt": "late"})).status_code == 429
+        engine.release.set()
+        assert [(await answer).status_code for answer in asking] == [200] * 5
 
 
 async def test_leaving_gives_the_place_back() -> None:

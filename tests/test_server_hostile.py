@@ -33,6 +33,7 @@ FIELDS = [
     *("structured_outputs", "priority", "cache_salt", "chat_template_kwargs", "user"),
     *("add_generation_prompt", "continue_final_message", "include_timings", "reasoning_effort"),
     *("return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs", "metadata"),
+    "sse_ping_interval",
 ]
 
 scalars = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_harness import app_client, chat_body, eventually
 
 from termgen.engine.events import EngineSnapshot
+from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.startup_phases import StartupPhase
-from termgen.errors import EngineDeadError
+from termgen.errors import EngineDeadError, RequestError
 from termgen.serving.metrics import ServerMetrics
 
 MODEL = {"model": "fake/model-1"}
@@ -59,6 +61,55 @@ async def test_requests_are_counted_and_timed() -> None:
     assert value(text, "inter_token_latency_seconds_count") == 20 + 2
     assert value(text, "request_time_per_output_token_seconds_count") == 3
     assert value(text, "request_generation_tokens_sum") == 27
+
+
+async def test_prompts_without_completions_are_requests_too() -> None:
+    engine = FakeEngine(script=Script(num_cached_tokens=1))
+    async with app_client(engine) as client:
+        echo = {"prompt": "abcd", "echo": True, "max_tokens": 0}
+        await client.post("/v1/completions", json={**echo, "n": 2})
+        assert engine.calls == []
+        await client.post("/v1/completions", json={**echo, "logprobs": 1, "stream": True})
+        assert len(engine.calls) == 1
+        text = (await client.get("/metrics")).text
+    assert value(text, "prompt_tokens_total") == 4 + 4
+    assert value(text, "prompt_tokens_by_source_total", source="local_compute") == 3
+    assert value(text, "prompt_tokens_by_source_total", source="local_cache_hit") == 1
+    assert value(text, "generation_tokens_total") == 0
+    assert value(text, "request_success_total", finished_reason="length") == 2 + 1
+    assert value(text, "request_generation_tokens_count") == 3
+    assert value(text, "request_generation_tokens_sum") == 0
+    assert value(text, "request_params_n_sum") == 3
+    assert value(text, "request_params_max_tokens_count") == 2
+    assert value(text, "request_params_max_tokens_sum") == 0
+    assert value(text, "e2e_request_latency_seconds_count") == 1, "of what the engine did"
+
+
+async def test_what_compiling_grammars_took() -> None:
+    engine = FakeEngine()
+    async with app_client(engine) as client:
+        text = (await client.get("/metrics")).text
+        assert value(text, "grammar_compile_seconds_count") == 0
+        assert "termgen_grammar_compile_failures_total{" not in text
+        times = GrammarTimes()
+
+        def refuse(wanted: str) -> None:
+            raise RequestError(wanted, code="invalid_schema")
+
+        for _ in range(3):
+            assert times.measure(str.upper, "x") == "X"
+        for _ in range(2):
+            with pytest.raises(RequestError, match="a bad one"):
+                times.measure(refuse, "a bad one")
+        with pytest.raises(TypeError):
+            times.measure(int, None)
+        engine.scripted_grammars = replace(times.totals(), seconds=1.5)
+        text = (await client.get("/metrics")).text
+    assert value(text, "grammar_compile_seconds_count") == 6
+    assert value(text, "grammar_compile_seconds_sum") == 1.5
+    assert value(text, "grammar_compile_seconds_bucket", le="10.0") == 6
+    assert value(text, "grammar_compile_failures_total", reason="invalid_schema") == 2
+    assert value(text, "grammar_compile_failures_total", reason="internal_error") == 1
 
 
 async def test_what_the_memory_is_taken_by() -> None:

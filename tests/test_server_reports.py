@@ -44,6 +44,19 @@ async def test_one_line_per_request_without_text(caplog: pytest.LogCaptureFixtur
     assert SECRET not in caplog.text and "secret" not in "".join(lines_of(caplog))
 
 
+async def test_a_line_for_prompts_without_completions(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "termgen")
+    async with app_client(FakeEngine(), log_requests=True) as client:
+        echo = {"prompt": ["abcd", "ef"], "echo": True, "max_tokens": 0}
+        await client.post("/v1/completions", json=echo)
+        await client.post("/v1/completions", json={**echo, "logprobs": 1})
+    plain, computed = lines_of(caplog)
+    for line in (plain, computed):
+        assert ": 6 prompt tokens (0 cached), 2 choices, 0 tokens, length;" in line
+        assert line.endswith("; ok")
+    assert "queue -," in plain and "queue -," not in computed
+
+
 async def test_no_line_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "termgen")
     async with app_client(FakeEngine()) as client:

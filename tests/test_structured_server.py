@@ -198,6 +198,8 @@ async def test_bad_grammars_among_good_requests_harm_nobody(long_llama_dir: Path
             assert error["type"] == "invalid_request_error"
             assert error["param"].startswith(next(iter(bad))), error
             assert len(error["message"]) < 500
+        failures = "termgen_grammar_compile_failures_total{"
+        assert failures in (await client.get("/metrics")).text, "their reasons are counted"
 
 
 async def test_a_request_whose_grammar_is_being_compiled_holds_nobody_up(

@@ -167,7 +167,8 @@ class _Choice:
 
 
 class CompletionStream:
-    """Deltas to `text_completion` chunks. `echoes[p]` is the text of prompt p, "" without echo."""
+    """Deltas to `text_completion` chunks. `echoes[p]` is the text of prompt p, "" without echo; it
+    must be there when the first delta comes."""
 
     def __init__(self, request: CompletionRequest, echoes: Sequence[str]) -> None:
         self._request = request

@@ -123,6 +123,10 @@ def admin_only(*, is_possible: bool) -> RequestError:
     )
 
 
+def path_not_found() -> RequestError:
+    return RequestError("There is no such path", code="not_found", status=404)
+
+
 def body_too_slow(limit_s: float) -> RequestError:
     return RequestError(
         f"The request body did not arrive within {limit_s:g} s", code="request_timeout", status=408

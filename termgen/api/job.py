@@ -13,6 +13,9 @@ from termgen.engine.request import MAX_PRIORITY, check_cache_salt
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import RequestError
 
+MIN_PING_INTERVAL_S = 1
+MAX_PING_INTERVAL_S = 3600
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -25,6 +28,15 @@ class Job:
     cache_salt: str | None
     generates: bool = True
     """False: only the prompt is wanted back (`echo` with `max_tokens` 0)."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.params.max_tokens if self.generates else 0
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the engine has to read the prompt."""
+        return self.generates or self.params.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +53,8 @@ class ResponseOptions:
     return_token_ids: bool
     tokens_as_ids: bool
     """Name tokens `token_id:N` in logprobs instead of by text."""
+    ping_interval_s: float | None = None
+    """Of silence in this stream before a ping, 0 for never; None: as the server has it."""
 
 
 def parse_options(
@@ -66,7 +80,23 @@ def parse_options(
         include_timings=body.boolean("include_timings"),
         return_token_ids=body.boolean("return_token_ids"),
         tokens_as_ids=body.boolean("return_tokens_as_token_ids"),
+        ping_interval_s=_parse_ping_interval(body, stream=stream),
     )
+
+
+def _parse_ping_interval(body: Fields, *, stream: bool) -> float | None:
+    name = "sse_ping_interval"
+    seconds = body.number(name)
+    if seconds is None:
+        return None
+    if not stream:
+        raise RequestError(f"{name} needs stream: true", param=name)
+    if seconds and not MIN_PING_INTERVAL_S <= seconds <= MAX_PING_INTERVAL_S:
+        raise RequestError(
+            f"{name} must be 0 or {MIN_PING_INTERVAL_S} to {MAX_PING_INTERVAL_S} seconds",
+            param=name,
+        )
+    return float(seconds)
 
 
 def parse_priority(body: Fields) -> int:

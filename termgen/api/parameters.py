@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from termgen.api.chat import MAX_TEMPLATE_KWARGS_BYTES
 from termgen.api.completions import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_PROMPTS
+from termgen.api.job import MAX_PING_INTERVAL_S, MIN_PING_INTERVAL_S
 from termgen.api.tools import MAX_TOOLS
 from termgen.engine.sampling_params import (
     GREEDY_EPSILON,
@@ -175,15 +176,11 @@ SAMPLING = Group(
         Parameter(
             "n",
             f"1 to {MAX_N}",
-            "how many answers. Their prompt is computed once; greedy ones are copies of one",
+            "how many answers. Their prompt is computed once; greedy ones are copies of one. Those "
+            "beyond the engine's `--max-num-seqs` wait in its queue",
             "1",
         ),
-        Parameter(
-            "best_of",
-            "the value of `n`",
-            "nothing but that",
-            "`n`",
-        ),
+        Parameter("best_of", "the value of `n`", "nothing but that", "`n`"),
         Parameter(
             "seed",
             "a 64-bit integer",
@@ -361,6 +358,13 @@ ANSWER = Group(
             "every event; `include_obfuscation` is taken, and nothing is padded",
             "none",
         ),
+        Parameter(
+            "sse_ping_interval",
+            f"0, or {MIN_PING_INTERVAL_S} to {MAX_PING_INTERVAL_S} seconds; needs `stream`",
+            "silence in this stream before a comment line that keeps it open; 0: never",
+            "the server's `--sse-ping-interval`",
+            origin=_OWN,
+        ),
     ),
 )
 
@@ -371,7 +375,7 @@ ENGINE = Group(
             "priority",
             "an integer of 32 bits",
             "lower runs first and is preempted last; needs `--scheduling-policy priority`, and is "
-            "refused without it",
+            "refused without it. Below 0 is for administrators",
             "0",
             origin=_VLLM,
         ),

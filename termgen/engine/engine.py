@@ -21,6 +21,7 @@ from termgen.config import EngineConfig
 from termgen.engine.control import EngineControl, check_level
 from termgen.engine.delivery import StepDelivery
 from termgen.engine.events import EngineSnapshot, EventRing
+from termgen.engine.grammar_times import GrammarTotals
 from termgen.engine.pulse import Pulse
 from termgen.engine.request import GenerationRequest
 from termgen.engine.sampling_params import SamplingParams
@@ -167,6 +168,9 @@ class AsyncEngine:
     def tokenizer_info(self) -> TokenizerInfo:
         tokenizer = self.parts.tokenizer
         return TokenizerInfo() if tokenizer is None else tokenizer.info
+
+    def grammar_totals(self) -> GrammarTotals:
+        return self.parts.grammar_times.totals()
 
     def _tokenizer_for(self, token_ids: Sequence[int]) -> Tokenizer:
         tokenizer = self.parts.tokenizer

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.engine.token_mask import IntArray, TokenMatcher
 from termgen.errors import RequestError
@@ -112,6 +113,7 @@ class GrammarCompiler:
         self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
         self._tokenizer = tokenizer
+        self.times = GrammarTimes()
         self._num_tokens = max(vocab_size, tokenizer.vocab_size)
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
@@ -140,7 +142,7 @@ class GrammarCompiler:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(NUM_THREADS, "termgen-grammar")
             self._num_waiting += 1
-            future = self._pool.submit(self._compile, wanted)
+            future = self._pool.submit(self.times.measure, self._compile, wanted)
             self._cache[key] = future
             while len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from termgen.client import ChatPrompt, Prompt
+from termgen.client import ChatPrompt, Prompt, prompt_chars
 from termgen.engine.grammar import COMPILE_TIMEOUT_S, GrammarCompiler, named, too_slow
 from termgen.engine.request import (
     MAX_BAD_SEQUENCE_TOKENS,
@@ -181,7 +181,7 @@ class InputProcessor:
 
     def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
         tokenizer = self._need_tokenizer("messages")
-        self._check_size(_message_chars(prompt.messages), tokenizer, "messages")
+        self._check_size(prompt_chars(prompt), tokenizer, "messages")
         variables = _template_variables(prompt.template_kwargs)
         ids = tokenizer.apply_chat_template(
             prompt.messages,
@@ -289,19 +289,3 @@ def _template_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name!r} cannot be set as a chat template variable", param="chat_template_kwargs"
             )
     return dict(variables)
-
-
-def _message_chars(messages: object) -> int:
-    """Characters of message text; shapes are judged later."""
-    if not isinstance(messages, Sequence):
-        return 0
-    return sum(_content_chars(m.get("content")) for m in messages if isinstance(m, Mapping))
-
-
-def _content_chars(content: object) -> int:
-    if isinstance(content, str):
-        return len(content)
-    if not isinstance(content, Sequence):
-        return 0
-    texts = [part.get("text") for part in content if isinstance(part, Mapping)]
-    return sum(len(text) for text in texts if isinstance(text, str))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from termgen.catalog import CATALOG, LocalModel, resolve_model
@@ -18,6 +18,7 @@ from termgen.engine.core import EngineCore
 from termgen.engine.delivery import StepDelivery
 from termgen.engine.executor import Executor, LocalExecutor
 from termgen.engine.grammar import GrammarCompiler, MaskFiller
+from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.input_processor import InputProcessor
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.output import OutputProcessor
@@ -49,6 +50,7 @@ class EngineParts:
     tokenizer: Tokenizer | None
     input_processor: InputProcessor
     output_processor: OutputProcessor
+    grammar_times: GrammarTimes = field(default_factory=GrammarTimes)
 
     def submit(self, request: GenerationRequest, arrival_ns: int) -> None:
         """Hand a request's completions to text processing and to the loop."""
@@ -118,6 +120,7 @@ def _assemble(
             grammars=grammars,
         ),
         output_processor=OutputProcessor(tokenizer, tuple(eos)),
+        grammar_times=GrammarTimes() if grammars is None else grammars.times,
     )
 
 

@@ -1,9 +1,11 @@
 """Who calls: API keys, the admin key, and web pages of other sites. Pure ASGI middleware.
 
-Default deny: with keys set, every path but `OPEN_PATHS` needs one, whether a route exists or not;
-`ADMIN_PATHS` need the admin key. Paths are read from the scope, never from a URL that a client's
-Host header can bend. Keys are compared by digest, all of them, and never logged. What was found out
-travels on as a `Caller`; its `salt` keeps the prefix caches of different keys apart.
+Default deny: with keys set, every path but `OPEN_PATHS` needs one, whether a route exists or not.
+What only administrators may do is an `AdminRoute`: the route itself looks at who calls, so that no
+spelling of a path finds the one and not the other. Paths are read from the scope, never from a URL
+that a client's Host header can bend. Keys are compared by digest, all of them, and never logged.
+What was found out travels on as a `Caller`; its `salt` keeps the prefix caches of different keys
+apart.
 """
 
 from __future__ import annotations
@@ -18,30 +20,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from termgen.api.errors import admin_only, invalid_api_key, origin_not_allowed
+from termgen.api.errors import admin_only, invalid_api_key, origin_not_allowed, path_not_found
 from termgen.config import ServerConfig, is_loopback
 from termgen.errors import ConfigError
 
 OPEN_PATHS = frozenset({"/health"})
 """Paths that need no key."""
 
-ADMIN_PATHS = frozenset(
-    {
-        "/v1/events",
-        "/reset_prefix_cache",
-        "/pause",
-        "/resume",
-        "/sleep",
-        "/wake_up",
-        "/is_paused",
-        "/is_sleeping",
-    }
-)
-"""Paths that change the engine for everybody, or show what everybody does."""
-
 CALLER = "termgen.caller"
+KEYS = "termgen.keys"
 REQUEST_ID = "termgen.request_id"
 """Keys of the ASGI scope."""
 
@@ -53,6 +43,8 @@ class Role(enum.Enum):
     """No key was needed."""
     CLIENT = "client"
     ADMIN = "admin"
+    """Holds the admin key; or whoever calls a loopback address where no key is set at all, who
+    owns the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +100,9 @@ class KeyRing:
             for key, role in roles
         ]
         self.has_client_keys = bool(clients)
-        self.has_admin_keys = bool(config.admin_key)
-        self.is_local = is_loopback(config.host)
+        self._has_admin_keys = bool(config.admin_key)
+        owns_machine = not roles and is_loopback(config.host)
+        self._nobody = Caller(Role.ADMIN if owns_machine else Role.ANYONE)
 
     def find(self, key: bytes) -> Caller | None:
         """Takes as long whichever key it is, and whether it is one."""
@@ -120,27 +113,21 @@ class KeyRing:
         return found
 
     def check(self, path: str, key: bytes | None) -> Caller:
-        """Who calls, if this caller may use this path. Raises `RequestError`: 401 or 403."""
+        """Who calls, if this caller may use the server. Raises `RequestError`."""
+        if not path.isprintable():  # patterns of routes also match before a line break at the end
+            raise path_not_found()
         caller = self.find(key) if key is not None else None
-        if path in OPEN_PATHS:
-            return caller or Caller()
-        if path in ADMIN_PATHS:
-            return self._check_admin(caller)
-        if caller is None:
-            if self.has_client_keys:
-                raise invalid_api_key()
-            return Caller()
-        return caller
-
-    def _check_admin(self, caller: Caller | None) -> Caller:
-        """Without any key set, whoever reaches a loopback address owns the machine."""
-        if not self.has_admin_keys and not self.has_client_keys and self.is_local:
-            return Caller(Role.ADMIN)
-        if caller is None and (self.has_client_keys or self.has_admin_keys):
+        if caller is None and self.has_client_keys and path not in OPEN_PATHS:
             raise invalid_api_key()
-        if caller is None or caller.role is not Role.ADMIN:
-            raise admin_only(is_possible=self.has_admin_keys)
-        return caller
+        return caller or self._nobody
+
+    def require_admin(self, caller: Caller) -> None:
+        """Raises `RequestError`: 401 or 403."""
+        if caller.role is Role.ADMIN:
+            return
+        if caller.role is Role.ANYONE and self._has_admin_keys:
+            raise invalid_api_key()
+        raise admin_only(is_possible=self._has_admin_keys)
 
 
 def _digest(key: bytes) -> bytes:
@@ -179,6 +166,7 @@ class ApiKeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
             scope[CALLER] = self._keys.check(scope["path"], _key_of(scope))
+            scope[KEYS] = self._keys
         await self.app(scope, receive, send)
 
 
@@ -192,6 +180,16 @@ def _key_of(scope: Scope) -> bytes | None:
     if scheme.lower() != "bearer":
         return None
     return key.strip().encode("latin-1")
+
+
+class AdminRoute(Route):
+    """A route that changes the engine for everybody, or shows what everybody does: for
+    administrators, whatever the method."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        keys: KeyRing = scope[KEYS]
+        keys.require_admin(caller_of(scope))
+        await super().handle(scope, receive, send)
 
 
 class OriginCheck:

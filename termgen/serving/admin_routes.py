@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from termgen.client import PauseMode, SleepLevel
 from termgen.errors import RequestError
-from termgen.serving.access import caller_of
+from termgen.serving.access import AdminRoute, caller_of
 from termgen.serving.reading import state_of
 from termgen.serving.responses import JSONReply
 
@@ -107,11 +107,11 @@ class _Options:
 
 ADMIN_ROUTES = (
     Route("/v1/requests/{id}/cancel", cancel, methods=["POST"]),
-    Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
-    Route("/pause", pause, methods=["POST"]),
-    Route("/resume", resume, methods=["POST"]),
-    Route("/sleep", sleep, methods=["POST"]),
-    Route("/wake_up", wake_up, methods=["POST"]),
-    Route("/is_paused", is_paused),
-    Route("/is_sleeping", is_sleeping),
+    AdminRoute("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
+    AdminRoute("/pause", pause, methods=["POST"]),
+    AdminRoute("/resume", resume, methods=["POST"]),
+    AdminRoute("/sleep", sleep, methods=["POST"]),
+    AdminRoute("/wake_up", wake_up, methods=["POST"]),
+    AdminRoute("/is_paused", is_paused),
+    AdminRoute("/is_sleeping", is_sleeping),
 )

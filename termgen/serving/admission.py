@@ -3,8 +3,9 @@ wait.
 
 A completion waits from its admission until the engine starts to compute it: its events say when,
 and its first token at the latest. `Generation` takes a `Ticket` for each HTTP request and gives it
-back. Refusals say when to come again, from how fast completions have been started lately. Owned by
-the event loop; knows nothing of HTTP or tokenizers.
+back. What only turns text into tokens, or back, waits until it is over: `place`. Refusals say when
+to come again, from how fast completions have been started lately. Owned by the event loop; knows
+nothing of HTTP or tokenizers.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import asyncio
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from termgen.api.job import Job
-from termgen.client import ChatPrompt, Prompt
+from termgen.client import ChatPrompt, Prompt, prompt_chars
 from termgen.config import ServerConfig
-from termgen.engine.events import EngineEvent, RequestEventKind, StepRecord
+from termgen.engine.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
 from termgen.errors import OverloadedError
 
 RATE_WINDOW_S = 30.0
@@ -32,6 +34,8 @@ FIRST_CHARS_PER_TOKEN = 4.0
 RATIO_WEIGHT = 0.05
 """Of the newest request in the running mean of characters per token."""
 
+_QUEUED, _SCHEDULED = RequestEventKind.QUEUED, RequestEventKind.SCHEDULED
+
 _RENAMED = re.compile(r"~\d+$")
 """What the engine appends to an id that is still in use."""
 
@@ -39,21 +43,24 @@ _RENAMED = re.compile(r"~\d+$")
 class Ticket:
     """One HTTP request's place. `close` it whatever happens."""
 
-    __slots__ = ("_admission", "_begun", "_sizes", "_timer", "num_ended", "num_tokens")
+    __slots__ = ("_admission", "_begun", "_num_ended", "_sizes", "_timer", "_tokens")
 
     def __init__(self, admission: AdmissionControl, jobs: Sequence[Job]) -> None:
         self._admission = admission
-        sizes = {job.request_id: _num_completions(job) for job in jobs}
-        self._sizes = {job_id: size for job_id, size in sizes.items() if size}
+        self._sizes = {job.request_id: job.params.n if job.generates else 1 for job in jobs}
         self._begun: set[tuple[str, int]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self.num_ended = 0
-        """Completions that are over; their seats are free again."""
-        self.num_tokens = sum(admission.estimate(job.prompt) for job in jobs)
+        self._num_ended = 0
+        self._tokens = {job.request_id: admission.estimate(job.prompt) for job in jobs}
 
     @property
     def job_ids(self) -> Iterable[str]:
         return self._sizes
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its prompts: estimates, until they have been tokenised."""
+        return sum(self._tokens.values())
 
     @property
     def num_waiting(self) -> int:
@@ -61,12 +68,12 @@ class Ticket:
 
     @property
     def num_seated(self) -> int:
-        return len(self._begun) - self.num_ended
+        return len(self._begun) - self._num_ended
 
     @property
     def has_begun(self) -> bool:
         """The engine computes, or has computed, some of it."""
-        return bool(self._begun) or not self._sizes
+        return bool(self._begun)
 
     def begin(self, job_id: str, index: int) -> None:
         """A completion has left the queue. May be told more than once."""
@@ -75,10 +82,21 @@ class Ticket:
             self._begun.add(key)
             self._admission.on_begin(self)
 
+    def end(self, job_id: str, index: int) -> None:
+        """A completion that had begun is over: its seat is free again."""
+        if index < self._sizes.get(job_id, 0):
+            self._num_ended += 1
+
+    def measured(self, job_id: str, num_tokens: int) -> None:
+        """How long a prompt is, now that it has been tokenised. May be told more than once."""
+        before, self._tokens[job_id] = self._tokens[job_id], num_tokens
+        if self.num_waiting:
+            self._admission.on_measured(num_tokens - before)
+
     def limit_wait(self, fail: Callable[[OverloadedError], None]) -> None:
         """Call `fail` if the request still waits as a whole when its time is over."""
         limit_s = self._admission.max_time_s
-        if limit_s and self._sizes:
+        if limit_s:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(limit_s, self._on_time, fail)
 
@@ -128,24 +146,27 @@ class AdmissionControl:
         if self._is_full(1):
             raise self._queue_full(1)
 
+    @contextmanager
+    def place(self, num_tokens: int) -> Iterator[None]:
+        """A place in the queue for work with these tokens that takes no step of the engine."""
+        self._check(1, num_tokens)
+        self._num_waiting += 1
+        self._tokens_waiting += num_tokens
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+            self._tokens_waiting -= num_tokens
+            self._begun_at.append(time.monotonic())
+
     def admit(self, jobs: Sequence[Job]) -> Ticket:
-        """A place for all of these, or `OverloadedError`. Costs no look at the text."""
+        """A place for all of these, or `OverloadedError`. Tokenises nothing."""
         ticket = Ticket(self, jobs)
-        if self._is_full(ticket.num_waiting):
-            raise self._queue_full(ticket.num_waiting)
-        limit = self._max_tokens
-        if limit and self._tokens_waiting and self._tokens_waiting + ticket.num_tokens > limit:
-            self.look()
-            if self._tokens_waiting and self._tokens_waiting + ticket.num_tokens > limit:
-                raise self._refusal(
-                    "queue_tokens_full",
-                    f"{self._tokens_waiting} prompt tokens wait already, and at most {limit} may",
-                    num_over=1,
-                )
+        self._check(ticket.num_waiting, ticket.num_tokens)
         self._open.add(ticket)
         self._by_job.update(dict.fromkeys(ticket.job_ids, ticket))
         self._num_waiting += ticket.num_waiting
-        self._tokens_waiting += ticket.num_tokens if ticket.num_waiting else 0
+        self._tokens_waiting += ticket.num_tokens
         return ticket
 
     def on_begin(self, ticket: Ticket) -> None:
@@ -153,6 +174,9 @@ class AdmissionControl:
         self._begun_at.append(time.monotonic())
         if not ticket.num_waiting:
             self._tokens_waiting -= ticket.num_tokens
+
+    def on_measured(self, num_more: int) -> None:
+        self._tokens_waiting += num_more
 
     def on_close(self, ticket: Ticket) -> None:
         if ticket not in self._open:
@@ -168,19 +192,19 @@ class AdmissionControl:
         for event in events:
             if isinstance(event, StepRecord):
                 self._newest = event
-            elif event.kind is RequestEventKind.SCHEDULED and self._by_job:
-                self._on_scheduled(_RENAMED.sub("", event.request_id))
+            elif self._by_job and event.kind in (_QUEUED, _SCHEDULED):
+                self._on_news(event)
 
     def on_prompt(self, prompt: Prompt, num_tokens: int) -> None:
         """How long a prompt turned out to be."""
         if num_tokens and isinstance(prompt, (str, ChatPrompt)):
-            ratio = min(16.0, max(0.5, num_chars(prompt) / num_tokens))
+            ratio = min(16.0, max(0.5, prompt_chars(prompt) / num_tokens))
             self._chars_per_token += RATIO_WEIGHT * (ratio - self._chars_per_token)
 
     def estimate(self, prompt: Prompt) -> int:
         """Prompt tokens, without tokenising."""
         if isinstance(prompt, (str, ChatPrompt)):
-            return int(num_chars(prompt) / self._chars_per_token) + 1
+            return int(prompt_chars(prompt) / self._chars_per_token) + 1
         return len(prompt)
 
     def waited_too_long(self) -> OverloadedError:
@@ -190,16 +214,33 @@ class AdmissionControl:
             num_over=max(1, self._num_waiting),
         )
 
-    def _on_scheduled(self, engine_id: str) -> None:
-        """`ID` of a single completion, `ID-INDEX` of one of several."""
-        ticket = self._by_job.get(engine_id)
-        if ticket is not None:
-            ticket.begin(engine_id, 0)
-            return
-        job_id, _, index = engine_id.rpartition("-")
+    def _on_news(self, event: RequestEvent) -> None:
+        """The engine calls a single completion `ID`, one of several `ID-INDEX`."""
+        job_id, index = _RENAMED.sub("", event.request_id), "0"
         ticket = self._by_job.get(job_id)
-        if ticket is not None and index.isdigit():
+        if ticket is None:
+            job_id, _, index = job_id.rpartition("-")
+            ticket = self._by_job.get(job_id)
+        if ticket is None or not index.isdigit():
+            return
+        if event.kind is _QUEUED:
+            ticket.measured(job_id, event.num_prompt_tokens)
+        else:
             ticket.begin(job_id, int(index))
+
+    def _check(self, num_new: int, num_tokens: int) -> None:
+        """Raises `OverloadedError` where there is no room for these."""
+        if self._is_full(num_new):
+            raise self._queue_full(num_new)
+        limit = self._max_tokens
+        if limit and self._tokens_waiting and self._tokens_waiting + num_tokens > limit:
+            self.look()
+            if self._tokens_waiting and self._tokens_waiting + num_tokens > limit:
+                raise self._refusal(
+                    "queue_tokens_full",
+                    f"{self._tokens_waiting} prompt tokens wait already, and at most {limit} may",
+                    num_over=1,
+                )
 
     def _is_full(self, num_new: int) -> bool:
         # a server where nothing waits takes whatever is asked: its size is judged elsewhere
@@ -239,17 +280,3 @@ class AdmissionControl:
             return UNKNOWN_RETRY_AFTER_S
         rate = len(self._begun_at) / max(1e-3, now - self._begun_at[0])
         return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, num_starts / rate))
-
-
-def _num_completions(job: Job) -> int:
-    """That the engine is given."""
-    if job.generates:
-        return job.params.n
-    return 0 if job.params.prompt_logprobs is None else 1
-
-
-def num_chars(prompt: str | ChatPrompt) -> int:
-    """Characters of text. Messages were parsed: their content is text or None."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(len(m.get("content") or "") for m in prompt.messages)

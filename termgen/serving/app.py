@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,30 +25,22 @@ from termgen.api.completions import (
     parse_completion,
 )
 from termgen.api.errors import http_reply, model_not_found, not_supported
-from termgen.api.fields import ignored_header
-from termgen.api.models import model_list, model_object, resolve_model
+from termgen.api.models import model_list, model_object
+from termgen.api.sse import CHAT_WIRE
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.serving.access import ApiKeyCheck, OriginCheck
 from termgen.serving.admin_routes import ADMIN_ROUTES
+from termgen.serving.answering import answer
 from termgen.serving.bridge_routes import BRIDGE_ROUTES
 from termgen.serving.event_routes import EVENT_ROUTES
-from termgen.serving.generation import Generation
 from termgen.serving.metrics import CONTENT_TYPE
 from termgen.serving.middleware import BodyLimit, HostCheck, RequestContext, for_path
 from termgen.serving.openapi_route import OpenAPI
-from termgen.serving.reading import read_json, state_of
-from termgen.serving.responses import (
-    CompleteResponse,
-    EventStreamResponse,
-    Headers,
-    JSONReply,
-    error_response,
-)
+from termgen.serving.reading import parse_body, state_of
+from termgen.serving.responses import JSONReply, error_response
 from termgen.serving.state import ServerState
 from termgen.serving.token_routes import TOKEN_ROUTES
-
-T = TypeVar("T")
 
 EVENT_INTERVAL_S = 1.0
 """How often engine events are counted; their ring holds many seconds of them."""
@@ -149,66 +140,47 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 async def chat_completions(request: Request) -> ASGIApp:
     state, engine = state_of(request), state_of(request).require_engine()
     parse = partial(parse_chat, tool_format=engine.model.tool_format)
-    chat = await _parse_body(request, engine, parse)
-    headers = _answer_headers(state, chat.ignored)
-    generation = Generation(state, engine, [chat.job])
-    if chat.options.stream:
-        return EventStreamResponse(state, generation, headers, chunks=ChatStream(chat))
-    return CompleteResponse(
-        state, generation, headers, build=lambda answers: chat_response(chat, answers)
+    chat = await parse_body(request, parse, force_include_usage=state.config.force_include_usage)
+    return answer(
+        request,
+        [chat.job],
+        chat.options,
+        ignored=chat.ignored,
+        stream=lambda: (ChatStream(chat), CHAT_WIRE),
+        build=lambda answers: chat_response(chat, answers),
     )
 
 
 async def completions(request: Request) -> ASGIApp:
     state, engine = state_of(request), state_of(request).require_engine()
-    completion = await _parse_body(request, engine, parse_completion)
-    headers = _answer_headers(state, completion.ignored)
-    echoes = await _echoes(engine, completion)
-    generation = Generation(state, engine, completion.jobs)
-    if completion.options.stream:
-        chunks = CompletionStream(completion, echoes)
-        return EventStreamResponse(state, generation, headers, chunks=chunks)
-    return CompleteResponse(
-        state,
-        generation,
-        headers,
+    completion = await parse_body(
+        request, parse_completion, force_include_usage=state.config.force_include_usage
+    )
+    echoes: list[str] = []
+    return answer(
+        request,
+        completion.jobs,
+        completion.options,
+        ignored=completion.ignored,
+        stream=lambda: (CompletionStream(completion, echoes), CHAT_WIRE),
         build=lambda answers: completion_response(completion, answers, echoes),
+        prepare=lambda: _fill_echoes(echoes, engine, completion),
     )
 
 
-async def _parse_body(request: Request, engine: EngineClient, parse: Callable[..., T]) -> T:
-    """What `parse`, one of the two endpoints', makes of the body."""
-    state = state_of(request)
-    state.admission.check_room()
-    data = await read_json(request)
-    return parse(
-        data,
-        model=resolve_model(data.get("model"), state.names_for(engine)),
-        defaults=engine.model.default_params,
-        force_include_usage=state.config.force_include_usage,
-    )
-
-
-async def _echoes(engine: EngineClient, completion: CompletionRequest) -> Sequence[str]:
+async def _fill_echoes(
+    echoes: list[str], engine: EngineClient, completion: CompletionRequest
+) -> None:
     """The text of each prompt, for `echo`."""
-    if not completion.echo:
-        return [""] * len(completion.jobs)
-    echoes = []
     for job in completion.jobs:
         prompt = job.prompt
-        if isinstance(prompt, str):
+        if not completion.echo:
+            echoes.append("")
+        elif isinstance(prompt, str):
             echoes.append(prompt)
         else:
             assert isinstance(prompt, tuple), "completions take text or token ids"
             echoes.append(await engine.detokenize(prompt))
-    return echoes
-
-
-def _answer_headers(state: ServerState, ignored: tuple[str, ...]) -> Headers:
-    if not ignored:
-        return {}
-    state.require_metrics().ignored_fields.inc(len(ignored))
-    return {"x-termgen-ignored": ignored_header(ignored)}
 
 
 # -- everything else -----------------------------------------------------------------------

@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 from starlette.requests import Request
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from termgen.api import sse
 from termgen.client import EngineClient, ModelInfo
 from termgen.engine.events import EngineEvent, EngineSnapshot
 from termgen.errors import EngineError, RequestError
+from termgen.serving.access import AdminRoute
 from termgen.serving.event_hub import EventHub, Listener
 from termgen.serving.reading import state_of
 from termgen.serving.responses import EventWriter, until_disconnect
@@ -226,4 +226,4 @@ def _timeless(snapshot: EngineSnapshot) -> tuple[object, ...]:
     return (requests, *(getattr(snapshot, name) for name in sorted(others)))
 
 
-EVENT_ROUTES = (Route("/v1/events", events, include_in_schema=False),)
+EVENT_ROUTES = (AdminRoute("/v1/events", events, include_in_schema=False),)

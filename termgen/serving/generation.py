@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
@@ -19,8 +19,9 @@ from starlette.types import Scope
 
 from termgen.api.errors import error_code, request_aborted
 from termgen.api.job import Job
-from termgen.client import EngineClient, TokenDelta, TokenLogprob
+from termgen.client import EngineClient, TokenDelta, merge_deltas
 from termgen.engine.request import FinishReason
+from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import EngineError
 from termgen.serving.access import REQUEST_ID, Caller, caller_of, header
 from termgen.serving.admission import Ticket
@@ -35,10 +36,21 @@ Take = Callable[[int, TokenDelta], Awaitable[None]]
 class Generation:
     """Use as an async context manager, and `run` it once within."""
 
-    def __init__(self, state: ServerState, engine: EngineClient, jobs: Sequence[Job]) -> None:
-        """Raises RequestError while the engine sleeps."""
+    def __init__(
+        self,
+        state: ServerState,
+        engine: EngineClient,
+        jobs: Sequence[Job],
+        *,
+        answer_id: str,
+        prepare: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """answer_id: what the client knows the answer by. prepare: done first of all, once there is
+        a place for it. Raises RequestError while the engine sleeps."""
         state.check_awake()
         self._state = state
+        self._answer_id = answer_id
+        self._prepare = prepare
         self._engine = engine
         self._jobs = jobs
         self._task: asyncio.Task[object] | None = None
@@ -60,10 +72,10 @@ class Generation:
         self._scope = scope
 
     def is_known_as(self, name: str) -> bool:
-        """Whether this is the answer's id, or the `x-request-id` of its request."""
-        ids = [job.request_id for job in self._jobs]
-        is_answer = any(i == name or i.startswith(f"{name}-") for i in ids)
-        return is_answer or self._scope.get(REQUEST_ID) == name
+        """Whether this is the answer's id, that of one of its prompts, or the `x-request-id` of its
+        request."""
+        ids = {self._answer_id, self._scope.get(REQUEST_ID), *(j.request_id for j in self._jobs)}
+        return name in ids
 
     async def __aenter__(self) -> Generation:
         assert self.caller is not None, "who asks must be known"
@@ -107,6 +119,8 @@ class Generation:
         try:
             if self._error is not None:
                 raise self._error
+            if self._prepare is not None:
+                await self._prepare()
             if len(self._jobs) == 1:
                 await self._read(0, self._jobs[0], take)
             else:
@@ -136,7 +150,7 @@ class Generation:
         meters = self._meters
         return RequestReport(
             request_id=self._scope.get(REQUEST_ID, ""),
-            answer_id=self._jobs[0].request_id,
+            answer_id=self._answer_id,
             path=self._scope["path"],
             model=self._state.names_for(self._engine)[0],
             traceparent=header(self._scope, b"traceparent"),
@@ -169,21 +183,12 @@ class Generation:
 
     async def _read(self, position: int, job: Job, take: Take) -> None:
         first_choice = position * job.params.n
-        if not job.generates:
-            await self._prompt_only(first_choice, job, take)
-            return
-        assert self.caller is not None and self._ticket is not None
-        meter = RequestMeter(self._state.require_metrics().requests, job.params)
+        assert self._ticket is not None
+        meter = RequestMeter(self._state.require_metrics().requests, job)
         self._meters.append(meter)
         ticket, is_new = self._ticket, True
-        stream = self._engine.generate(
-            job.prompt,
-            job.params,
-            request_id=job.request_id,
-            priority=job.priority,
-            cache_salt=self.caller.salt(job.cache_salt),
-        )
-        async with aclosing(stream):
+        deltas = self._generate(job, job.params) if job.generates else self._prompt_only(job)
+        async with aclosing(deltas) as stream:
             async for delta in stream:
                 if is_new:
                     is_new = False
@@ -193,9 +198,19 @@ class Generation:
                     ticket.begin(job.request_id, delta.index)
                 self.num_output_tokens += len(delta.token_ids)
                 if delta.finish_reason is not None:
-                    ticket.num_ended += 1
+                    ticket.end(job.request_id, delta.index)
                     delta = await self._end_choice(first_choice, delta, take)
                 await take(first_choice + delta.index, delta)
+
+    def _generate(self, job: Job, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+        assert self.caller is not None
+        return self._engine.generate(
+            job.prompt,
+            params,
+            request_id=job.request_id,
+            priority=job.priority,
+            cache_salt=self.caller.salt(job.cache_salt),
+        )
 
     async def _end_choice(self, first_choice: int, delta: TokenDelta, take: Take) -> TokenDelta:
         """Neither an abort nor a failure is a finish reason of the API: the answer ends with it."""
@@ -209,47 +224,46 @@ class Generation:
             raise request_aborted()
         raise delta.error or EngineError("The engine failed this request")
 
-    async def _prompt_only(self, first_choice: int, job: Job, take: Take) -> None:
-        """`max_tokens` 0: the counts of a completion without tokens."""
-        token_ids = await self._engine.tokenize(job.prompt)
-        prompt_logprobs = await self._prompt_logprobs(job)
-        for index in range(job.params.n):
-            delta = TokenDelta(
-                request_id=job.request_id,
-                index=index,
-                text="",
-                token_ids=(),
-                logprobs=None,
-                finish_reason=FinishReason.LENGTH,
-                stop_reason=None,
-                num_prompt_tokens=len(token_ids),
-                num_cached_tokens=0,
-                num_output_tokens=0,
-                prompt_token_ids=tuple(token_ids) if index == 0 else None,
-                prompt_logprobs=prompt_logprobs if index == 0 else None,
-            )
-            self._num_open -= 1
-            await take(first_choice + index, delta)
+    async def _prompt_only(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
+        """`max_tokens` 0: what is known of the prompt, told by completions without tokens."""
+        if job.is_computed:
+            known = await self._compute_prompt(job)
+        else:
+            known = _of_prompt(job, await self._engine.tokenize(job.prompt))
+        yield known
+        for index in range(1, job.params.n):
+            yield replace(known, index=index, prompt_token_ids=None, prompt_logprobs=None)
 
-    async def _prompt_logprobs(self, job: Job) -> tuple[TokenLogprob, ...] | None:
+    async def _compute_prompt(self, job: Job) -> TokenDelta:
         """By way of one token that nobody sees."""
-        if job.params.prompt_logprobs is None:
-            return None
-        assert self.caller is not None
         params = replace(job.params, n=1, max_tokens=1, min_tokens=0, logprobs=None)
-        found = None
-        stream = self._engine.generate(
-            job.prompt,
-            params,
-            request_id=job.request_id,
-            priority=job.priority,
-            cache_salt=self.caller.salt(job.cache_salt),
+        async with aclosing(self._generate(job, params)) as stream:
+            deltas = [delta async for delta in stream]
+        assert deltas, "a stream ends with a finish reason or an error"
+        known = merge_deltas(deltas)
+        if known.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            return known
+        return replace(
+            known,
+            text="",
+            token_ids=(),
+            num_output_tokens=0,
+            finish_reason=FinishReason.LENGTH,
+            stop_reason=None,
         )
-        async with aclosing(stream):
-            async for delta in stream:
-                found = delta.prompt_logprobs or found
-                if delta.finish_reason is FinishReason.ERROR:
-                    raise delta.error or EngineError("The engine failed this request")
-                if delta.finish_reason is FinishReason.ABORT:
-                    raise request_aborted()
-        return found
+
+
+def _of_prompt(job: Job, token_ids: Sequence[int]) -> TokenDelta:
+    return TokenDelta(
+        request_id=job.request_id,
+        index=0,
+        text="",
+        token_ids=(),
+        logprobs=None,
+        finish_reason=FinishReason.LENGTH,
+        stop_reason=None,
+        num_prompt_tokens=len(token_ids),
+        num_cached_tokens=0,
+        num_output_tokens=0,
+        prompt_token_ids=tuple(token_ids),
+    )

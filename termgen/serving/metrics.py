@@ -9,7 +9,7 @@ closed sets is `model`: never a user, a key or a request id.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,8 +17,10 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from termgen.engine.events import EngineEvent, EngineSnapshot, StepRecord
+from termgen.engine.grammar_times import GrammarTotals
 from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.startup_phases import StartupPhase
+from termgen.serving.grammar_metrics import GrammarMetrics
 from termgen.serving.request_metrics import RequestMetrics
 from termgen.serving.vllm_metrics import VLLMNames
 
@@ -249,6 +251,10 @@ class ServerMetrics:
             self._since_start.num_wasted_tokens = newest.num_wasted_tokens
             self._on_state(newest)
             self._on_heartbeat(newest.applied_ns)
+
+    def on_grammars(self, totals: Callable[[], GrammarTotals]) -> None:
+        """Once: who to ask what grammars took."""
+        self._registry.register(GrammarMetrics(self._model, totals))
 
     def on_memory(self, ledger: MemoryLedger) -> None:
         """Once: an engine takes its memory while it starts."""

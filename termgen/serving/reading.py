@@ -1,14 +1,20 @@
-"""What every handler begins with: the server's state, and the body as JSON."""
+"""What handlers begin with: the server's state, the body, and what of it is not understood."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from termgen.api.fields import ignored_header
+from termgen.api.models import resolve_model
 from termgen.errors import RequestError
 from termgen.serving.body import read_object
+from termgen.serving.responses import Headers
 from termgen.serving.state import ServerState
+
+T = TypeVar("T")
 
 
 def state_of(request: Request) -> ServerState:
@@ -28,3 +34,28 @@ async def read_json(request: Request) -> dict[str, Any]:
             param="content-type",
         )
     return await read_object(request, state_of(request).large_bodies)
+
+
+async def parse_body(request: Request, parse: Callable[..., T], **options: bool) -> T:
+    """What `parse`, an endpoint's own, makes of the body of a request that the engine is to answer.
+
+    Where the queue is full it is not even read.
+    """
+    state = state_of(request)
+    engine = state.require_engine()
+    state.admission.check_room()
+    data = await read_json(request)
+    return parse(
+        data,
+        model=resolve_model(data.get("model"), state.names_for(engine)),
+        defaults=engine.model.default_params,
+        **options,
+    )
+
+
+def ignored_headers(state: ServerState, names: tuple[str, ...]) -> Headers:
+    """Tell which fields were not understood, and count them."""
+    if not names:
+        return {}
+    state.require_metrics().ignored_fields.inc(len(names))
+    return {"x-termgen-ignored": ignored_header(names)}

@@ -16,8 +16,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from termgen.api.job import Job
 from termgen.client import RequestTimings, TokenDelta
-from termgen.engine.sampling_params import SamplingParams
 
 # the first 16 are OpenTelemetry's, the whole list is vLLM's
 TTFT_BUCKETS = (
@@ -133,13 +133,13 @@ class RequestMetrics:
         )
         return histogram.labels(self._model)
 
-    def begun(self, params: SamplingParams) -> None:
-        self.params_n.observe(params.n)
-        if params.max_tokens is not None:
-            self.params_max_tokens.observe(params.max_tokens)
+    def begun(self, job: Job) -> None:
+        self.params_n.observe(job.params.n)
+        if job.max_tokens is not None:
+            self.params_max_tokens.observe(job.max_tokens)
 
-    def on_prompt(self, num_tokens: int, num_cached: int) -> None:
-        num_computed = max(0, num_tokens - num_cached)
+    def on_prompt(self, num_tokens: int, num_cached: int, *, is_computed: bool) -> None:
+        num_computed = max(0, num_tokens - num_cached) if is_computed else 0
         self.prompt_tokens.inc(num_tokens)
         self.cached_tokens.inc(num_cached)
         self._by_source.labels(self._model, "local_cache_hit").inc(num_cached)
@@ -174,12 +174,13 @@ class RequestMeter:
     """Watches the deltas of one engine request, all its completions."""
 
     __slots__ = (
-        *("_last_token_at", "_metrics", "_tokens", "finish_reasons", "num_cached_tokens"),
-        *("num_output_tokens", "num_prompt_tokens", "timings"),
+        *("_is_computed", "_last_token_at", "_metrics", "_tokens", "finish_reasons"),
+        *("num_cached_tokens", "num_output_tokens", "num_prompt_tokens", "timings"),
     )
 
-    def __init__(self, metrics: RequestMetrics, params: SamplingParams) -> None:
+    def __init__(self, metrics: RequestMetrics, job: Job) -> None:
         self._metrics = metrics
+        self._is_computed = job.is_computed
         self._tokens = metrics.tokens
         self._last_token_at: dict[int, float] = {}
         self.num_prompt_tokens: int | None = None
@@ -188,13 +189,15 @@ class RequestMeter:
         self.finish_reasons: list[str] = []
         self.timings: RequestTimings | None = None
         """Of the completion that ended last."""
-        metrics.begun(params)
+        metrics.begun(job)
 
     def on_delta(self, delta: TokenDelta) -> None:
         if self.num_prompt_tokens is None:
             self.num_prompt_tokens = delta.num_prompt_tokens
             self.num_cached_tokens = delta.num_cached_tokens
-            self._metrics.on_prompt(delta.num_prompt_tokens, delta.num_cached_tokens)
+            self._metrics.on_prompt(
+                delta.num_prompt_tokens, delta.num_cached_tokens, is_computed=self._is_computed
+            )
         num_tokens = len(delta.token_ids)
         if num_tokens:
             now = time.perf_counter()

@@ -149,12 +149,16 @@ class EventStreamResponse:
         *,
         chunks: ChunkStream,
         wire: sse.Wire = sse.CHAT_WIRE,
+        ping_interval_s: float | None = None,
     ) -> None:
+        """ping_interval_s: None: as the server has it."""
         self._state = state
         self._generation = generation
         self._headers = {**sse.HEADERS, **headers}
         self._chunks = chunks
         self._wire = wire
+        default_s = state.config.sse_ping_interval
+        self._ping_interval_s = default_s if ping_interval_s is None else ping_interval_s
         self._fast = chunks.frame if isinstance(chunks, TextFrames) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,12 +167,11 @@ class EventStreamResponse:
 
     async def _run(self, scope: Scope, send: Send) -> None:
         write_chunk = scope.get("extensions", {}).get(WRITE_CHUNK)
-        interval_s = self._state.config.sse_ping_interval
         async with self._generation as generation:
             writer = EventWriter(
                 send,
                 self._headers,
-                ping_interval_s=interval_s,
+                ping_interval_s=self._ping_interval_s,
                 write_chunk=write_chunk,
                 ping=self._wire.ping,
             )

@@ -65,6 +65,7 @@ class ServerState:
         if engine.model.memory is not None:
             self.metrics.on_memory(engine.model.memory)
         self.metrics.on_startup(engine.model.startup)
+        self.metrics.on_grammars(engine.grammar_totals)
         self.admission.num_seats = engine.model.max_num_seqs
         self.metrics.run_ahead.set(engine.model.run_ahead_ms / 1e3)
         self._ring = engine.events(EVENT_RING_CAPACITY)

@@ -1,4 +1,5 @@
-"""Routes that turn text into tokens and back. They work while the engine is paused or asleep."""
+"""Routes that turn text into tokens and back. They work while the engine is paused or asleep, and
+wait in line with everybody else."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from termgen.api.fields import ignored_header
 from termgen.api.models import resolve_model
 from termgen.api.tokens import (
     parse_detokenize,
@@ -15,27 +15,38 @@ from termgen.api.tokens import (
     tokenize_response,
     tokenizer_object,
 )
-from termgen.serving.reading import read_json, state_of
+from termgen.serving.answering import work_on_tokens
+from termgen.serving.reading import ignored_headers, read_json, state_of
 from termgen.serving.responses import JSONReply
 
 
 async def tokenize(request: Request) -> Response:
     state, engine = state_of(request), state_of(request).require_engine()
+    state.admission.check_room()
     data = await read_json(request)
     resolve_model(data.get("model"), state.names_for(engine))
     asked = parse_tokenize(data, engine.model.tool_format)
-    ids = await engine.tokenize(asked.prompt, add_special_tokens=asked.add_special_tokens)
-    texts = await engine.token_texts(ids) if asked.wants_texts else None
-    return JSONReply(tokenize_response(engine.model, ids, texts), headers=_headers(asked.ignored))
+
+    async def work() -> tuple[list[int], list[str] | None]:
+        ids = await engine.tokenize(asked.prompt, add_special_tokens=asked.add_special_tokens)
+        return ids, await engine.token_texts(ids) if asked.wants_texts else None
+
+    size = state.admission.estimate(asked.prompt)
+    ids, texts = await work_on_tokens(request, size, work)
+    return JSONReply(
+        tokenize_response(engine.model, ids, texts), headers=ignored_headers(state, asked.ignored)
+    )
 
 
 async def detokenize(request: Request) -> Response:
     state, engine = state_of(request), state_of(request).require_engine()
+    state.admission.check_room()
     data = await read_json(request)
     resolve_model(data.get("model"), state.names_for(engine))
     asked = parse_detokenize(data)
-    text = await engine.detokenize(asked.token_ids)
-    return JSONReply({"prompt": text}, headers=_headers(asked.ignored))
+    ids = asked.token_ids
+    text = await work_on_tokens(request, len(ids), lambda: engine.detokenize(ids))
+    return JSONReply({"prompt": text}, headers=ignored_headers(state, asked.ignored))
 
 
 async def tokenizer_info(request: Request) -> Response:
@@ -45,10 +56,6 @@ async def tokenizer_info(request: Request) -> Response:
         raise HTTPException(404, "off; the server needs --enable-tokenizer-info")
     engine = state.require_engine()
     return JSONReply(tokenizer_object(engine.model, engine.tokenizer_info))
-
-
-def _headers(ignored: tuple[str, ...]) -> dict[str, str]:
-    return {"x-termgen-ignored": ignored_header(ignored)} if ignored else {}
 
 
 TOKEN_ROUTES = (

@@ -22,7 +22,7 @@ VOCAB = 50
 NAMES = {e: sorted({*taken(e), *REFUSED[e], *IGNORED[e]} - {"model"}) for e in (CHAT, COMPLETIONS)}
 OTHERS: dict[str, tuple[str, ...]] = {
     "min_tokens": ("max_tokens",),
-    "stream": ("stream_options", "prompt_logprobs"),
+    "stream": ("stream_options", "prompt_logprobs", "sse_ping_interval"),
     "add_generation_prompt": ("continue_final_message",),
     "n": ("best_of",),
 }

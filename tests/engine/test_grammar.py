@@ -235,3 +235,15 @@ def test_schemas_with_every_separator_are_written_compactly(
     text = json.dumps({"a": [1, 2]}, separators=(",", ":"))
     assert fits(compiler, tokenizer, text, json=schema)
     assert not fits(compiler, tokenizer, json.dumps({"a": [1, 2]}), json=schema)
+
+
+def test_compilations_are_timed_and_counted_once(tokenizer: Tokenizer) -> None:
+    """A grammar from the cache costs nothing, and a refused one has a reason."""
+    compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=(EOS,))
+    for _ in range(3):
+        compiler.compile(StructuredOutputsParams(regex="a+"))
+        with pytest.raises(RequestError):
+            compiler.compile(StructuredOutputsParams(regex="a("))
+    totals = compiler.times.totals()
+    assert sum(totals.counts) == 2 and totals.seconds > 0
+    assert totals.failures == {"invalid_schema": 1}

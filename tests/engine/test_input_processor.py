@@ -177,8 +177,16 @@ class TestLengths:
             "a" * 50_000_000,
             user("a" * 50_000_000),
             ChatPrompt([{"role": "user", "content": [{"type": "text", "text": "a" * 50_000_000}]}]),
+            ChatPrompt(
+                [{"role": "user", "content": "x"}],
+                template_kwargs={"tools": [{"function": {"description": "a" * 50_000_000}}]},
+            ),
+            ChatPrompt(
+                [{"role": "assistant", "tool_calls": [{"arguments": {"a": "a" * 50_000_000}}]}]
+            ),
+            ChatPrompt([{"role": "assistant", "reasoning_content": "a" * 50_000_000}]),
         ],
-        ids=["text", "chat", "parts"],
+        ids=["text", "chat", "parts", "tools", "calls", "reasoning"],
     )
     def test_hopeless_prompts_are_not_even_tokenised(
         self, prompt: Any, monkeypatch: pytest.MonkeyPatch
