@@ -29,6 +29,7 @@ from termgen.engine.events import EngineEvent
 from termgen.errors import EngineError
 from termgen.tui.feed import EngineFeed, StreamFeed
 from termgen.tui.formatting import clock
+from termgen.tui.gpu_meter import GpuWatch
 from termgen.tui.log import Level, LogTap
 from termgen.tui.render import overview
 from termgen.tui.render.batch import batch_panel
@@ -92,6 +93,7 @@ class DashboardScreen(ThemedScreen):
         self._page = "overview"
         self._window_s: int | None = None
         self._pages = Pages()
+        self._gpu = GpuWatch(client)
         self._tap = LogTap() if self._stream is None else None
         """What an engine elsewhere logs is not in this process."""
 
@@ -105,7 +107,7 @@ class DashboardScreen(ThemedScreen):
                 yield Canvas(self._framed(overview.decode_tile), id="decode")
                 yield Canvas(self._framed(overview.prefill_tile), id="prefill")
                 yield Canvas(self._framed(overview.step_tile), id="step")
-                yield Canvas(self._framed(overview.gauges_tile), id="gauges")
+                yield Canvas(self._paint_gauges, id="gauges")
             yield Canvas(self._paint_batch, id="batch")
             yield Canvas(self._paint_blocks, id="blocks")
             yield Canvas(self._paint_requests, id="requests")
@@ -128,10 +130,16 @@ class DashboardScreen(ThemedScreen):
     def _start_pump(self) -> None:
         self._observed = None
         self._pump()
+        self._watch_gpu()
 
     @on(ScreenSuspend)
     def _stop_pump(self) -> None:
         self.workers.cancel_group(self, "pump")
+        self.workers.cancel_group(self, "gpu")
+
+    @work(group="gpu", exclusive=True)
+    async def _watch_gpu(self) -> None:
+        await self._gpu.follow()
 
     @work(group="pump", exclusive=True)
     async def _pump(self) -> None:
@@ -232,24 +240,21 @@ class DashboardScreen(ThemedScreen):
         self.set_focus(None)
 
     def on_click(self, event: Click) -> None:
-        if event.widget is not None and event.widget.id == "tabs":
-            name = page_at(event.x, self.pages)
-            if name is not None:
-                self.action_page(name)
-        elif event.widget is not None and event.widget.id == "requests":
+        where = event.widget.id if event.widget is not None else None
+        if where == "tabs" and (name := page_at(event.x, self.pages)) is not None:
+            self.action_page(name)
+        elif where == "requests":
             self._mark_row(event.y)
-        elif event.widget is not None and event.widget.id == "blocks":
+        elif where == "blocks":
             self.action_page("blocks")
 
     def _mark_row(self, y: int) -> None:
         """Mark the request of a row of the table; show it when it is marked already."""
-        canvas = self.query_one("#requests", Canvas)
-        row = row_at(y, self._view, self._frame(*canvas.size), first=self._first_row)
-        if row is None:
-            return
-        if row.request_id == self._selected:
+        frame = self._frame(*self.query_one("#requests", Canvas).size)
+        row = row_at(y, self._view, frame, first=self._first_row)
+        if row is not None and row.request_id == self._selected:
             self.action_page("request")
-        else:
+        elif row is not None:
             self._selected = row.request_id
             self.paint()
 
@@ -375,8 +380,11 @@ class DashboardScreen(ThemedScreen):
         )
         return [overview.header(self._client.model, self._view, live, width)]
 
+    def _paint_gauges(self, width: int, height: int) -> Sequence[Row]:
+        return overview.gauges_tile(self._view, self._frame(width, height), self._gpu.reading)
+
     def _paint_numbers(self, width: int, _height: int) -> Sequence[Row]:
-        return [overview.numbers_line(self._view, width)]
+        return [overview.numbers_line(self._view, width, self._gpu.reading)]
 
     def _paint_sparks(self, width: int, _height: int) -> Sequence[Row]:
         return [overview.sparks_line(self._view, width)]
