@@ -146,9 +146,9 @@ async def reading(engine: AsyncEngine, sizes: FrontSizes) -> AsyncIterator[None]
 class Terminal:
     """A terminal in place of this process's own, and a program that reads what is drawn on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = ROWS, columns: int = COLUMNS) -> None:
         self._master, self._slave = pty.openpty()
-        fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+        fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self._reader = subprocess.Popen(["cat"], stdin=self._master, stdout=subprocess.DEVNULL)
 
     @contextmanager
@@ -180,7 +180,9 @@ class Terminal:
 
 
 @asynccontextmanager
-async def dashboard(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Callable[[], int]]:
+async def dashboard(
+    engine: AsyncEngine, terminal: Terminal, hz: float = HZ
+) -> AsyncIterator[Callable[[], int]]:
     """The app with its dashboard, on the loop of the engine. Yields how many frames were drawn."""
     from termgen.tui.app import TermgenApp
     from termgen.tui.screens.dashboard import DashboardScreen
@@ -195,7 +197,7 @@ async def dashboard(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Ca
 
     class CountingApp(TermgenApp):
         def make_dashboard(self, client: Any) -> DashboardScreen:
-            return Counted(client, hz=HZ)
+            return Counted(client, hz=hz)
 
     async def start(progress: object) -> AsyncEngine:
         return engine
@@ -205,7 +207,7 @@ async def dashboard(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Ca
 
     with terminal.installed():
         app = CountingApp(
-            start, stop_engine=stop, ui=UIConfig(dashboard_hz=HZ), start_screen="dashboard"
+            start, stop_engine=stop, ui=UIConfig(dashboard_hz=hz), start_screen="dashboard"
         )
         running = asyncio.create_task(app.run_async())
         try:

@@ -129,7 +129,7 @@ def resolve_model(
         found = _find_path(name) or _find_in_hub_cache(name)
     if found is not None:
         return found
-    if allow_download and (known is not None or _is_hub_id(name)):
+    if allow_download and (known is not None or is_hub_id(name)):
         return pull(name, on_progress)
     raise _not_found(name, known)
 
@@ -141,7 +141,7 @@ def pull(name: str, on_progress: Progress | None = None) -> LocalModel:
     if known is None:
         found = _find_path(name) or _find_in_hub_cache(name)
         if found is None:
-            if not _is_hub_id(name):
+            if not is_hub_id(name):
                 raise _not_found(name, None)
             found = _pull_from_hub(name, name, None, report)
         return found
@@ -248,7 +248,7 @@ def _find_path(name: str) -> LocalModel | None:
     raise ModelNotFoundError(f"the folder {path} has no config.json and no .gguf file")
 
 
-def _is_hub_id(name: str) -> bool:
+def is_hub_id(name: str) -> bool:
     return (
         _HUB_ID.fullmatch(name) is not None
         and ".." not in name
@@ -269,7 +269,7 @@ def hub_cache_folder() -> Path:
 
 def _find_in_hub_cache(hub_id: str, *, name: str | None = None) -> LocalModel | None:
     """models--org--name/refs/main names a commit; snapshots/<commit> is the folder."""
-    if not _is_hub_id(hub_id):
+    if not is_hub_id(hub_id):
         return None
     repository = hub_cache_folder() / ("models--" + hub_id.replace("/", "--"))
     try:
@@ -315,7 +315,7 @@ def _not_found(name: str, known: CatalogModel | None) -> ModelNotFoundError:
         return ModelNotFoundError(f"no such file or folder: {name}")
     close = difflib.get_close_matches(name.lower(), CATALOG, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    if _is_hub_id(name):
+    if is_hub_id(name):
         return ModelNotFoundError(
             f"{name} is neither a folder nor in the hub cache: `termgen pull {name}` fetches it"
         )

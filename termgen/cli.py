@@ -38,7 +38,7 @@ file ([engine], [server] and [chat] tables with the same names; [keys]), then de
 ENGINE_THREAD = "termgen-engine"
 """Name of the thread that `AsyncEngine` starts."""
 
-POSITIONAL = {"generate": " [prompt]", "top": " [URL]"}
+POSITIONAL = {"chat": " [--inline question]", "generate": " [prompt]", "top": " [URL]"}
 
 CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens")
 """Settings of the chat that are no flags of `serve`: its requests bring their own."""
@@ -125,6 +125,7 @@ def build_parser() -> FlagParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     chat = _command(commands, "chat", "chat with a model in the terminal", chat_command)
+    _add_chat_flags(chat)
     add_flags(chat, UIConfig, title="chat")
     _add_engine_flags(chat)
 
@@ -166,6 +167,23 @@ def _command(commands: Any, name: str, text: str, run: Any) -> FlagParser:
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EngineConfig, title="model and engine")
+
+
+def _add_chat_flags(chat: argparse.ArgumentParser) -> None:
+    chat.add_argument("question", nargs="?", help=argparse.SUPPRESS)
+    chat.add_argument(
+        "--inline",
+        action="store_true",
+        help="answer one question here, without a screen; what is piped in goes with it",
+    )
+    group = chat.add_argument_group("a server elsewhere")
+    group.add_argument(
+        "--url",
+        metavar="URL",
+        help="chat with this OpenAI-compatible server instead of an engine of its own; --model "
+        "chooses among its models",
+    )
+    group.add_argument("--api-key", metavar="KEY", help="its key (default: OPENAI_API_KEY)")
 
 
 def _add_top(commands: Any) -> None:
@@ -247,13 +265,39 @@ def _layers(args: argparse.Namespace) -> SettingLayers:
 def chat_command(args: argparse.Namespace) -> int:
     layers = _layers(args)
     # who chats alone has moments to spare, and waits for the start
-    config = layers.resolve(EngineConfig, capture_in_background=True)
+    config = layers.resolve(EngineConfig, capture_in_background=not args.inline)
     ui = layers.resolve(UIConfig)
-    _need_terminal("termgen chat", "use `termgen generate` for scripts and pipes")
+    if args.url is None and args.api_key is not None:
+        raise ConfigError("--api-key needs --url: our own engine has no keys", param="api_key")
+    if args.inline:
+        return _inline_chat(args, layers, config, ui)
+    if args.question is not None:
+        raise ConfigError("a question on the command line needs --inline", param="question")
+    _need_terminal(
+        "termgen chat", "use `termgen generate` for scripts and pipes, or --inline for one question"
+    )
+    if args.url is not None:
+        from termgen.remote_command import read_target, run_remote_chat
+
+        return run_remote_chat(read_target(args.url, args.api_key, layers), ui)
     from termgen.launch import run_chat
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     return run_chat(config, ui)
+
+
+def _inline_chat(
+    args: argparse.Namespace, layers: SettingLayers, config: EngineConfig, ui: UIConfig
+) -> int:
+    from termgen.inline_command import check_flags, read_question, run_inline, run_remote_inline
+
+    check_flags(layers)
+    if args.url is not None:
+        from termgen.remote_command import read_target
+
+        target = read_target(args.url, args.api_key, layers)
+        return run_remote_inline(read_question(args.question), target, ui)
+    return run_inline(read_question(args.question), config, ui)
 
 
 def serve_command(args: argparse.Namespace) -> int:
@@ -353,6 +397,8 @@ def pull_command(args: argparse.Namespace) -> int:
 
 
 def _need_terminal(command: str, instead: str) -> None:
+    if os.environ.get("TEXTUAL_DRIVER"):
+        return  # textual-serve shows the screen in a browser, and speaks to it through pipes
     # Textual reads standard input and paints on standard error
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise ConfigError(f"`{command}` needs a terminal; {instead}")

@@ -17,7 +17,7 @@ from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.startup_phases import StartupPhase
 from termgen.engine.tool_format import ToolFormat
-from termgen.errors import EngineError
+from termgen.errors import TermgenError
 
 Message = Mapping[str, Any]
 """A chat message: `role` and `content`, as in OpenAI's API."""
@@ -109,6 +109,11 @@ class RequestTimings:
     def e2e_s(self) -> float:
         return max(0, self.finished_ns - self.arrival_ns) / 1e9
 
+    def tokens_per_s(self, num_tokens: int) -> float | None:
+        """After the first token of an answer of so many; None where that took no time."""
+        decode_ns = self.finished_ns - self.first_token_ns if self.first_token_ns else 0
+        return (num_tokens - 1) / (decode_ns / 1e9) if num_tokens > 1 and decode_ns > 0 else None
+
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
@@ -138,7 +143,7 @@ class TokenDelta:
     The first has no probability: its logprob is NaN and its rank 0."""
     timings: RequestTimings | None = None
     """On the last delta."""
-    error: EngineError | None = None
+    error: TermgenError | None = None
 
 
 def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import signal
 import sys
 import unicodedata
@@ -266,9 +265,10 @@ class Answer:
 
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    from termgen.api.logprobs import json_logprob
+
     def one(token_id: int, token: str, raw: bytes, logprob: float) -> dict[str, Any]:
-        # JSON has no -Infinity; a masked token gets the floor OpenAI clients know
-        value = max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0
+        value = json_logprob(logprob)
         return {"token_id": token_id, "token": token, "bytes": list(raw), "logprob": value}
 
     return {
@@ -279,13 +279,11 @@ def _logprob(entry: TokenLogprob) -> dict[str, Any]:
 
 
 def _timings(timings: RequestTimings, num_output: int) -> dict[str, float | None]:
-    decode_s = timings.e2e_s - timings.ttft_s
-    rate = (num_output - 1) / decode_s if num_output > 1 and decode_s > 0 else None
     return {
         "queue_s": timings.queue_s,
         "ttft_s": timings.ttft_s,
         "e2e_s": timings.e2e_s,
-        "decode_tokens_per_second": rate,
+        "decode_tokens_per_second": timings.tokens_per_s(num_output),
     }
 
 

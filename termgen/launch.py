@@ -8,6 +8,7 @@ loading screen.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import logging
 import sys
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from termgen.client import EngineClient
     from termgen.progress import TerminalProgress
     from termgen.server import Server
+    from termgen.tui.model_choice import ModelShelf
 
 Progress = Callable[[str, float], None]
 StartEngine = Callable[[Progress], Awaitable["EngineClient"]]
@@ -49,17 +51,31 @@ class EngineHolder:
     """The one engine of this process, as the start and stop functions that front ends take."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+        self.config = config
         self._engine: Any = None
 
+    @property
+    def client(self) -> EngineClient | None:
+        """The engine, while there is one."""
+        client: EngineClient | None = self._engine
+        return client
+
     async def start(self, on_progress: Progress) -> EngineClient:
-        """Load the model. May be called once."""
+        """Load the model."""
         assert self._engine is None, "the engine runs already"
         # importing torch takes over a second; a loading screen must be able to paint meanwhile
         module = await asyncio.to_thread(importlib.import_module, "termgen.engine.engine")
-        self._engine = await module.AsyncEngine.start(self._config, on_progress=on_progress)
+        self._engine = await module.AsyncEngine.start(self.config, on_progress=on_progress)
         client: EngineClient = self._engine
         return client
+
+    async def restart(self, config: EngineConfig, on_progress: Progress) -> EngineClient:
+        """End the engine and start another one: the memory of one machine is for one of them."""
+        await self.stop()
+        gc.unfreeze()  # what the former one made is garbage now, and some of it in cycles
+        gc.collect()
+        self.config = config
+        return await self.start(on_progress)
 
     async def stop(self) -> None:
         """End the engine if it was started. May be called again."""
@@ -72,8 +88,11 @@ def run_chat(config: EngineConfig, ui: UIConfig) -> int:
     _check_screen(ui)
     with _progress() as progress:
         find_model(config, progress)
+    from termgen.model_shelf import LocalShelf
+
     holder = EngineHolder(config)
-    return _run_app(holder.start, holder.stop, ui, start_screen="chat")
+    models = LocalShelf(holder)
+    return _run_app(holder.start, holder.stop, ui, start_screen="chat", models=models)
 
 
 def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -> int:
@@ -130,6 +149,7 @@ def _run_app(
     ui: UIConfig,
     *,
     start_screen: Literal["chat", "dashboard"],
+    models: ModelShelf | None = None,
 ) -> int:
     """Run the terminal app until the person quits. It starts and stops the engine."""
     from termgen.tui.app import TermgenApp
@@ -137,7 +157,7 @@ def _run_app(
     for name in ("termgen", "uvicorn"):  # nobody but the app may write to its terminal
         logging.getLogger(name).addHandler(logging.NullHandler())
 
-    app = TermgenApp(start, stop_engine=stop, ui=ui, start_screen=start_screen)
+    app = TermgenApp(start, stop_engine=stop, ui=ui, start_screen=start_screen, models=models)
     try:
         app.run()
     finally:

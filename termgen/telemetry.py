@@ -13,7 +13,9 @@ import base64
 import dataclasses
 import enum
 import functools
+import itertools
 import json
+import math
 import types
 import typing
 import zlib
@@ -29,6 +31,12 @@ from termgen.engine.events import EngineEvent, EngineSnapshot, RequestEvent, Ste
 from termgen.errors import TermgenError
 
 VERSION = 1
+
+MIN_HZ, MAX_HZ = 0.1, 20.0
+"""How often in a second a reader may ask to be told."""
+
+MAX_SILENCE_S = 15.0
+"""When there is nothing to tell, a comment comes at least so often."""
 
 T = TypeVar("T")
 
@@ -196,7 +204,9 @@ def decode(frame: Frame) -> Message | None:
     try:
         body = json.loads(frame.data)
         if frame.event in EVENT_TYPES:
-            return Events(dropped=body["dropped"], events=_rows(EVENT_TYPES[frame.event], body))
+            events = _rows(EVENT_TYPES[frame.event], body)
+            _check_prompts(events)
+            return Events(dropped=_typed(int, body["dropped"]), events=events)
         if frame.event == "snapshot":
             if body["version"] != VERSION:
                 raise TelemetryError(
@@ -206,12 +216,14 @@ def decode(frame: Frame) -> Message | None:
             return _build(Opening, body)
         kinds: dict[str, type[Cache] | type[Model]] = {"cache": Cache, "model": Model}
         return _build(kinds[frame.event], body) if frame.event in kinds else None
-    except (KeyError, TypeError, ValueError, zlib.error) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, zlib.error) as error:
         raise TelemetryError(f"a {frame.event!r} frame cannot be read: {error!r}") from error
 
 
 class FrameReader:
-    """Bytes of a stream, cut anywhere, to frames. Comments and unknown fields are skipped."""
+    """Bytes of a stream, cut anywhere, to frames. Comments and unknown fields are skipped.
+
+    `feed` raises TelemetryError for names that are no text."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -225,23 +237,44 @@ class FrameReader:
             }
             if b"data" in fields:
                 event, number = fields.get(b"event", b"message"), fields.get(b"id", b"")
-                yield Frame(event.decode(), number.decode(), fields[b"data"])
+                try:
+                    frame = Frame(event.decode(), number.decode(), fields[b"data"])
+                except UnicodeDecodeError as error:
+                    raise TelemetryError(f"a frame's name cannot be read: {error}") from error
+                yield frame
 
 
 def _rows(kind: type[T], body: Mapping[str, Any]) -> tuple[T, ...]:
-    """Hundreds come a second, so what all rows share is looked up once."""
-    hints, columns = _hints(typing.cast(Any, kind)), body["columns"]
-    known = [(i, name) for i, name in enumerate(columns) if name in hints]
-    special = [(name, hints[name]) for _, name in known if hints[name] not in _PLAIN]
-    rows = []
-    for row in body["rows"]:
-        if len(row) != len(columns):
-            raise ValueError(f"{len(row)} values for {len(columns)} columns")
-        fields = {name: row[i] for i, name in known}
-        for name, hint in special:
-            fields[name] = _typed(hint, fields[name])
-        rows.append(kind(**fields))
-    return tuple(rows)
+    """Hundreds come a second, so they are looked at by whole columns."""
+    record = typing.cast(Any, kind)  # a named tuple
+    hints, columns, rows = _hints(record), body["columns"], body["rows"]
+    if any(len(row) != len(columns) for row in rows):
+        raise ValueError(f"a row has not {len(columns)} values, one for each column")
+    if not rows:
+        return ()
+    given = dict(zip(columns, zip(*rows, strict=True), strict=True))
+    fields = (
+        _column(hints[name], given[name])
+        if name in given
+        else itertools.repeat(record._field_defaults[name], len(rows))
+        for name in record._fields
+    )
+    return tuple(map(record._make, zip(*fields, strict=True)))
+
+
+def _column(hint: Any, values: tuple[Any, ...]) -> Sequence[Any]:
+    if hint in _PLAIN and set(map(type, values)) == {hint}:
+        extremes = (min(values), max(values)) if hint is int else values if hint is float else ()
+        for value in extremes:
+            _plain_value(hint, value)
+        return values
+    return [_typed(hint, value) for value in values]
+
+
+def _check_prompts(events: Sequence[EngineEvent]) -> None:
+    for event in events:
+        if isinstance(event, StepRecord) and len(event.prefill_ids) != len(event.prefill_tokens):
+            raise ValueError(f"step {event.step_id} has not one prefill_tokens for each id")
 
 
 def _build(kind: type[T], value: Mapping[str, Any]) -> T:
@@ -259,21 +292,42 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _typed(hint: Any, value: Any) -> Any:
+    """What the annotation says. Raises TypeError or ValueError for anything else."""
+    if hint in _PLAIN:
+        return _plain_value(hint, value)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if value is None or hint is Any:
-        return value
     if origin in (types.UnionType, typing.Union):
-        return _typed(next(a for a in arguments if a is not types.NoneType), value)
+        wanted = next(a for a in arguments if a is not types.NoneType)
+        return None if value is None else _typed(wanted, value)
     if origin is np.ndarray:
-        flat = np.frombuffer(zlib.decompress(base64.b64decode(value["zlib"])), value["dtype"])
-        return flat.reshape(value["shape"])
+        return _array(typing.get_args(arguments[1])[0], value)
     if origin is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"{value!r:.40} is no list")
         return tuple(_typed(arguments[0], item) for item in value)
-    if isinstance(hint, type):
-        if issubclass(hint, enum.Enum):
-            return hint(value)
-        if dataclasses.is_dataclass(hint) or hasattr(hint, "_asdict"):
-            return _build(hint, value)
-        if hint is float:
-            return float(value)
-    return value
+    if origin is Mapping:
+        if not isinstance(value, dict):
+            raise TypeError(f"{value!r:.40} is no object")
+        return value
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
+    if dataclasses.is_dataclass(hint) or hasattr(hint, "_asdict"):
+        return _build(typing.cast(Any, hint), value)
+    return value  # code stays where it is
+
+
+def _plain_value(hint: type, value: Any) -> Any:
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ValueError("a number does not fit into 64 bits")
+    if type(value) is float and not math.isfinite(value):
+        raise ValueError(f"{value} is no number")
+    if type(value) is hint:
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    raise TypeError(f"{value!r:.40} is no {hint.__name__}")
+
+
+def _array(dtype: type, value: Mapping[str, Any]) -> Any:
+    flat = np.frombuffer(zlib.decompress(base64.b64decode(value["zlib"])), value["dtype"])
+    return flat.astype(dtype, casting="equiv", copy=False).reshape(value["shape"])

@@ -33,7 +33,7 @@ def run_top(url: str | None, ui: UIConfig, *, record: str | None, key_file: str 
         return _show(connect, ui)
     finally:
         if recording is not None:
-            recording.close()
+            _close_recording(recording)
 
 
 def run_replay(path: Path, ui: UIConfig) -> int:
@@ -69,6 +69,16 @@ def _open_recording(path: str) -> BinaryIO:
         raise ConfigError(f"--record {path} exists already", param="record") from error
     except OSError as error:
         raise ConfigError(f"--record {path}: {error.strerror}", param="record") from error
+
+
+def _close_recording(recording: BinaryIO) -> None:
+    """What is written last may not fit any more. What is in the file can be played all the same."""
+    try:
+        recording.close()
+    except OSError as error:
+        raise ConfigError(
+            f"--record {recording.name}: {error.strerror}, so its end is missing", param="record"
+        ) from error
 
 
 def _show(open_feed: Callable[[], Awaitable[StreamFeed]], ui: UIConfig) -> int:

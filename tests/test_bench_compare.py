@@ -58,7 +58,8 @@ def test_intervals_hold_the_true_change_about_as_often_as_they_say(tmp_path: Pat
         files = [
             serve_file(tmp_path / f"{i}.json", 0.1, seed=seed * 2 + i, count=40) for i in (0, 1)
         ]
-        low, high = compared(*files, resamples=300).changes[0].interval
+        changes = compared(*files, resamples=300).changes
+        low, high = next(c.interval for c in changes if c.name == "mean ttft")
         missed += not low <= 0 <= high
     assert 0 < missed <= 9, missed
 
@@ -84,6 +85,45 @@ def test_files_of_bench_latency_and_of_vllm(tmp_path: Path) -> None:
     assert values["mean e2el"] == pytest.approx(500) and values["mean tpot"] == pytest.approx(200)
 
 
+def test_a_server_that_fails_requests_is_worse_however_fast_the_rest_is(tmp_path: Path) -> None:
+    slow, fast = [0.1] * 200, [0.02] * 200
+    base = write(tmp_path / "a", document(make_run(ServeOptions(), first_s=slow), None))
+    for failures, verdict in ((180, "worse"), (8, "worse"), (1, "same")):
+        run = make_run(ServeOptions(), first_s=fast, num_failed=failures)
+        found = compared(base, write(tmp_path / "b", document(run, None)))
+        first = found.changes[0]
+        assert (first.name, first.verdict) == ("failed requests", verdict), failures
+        assert first.change == pytest.approx(failures / 200)
+        assert ("failed requests" in found.regressions) == (verdict == "worse")
+        assert f"+{failures / 2:.1f} pt" in found.lines()[1]
+        back = compared(str(tmp_path / "b"), base).changes[0]
+        assert back.verdict == ("better" if verdict == "worse" else "same")
+
+
+def test_vllms_rows_of_failed_requests_are_no_times(tmp_path: Path) -> None:
+    def theirs(num_failed: int, *, tells_why: bool = True) -> dict[str, Any]:
+        num_good = 200 - num_failed
+        return {
+            "num_prompts": 200,
+            "completed": num_good,
+            "ttfts": [0.1] * num_good + [0.0] * num_failed,
+            "itls": [[0.1, 0.3]] * num_good + [[]] * num_failed,
+            "output_lens": [3] * num_good + [0] * num_failed,
+            "errors": [""] * num_good + ["broke" if tells_why else ""] * num_failed,
+        }
+
+    base = write(tmp_path / "a", theirs(0))
+    for tells_why in (True, False):
+        found = compared(base, write(tmp_path / "b", theirs(100, tells_why=tells_why)))
+        values = {c.name: c.after for c in found.changes}
+        assert values["mean ttft"] == pytest.approx(100)
+        assert values["mean e2el"] == pytest.approx(500)
+        assert values["mean tpot"] == pytest.approx(200)
+        assert found.regressions == ["failed requests"]
+    none_left = compared(base, write(tmp_path / "c", theirs(200)))
+    assert [c.name for c in none_left.changes] == none_left.regressions == ["failed requests"]
+
+
 def test_what_is_not_alike_is_named(tmp_path: Path) -> None:
     a = serve_file(tmp_path / "a", 0.1, seed=1, random_input_len=5, label="x")
     b = serve_file(tmp_path / "b", 0.1, seed=1, random_input_len=6, request_rate=2.0)
@@ -104,9 +144,22 @@ def test_files_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
         (write(tmp_path / "text", {"ttfts": "abc"}), "is not a result of a bench"),
         (write(tmp_path / "other", {"tokens_per_second": 3}), "no figure in common"),
         (write(tmp_path / "few", {"ttfts": [1.0] * 3}), "at least 8 samples"),
+        (
+            write(tmp_path / "count", {"completed": "many", "failed": 0}),
+            "is not a result of a bench",
+        ),
+        (write(tmp_path / "less", {"completed": 9, "num_prompts": 3}), "is not a result of a"),
     ):
         with pytest.raises(ConfigError, match=words):
             compared(good, path)
+
+
+def test_settings_of_another_form_are_not_compared(tmp_path: Path) -> None:
+    content = {"latencies": [1.0] * 9, "options": [1], "machine": ["x"]}
+    odd = write(tmp_path / "odd", content)
+    usual = write(tmp_path / "usual", content | {"options": {"x": 1}, "machine": {"cpu": "y"}})
+    assert compared(odd, odd).differences == ()
+    assert compared(odd, usual).differences == ("cpu: None in A, y in B",)
 
 
 def test_the_command_fails_on_a_regression(

@@ -210,6 +210,18 @@ def test_times_are_those_of_the_rate() -> None:
         ({"request_rate": 0.0}, "request_rate must be greater than 0"),
         ({"request_rate": float("nan")}, "request_rate must be a number"),
         ({"burstiness": float("inf")}, "burstiness must be a number"),
+        ({"burstiness": 0.5}, "burstiness is of arrivals at a rate: give --request-rate"),
+        ({"burstiness": 0.5, "request_rate": float("inf")}, "burstiness is of arrivals"),
+        (
+            {"burstiness": 0.5, "dataset_name": "trace", "dataset_path": "x"},
+            "burstiness is of arrivals",
+        ),
+        (
+            {"dataset_name": "synthetic-chat", "random_output_len": 5},
+            "random_output_len is for dataset random, not synthetic-chat",
+        ),
+        ({"prefix_repetition_num_prefixes": 3}, "is for dataset prefix-repetition, not random"),
+        ({"custom_output_len": 3}, "custom_output_len is for dataset custom"),
         ({"result_dir": "x"}, "result_dir needs --save-result"),
     ],
 )

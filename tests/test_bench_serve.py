@@ -95,7 +95,7 @@ async def test_requests_are_what_the_dataset_says() -> None:
     assert run.can_tokenize and run.model.owner == "termgen"
     prompts = [tuple(call.prompt) for call in engine.calls]
     assert len(set(prompts)) == 8, "warm-up prompts are others than those that count"
-    assert max(run.result.running_by_second()) <= 6
+    assert max(run.result.running_by_second()) == 1, "one at a time, however many in a second"
     assert sum(run.result.output_tokens_by_second()) == pytest.approx(6 * TOKENS, abs=0.1)
 
 
@@ -233,8 +233,21 @@ def test_the_arithmetic() -> None:
     assert figures["p100_itl_ms"] == pytest.approx(300)
     assert figures["request_goodput"] == pytest.approx(1 / 1.8)
     assert figures["total_token_throughput"] == pytest.approx((12 + 7) / 1.8)
-    assert result.running_by_second() == [1, 2]
+    assert result.running_by_second() == [1, 1]
     assert result.output_tokens_by_second() == [3.0, 4.0]
+
+
+def test_requests_under_way_are_those_of_one_time() -> None:
+    def peaks(*spans: tuple[float, float]) -> list[int]:
+        answers = [answer(start, end - start, []) for start, end in spans]
+        result = make_result(ServeOptions(), measured(*answers), [9] * len(answers))
+        assert result.as_json()["max_concurrent_requests"] == max(result.running_by_second())
+        return result.running_by_second()
+
+    one_by_one = [(i / 8, (i + 1) / 8) for i in range(16)]
+    assert peaks(*one_by_one) == [1, 1]
+    assert peaks((0.2, 3.5), (0.5, 0.6), (2.1, 2.5), (2.4, 2.6), (2.55, 2.9)) == [2, 1, 3, 1]
+    assert peaks((0.0, 5.0), (4.5, 4.75)) == [1, 1, 1, 1, 2]
 
 
 def test_several_tokens_in_a_chunk_are_all_counted() -> None:

@@ -15,7 +15,7 @@ from termgen.bench.serve import ServeRun
 from termgen.bench.serve_options import ServeOptions
 from termgen.bench.svg_charts import Series, chart, cumulative, round_up
 from termgen.bench.sweep_options import SweepOptions
-from termgen.errors import ConfigError
+from termgen.errors import ConfigError, EngineError
 
 
 async def find(options: SweepOptions, capacity: float) -> tuple[sweep.SweepResult, list[Any]]:
@@ -72,6 +72,47 @@ async def test_a_knee_outside_the_sweep_is_said() -> None:
     assert "no knee: 1 clients was too much already" in sweep.summary(result)
 
 
+async def test_a_step_without_an_answer_ends_the_sweep_and_loses_nothing() -> None:
+    async def run_step(step: ServeOptions, seed: int) -> ServeRun:
+        assert step.max_concurrency is not None
+        if step.max_concurrency >= 8:
+            raise EngineError("all 32 requests failed, the first with: 503")
+        first = [0.1] * step.num_prompts
+        return make_run(step, first_s=first, apart_s=1 / step.max_concurrency)
+
+    for options in (SweepOptions(), SweepOptions(goodput=("ttft:105",))):
+        result = await sweep.run_sweep(options, run_step, seed=1)
+        assert [s.load for s in result.steps] == [1, 2, 4] and not result.is_open
+        assert result.knee is not None and result.knee.load == 4
+        words = "knee: 4 clients"
+        assert words in sweep.summary(result) and "at 8 nothing could be" in sweep.summary(result)
+        document = sweep.document(result, result.steps[0].run, None)
+        assert document["failure"]["load"] == 8 and "503" in document["failure"]["error"]
+        page = html_report.sweep_page(result)
+        assert "<h2>Knee: 4 clients" in page and "all 32 requests failed" in page
+    with pytest.raises(EngineError, match="503"):
+        await sweep.run_sweep(SweepOptions(sweep_from=8), run_step, seed=1)
+
+
+async def test_a_last_step_of_less_than_double_needs_its_part_of_the_gain() -> None:
+    def server(gain: float) -> Any:
+        """Each doubling of the load adds this much throughput."""
+
+        async def run_step(step: ServeOptions, seed: int) -> ServeRun:
+            load = step.max_concurrency or 0
+            return make_run(
+                step, first_s=[0.0] * 400, gap_s=0.0, apart_s=1 / (1 + gain) ** math.log2(load)
+            )
+
+        return run_step
+
+    options = SweepOptions(sweep_to=5, sweep_gain=20.0)  # 1 2 4 5
+    result = await sweep.run_sweep(options, server(0.25), seed=1)
+    assert [(s.load, s.is_kept) for s in result.steps][-1] == (5, True) and result.is_open
+    result = await sweep.run_sweep(options, server(0.15), seed=1)
+    assert [(s.load, s.is_kept) for s in result.steps] == [(1, True), (2, False)]
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -81,12 +122,21 @@ async def test_a_knee_outside_the_sweep_is_said() -> None:
         ({"sweep_from": 8.0, "sweep_to": 4.0}, "less than sweep_from"),
         ({"sweep_from": 0.5}, "at least 1 client"),
         ({"goodput": ("x:1",)}, "goodput takes"),
+        ({"sweep_refine": 5}, "sweep_refine needs --goodput"),
+        ({"sweep_attainment": 50.0}, "sweep_attainment needs --goodput"),
+        ({"sweep_gain": 9.0, "goodput": ("ttft:1",)}, "sweep_gain goes without --goodput"),
+        ({"burstiness": 0.5}, "burstiness is of arrivals at a rate"),
         ({"save_detailed": True}, "is for `bench serve`"),
     ],
 )
 def test_wrong_options_are_named(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         SweepOptions(**values)
+
+
+def test_a_sweep_over_rates_takes_bursts() -> None:
+    options = SweepOptions(sweep_over="rate", goodput=("ttft:1",), burstiness=0.5)
+    assert sweep.step_options(options, 3.0).burstiness == 0.5
 
 
 def _svgs(page: str) -> list[ElementTree.Element]:

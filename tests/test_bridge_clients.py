@@ -14,6 +14,8 @@ import pytest
 from fake_engine import FakeEngine, GenerateCall, Script, make_model_info
 from server_harness import eventually, serving
 
+from termgen.client import ChatPrompt
+from termgen.engine.tool_format import ToolFormat
 from termgen.errors import EngineError
 
 ANSWER = "Hello, world! Ça va? 👋🏽."
@@ -207,6 +209,43 @@ async def test_responses_with_tools() -> None:
         result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
         history: Any = [*USER, *answer.output, result]
         assert (await client.responses.create(**{**ask, "input": history})).output_text
+
+
+async def test_thoughts_come_to_clients_as_such() -> None:
+    parsing = pytest.importorskip("transformers.utils.chat_parsing")
+    fields = {"reasoning_content": {"open": "<think>", "close": "</think>"}, "content": {}}
+    template = {"start_anchor": "<assistant>", "fields": fields}
+    declared = ToolFormat(new_parser=lambda: parsing.ResponseParser(template, prefix=""))
+    script = Script(pieces=("<think>", "A ", "river?", "</think>", "The ", "Rhine."))
+    model = make_model_info(tool_format=declared)
+    async with anthropic_client(FakeEngine(model=model, script=script)) as client:
+        answer = await client.messages.create(**ASK)
+        async with client.messages.stream(**ASK) as stream:
+            final = await stream.get_final_message()
+        assert final.usage == answer.usage
+        for thought, text in (answer.content, final.content):
+            assert thought.type == "thinking" and thought.thinking == "A river?"
+            assert text.type == "text" and text.text == "The Rhine."
+        history: Any = [*USER, {"role": "assistant", "content": answer.content}, *USER]
+        await client.messages.create(**{**ASK, "messages": history})
+    engine = FakeEngine(model=model, script=script)
+    async with openai_client(engine) as openai_:
+        ask: dict[str, Any] = {"model": "fake/model-1", "input": "hi"}
+        response = await openai_.responses.create(**ask)
+        async with openai_.responses.stream(**ask) as stream_:
+            events = [event async for event in stream_]
+            whole: Any = await stream_.get_final_response()
+        for output in (response.output, whole.output):
+            assert [item.type for item in output] == ["reasoning", "message"]
+            assert output[0].content[0].text == "A river?"
+        assert response.output_text == whole.output_text == "The Rhine."
+        pieces = [e.delta for e in events if e.type == "response.reasoning_text.delta"]
+        assert "".join(pieces) == "A river?"
+        again: Any = [*USER, *response.output, *USER]
+        await openai_.responses.create(**{**ask, "input": again})
+    prompt = engine.calls[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages[1]["reasoning_content"] == "A river?"
 
 
 # -- Responses -----------------------------------------------------------------------------

@@ -310,7 +310,10 @@ def test_generate_json_has_every_field(
     for entry in found["logprobs"]:
         assert entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2
         assert entry["top_logprobs"][0]["logprob"] == entry["logprob"], "greedy takes the likeliest"
-    assert found["timings"]["e2e_s"] >= found["timings"]["ttft_s"] > 0
+    timings = found["timings"]
+    assert timings["e2e_s"] >= timings["ttft_s"] > 0
+    rate = 5 / (timings["e2e_s"] - timings["ttft_s"])
+    assert timings["decode_tokens_per_second"] == pytest.approx(rate)
     again = answer(capsys, tiny_llama_dir, "Hello, how are you", *flags)
     assert again["text"] == found["text"] and again["token_ids"] == found["token_ids"]
 

@@ -39,7 +39,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.startup_phases",
     ),
     "client": ("client", "telemetry"),
-    "catalog": ("catalog", "fetch"),
+    "catalog": ("catalog", "fetch", "local_models"),
     "host": ("engine",),  # whatever of the engine is not named elsewhere
     "device": (
         "engine.runner",
@@ -57,6 +57,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "api": ("api",),
     "server": ("server", "serving"),
     "bench": ("bench",),
+    "remote": ("remote",),
     "tui": ("tui",),
     "root": (
         "__init__",
@@ -69,7 +70,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "generate",
         "generate_format",
         "models_command",
+        "model_shelf",
         "top_command",
+        "remote_command",
+        "inline_command",
         "llm",
         "exit_codes",
     ),
@@ -90,6 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": FRONT_END,
     "server": {*FRONT_END, "api"},
     "bench": {*FRONT_END, "api"},
+    "remote": FRONT_END,
     "tui": FRONT_END,
     "root": set(GROUPS),
 }
@@ -113,6 +118,7 @@ NEVER: dict[str, frozenset[str]] = {
     "api": DEVICE | SERVING | SCREEN | {"transformers", "tokenizers"},
     "server": DEVICE | SCREEN | {"transformers", "tokenizers"},
     "bench": DEVICE | SCREEN | {"transformers", "tokenizers"},
+    "remote": DEVICE | SERVING | SCREEN | {"transformers", "tokenizers"},
     "tui": DEVICE | SERVING | {"transformers", "tokenizers"},
     "root": DEVICE | SERVING | SCREEN | {"transformers", "tokenizers"},
 }
@@ -301,6 +307,7 @@ def modules_of(*groups: str) -> list[str]:
         (("tui",), {"torch", "transformers", "starlette", "uvicorn"}),
         (("api", "server"), {"torch", "transformers", "textual"}),
         (("bench",), {"torch", "transformers", "textual", "starlette"}),
+        (("remote",), {"torch", "transformers", "textual", "starlette"}),
     ],
 )
 def test_what_really_gets_loaded(groups: tuple[str, ...], absent: set[str]) -> None:

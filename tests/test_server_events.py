@@ -17,7 +17,7 @@ from server_harness import chat_body, eventually, serving, socket_client
 from test_server_engine import serving_tiny
 
 from termgen.engine.events import EventRing, RequestEvent, RequestEventKind, StepRecord
-from termgen.serving import event_hub
+from termgen.serving import event_hub, event_routes
 from termgen.telemetry import Cache, Events, Frame, FrameReader, Message, Model, Opening, decode
 
 FAST = {"hz": "20"}
@@ -259,6 +259,23 @@ async def test_wrong_questions(query: str, param: str) -> None:
     async with socket_client(FakeEngine()) as client:
         answer = await client.get(f"/v1/events?{query}")
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("interval", [0.0, 1000.0])
+async def test_a_reader_is_told_that_the_server_is_there_whatever_other_streams_are(
+    interval: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_routes, "MAX_SILENCE_S", 0.02)
+    engine = FakeEngine()
+    engine.scripted_snapshot = make_snapshot()
+    async with (
+        serving(engine, sse_ping_interval=interval) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=5) as client,
+        client.stream("GET", "/v1/events?hz=0.1") as response,
+    ):
+        data = response.aiter_bytes()
+        while b": ping\n\n" not in await anext(data):
+            pass
 
 
 async def test_pings_and_keys_and_the_servers_end() -> None:

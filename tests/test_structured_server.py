@@ -202,6 +202,34 @@ async def test_bad_grammars_among_good_requests_harm_nobody(long_llama_dir: Path
         assert failures in (await client.get("/metrics")).text, "their reasons are counted"
 
 
+async def test_parameters_that_leave_the_grammar_nothing_are_named(long_llama_dir: Path) -> None:
+    word = {"structured_outputs": {"regex": "[ab]"}, "temperature": 0}
+    async with tiny_server(long_llama_dir) as (client, _):
+        good = {"seed": 3, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+        alone = (await post(client, **good)).json()["choices"][0]["message"]
+        letters = [
+            (await client.post("/tokenize", json={"prompt": letter})).json()["tokens"][-1]
+            for letter in "ab"
+        ]
+        bad: dict[str, dict[str, Any]] = {
+            "allowed_token_ids": {"allowed_token_ids": [5]},
+            "bad_words": {"bad_words": ["a", "b"]},
+            "min_tokens": {"min_tokens": 3, "stop_token_ids": letters},
+        }
+        for stream in (False, True):
+            first, *others = await asyncio.gather(
+                post(client, **good),
+                *(post(client, **word, **fields, stream=stream) for fields in bad.values()),
+            )
+            assert first.json()["choices"][0]["message"] == alone
+            for reply, name in zip(others, bad, strict=True):
+                assert reply.status_code == 400, (name, reply.text)
+                error = reply.json()["error"]
+                assert error["param"] == name and error["type"] == "invalid_request_error", error
+        fits = await post(client, **word, allowed_token_ids=[5, letters[1]])
+        assert fits.json()["choices"][0]["message"]["content"] == "b"
+
+
 async def test_a_request_whose_grammar_is_being_compiled_holds_nobody_up(
     long_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,9 +59,12 @@ def any_value(rng: random.Random, hint: Any) -> Any:
 
 
 def any_of(rng: random.Random, kind: type) -> Any:
-    return kind(
+    made = kind(
         **{name: any_value(rng, hint) for name, hint in typing.get_type_hints(kind).items()}
     )
+    if isinstance(made, StepRecord):  # one number of tokens for each id
+        made = made._replace(prefill_tokens=tuple(range(len(made.prefill_ids))))
+    return made
 
 
 def any_snapshot(rng: random.Random, step: StepRecord | None) -> EngineSnapshot:
@@ -196,6 +199,55 @@ def test_newer_and_older_ends_understand_each_other() -> None:
 def test_what_is_not_ours_is_told(event: str, data: bytes) -> None:
     with pytest.raises(TelemetryError):
         decode(Frame(event, "", data))
+
+
+def altered(frame: Frame, *path: Any, to: Any) -> Frame:
+    """The frame with one value of its JSON replaced."""
+    body = json.loads(frame.data)
+    at = body
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = to
+    return dataclasses.replace(frame, data=json.dumps(body).encode())
+
+
+def test_values_of_another_type_are_told() -> None:
+    (steps,) = encode_events([make_step_record()], stream="s", first=1, dropped=0, topics=ALL)
+    cache = encode(Cache(dropped=0, snapshot=make_snapshot()), "s-1")
+    model = encode(Model(status="ok", model=make_model_info()), "s-1")
+    column = StepRecord._fields.index
+    for frame, path, value in (
+        (model, ("model",), "x"),
+        (model, ("model",), None),
+        (model, ("model", "num_blocks"), "many"),
+        (model, ("model", "startup"), "ab"),
+        (model, ("model", "default_params"), [1]),
+        (model, ("status",), 5),
+        (cache, ("snapshot", "requests"), None),
+        (cache, ("snapshot", "time_ns"), None),
+        (cache, ("snapshot", "num_running"), True),
+        (cache, ("snapshot", "block_states", "dtype"), "<f8"),
+        (cache, ("snapshot", "block_states"), [1, 2]),
+        (steps, ("rows", 0, column("applied_ns")), None),
+        (steps, ("rows", 0, column("applied_ns")), "5"),
+        (steps, ("rows", 0, column("applied_ns")), 5.5),
+        (steps, ("rows", 0, column("graph_mode")), 5),
+        (steps, ("rows", 0, column("prefill_ids")), "abc"),
+        (steps, ("rows", 0, column("prefill_ids")), [5]),
+        (steps, ("rows", 0, column("prefill_ids")), ["a", "b"]),
+        (steps, ("rows", 0, column("step_id")), 10**400),
+        (steps, ("rows", 0, column("publish_us")), float("nan")),
+        (cache, ("snapshot", "num_free_blocks"), 2**63),
+        (steps, ("rows", 0), 5),
+        (steps, ("dropped",), "x"),
+    ):
+        assert decode(frame) is not None
+        with pytest.raises(TelemetryError, match="cannot be read"):
+            decode(altered(frame, *path, to=value))
+    whole = altered(steps, "rows", 0, column("publish_us"), to=3)
+    told = decode(whole)
+    assert isinstance(told, Events) and isinstance(told.events[0], StepRecord)
+    assert type(told.events[0].publish_us) is float, "JSON of other programs writes 3.0 as 3"
 
 
 def test_ids() -> None:

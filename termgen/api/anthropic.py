@@ -17,6 +17,7 @@ from termgen.api.chat_bridge import (
     EndNews,
     News,
     TextNews,
+    ThoughtNews,
     Usage,
     whole_answer,
 )
@@ -34,6 +35,11 @@ ERROR_TYPES = {
 }
 
 
+EMPTY_TEXT = {"type": "text", "text": ""}
+EMPTY_THOUGHT = {"type": "thinking", "thinking": "", "signature": ""}
+"""Clients want a signature; nobody here checks one."""
+
+
 def message_response(request: MessagesRequest, answers: list[TokenDelta]) -> dict[str, Any]:
     """The whole message."""
     news, usage = whole_answer(request.chat, answers)
@@ -41,6 +47,9 @@ def message_response(request: MessagesRequest, answers: list[TokenDelta]) -> dic
     end = EndNews("stop", None)
     for item in news:
         match item:
+            case ThoughtNews(text):
+                if request.shows_thoughts:
+                    content.append({**EMPTY_THOUGHT, "thinking": text})
             case TextNews(text):
                 content.append({"type": "text", "text": text})
             case CallNews(_, call_id, name, arguments):
@@ -50,7 +59,7 @@ def message_response(request: MessagesRequest, answers: list[TokenDelta]) -> dic
                 end = item
     return {
         **_empty_message(request.chat),
-        "content": content or [{"type": "text", "text": ""}],
+        "content": content or [EMPTY_TEXT],
         **_stop_fields(end, has_calls=any(block["type"] == "tool_use" for block in content)),
         "usage": _usage(usage),
     }
@@ -108,7 +117,8 @@ class MessageStream:
         self._index = -1
         """Of the newest block."""
         self._open: int | str | None = None
-        """The open block: `text`, or the number of its call."""
+        """The open block: `text`, `thinking`, or the number of its call."""
+        self._template: sse.TextTemplate | None = None
         self._has_calls = False
         self._end = EndNews("stop", None)
 
@@ -119,10 +129,19 @@ class MessageStream:
             events += self._events_of(news)
         return events
 
+    def frame(self, index: int, delta: TokenDelta) -> bytes | None:
+        """What `feed` would say, encoded, for a delta in the middle that is only text."""
+        text = self._news.plain_text(delta) if self._open == "text" else None
+        if not text:
+            return None if text is None else b""
+        if self._template is None:  # where text is all that comes, it is in one block
+            self._template = sse.TextTemplate(self._text_delta, sse.named_frame)
+        return self._template.frame(text)
+
     def end(self) -> list[dict[str, Any]]:
         events = self._start()
         if self._index < 0:  # clients look at the first block
-            events += self._begin("text", {"type": "text", "text": ""})
+            events += self._begin("text", EMPTY_TEXT)
         events += self._stop_block()
         usage = _usage(self._news.usage)
         stop = _stop_fields(self._end, has_calls=self._has_calls)
@@ -139,9 +158,14 @@ class MessageStream:
 
     def _events_of(self, news: News) -> list[dict[str, Any]]:
         match news:
+            case ThoughtNews(text):
+                if not self._request.shows_thoughts:
+                    return []
+                events = self._begin("thinking", EMPTY_THOUGHT)
+                return [*events, self._delta({"type": "thinking_delta", "thinking": text})]
             case TextNews(text):
-                events = self._begin("text", {"type": "text", "text": ""})
-                return [*events, self._delta({"type": "text_delta", "text": text})]
+                events = self._begin("text", EMPTY_TEXT)
+                return [*events, self._text_delta(text)]
             case CallNews(number, call_id, name, arguments):
                 self._has_calls = True
                 block: dict[str, Any] = {"type": "tool_use", "id": call_id, "name": name}
@@ -164,6 +188,9 @@ class MessageStream:
         self._open = block
         start = {"type": "content_block_start", "index": self._index, "content_block": content}
         return [*events, start]
+
+    def _text_delta(self, text: str) -> dict[str, Any]:
+        return self._delta({"type": "text_delta", "text": text})
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from termgen.api.chat_bridge import (
 )
 from termgen.api.errors import unsupported
 from termgen.api.fields import Check, Fields, check_depth, is_empty, one_of, wrong_type
+from termgen.api.parts import texts_of, unsupported_part
 from termgen.api.sampling import MAX_INT
 from termgen.errors import RequestError
 
@@ -70,6 +70,8 @@ _STAMP = re.compile(r"\bcch=[^;\s]*")
 class MessagesRequest:
     chat: ChatRequest
     ignored: tuple[str, ...]
+    shows_thoughts: bool = True
+    """What the model thinks is part of the answer."""
 
 
 def parse_messages(
@@ -97,7 +99,12 @@ def parse_messages(
         raise wrong_type("stop_sequences", "a list of strings", chat["stop"])
     ignored = body.finish(harmless=HARMLESS, refused=REFUSED)
     context.pop("force_include_usage", None)  # this endpoint always tells
-    return MessagesRequest(parse_as_chat(chat, id_prefix="msg_", names=NAMES, **context), ignored)
+    thinking = data.get("thinking")  # judged by REFUSED
+    return MessagesRequest(
+        chat=parse_as_chat(chat, id_prefix="msg_", names=NAMES, **context),
+        ignored=ignored,
+        shows_thoughts=thinking is None or thinking["type"] != "disabled",
+    )
 
 
 def _system(body: Fields) -> list[dict[str, Any]]:
@@ -106,10 +113,10 @@ def _system(body: Fields) -> list[dict[str, Any]]:
     A client stamps its first block anew for every request; left in, no prompt would ever be found
     in the prefix cache.
     """
-    texts = _texts(body.take("system"), "system")
+    given = body.take("system")
     texts = [
         _STAMP.sub("cch=", text) if text.startswith("x-anthropic-billing-header:") else text
-        for text in texts
+        for text in texts_of(given if given is not None else [], "system")
     ]
     return [{"role": "system", "content": "\n".join(texts)}] if texts else []
 
@@ -152,20 +159,6 @@ def _blocks(value: Any, where: str) -> list[tuple[str, dict[str, Any], str]]:
     return blocks
 
 
-def _refuse(kind: str, at: str) -> RequestError:
-    return unsupported(f"{at}.type", f"{at}: blocks of type {kind!r:.40} are not supported here")
-
-
-def _texts(value: Any, where: str) -> list[str]:
-    """Of blocks that may only be text."""
-    texts = []
-    for kind, block, at in _blocks(value if value is not None else [], where):
-        if kind != "text":
-            raise _refuse(kind, at)
-        texts.append(block["text"])
-    return texts
-
-
 def _user(content: Any, where: str) -> list[dict[str, Any]]:
     """A user's turn: results of tools, each a message of its own, and text."""
     messages: list[dict[str, Any]] = []
@@ -177,10 +170,11 @@ def _user(content: Any, where: str) -> list[dict[str, Any]]:
             call_id = block.get("tool_use_id")
             if not isinstance(call_id, str):
                 raise wrong_type(f"{at}.tool_use_id", "a string", call_id)
-            text = "\n".join(_texts(block.get("content"), f"{at}.content"))
+            result = block.get("content")
+            text = "\n".join(texts_of(result if result is not None else [], f"{at}.content"))
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         else:
-            raise _refuse(kind, at)
+            raise unsupported_part(kind, at)
     if texts or not messages:
         messages.append({"role": "user", "content": texts})
     return messages
@@ -198,7 +192,7 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
-            raise _refuse(kind, at)
+            raise unsupported_part(kind, at)
     if texts or not calls:
         message["content"] = texts
     if calls:
@@ -216,7 +210,7 @@ def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:
     for name in ("id", "name"):
         if not isinstance(block.get(name), str):
             raise wrong_type(f"{at}.{name}", "a string", block.get(name))
-    function = {"name": block["name"], "arguments": json.dumps(given)}
+    function = {"name": block["name"], "arguments": given}
     return {"id": block["id"], "type": "function", "function": function}
 
 

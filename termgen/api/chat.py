@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from termgen.api.errors import unsupported
 from termgen.api.fields import (
     Check,
     Fields,
@@ -26,6 +25,7 @@ from termgen.api.job import (
     parse_priority,
 )
 from termgen.api.logprobs import chat_logprobs_object, prompt_logprobs_list
+from termgen.api.parts import texts_of
 from termgen.api.sampling import (
     HARMLESS,
     MAX_INT,
@@ -93,8 +93,12 @@ def parse_chat(
     defaults: Mapping[str, Any],
     force_include_usage: bool = False,
     tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
+    strict_tools: bool = False,
 ) -> ChatRequest:
-    """Check a body. `model` is the resolved served name, `defaults` the model's own sampling."""
+    """Check a body. `model` is the resolved served name, `defaults` the model's own sampling.
+
+    strict_tools: functions that do not say are strict.
+    """
     body = Fields(data)
     body.take("model")  # resolved by the caller
     options = parse_options(
@@ -109,14 +113,18 @@ def parse_chat(
         prompt_logprobs=parse_prompt_logprobs(body, stream=options.stream),
         defaults=defaults,
     )
-    tools = parse_tools(body, tool_format)
+    tools = parse_tools(body, tool_format, strict=strict_tools)
+    prompt = parse_prompt(body, tools, tool_format)
+    wanted = constrain(tools, params.structured_outputs)
+    if not tools.may_call and (wanted is not None or prompt.continue_final_message):
+        tools = Tools()  # the client gives the text its form, or its beginning, not the model
     params = replace(
         params,
-        structured_outputs=constrain(tools, params.structured_outputs),
+        structured_outputs=wanted,
         skip_special_tokens=params.skip_special_tokens and not tools.needs_special_tokens,
     )
     job = Job(
-        prompt=parse_prompt(body, tools, tool_format),
+        prompt=prompt,
         params=params,
         request_id=options.id,
         priority=parse_priority(body),
@@ -192,9 +200,9 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
     if role not in ROLES:
         raise wrong_type(f"{where}.role", "system, developer, user, assistant or tool", role)
     tool_calls = parse_calls(message.take("tool_calls"), where) if role == "assistant" else []
-    content = _content(message.take("content"), f"{where}.content")
-    if content is None and not tool_calls:
-        raise wrong_type(f"{where}.content", "a string or a list of text parts", content)
+    given, content = message.take("content"), None
+    if given is not None or not tool_calls:
+        content = "\n".join(texts_of(given, f"{where}.content"))
     parsed: dict[str, Any] = {"role": role, "content": content}
     if tool_calls:
         parsed["tool_calls"] = tool_calls
@@ -208,33 +216,13 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
     return parsed
 
 
-def _content(value: Any, where: str) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise wrong_type(where, "a string or a list of text parts", value)
-    texts = []
-    for i, part in enumerate(value):
-        if not isinstance(part, dict):
-            raise wrong_type(f"{where}[{i}]", "an object", part)
-        kind = part.get("type")
-        if kind != "text":
-            raise unsupported(
-                f"{where}[{i}].type", f"{where}[{i}]: parts of type {kind!r:.40} are not supported"
-            )
-        if not isinstance(part.get("text"), str):
-            raise wrong_type(f"{where}[{i}].text", "a string", part.get("text"))
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
 class _Choice:
     """What one streamed choice still owes: logprobs and ids of tokens whose text is held back."""
 
     __slots__ = ("logprobs", "parser", "started", "template", "token_ids")
 
     def __init__(self, tools: Tools) -> None:
-        self.parser = new_parser(tools) if tools.may_call else None
+        self.parser = new_parser(tools) if tools.needs_parser else None
         self.started = False
         self.template: TextTemplate | None = None
         self.logprobs: list[TokenLogprob] = []
@@ -250,7 +238,7 @@ class ChatStream:
         self._wants_logprobs = request.job.params.logprobs is not None
         o = request.options
         adds = self._wants_logprobs or o.return_token_ids or o.continuous_usage
-        self._is_plain = not (adds or request.tools.may_call)
+        self._is_plain = not (adds or request.tools.needs_parser)
         self._tally = Tally(request.job.params.n)
         self._choices = [_Choice(request.tools) for _ in range(request.job.params.n)]
         self._num_open = request.job.params.n
@@ -364,7 +352,7 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
     for index, answer in enumerate(answers):
         tally.add(index, answer)
         fields: dict[str, Any] = {"content": answer.text}
-        if tools.may_call:
+        if tools.needs_parser:
             fields = message_fields(new_parser(tools), answer.text)
         choice: dict[str, Any] = {
             "index": index,

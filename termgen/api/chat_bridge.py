@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from termgen.api.chat import ChatRequest, ChatStream, chat_response, parse_chat
 from termgen.client import TokenDelta
@@ -56,6 +56,13 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
 
 
 @dataclass(frozen=True, slots=True)
+class ThoughtNews:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class TextNews:
     """More of the answer's text."""
 
@@ -81,11 +88,10 @@ class EndNews:
     stop_reason: int | str | None
 
 
-News = TextNews | CallNews | EndNews
+News = ThoughtNews | TextNews | CallNews | EndNews
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     prompt: int
     cached: int
     output: int
@@ -97,12 +103,26 @@ class ChatNews:
     def __init__(self, request: ChatRequest) -> None:
         assert request.job.params.n == 1, "these endpoints have one answer"
         self._chat = ChatStream(request)
+        self._is_plain = not request.tools.needs_parser
         self.usage = Usage(0, 0, 0)
 
-    def feed(self, delta: TokenDelta) -> Iterator[News]:
+    def plain_text(self, delta: TokenDelta) -> str | None:
+        """The text of a delta whose news are that alone; None where it is for `feed` to say.
+
+        Once the first text is out: what comes before it, `feed` tells too.
+        """
+        if not self._is_plain or delta.finish_reason is not None:
+            return None
+        self._count(delta)
+        return delta.text
+
+    def _count(self, delta: TokenDelta) -> None:
         self.usage = Usage(
             delta.num_prompt_tokens, delta.num_cached_tokens, delta.num_output_tokens
         )
+
+    def feed(self, delta: TokenDelta) -> Iterator[News]:
+        self._count(delta)
         for chunk in self._chat.feed(0, delta):
             for choice in chunk["choices"]:
                 yield from _news_of(choice)
@@ -110,6 +130,8 @@ class ChatNews:
 
 def _news_of(choice: Mapping[str, Any]) -> Iterator[News]:
     delta = choice["delta"]
+    if delta.get("reasoning_content"):
+        yield ThoughtNews(delta["reasoning_content"])
     if delta.get("content"):
         yield TextNews(delta["content"])
     for call in delta.get("tool_calls") or ():
@@ -125,7 +147,7 @@ def _news_of(choice: Mapping[str, Any]) -> Iterator[News]:
 
 
 def whole_answer(request: ChatRequest, answers: list[TokenDelta]) -> tuple[list[News], Usage]:
-    """The same of a whole answer: its text, its calls, its end."""
+    """The same of a whole answer: what was thought, its text, its calls, its end."""
     response = chat_response(request, answers)
     choice, usage = response["choices"][0], response["usage"]
     message = dict(choice["message"])

@@ -73,8 +73,8 @@ def unsupported(param: str, message: str | None = None) -> RequestError:
     return RequestError(message, param=param, code="unsupported_parameter")
 
 
-def invalid_json(message: str) -> RequestError:
-    return RequestError(message, code="invalid_json")
+def invalid_json(message: str, param: str | None = None) -> RequestError:
+    return RequestError(message, param=param, code="invalid_json")
 
 
 def model_not_found(model: str) -> RequestError:

@@ -24,26 +24,31 @@ Check = Callable[[Any], bool]
 """Says whether a value is harmless: it asks for what would happen anyway."""
 
 
-def parse_json(raw: bytes, what: str = "The request body") -> dict[str, Any]:
-    """Decode an object. Stricter than `json.loads`: no NaN, infinities or lone surrogates."""
+def parse_json(
+    raw: bytes, what: str = "The request body", *, param: str | None = None
+) -> dict[str, Any]:
+    """Decode an object. Stricter than `json.loads`: no NaN, infinities or lone surrogates.
+
+    what: how a fault calls it. param: the field it is the text of.
+    """
     try:
         value = json.loads(
             raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite_float
         )
     except RecursionError:
-        raise invalid_json(f"{what} is nested too deeply") from None
+        raise invalid_json(f"{what} is nested too deeply", param) from None
     except ValueError as exc:  # includes JSONDecodeError, UnicodeDecodeError and huge integers
-        raise invalid_json(f"{what} is not valid JSON: {exc}") from None
+        raise invalid_json(f"{what} is not valid JSON: {exc}", param) from None
     if not isinstance(value, dict):
-        raise invalid_json(f"{what} must be a JSON object")
+        raise invalid_json(f"{what} must be a JSON object", param)
     if b"\\ud" in raw or b"\\uD" in raw:
         # half of a surrogate pair is legal JSON, but no tokenizer or response can encode it
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise invalid_json(f"{what} has half of a surrogate pair in a string") from None
+            raise invalid_json(f"{what} has half of a surrogate pair in a string", param) from None
         except RecursionError:
-            raise invalid_json(f"{what} is nested too deeply") from None
+            raise invalid_json(f"{what} is nested too deeply", param) from None
     return value
 
 

@@ -151,11 +151,9 @@ class Tally:
 
 
 def _timing_fields(timings: RequestTimings, num_tokens: int) -> dict[str, float | None]:
-    decode_s = (timings.finished_ns - timings.first_token_ns) / 1e9 if timings.first_token_ns else 0
-    rate = (num_tokens - 1) / decode_s if num_tokens > 1 and decode_s > 0 else None
     return {
         "queue_s": timings.queue_s,
         "ttft_s": timings.ttft_s,
         "e2e_s": timings.e2e_s,
-        "tokens_per_s": rate,
+        "tokens_per_s": timings.tokens_per_s(num_tokens),
     }

@@ -15,6 +15,11 @@ from termgen.client import TokenLogprob
 LOWEST = -9999.0
 
 
+def json_logprob(logprob: float) -> float:
+    """As JSON can say it; that of a row that was lost to NaN is the lowest, too."""
+    return max(LOWEST, logprob)  # in this order: a NaN is not larger
+
+
 def chat_logprobs_object(
     logprobs: Sequence[TokenLogprob], *, tokens_as_ids: bool
 ) -> dict[str, Any]:
@@ -32,7 +37,7 @@ def _chat_entry(
 ) -> dict[str, Any]:
     return {
         "token": f"token_id:{token_id}" if tokens_as_ids else token,
-        "logprob": max(logprob, LOWEST),
+        "logprob": json_logprob(logprob),
         "bytes": list(token_bytes),
     }
 
@@ -50,7 +55,7 @@ def _candidates(lp: TokenLogprob) -> dict[str, Any]:
 
 
 def _candidate(logprob: float, rank: int, token: str) -> dict[str, Any]:
-    return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": token}
+    return {"logprob": json_logprob(logprob), "rank": rank, "decoded_token": token}
 
 
 class TextLogprobs:
@@ -86,7 +91,7 @@ class TextLogprobs:
             offsets.append(max(0, self._offset))
             self._offset += len(self._decoder.decode(lp.token_bytes))
             tops.append(None if math.isnan(lp.logprob) else self._top(lp))
-        values = [None if math.isnan(lp.logprob) else max(lp.logprob, LOWEST) for lp in logprobs]
+        values = [None if math.isnan(lp.logprob) else json_logprob(lp.logprob) for lp in logprobs]
         return {
             "text_offset": offsets,
             "token_logprobs": values,
@@ -99,7 +104,7 @@ class TextLogprobs:
         chosen = (lp.token_id, lp.token, lp.token_bytes, lp.logprob)
         for token_id, token, token_bytes, logprob in (*lp.top, chosen):
             # most likely first: a second token of the same name must not hide the first
-            top.setdefault(self._name(token_id, token, token_bytes), max(logprob, LOWEST))
+            top.setdefault(self._name(token_id, token, token_bytes), json_logprob(logprob))
         return top
 
     def _name(self, token_id: int, token: str, token_bytes: bytes) -> str:

@@ -17,12 +17,16 @@ from termgen.api.chat_bridge import (
     EndNews,
     News,
     TextNews,
+    ThoughtNews,
     Usage,
     whole_answer,
 )
 from termgen.api.errors import reply_for
 from termgen.api.responses_input import ResponsesRequest
 from termgen.client import TokenDelta
+
+Piece = ThoughtNews | TextNews | CallNews
+"""News that are part of an item."""
 
 
 class _Items:
@@ -31,17 +35,22 @@ class _Items:
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []
         self.open: dict[str, Any] | None = None
-        self.call: int | None = None
-        """The number of the open call; None for a message."""
+        """Without its text or arguments, which are in `pieces`."""
+        self.pieces: list[str] = []
+        self.kind: int | str = ""
+        """Of the open item: the number of a call, `message` or `reasoning`."""
         self.end = EndNews("stop", None)
 
-    def begins(self, news: TextNews | CallNews) -> bool:
-        """Whether this is news of another item than the open one."""
-        number = news.index if isinstance(news, CallNews) else None
-        return self.open is None or number != self.call
+    @property
+    def is_call(self) -> bool:
+        return isinstance(self.kind, int)
 
-    def begin(self, news: TextNews | CallNews) -> dict[str, Any]:
-        self.call = news.index if isinstance(news, CallNews) else None
+    def begins(self, news: Piece) -> bool:
+        """Whether this is news of another item than the open one."""
+        return self.open is None or _kind_of(news) != self.kind
+
+    def begin(self, news: Piece) -> dict[str, Any]:
+        self.kind, self.pieces = _kind_of(news), []
         if isinstance(news, CallNews):
             call_id = news.id or f"call_{uuid.uuid4().hex}"
             self.open = {
@@ -50,6 +59,14 @@ class _Items:
                 "call_id": call_id,
                 "name": news.name,
                 "arguments": "",
+                "status": "in_progress",
+            }
+        elif isinstance(news, ThoughtNews):
+            self.open = {
+                "type": "reasoning",
+                "id": f"rs_{uuid.uuid4().hex}",
+                "summary": [],
+                "content": [],
                 "status": "in_progress",
             }
         else:
@@ -62,18 +79,20 @@ class _Items:
             }
         return dict(self.open)
 
-    def add(self, news: TextNews | CallNews) -> None:
-        assert self.open is not None
-        if isinstance(news, CallNews):
-            self.open["arguments"] += news.arguments
-            return
-        if not self.open["content"]:
-            self.open["content"] = [_part("")]
-        self.open["content"][0]["text"] += news.text
+    def add(self, news: Piece) -> None:
+        self.pieces.append(news.arguments if isinstance(news, CallNews) else news.text)
+
+    def part(self, text: str) -> dict[str, Any]:
+        """The one part of the open item that is no call."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def close(self, status: str) -> dict[str, Any]:
         assert self.open is not None
-        item, self.open = {**self.open, "status": status}, None
+        text = "".join(self.pieces)
+        said = {"arguments": text} if self.is_call else {"content": [self.part(text)]}
+        item, self.open = {**self.open, **said, "status": status}, None
         self.done.append(item)
         return item
 
@@ -83,8 +102,10 @@ class _Items:
         return "incomplete" if self.end.finish_reason == "length" else "completed"
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _kind_of(news: Piece) -> int | str:
+    if isinstance(news, CallNews):
+        return news.index
+    return "reasoning" if isinstance(news, ThoughtNews) else "message"
 
 
 def _object(request: ResponsesRequest, status: str, **fields: Any) -> dict[str, Any]:
@@ -154,6 +175,7 @@ class ResponseStream:
         self._news = ChatNews(request.chat)
         self._items = _Items()
         self._sequence = 0
+        self._template: sse.NumberedTextTemplate | None = None
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
@@ -161,6 +183,20 @@ class ResponseStream:
             events += self._start()
             events += self._events_of(news)
         return events
+
+    def frame(self, index: int, delta: TokenDelta) -> bytes | None:
+        """What `feed` would say, encoded, for a delta in the middle that is only text."""
+        text = self._news.plain_text(delta) if self._items.open is not None else None
+        if not text:
+            return None if text is None else b""
+        if self._template is None:  # where text is all that comes, it is in one item
+            place = self._place()
+            self._template = sse.NumberedTextTemplate(
+                lambda number, text: _text_delta(number, place, text)
+            )
+        self._items.pieces.append(text)
+        self._sequence += 1
+        return self._template.frame(self._sequence - 1, text)
 
     def end(self) -> list[dict[str, Any]]:
         events = self._start()
@@ -206,17 +242,20 @@ class ResponseStream:
             item = items.begin(news)
             at = {"output_index": len(items.done)}
             events.append(self._event("response.output_item.added", item=item, **at))
-            if isinstance(news, TextNews):
-                part = {**self._place(), "part": _part("")}
+            if not items.is_call:
+                part = {**self._place(), "part": items.part("")}
                 events.append(self._event("response.content_part.added", **part))
         items.add(news)
         if isinstance(news, CallNews):
             if news.arguments:
                 kind = "response.function_call_arguments.delta"
                 events.append(self._event(kind, **self._place(), delta=news.arguments))
+        elif isinstance(news, ThoughtNews):
+            kind = "response.reasoning_text.delta"
+            events.append(self._event(kind, **self._place(), delta=news.text))
         elif news.text:
-            kind = "response.output_text.delta"
-            events.append(self._event(kind, **self._place(), delta=news.text, logprobs=[]))
+            events.append(_text_delta(self._sequence, self._place(), news.text))
+            self._sequence += 1
         return events
 
     def _place(self) -> dict[str, Any]:
@@ -224,23 +263,31 @@ class ResponseStream:
         items = self._items
         assert items.open is not None
         place = {"item_id": items.open["id"], "output_index": len(items.done)}
-        return place if items.call is not None else {**place, "content_index": 0}
+        return place if items.is_call else {**place, "content_index": 0}
 
     def _close(self, status: str) -> list[dict[str, Any]]:
-        place, is_call = self._place(), self._items.call is not None
+        place, kind = self._place(), self._items.kind
         number = place["output_index"]
         item = self._items.close(status)
         events = []
-        if is_call:
+        if isinstance(kind, int):
             told = {"name": item["name"], "arguments": item["arguments"]}
             events.append(self._event("response.function_call_arguments.done", **place, **told))
         else:
             part = item["content"][0]
-            done = {**place, "text": part["text"], "logprobs": []}
-            events.append(self._event("response.output_text.done", **done))
+            done = {**place, "text": part["text"]}
+            if kind == "reasoning":
+                events.append(self._event("response.reasoning_text.done", **done))
+            else:
+                events.append(self._event("response.output_text.done", **done, logprobs=[]))
             events.append(self._event("response.content_part.done", **place, part=part))
         done = {"output_index": number, "item": item}
         return [*events, self._event("response.output_item.done", **done)]
+
+
+def _text_delta(number: int, place: dict[str, Any], text: str) -> dict[str, Any]:
+    kind = "response.output_text.delta"
+    return {"type": kind, "sequence_number": number, **place, "delta": text, "logprobs": []}
 
 
 def responses_wire(stream: ResponseStream) -> sse.Wire:

@@ -5,7 +5,6 @@ Nothing is stored, so whatever refers to an earlier response is refused by name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,10 @@ from termgen.api.chat_bridge import (
     parse_as_chat,
 )
 from termgen.api.errors import unsupported
-from termgen.api.fields import Check, Fields, check_depth, is_empty, one_of, wrong_type
+from termgen.api.fields import Check, Fields, is_empty, one_of, wrong_type
+from termgen.api.parts import arguments_of, texts_of
 from termgen.api.sampling import MAX_INT
+from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
 
 HARMLESS = frozenset(
@@ -57,6 +58,11 @@ NAMES = {
 """Fields of the chat by the names they have here."""
 
 
+PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Types of parts, and the field that has their text."""
+THOUGHTS = {"reasoning_text": "text"}
+
+
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
     chat: ChatRequest
@@ -90,7 +96,9 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
         chat["response_format"] = _response_format(output_format)
     ignored = body.finish(harmless=HARMLESS, refused=REFUSED)
     context.pop("force_include_usage", None)  # this endpoint always tells
-    request = parse_as_chat(chat, id_prefix="resp_", names=NAMES, **context)
+    # The rule here, where a chat must ask for it; but not all models can where calls are free.
+    strict = context.get("tool_format", ToolFormat()).new_parser is None
+    request = parse_as_chat(chat, id_prefix="resp_", names=NAMES, strict_tools=strict, **context)
     params = request.job.params
     echo = {
         "instructions": data.get("instructions"),
@@ -100,7 +108,9 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
         "temperature": params.temperature,
         "text": {"format": output_format or {"type": "text"}},
         "tool_choice": data.get("tool_choice") or "auto",
-        "tools": tools,
+        "tools": [
+            {**t, "strict": strict if t.get("strict") is None else t["strict"]} for t in tools
+        ],
         "top_p": params.top_p,
         "user": data.get("user"),
     }
@@ -132,7 +142,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool without its envelope. `strict` is the rule here, where a chat must ask for it."""
+    """A tool without its envelope."""
     names = ("name", "description", "parameters", "strict")
     return {name: tool[name] for name in names if tool.get(name) is not None}
 
@@ -165,21 +175,29 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     if not value:
         raise RequestError("input must not be empty", param="input")
     messages: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     for i, item in enumerate(value):
         where = f"input[{i}]"
         if not isinstance(item, dict):
             raise wrong_type(where, "an object", item)
         kind = item.get("type", "message")
+        if kind == "reasoning":
+            thoughts += texts_of(item.get("content") or [], f"{where}.content", THOUGHTS)
+            continue
         if kind == "message":
             messages.append(_message(item, where))
         elif kind == "function_call":
             _add_call(messages, _call(item, where))
         elif kind == "function_call_output":
             messages.append(_result(item, where))
-        elif kind != "reasoning":  # which nobody can read again
+        else:
             raise unsupported(
                 f"{where}.type", f"{where}: items of type {str(kind)[:40]!r} are not supported here"
             )
+        if thoughts and messages[-1]["role"] == "assistant":  # of the turn that follows them
+            thoughts[:0] = filter(None, [messages[-1].get("reasoning_content")])
+            messages[-1]["reasoning_content"] = "\n".join(thoughts)
+        thoughts = []
     if not messages:
         raise RequestError("input has nothing to answer", param="input")
     return messages
@@ -193,39 +211,15 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text(value: Any, where: str) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise wrong_type(where, "a string or a list of text parts", value)
-    texts = []
-    for i, part in enumerate(value):
-        if not isinstance(part, dict):
-            raise wrong_type(f"{where}[{i}]", "an object", part)
-        kind = part.get("type")
-        key = "refusal" if kind == "refusal" else "text"
-        if kind not in ("input_text", "output_text", "text", "refusal"):
-            raise unsupported(
-                f"{where}[{i}].type",
-                f"{where}[{i}]: parts of type {str(kind)[:40]!r} are not supported here",
-            )
-        if not isinstance(part.get(key), str):
-            raise wrong_type(f"{where}[{i}].{key}", "a string", part.get(key))
-        texts.append(part[key])
-    return "\n".join(texts)
+    return "\n".join(texts_of(value, where, PARTS))
 
 
 def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name in ("call_id", "name", "arguments"):
         if not isinstance(item.get(name), str):
             raise wrong_type(f"{where}.{name}", "a string", item.get(name))
-    function = {"name": item["name"], "arguments": item["arguments"] or "{}"}
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise wrong_type(f"{where}.arguments", "the text of a JSON object", item["arguments"])
-    check_depth(f"{where}.arguments", arguments)
+    arguments = arguments_of(item["arguments"], f"{where}.arguments")
+    function = {"name": item["name"], "arguments": arguments}
     return {"id": item["call_id"], "type": "function", "function": function}
 
 

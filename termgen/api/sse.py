@@ -46,12 +46,30 @@ class TextTemplate:
 
     __slots__ = ("_after", "_before")
 
-    def __init__(self, make_chunk: Callable[[str], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        make_chunk: Callable[[str], dict[str, Any]],
+        to_frame: Callable[[dict[str, Any]], bytes] = frame,
+    ) -> None:
         marker = secrets.token_hex(16)
-        self._before, self._after = frame(make_chunk(marker)).split(dumps(marker))
+        self._before, self._after = to_frame(make_chunk(marker)).split(dumps(marker))
 
     def frame(self, text: str) -> bytes:
         return self._before + dumps(text) + self._after
+
+
+class NumberedTextTemplate:
+    """Named frames that differ in one text and, before it, in their number."""
+
+    __slots__ = ("_after", "_before", "_between")
+
+    def __init__(self, make_event: Callable[[int, str], dict[str, Any]]) -> None:
+        marker, number = secrets.token_hex(16), 10**30 + secrets.randbits(64)
+        before, self._after = named_frame(make_event(number, marker)).split(dumps(marker))
+        self._before, self._between = before.split(dumps(number))
+
+    def frame(self, number: int, text: str) -> bytes:
+        return b"%b%d%b%b%b" % (self._before, number, self._between, dumps(text), self._after)
 
 
 def error_frames(exc: BaseException) -> bytes:

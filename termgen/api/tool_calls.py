@@ -62,10 +62,10 @@ class CallParser(Protocol):
 
 
 def new_parser(tools: Tools) -> CallParser:
-    """For the calls of one choice."""
+    """For the text of one choice."""
     names = frozenset(function.name for function in tools.functions)
     if tools.format.new_parser is not None and not tools.must_call:
-        return DeclaredParser(tools.format.new_parser())
+        return DeclaredParser(tools.format.new_parser(), reads_calls=tools.may_call)
     return StyleParser(tools.format.style, names)
 
 
@@ -247,15 +247,25 @@ class DeclaredParser:
     It gives a call when the call is complete, so arguments come in one piece.
     """
 
-    def __init__(self, parser: ResponseParser) -> None:
+    def __init__(self, parser: ResponseParser, *, reads_calls: bool) -> None:
+        """reads_calls: False where nobody asked for any; what is one all the same is content."""
         self.num_calls = 0
         self._parser = parser
+        self._reads_calls = reads_calls
+        self._unread = ""
+        """The text before all that the files declare."""
+        self._has_read = False
 
     def feed(self, text: str) -> list[Part]:
+        if not self._has_read:
+            self._unread += text
         return self._read(self._parser.feed(text))
 
     def finish(self) -> list[Part]:
-        return self._read(self._parser.finalize()[1])
+        parts = self._read(self._parser.finalize()[1])
+        if self._has_read or not self._unread:
+            return parts
+        return [Content(self._unread)]  # not as the files declare: better than no answer
 
     def _read(self, events: Sequence[dict[str, Any]]) -> list[Part]:
         parts: list[Part] = []
@@ -268,12 +278,13 @@ class DeclaredParser:
                 value = event["value"]
                 for call in value if isinstance(value, list) else [value]:
                     parts += self._call(call)
+        self._has_read |= bool(events)
         return _merged(parts)
 
     def _call(self, call: Any) -> list[Part]:
         function = call.get("function", call) if isinstance(call, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(function, dict) or not isinstance(name, str):
+        if not (isinstance(function, dict) and isinstance(name, str)) or not self._reads_calls:
             return [Content(json.dumps(call, ensure_ascii=False))]
         arguments = function.get("arguments", function.get("parameters", {}))
         if not isinstance(arguments, str):

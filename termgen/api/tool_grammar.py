@@ -32,6 +32,8 @@ class Function:
     parameters: dict[str, Any]
     """The JSON schema of its arguments."""
     strict: bool
+    lenient: bool = False
+    """What of the schema cannot be enforced is passed over, not refused."""
 
 
 def forced_calls(functions: Sequence[Function], tool_format: ToolFormat, *, parallel: bool) -> str:
@@ -94,7 +96,7 @@ def _grammar(
         lines.append(
             f"{name}: {_words(before, tool_format)} {name}_arguments {_words(after, tool_format)}"
         )
-        lines.append(f"{name}_arguments: {_json(schema)}")
+        lines.append(f"{name}_arguments: {_json(schema, lenient=function.lenient)}")
     return "\n".join(lines) + "\n"
 
 
@@ -118,6 +120,7 @@ def _words(text: str, tool_format: ToolFormat) -> str:
     )
 
 
-def _json(schema: dict[str, Any]) -> str:
+def _json(schema: dict[str, Any], *, lenient: bool = False) -> str:
     # Where any white space is allowed, small models write nothing else.
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
+    options = {"whitespace_flexible": False, "lenient": lenient}
+    return "%json " + json.dumps({**schema, "x-guidance": options})

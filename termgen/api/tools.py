@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from termgen.api.errors import unsupported
-from termgen.api.fields import Fields, check_depth, parse_json, wrong_type
+from termgen.api.fields import Fields, check_depth, wrong_type
+from termgen.api.parts import arguments_of
 from termgen.api.tool_grammar import (
     ANY_OBJECT,
     Function,
@@ -32,7 +33,7 @@ _NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of one chat. Without functions, text is all that comes."""
+    """The tools of one chat, and how the model's text is taken apart."""
 
     functions: tuple[Function, ...] = ()
     shown: tuple[dict[str, Any], ...] = ()
@@ -44,6 +45,11 @@ class Tools:
     format: ToolFormat = field(default_factory=ToolFormat)
 
     @property
+    def needs_parser(self) -> bool:
+        """Whether the model's text is more than content: what its files declare, or calls."""
+        return self.may_call or self.format.new_parser is not None
+
+    @property
     def may_call(self) -> bool:
         return self.choice != "none"
 
@@ -53,13 +59,16 @@ class Tools:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether calls are told apart by words that text usually leaves out."""
+        """Whether the parts of the text are told apart by words that text usually leaves out."""
         declared = self.format.new_parser is not None and not self.must_call
-        return self.may_call and (declared or bool(self.format.special_tokens))
+        return declared or (self.may_call and bool(self.format.special_tokens))
 
 
-def parse_tools(body: Fields, tool_format: ToolFormat) -> Tools:
-    """Check the fields. Of a function that is named, only that one is shown to the model."""
+def parse_tools(body: Fields, tool_format: ToolFormat, *, strict: bool = False) -> Tools:
+    """Check the fields. Of a function that is named, only that one is shown to the model.
+
+    strict: of functions that do not say. Their schemas are enforced as far as they can be.
+    """
     parallel = body.boolean("parallel_tool_calls", True)
     listed = body.take("tools")
     choice = body.take("tool_choice")
@@ -68,15 +77,15 @@ def parse_tools(body: Fields, tool_format: ToolFormat) -> Tools:
     if not listed:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice needs tools", param="tool_choice")
-        return Tools()
+        return Tools(format=tool_format)
     if len(listed) > MAX_TOOLS:
         raise RequestError(f"at most {MAX_TOOLS} tools are allowed", param="tools")
-    pairs = [_function(tool, f"tools[{i}]") for i, tool in enumerate(listed)]
+    pairs = [_function(tool, f"tools[{i}]", strict) for i, tool in enumerate(listed)]
     if len({function.name for function, _ in pairs}) < len(pairs):
         raise RequestError("two tools have the same name", param="tools")
     kind, name = _choice(choice)
     if kind == "none":
-        return Tools()
+        return Tools(format=tool_format)
     if kind == "named":
         pairs = [pair for pair in pairs if pair[0].name == name]
         if not pairs:
@@ -90,7 +99,7 @@ def parse_tools(body: Fields, tool_format: ToolFormat) -> Tools:
     )
 
 
-def _function(tool: Any, where: str) -> tuple[Function, dict[str, Any]]:
+def _function(tool: Any, where: str, strict: bool) -> tuple[Function, dict[str, Any]]:
     if not isinstance(tool, dict):
         raise wrong_type(where, "an object", tool)
     if tool.get("type", "function") != "function":
@@ -108,14 +117,16 @@ def _function(tool: Any, where: str) -> tuple[Function, dict[str, Any]]:
             param=f"{where}.name",
         )
     fields.string("description")
-    strict = fields.boolean("strict")
+    is_rule = fields.take("strict") is None
+    strict = fields.boolean("strict", strict)
     parameters = fields.take("parameters")
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict):
         raise wrong_type(f"{where}.parameters", "an object", parameters)
     StructuredOutputsParams(json=parameters, param=f"{where}.parameters")  # for its limits
-    return Function(name, parameters, strict), {"type": "function", "function": given}
+    function = Function(name, parameters, strict, lenient=strict and is_rule)
+    return function, {"type": "function", "function": given}
 
 
 def _choice(value: Any) -> tuple[str, str]:
@@ -190,12 +201,7 @@ def parse_calls(value: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise wrong_type(at, "an object with function.name", call)
-        arguments = function.get("arguments") or "{}"
-        if isinstance(arguments, str):
-            arguments = parse_json(arguments.encode(), f"{at}.function.arguments")
-        if not isinstance(arguments, dict):
-            raise wrong_type(f"{at}.function.arguments", "a JSON object", arguments)
-        check_depth(f"{at}.function.arguments", arguments)
+        arguments = arguments_of(function.get("arguments") or {}, f"{at}.function.arguments")
         parsed = {"name": function["name"], "arguments": arguments}
         calls.append({"id": call.get("id"), "type": "function", "function": parsed})
     return calls

@@ -2,7 +2,8 @@
 
 Reads the files of `bench serve` and `bench latency` (and vLLM's, if they have single requests).
 Requests, seconds or batches are drawn again and again from each file; the interval is where the
-change lies in most of these draws (bootstrap). Knows nothing of servers.
+change lies in most of these draws (bootstrap). Times are those of requests that were answered; how
+many were not is a figure of its own. Knows nothing of servers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.bench.compare_options import CompareOptions
+from termgen.config import MAX_INT
 from termgen.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
@@ -25,6 +27,7 @@ DRAWN_AT_ONCE = 4_000_000
 FEWEST_SAMPLES = 8
 FEWEST_FOR_P99 = 100
 """With fewer an interval says nothing."""
+FAILED = "failed requests"
 
 STATISTICS: dict[str, Statistic] = {
     "mean": lambda rows: np.mean(rows, axis=1),
@@ -51,12 +54,17 @@ class Change:
     before: float
     after: float
     interval: tuple[float, float]
-    """Of the relative change: 0.02 is 2% more."""
+    """Of the change."""
     is_more_better: bool
     threshold: float
+    is_share: bool = False
+    """Both are percentages of the requests."""
 
     @property
     def change(self) -> float:
+        """Relative: 0.02 is 2% more. Of shares their difference: 0.02 is two of 100 requests."""
+        if self.is_share:
+            return (self.after - self.before) / 100
         return self.after / self.before - 1 if self.before else 0.0
 
     @property
@@ -88,6 +96,7 @@ class Comparison:
                     "before": c.before,
                     "after": c.after,
                     "change": c.change,
+                    "change_is_difference": c.is_share,
                     "interval": list(c.interval),
                     "verdict": c.verdict,
                 }
@@ -103,10 +112,12 @@ class Comparison:
         lines = [f"{'':<{width}}{'A':>12}{'B':>12}{'change':>10}   interval of the change"]
         for c in self.changes:
             low, high = c.interval
-            name = f"{c.name}, {c.unit}"
+            name, sign = f"{c.name}, {c.unit}", " pt" if c.is_share else "%"
+            change = f"{c.change * 100:+.1f}{sign}"
+            ends = [f"{end * 100:+.1f}{sign}" for end in (low, high)]
             lines.append(
-                f"{name:<{width}}{c.before:>12.2f}{c.after:>12.2f}{c.change:>+10.1%}"
-                f"   {low:>+7.1%} .. {high:>+7.1%}  {c.verdict}"
+                f"{name:<{width}}{c.before:>12.2f}{c.after:>12.2f}{change:>10}"
+                f"   {ends[0]:>7} .. {ends[1]:>7}  {c.verdict}"
             )
         return lines
 
@@ -116,7 +127,8 @@ def compare(options: CompareOptions) -> Comparison:
     first, second = read(options.before), read(options.after)
     samples = samples_of(first), samples_of(second)
     rng = np.random.default_rng(options.seed)
-    changes = []
+    failed = _failed_change(first, second, options, rng)
+    changes = [] if failed is None else [failed]
     for name, (unit, is_more_better, statistics, before) in samples[0].items():
         if name not in samples[1]:
             continue
@@ -138,7 +150,7 @@ def compare(options: CompareOptions) -> Comparison:
                     options.threshold / 100,
                 )
             )
-    if not changes:
+    if all(c.name == FAILED and c.verdict == "same" for c in changes):
         raise ConfigError(
             f"{options.before} and {options.after} have no figure in common of which both have at "
             f"least {FEWEST_SAMPLES} samples; files of `bench serve` and `bench latency` do"
@@ -170,6 +182,43 @@ def _draws(values: Floats, statistic: Statistic, count: int, rng: np.random.Gene
     return np.concatenate(parts)
 
 
+def _failed_change(
+    first: dict[str, Any],
+    second: dict[str, Any],
+    options: CompareOptions,
+    rng: np.random.Generator,
+) -> Change | None:
+    """However small, it counts when it is sure: a server that fails requests has the rest sooner.
+
+    None where a file does not say, or has too few.
+    """
+    counts = [failures_of(content) for content in (first, second)]
+    if counts[0] is None or counts[1] is None:
+        return None
+    shares, drawn = [], []
+    for failed, total in (counts[0], counts[1]):
+        if total < FEWEST_SAMPLES:
+            return None
+        shares.append(failed / total)
+        drawn.append(rng.binomial(total, failed / total, size=options.resamples) / total)
+    tail = (100 - options.confidence) / 2
+    low, high = np.percentile(drawn[1] - drawn[0], [tail, 100 - tail])
+    before, after = (100 * share for share in shares)
+    interval = (float(low), float(high))
+    return Change(FAILED, "%", before, after, interval, False, threshold=0.0, is_share=True)
+
+
+def failures_of(content: dict[str, Any]) -> tuple[int, int] | None:
+    """How many requests failed, of how many; None if the file does not say."""
+    if "completed" not in content or not ("failed" in content or "num_prompts" in content):
+        return None
+    done = int(content["completed"])
+    failed = int(content["failed"]) if "failed" in content else int(content["num_prompts"]) - done
+    if done < 0 or failed < 0 or done + failed > MAX_INT:
+        raise ValueError(f"{done} requests completed and {failed} failed")
+    return failed, done + failed
+
+
 Sample = tuple[str, bool, tuple[str, ...], Floats]
 """Unit, whether more is better, which statistics, the values."""
 
@@ -182,20 +231,33 @@ def samples_of(content: dict[str, Any]) -> dict[str, Sample]:
         found["batch latency"] = ("s", False, ("mean", "p50"), _floats(content["latencies"]))
     if "ttfts" in content:
         first = _floats(content["ttfts"]) * 1e3
-        found["ttft"] = ("ms", False, times, first)
+        answered = _answered(content, len(first))
+        found["ttft"] = ("ms", False, times, first[answered])
         whole = _whole_ms(content, first)
         tokens = _floats(content.get("output_lens", []))
         if whole is not None and len(tokens) == len(first):
-            several = tokens > 1
+            several = answered & (tokens > 1)
             gaps = (whole - first)[several] / (tokens[several] - 1)
             found["tpot"] = ("ms", False, times, gaps)
         if whole is not None:
-            found["e2el"] = ("ms", False, times, whole)
+            found["e2el"] = ("ms", False, times, whole[answered])
     # the last second is not a whole one
     by_second = _floats(content.get("output_tokens_by_second", []))[:-1]
     if len(by_second):
         found["output throughput"] = ("tokens/s", True, ("mean",), by_second)
     return found
+
+
+def _answered(content: dict[str, Any], count: int) -> npt.NDArray[np.bool_]:
+    """[count] vLLM's arrays keep a row of zeros for each request that failed."""
+    answered = np.ones(count, dtype=bool)
+    tokens = _floats(content.get("output_lens", []))
+    if len(tokens) == count:
+        answered &= tokens > 0
+    errors = content.get("errors")
+    if "e2els" not in content and isinstance(errors, list) and len(errors) == count:
+        answered &= np.array([not error for error in errors], dtype=bool)
+    return answered
 
 
 def _whole_ms(content: dict[str, Any], first_ms: Floats) -> Floats | None:
@@ -214,12 +276,18 @@ def _floats(values: Any) -> Floats:
 def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     """Settings that differ, for a person to judge."""
     pairs = [(name, first.get(name), second.get(name)) for name in ALIKE]
-    options = first.get("options") or {}, second.get("options") or {}
+    options = _settings(first, "options"), _settings(second, "options")
     names = sorted((options[0].keys() & options[1].keys()) - OPTIONS_ASIDE)
     pairs += [(name, options[0][name], options[1][name]) for name in names]
-    machines = first.get("machine") or {}, second.get("machine") or {}
+    machines = _settings(first, "machine"), _settings(second, "machine")
     pairs += [(name, machines[0].get(name), machines[1].get(name)) for name in ("cpu", "cores")]
     return [f"{name}: {a} in A, {b} in B" for name, a, b in pairs if a != b]
+
+
+def _settings(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """Other programs may keep something else under the name."""
+    found = content.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def read(path: str) -> dict[str, Any]:
@@ -234,6 +302,7 @@ def read(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a result of a bench: it must be a JSON object")
     try:
         samples_of(content)
-    except (TypeError, ValueError) as error:
+        failures_of(content)
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path} is not a result of a bench: {error}") from None
     return content

@@ -78,7 +78,7 @@ def _serve_charts(run: ServeRun) -> list[tuple[str, str]]:
             charts.append((title, chart([line], x_title=f"{metric}, ms", y_title="percent")))
     by_second: tuple[tuple[str, str, Sequence[float], int], ...] = (
         ("Output tokens by second", "tokens/s", result.output_tokens_by_second(), 3),
-        ("Requests under way by second", "requests", result.running_by_second(), 4),
+        ("Requests under way, the most in each second", "requests", result.running_by_second(), 4),
     )
     for title, unit, counts, style in by_second:
         points = [(i + 0.5, float(count)) for i, count in enumerate(counts)]
@@ -99,12 +99,12 @@ def sweep_page(result: SweepResult) -> str:
         verdict_of_step = "kept" if step.is_kept else "too much"
         rows.append([f"{step.load:g}", *throughput, *times, share, verdict_of_step])
     warnings = [f"at {s.load:g}: {w}" for s in result.steps for w in s.run.warnings()]
-    first = result.steps[0].run
+    first, found = result.steps[0].run, verdict(result)
     facts = [("server", f"{first.url} ({first.model.owner}), model {first.model.model_id}")]
     parts = [
         _warnings(warnings),
         _table([*facts, ("dataset", result.options.dataset_name)], kind="facts"),
-        f"<h2>{escape(verdict(result).capitalize())}</h2>",
+        f"<h2>{escape(found[0].upper() + found[1:])}</h2>",
         _table(rows, [*names, "good", ""]),
         _charts(_sweep_charts(result, title)),
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,6 +20,8 @@ BACKENDS = ("openai", "openai-chat")
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 METRICS = ("ttft", "tpot", "itl", "e2el")
 """Time to first token, time per output token after it, between two chunks, whole request."""
+SETTINGS_OF = {"random": "random_", "prefix-repetition": "prefix_repetition_", "custom": "custom_"}
+"""How the settings of one dataset begin; the others have none of their own."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 READY_S = 10.0
 OWN_READY_S = 600.0
@@ -141,6 +143,11 @@ class ServeOptions:
         _spell_dataset(self)
         self._check_server()
         self._check_dataset()
+        if self.burstiness != 1.0 and not self.has_rate:
+            raise ConfigError(
+                "burstiness is of arrivals at a rate: give --request-rate as well",
+                param="burstiness",
+            )
         self.slo_ms()
         self.metrics()
         self.percentiles()
@@ -172,6 +179,17 @@ class ServeOptions:
             )
         if not needs_file and self.dataset_path is not None:
             raise ConfigError(f"dataset {self.dataset_name} reads no file", param="dataset_path")
+        for dataset, prefix in SETTINGS_OF.items():
+            for f in fields(self) if dataset != self.dataset_name else ():
+                if f.name.startswith(prefix) and getattr(self, f.name) != f.default:
+                    raise ConfigError(
+                        f"{f.name} is for dataset {dataset}, not {self.dataset_name}", param=f.name
+                    )
+
+    @property
+    def has_rate(self) -> bool:
+        """Arrivals are drawn, not all at once or as in a trace."""
+        return self.request_rate is not None and math.isfinite(self.request_rate)
 
     @property
     def url(self) -> str | None:

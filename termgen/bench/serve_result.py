@@ -199,14 +199,19 @@ class ServeResult:
         return [round(s, 3) for s in sums]
 
     def running_by_second(self) -> list[int]:
-        """[seconds] requests under way at some time of each second."""
-        counts = [0] * max(1, math.ceil(self.duration_s))
-        for t in self.times:
-            first = max(0, int(t.start_s))
-            last = min(len(counts) - 1, int(t.start_s + t.latency_s))
-            for second in range(first, last + 1):
-                counts[second] += 1
-        return counts
+        """[seconds] most requests under way at one time of each second."""
+        peaks = [0] * max(1, math.ceil(self.duration_s))
+        # A place that is free and taken again at one time counts once: ends sort before begins.
+        changes = [(t.start_s, 1) for t in self.times]
+        changes += [(t.start_s + t.latency_s, -1) for t in self.times]
+        running, second = 0, 0
+        for at, change in sorted(changes):
+            while second < min(len(peaks) - 1, int(at)):
+                second += 1
+                peaks[second] = running
+            running += change
+            peaks[second] = max(peaks[second], running)
+        return peaks
 
 
 def make_result(

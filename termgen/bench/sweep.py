@@ -1,7 +1,8 @@
 """`termgen bench sweep`: load tests one after another, up to the knee.
 
-The load is doubled until a step fails; with a limit on latencies the gap is then narrowed. What a
-step does is the business of `serve`.
+The load is doubled until a step fails; with a limit on latencies the gap is then narrowed. A step
+of which nothing can be measured ends the sweep, and the others are told all the same. What a step
+does is the business of `serve`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from termgen.bench import plots, report
 from termgen.bench.serve import ServeRun
 from termgen.bench.serve_options import ServeOptions
 from termgen.bench.sweep_options import SweepOptions
+from termgen.errors import EngineError
 
 REQUESTS_PER_CLIENT = 4
 SECONDS = 10.0
@@ -61,10 +63,20 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """A load of which there is nothing to tell: no request of it succeeded."""
+
+    load: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class SweepResult:
     options: SweepOptions
     steps: tuple[Step, ...]
-    """By load."""
+    """By load; at least one."""
+    failure: Failure | None
+    """What ended the sweep before its time."""
 
     @property
     def knee(self) -> Step | None:
@@ -79,32 +91,40 @@ class SweepResult:
     @property
     def is_open(self) -> bool:
         """Nothing failed up to `--sweep-to`: the knee is further up."""
-        return all(step.is_kept for step in self.steps)
+        return self.failure is None and all(step.is_kept for step in self.steps)
 
 
 async def run_sweep(options: SweepOptions, run_step: RunStep, *, seed: int) -> SweepResult:
+    """Raises `EngineError` if not even the first step can be measured."""
     steps: list[Step] = []
+    failures: list[Failure] = []
 
-    async def measure(load: float) -> Step:
-        run = await run_step(step_options(options, load), seed + SEED_STEP * len(steps))
-        best = max((s.run.result.as_json()["output_throughput"] for s in steps), default=0.0)
-        steps.append(Step(load, run, keeps(options, run, best)))
-        return steps[-1]
+    async def keeps_at(load: float) -> bool:
+        try:
+            run = await run_step(step_options(options, load), seed + SEED_STEP * len(steps))
+        except EngineError as error:
+            if not steps:
+                raise
+            failures.append(Failure(load, str(error)))
+            return False
+        steps.append(Step(load, run, keeps(options, run, needed_throughput(options, load, steps))))
+        return steps[-1].is_kept
 
     load, last_kept = options.sweep_from, 0.0
-    while (step := await measure(load)).is_kept and load < options.sweep_to:
+    while (is_kept := await keeps_at(load)) and load < options.sweep_to:
         last_kept, load = load, min(load * 2, options.sweep_to)
-    if options.goodput and not step.is_kept:
+    if options.goodput and not is_kept:
         low, high = last_kept, load
         for _ in range(options.sweep_refine):
             middle = _middle(options, low, high)
-            if middle is None:
+            if middle is None or failures:
                 break
-            if (await measure(middle)).is_kept:
+            if await keeps_at(middle):
                 low = middle
             else:
                 high = middle
-    return SweepResult(options, tuple(sorted(steps, key=lambda s: s.load)))
+    by_load = tuple(sorted(steps, key=lambda s: s.load))
+    return SweepResult(options, by_load, failures[0] if failures else None)
 
 
 def step_options(options: SweepOptions, load: float) -> ServeOptions:
@@ -121,14 +141,22 @@ def step_options(options: SweepOptions, load: float) -> ServeOptions:
     return ServeOptions(**values)
 
 
-def keeps(options: SweepOptions, run: ServeRun, best_before: float) -> bool:
+def needed_throughput(options: SweepOptions, load: float, before: Sequence[Step]) -> float:
+    """What a step must reach without a limit on latencies. The gain is that of a doubled load; the
+    last step may raise it by less."""
+    best: float = max((s.run.result.as_json()["output_throughput"] for s in before), default=0.0)
+    doublings = math.log2(load / before[-1].load) if before else 0.0
+    return best * math.pow(1 + options.sweep_gain / 100, doublings)
+
+
+def keeps(options: SweepOptions, run: ServeRun, needed: float) -> bool:
     if options.goodput:
         share = run.result.num_good / len(run.result.errors)
         return share * 100 >= options.sweep_attainment
     if any(run.result.errors):
         return False
     throughput: float = run.result.as_json()["output_throughput"]
-    return throughput >= best_before * (1 + options.sweep_gain / 100)
+    return throughput >= needed
 
 
 def _middle(options: SweepOptions, low: float, high: float) -> float | None:
@@ -151,6 +179,7 @@ def document(result: SweepResult, run: ServeRun, engine_flags: list[str] | None)
         "knee": None if knee is None else knee.load,
         "knee_is_beyond": result.is_open,
         "levels": [step.as_json() for step in result.steps],
+        "failure": None if result.failure is None else dataclasses.asdict(result.failure),
         "url": run.url,
         "options": dataclasses.asdict(result.options),
         "engine_flags": engine_flags,
@@ -191,12 +220,14 @@ def verdict(result: SweepResult) -> str:
     limit = (
         f"{options.sweep_attainment:g}% of requests within {' '.join(options.goodput)}"
         if options.goodput
-        else f"each step adding {options.sweep_gain:g}% of throughput"
+        else f"a doubled load adding {options.sweep_gain:g}% of throughput"
     )
+    end = ", and no step was too much: raise --sweep-to" if result.is_open else ""
+    if result.failure is not None:
+        end = f"; at {result.failure.load:g} nothing could be measured: {result.failure.error}"
     if knee is None:
-        return f"no knee: {result.steps[0].load:g} {unit} was too much already ({limit})"
-    beyond = ", and no step was too much: raise --sweep-to" if result.is_open else ""
-    return f"knee: {knee.load:g} {unit} ({limit}){beyond}"
+        return f"no knee: {result.steps[0].load:g} {unit} was too much already ({limit}){end}"
+    return f"knee: {knee.load:g} {unit} ({limit}){end}"
 
 
 def _curve(result: SweepResult) -> list[str]:

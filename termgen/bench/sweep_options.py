@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from termgen.bench.serve_options import ServeOptions
 from termgen.config import MAX_INT, setting
@@ -61,6 +61,7 @@ class SweepOptions(ServeOptions):
                 raise ConfigError("sweep_from must be at least 1 client", param="sweep_from")
         elif not self.goodput:
             raise ConfigError("sweep_over rate needs --goodput", param="sweep_over")
+        self._check_limits()
         if self.sweep_to < self.sweep_from:
             raise ConfigError("sweep_to is less than sweep_from", param="sweep_to")
         if self.save_detailed:
@@ -68,3 +69,18 @@ class SweepOptions(ServeOptions):
                 "save_detailed is for `bench serve`: a sweep keeps figures of its steps only",
                 param="save_detailed",
             )
+
+    @property
+    def has_rate(self) -> bool:
+        return self.sweep_over == "rate"
+
+    def _check_limits(self) -> None:
+        """What decides over a step is a limit on latencies or a gain of throughput."""
+        needs, of = (
+            ("goes without", ("sweep_gain",))
+            if self.goodput
+            else ("needs", ("sweep_attainment", "sweep_refine"))
+        )
+        for f in fields(self):
+            if f.name in of and getattr(self, f.name) != f.default:
+                raise ConfigError(f"{f.name} {needs} --goodput", param=f.name)

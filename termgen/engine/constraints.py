@@ -16,10 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
+from termgen.engine.at_odds import fault_of
 from termgen.engine.request import FinishReason, IntArray, Request
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.token_mask import RowMasks, TokenMask, TokenMatcher
-from termgen.errors import EngineError
+from termgen.errors import EngineError, TermgenError
 
 PATIENCE_S = 0.001
 """While another step runs, masks are waited for this long; a row whose mask takes longer misses
@@ -66,10 +67,10 @@ class Constraints:
         tokens: IntArray,
         stopped: npt.NDArray[np.bool_],
         ended: npt.NDArray[np.intp],
-    ) -> dict[int, tuple[FinishReason, EngineError | None]]:
+    ) -> dict[int, tuple[FinishReason, TermgenError | None]]:
         """Take in landed tokens. All rows that end, and how: those `ended` already, some of them
         `stopped` by a token, and those whose grammar ends."""
-        endings: dict[int, tuple[FinishReason, EngineError | None]] = {
+        endings: dict[int, tuple[FinishReason, TermgenError | None]] = {
             i: (FinishReason.STOP if stopped[i] else FinishReason.LENGTH, None)
             for i in ended.tolist()
         }
@@ -78,10 +79,13 @@ class Constraints:
             request = table.request_at(slot)
             matcher = request.matcher
             assert matcher is not None
-            if not matcher.accept(int(tokens[i])):
+            answer = table.token_ids[slot, table.num_prompt[slot] : table.num_tokens[slot]]
+            assert request.mask is not None
+            if fault := fault_of(request, answer, request.mask.bits()):
+                endings[i] = FinishReason.ERROR, fault
+            elif not matcher.accept(int(tokens[i])):
                 error = EngineError(
-                    f"token {int(tokens[i])} does not fit the grammar: the request's other"
-                    " parameters leave nothing that does, or the grammar is too complex"
+                    f"token {int(tokens[i])} does not fit the grammar, which may be too complex"
                 )
                 endings[i] = FinishReason.ERROR, error
             elif matcher.is_ended:

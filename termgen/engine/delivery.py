@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from termgen.engine.request import FinishReason, IntArray
 from termgen.engine.step import StepLogprobs, StepPlan, StepResult
-from termgen.errors import EngineError
+from termgen.errors import TermgenError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class FinishedRow:
     """The token that ended it when that token is not an end-of-sequence token."""
     stopped_by_token: bool
     """The last token is a stop token or end-of-sequence: it is reported, its text is not shown."""
-    error: EngineError | None = None
+    error: TermgenError | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0

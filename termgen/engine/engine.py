@@ -40,6 +40,10 @@ COLLECT_SECONDS = 30.0
 FULL_COLLECTIONS = 20
 """Every so many of those collections look at old garbage too, or it would pile up for ever."""
 
+MOST_BEHIND = 1000
+"""Steps whose tokens the loop has not taken yet. With more, the engine waits for it."""
+HOLD_S = 0.001
+
 
 class AsyncEngine:
     """The in-process `EngineClient`: an engine thread behind one asyncio loop."""
@@ -311,6 +315,15 @@ class AsyncEngine:
         of the two threads, a delivery is either taken or followed by a wake-up.
         """
         self._deliveries.append(delivery)
+        self._wake_loop()
+        while len(self._deliveries) > MOST_BEHIND and not self._nobody_listens:
+            time.sleep(HOLD_S)  # tokens that nobody can turn into text would only pile up
+
+    @property
+    def _nobody_listens(self) -> bool:
+        return self._stopping or self._loop.is_closed()
+
+    def _wake_loop(self) -> None:
         if not self._is_woken:
             self._is_woken = True
             self._post(self._take_deliveries)
@@ -331,14 +344,17 @@ class AsyncEngine:
             raise
 
     def _process_deliveries(self) -> None:
+        """Those that are there now: others on this loop come before what arrives meanwhile."""
         processor, core = self.parts.output_processor, self.parts.core
-        while self._deliveries:
+        for _ in range(len(self._deliveries)):
             for delta in processor.process(self._deliveries.popleft()):
                 stream = self._streams.get(delta.request_id)
                 if stream is not None:
                     stream.push(delta)
         for request_id in processor.take_aborts():
             core.abort(request_id)
+        if self._deliveries:
+            self._wake_loop()
 
     def _end(self, death: EngineDeadError) -> None:
         """No step will follow: fail what is open, refuse what comes. The first reason stays."""

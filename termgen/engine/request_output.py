@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from termgen.client import RequestTimings, TokenDelta, TokenLogprob
 from termgen.engine.request import FinishReason
-from termgen.errors import EngineError
+from termgen.errors import TermgenError
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class CompletionOutput:
     """None while it is still being generated."""
     stop_reason: int | str | None
     timings: RequestTimings | None = None
-    error: EngineError | None = None
+    error: TermgenError | None = None
 
     @property
     def finished(self) -> bool:

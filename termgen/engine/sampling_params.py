@@ -12,6 +12,9 @@ from termgen.errors import RequestError
 GREEDY_EPSILON = 1e-5
 """Temperatures below this mean greedy decoding, as in vLLM."""
 
+SMALLEST_POSITIVE = 2.0**-126
+"""Devices compute with float32 and may take anything nearer to 0 for 0."""
+
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -252,7 +255,7 @@ def _check_float(
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise RequestError(f"{name} must be a finite number, not {value!r}", param=name)
-    if value > high or value < low or (exclusive_low and value == low):
+    if value > high or value < low or (exclusive_low and value - low < SMALLEST_POSITIVE):
         bracket = "(" if exclusive_low else "["
         raise RequestError(
             f"{name} must be in {bracket}{low:g}, {high:g}], not {value:g}", param=name

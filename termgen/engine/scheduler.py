@@ -26,7 +26,7 @@ from termgen.engine.request_queue import first_begun, make_queue, priority_key
 from termgen.engine.scheduler_types import AppliedStep, SchedulerConfig, SchedulerStats
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import StepPlan, StepResult
-from termgen.errors import EngineError, RequestError
+from termgen.errors import EngineError, RequestError, TermgenError
 
 
 class Scheduler:
@@ -77,7 +77,7 @@ class Scheduler:
         self.waiting.push(request)
 
     def finish(
-        self, request_id: str, reason: FinishReason, error: EngineError | None = None
+        self, request_id: str, reason: FinishReason, error: TermgenError | None = None
     ) -> FinishedRow | None:
         """End a request from outside (abort, error). None if it is not there any more."""
         request = self.requests.get(request_id)
@@ -354,7 +354,7 @@ class Scheduler:
         reason: FinishReason,
         *,
         stop_token: int | None = None,
-        error: EngineError | None = None,
+        error: TermgenError | None = None,
     ) -> FinishedRow:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason

@@ -7,23 +7,29 @@ import asyncio
 from termgen.client import TokenDelta, merge_deltas
 from termgen.errors import EngineDeadError
 
+MERGE_AT = 64
+"""Merging copies all tokens that wait, so it is not done for every single one."""
+
 
 class DeltaStream:
-    """Bounded by the request itself: at most one waiting delta per completion.
+    """What waits is bounded by the request itself, and is merged into few deltas.
 
     `push` never waits, so a slow reader gets larger deltas instead of holding anybody up. Event
     loop only.
     """
 
     def __init__(self, num_completions: int) -> None:
-        self._waiting: dict[int, TokenDelta] = {}
+        self._waiting: dict[int, list[TokenDelta]] = {}
+        """By completion."""
         self._open = num_completions
         self._news = asyncio.Event()
         self._error: EngineDeadError | None = None
 
     def push(self, delta: TokenDelta) -> None:
-        earlier = self._waiting.get(delta.index)
-        self._waiting[delta.index] = delta if earlier is None else merge_deltas((earlier, delta))
+        waiting = self._waiting.setdefault(delta.index, [])
+        waiting.append(delta)
+        if len(waiting) >= MERGE_AT:
+            waiting[:] = [merge_deltas(waiting)]
         self._news.set()
 
     def fail(self, error: EngineDeadError) -> None:
@@ -43,7 +49,7 @@ class DeltaStream:
             self._news.clear()
             await self._news.wait()
         index = next(iter(self._waiting))
-        delta = self._waiting.pop(index)
+        delta = merge_deltas(self._waiting.pop(index))
         if delta.finish_reason is not None:
             self._open -= 1
         return delta

@@ -21,6 +21,9 @@ from termgen.serving.reading import state_of
 from termgen.serving.responses import EventWriter, until_disconnect
 from termgen.serving.state import SNAPSHOT_TIMEOUT_S, ServerState
 from termgen.telemetry import (
+    MAX_HZ,
+    MAX_SILENCE_S,
+    MIN_HZ,
     TOPICS,
     Cache,
     Model,
@@ -32,8 +35,6 @@ from termgen.telemetry import (
 )
 
 DEFAULT_HZ = 4.0
-MAX_HZ = 20.0
-MIN_HZ = 0.1
 
 IDLE_SNAPSHOT_S = 1.0
 """How often the state of an engine without work is looked at."""
@@ -106,10 +107,12 @@ class EventsResponse:
             self._hub.leave(listener)
 
     async def _run(self, send: Send, listener: Listener, resumed: bool) -> None:
+        # Readers tell by the pings that the server is there: this stream is never without.
+        asked_s = self._state.config.sse_ping_interval or MAX_SILENCE_S
         writer = EventWriter(
             send,
             sse.HEADERS,
-            ping_interval_s=self._state.config.sse_ping_interval,
+            ping_interval_s=min(asked_s, MAX_SILENCE_S),
             write_chunk=None,
         )
         try:

@@ -15,6 +15,8 @@ from termgen.tui.keymap import Keymap, Scope, key_names
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.screens.help import HelpScreen
+from termgen.tui.screens.models import ModelScreen
+from termgen.tui.screens.silent import SilentScreen
 from termgen.tui.screens.theme_chooser import ThemeChooser
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.transcript import Transcript
@@ -32,6 +34,8 @@ def scopes(app: Sequence[BindingType]) -> list[Scope]:
         Scope("engine", [*DashboardScreen.BINDINGS, *app], every),
         Scope("help", HelpScreen.BINDINGS, every),
         Scope("themes", ThemeChooser.BINDINGS, every),
+        Scope("models", ModelScreen.BINDINGS, every),
+        Scope("engine", [*SilentScreen.BINDINGS, *app], every),
     ]
 
 
@@ -45,6 +49,8 @@ def groups(screen: Screen[object]) -> list[Group]:
         ]
     if isinstance(screen, DashboardScreen):
         return [(lambda: screen, DashboardScreen.BINDINGS)]
+    if isinstance(screen, SilentScreen):
+        return [(lambda: screen, SilentScreen.BINDINGS)]
     return []
 
 

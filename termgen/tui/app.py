@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from rich.text import Text
-from textual import work
+from textual import on, work
 from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.dom import DOMNode
@@ -27,12 +27,16 @@ from termgen.config import UIConfig
 from termgen.errors import TermgenError
 from termgen.tui import actions, themes
 from termgen.tui.keymap import Keymap, read_keymap
+from termgen.tui.messages import ModelsWanted
+from termgen.tui.model_choice import ModelShelf, Switch
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette, has_few_colours
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.screens.dashboard_keys import pages_with
 from termgen.tui.screens.help import HelpScreen, HelpSection
 from termgen.tui.screens.loading import LoadingScreen, StartupProgress
+from termgen.tui.screens.models import ModelScreen
+from termgen.tui.screens.silent import SilentScreen
 from termgen.tui.screens.theme_chooser import ThemeChooser
 from termgen.tui.theme_shelf import ThemeShelf
 from termgen.tui.widgets.prompt import Prompt
@@ -97,7 +101,9 @@ class TermgenApp(App[None]):
         ui: UIConfig,
         start_screen: str = "chat",
         theme_folders: tuple[Path, ...] | None = None,
+        models: ModelShelf | None = None,
     ) -> None:
+        """`models`: what may be changed to; None where the model stays."""
         super().__init__()
         assert start_screen in ("chat", "dashboard")
         self.ui = ui
@@ -107,11 +113,12 @@ class TermgenApp(App[None]):
         self._start_screen = start_screen
         folders = theme_folders or (themes.shipped_folder(), themes.user_folder())
         self._themes = ThemeShelf(*folders)
+        self._models = models
         self._progress = StartupProgress()
         self._shown: str | None = None
         self._interrupted_s = -QUIT_WINDOW_S
         self._signals: list[signal.Signals] = []
-        self._dashboard: DashboardScreen | None = None
+        self._dashboard: DashboardScreen | SilentScreen | None = None
         self.client: EngineClient | None = None
 
     @classmethod
@@ -150,6 +157,12 @@ class TermgenApp(App[None]):
         self.push_screen(LoadingScreen(self._progress))
         self._boot()
 
+    def watch_app_focus(self, focus: bool) -> None:
+        """A chat that came up while another window had the keys puts them into its prompt now."""
+        if focus and self._shown == "chat" and isinstance(self.screen, ChatScreen):
+            if self.screen.focused is None:
+                self.screen.set_focus(self.screen.prompt)  # at once: a key may follow
+
     async def on_unmount(self) -> None:
         for number in self._signals:
             asyncio.get_running_loop().remove_signal_handler(number)
@@ -175,10 +188,11 @@ class TermgenApp(App[None]):
         self.add_mode("chat", lambda: self.make_chat(client))
         self.add_dashboard(self.make_dashboard(client))
 
-    def add_dashboard(self, dashboard: DashboardScreen) -> None:
+    def add_dashboard(self, dashboard: DashboardScreen | SilentScreen) -> None:
         """Made at once, so that it listens from the start and has a history when first shown."""
         self._dashboard = dashboard
-        dashboard.pages = pages_with(self._keymap_now)
+        if isinstance(dashboard, DashboardScreen):
+            dashboard.pages = pages_with(self._keymap_now)
         self.add_mode("dashboard", lambda: dashboard)
 
     def make_chat(self, client: EngineClient) -> ChatScreen:
@@ -186,6 +200,39 @@ class TermgenApp(App[None]):
 
     def make_dashboard(self, client: EngineClient) -> DashboardScreen:
         return DashboardScreen(client, hz=self.ui.dashboard_hz)
+
+    @on(ModelsWanted)
+    def _models_wanted(self, message: ModelsWanted) -> None:
+        self.action_models(message.name)
+
+    def action_models(self, name: str = "") -> None:
+        """Choose another model; `name` is tried at once."""
+        chat = self.screen
+        if not isinstance(chat, ChatScreen):
+            return
+        if self._models is None:
+            self.notify("the model stays while its server runs", severity="warning")
+            return
+
+        def stop_answer() -> None:
+            if chat.is_streaming:
+                chat.action_stop()
+
+        async def changed(switch: Switch | None) -> None:
+            if switch is not None:
+                await self._use_client(switch.client)
+                chat.set_client(switch.client, failure=switch.failure)
+
+        self.push_screen(ModelScreen(self._models, name=name, before_switch=stop_answer), changed)
+
+    async def _use_client(self, client: EngineClient) -> None:
+        """Watch another engine from here on."""
+        if client is not self.client:
+            self.client = client
+            assert self._dashboard is not None, "there was an engine"
+            self._dashboard.close()
+            await self.remove_mode("dashboard")
+            self.add_dashboard(self.make_dashboard(client))
 
     def _fail_start(self, reason: str) -> None:
         line = f"termgen: error: {' '.join(reason.split())}"
@@ -253,12 +300,12 @@ class TermgenApp(App[None]):
         ]
         if self._shown == "dashboard":
             here.reverse()
-        lists: HelpSection = ("Help and themes", [*HelpScreen.BINDINGS, *ThemeChooser.BINDINGS])
+        lists = (HelpScreen, ThemeChooser, ModelScreen, SilentScreen)
         return [
             *here,
             ("Transcript", Transcript.BINDINGS),
             ("Everywhere", self.BINDINGS),
-            lists,
+            ("Lists and notices", [binding for one in lists for binding in one.BINDINGS]),
         ]
 
     def action_interrupt(self) -> None:

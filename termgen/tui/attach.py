@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from typing import BinaryIO
 
 import httpx
 
 from termgen.errors import TermgenError
-from termgen.telemetry import FrameReader, Message, Opening, TelemetryError, decode
+from termgen.telemetry import (
+    MAX_HZ,
+    MAX_SILENCE_S,
+    MIN_HZ,
+    Frame,
+    FrameReader,
+    Message,
+    Opening,
+    TelemetryError,
+    decode,
+)
 from termgen.tui.feed import StreamFeed
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_S = 5.0
-SILENCE_S = 30.0
-"""The server sends keep-alives more often than this."""
+SILENCE_S = 2 * MAX_SILENCE_S
 RETRY_S = 1.0
 
 
@@ -34,7 +44,8 @@ class RemoteFeed(StreamFeed):
         super().__init__(opening)
         self._source = stream
         self._offset_ns = opening.clock_ns - received_ns
-        self._lost = False
+        self._lost = ""
+        """Why nothing comes now, in a few words."""
         self._reading: asyncio.Task[None] | None = None
         self.take(opening)
 
@@ -46,19 +57,20 @@ class RemoteFeed(StreamFeed):
         stream = _Stream(url, hz=hz, key=key, record=record)
         try:
             await stream.open(None)
-            message = None
-            while not isinstance(message, Opening):
-                message = (await stream.read())[0]
+            opening, following = None, list[Message]()
+            while not isinstance(opening, Opening):
+                opening, *following = await stream.read()
         except BaseException:
             await stream.close()
             raise
-        feed = cls(message, stream, time.perf_counter_ns())
-        feed._reading = asyncio.create_task(feed._read())
+        feed = cls(opening, stream, time.perf_counter_ns())
+        # What came with the opening is passed on by the task: whoever called has no ring yet.
+        feed._reading = asyncio.create_task(feed._read(following))
         return feed
 
     @property
     def trouble(self) -> str:
-        return "connection lost" if self._lost else super().trouble
+        return self._lost or super().trouble or self._source.record_trouble
 
     def now_ns(self) -> int:
         return time.perf_counter_ns() + self._offset_ns
@@ -71,19 +83,29 @@ class RemoteFeed(StreamFeed):
             await asyncio.gather(reading, return_exceptions=True)
         await self._source.close()
 
-    async def _read(self) -> None:
+    async def _read(self, following: Iterable[Message]) -> None:
+        try:
+            self._take_all(following)
+            await self._read_on()
+        except Exception as error:  # the top of the task: a picture that stands still says why
+            self._lost = f"reading ended: {type(error).__name__}: {error}"
+
+    async def _read_on(self) -> None:
         """Pass on what comes; come back behind the last frame when the connection is lost."""
         while True:
             try:
-                for message in await self._source.read():
-                    if isinstance(message, Opening):
-                        self._offset_ns = message.clock_ns - time.perf_counter_ns()
-                    self.take(message)
-                self._lost = False
-            except (AttachError, TelemetryError):
-                self._lost = True
+                self._take_all(await self._source.read())
+                self._lost = ""
+            except (AttachError, TelemetryError) as error:
+                self._lost = "connection lost" if isinstance(error, AttachError) else str(error)
                 await asyncio.sleep(RETRY_S)
                 await self._reopen()
+
+    def _take_all(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            if isinstance(message, Opening):
+                self._offset_ns = message.clock_ns - time.perf_counter_ns()
+            self.take(message)
 
     async def _reopen(self) -> None:
         try:
@@ -99,7 +121,7 @@ class _Stream:
         self._url = url.rstrip("/").removesuffix("/v1/events").removesuffix("/v1")
         if "://" not in self._url:
             self._url = "http://" + self._url
-        self._params = {"hz": f"{hz:g}"}
+        self._params = {"hz": f"{min(MAX_HZ, max(MIN_HZ, hz)):g}"}
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._record = record
         self._client = httpx.AsyncClient(
@@ -107,6 +129,7 @@ class _Stream:
         )
         self._response: httpx.Response | None = None
         self.last_id: str | None = None
+        self.record_trouble = ""
 
     async def open(self, last_id: str | None) -> None:
         await self._end_response()
@@ -131,7 +154,8 @@ class _Stream:
         self._bytes = response.aiter_bytes()
 
     async def read(self) -> list[Message]:
-        """At least one message. Raises AttachError when the stream has ended."""
+        """At least one message. Raises AttachError when the stream has ended, TelemetryError when
+        its first frame cannot be read; what comes before such a frame is returned."""
         if self._response is None:
             raise AttachError(f"the connection to {self._url} is lost")
         messages: list[Message] = []
@@ -143,20 +167,34 @@ class _Stream:
             if data is None:
                 await self._end_response()
                 raise AttachError(f"{self._url} has ended the stream")
-            for frame in self._reader.feed(data):
-                if self._record is not None:
-                    self._record.write(bytes(frame))
-                message = decode(frame)
-                self.last_id = frame.id or self.last_id
-                if message is not None:
-                    messages.append(message)
+            try:
+                self._read_frames(data, messages)
+            except TelemetryError:
+                await self._end_response()  # so the next read comes back behind the last message
+                if not messages:
+                    raise
         return messages
+
+    def _read_frames(self, data: bytes, messages: list[Message]) -> None:
+        for frame in self._reader.feed(data):
+            message = decode(frame)
+            self._keep(frame)
+            self.last_id = frame.id or self.last_id
+            if message is not None:
+                messages.append(message)
+
+    def _keep(self, frame: Frame) -> None:
+        """A full disk ends the recording, not the watching."""
+        if self._record is not None:
+            try:
+                self._record.write(bytes(frame))
+            except OSError as error:
+                self._record = None
+                self.record_trouble = f"recording stopped: {error.strerror or error}"
 
     async def close(self) -> None:
         await self._end_response()
         await self._client.aclose()
-        if self._record is not None:
-            self._record.flush()
 
     async def _end_response(self) -> None:
         response, self._response = self._response, None

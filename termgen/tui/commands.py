@@ -18,6 +18,7 @@ COMMANDS = (
     SlashCommand("system", "show or set the system prompt (`/system off` removes it)", "TEXT"),
     SlashCommand("copy", "copy the last answer"),
     SlashCommand("retry", "answer the last question again"),
+    SlashCommand("model", "choose another model, or `/model NAME`", "NAME"),
     SlashCommand("engine", "watch the engine work"),
     SlashCommand("theme", "choose a colour theme, or `/theme NAME`", "NAME"),
     SlashCommand("help", "keys and commands"),

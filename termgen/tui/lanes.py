@@ -13,7 +13,7 @@ import enum
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from termgen.engine.events import EngineSnapshot, RequestEvent, RequestEventKind, StepRecord
 
@@ -98,6 +98,19 @@ class LaneBook:
 
     def __iter__(self) -> Iterator[History]:
         return iter(self._histories.values())
+
+    def copy(self) -> LaneBook:
+        """As it is now, for a picture that stands still. To be read only."""
+        book = LaneBook()
+        for request_id, history in self._histories.items():
+            book._histories[request_id] = replace(
+                history,
+                chunks=history.chunks.copy(),
+                preemptions=history.preemptions.copy(),
+                run_starts=history.run_starts.copy(),
+                run_kinds=history.run_kinds.copy(),
+            )
+        return book
 
     def get(self, request_id: str | None) -> History | None:
         return self._histories.get(request_id) if request_id is not None else None

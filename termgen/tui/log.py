@@ -7,15 +7,20 @@ text of requests is in neither. No Textual.
 from __future__ import annotations
 
 import enum
+import itertools
 import logging
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from termgen.engine.events import RequestEvent, RequestEventKind, StepRecord
 
 KEPT = 4096
+"""Of the lines below WARNING, and once more of the others: a busy engine has thousands a minute of
+which nobody needs to hear, and an error must outlast them."""
 TAPPED = 1024
 SLOW_STEP_MS = 1000.0
 LOGGERS = ("termgen", "uvicorn")
@@ -32,18 +37,26 @@ class Line(NamedTuple):
     time_ns: int
     level: Level
     text: str
+    number: int = 0
+    """Its place in the book."""
+
+
+_number = attrgetter("number")
 
 
 class LogBook:
     """Lines in the order in which they came."""
 
     def __init__(self) -> None:
-        self._lines: deque[Line] = deque(maxlen=KEPT)
+        self._numbers = itertools.count(1)
+        self._usual: deque[Line] = deque(maxlen=KEPT)
+        self._serious: deque[Line] = deque(maxlen=KEPT)
         self._late_compiles: int | None = None
         self._reason = ""
 
     def add(self, line: Line) -> None:
-        self._lines.append(line)
+        lines = self._serious if line.level >= Level.WARNING else self._usual
+        lines.append(line._replace(number=next(self._numbers)))
 
     def add_step(self, step: StepRecord) -> None:
         """Most steps are worth no line."""
@@ -78,13 +91,46 @@ class LogBook:
     def matching(self, level: Level, words: str, until_ns: int) -> Sequence[Line]:
         """Lines of at least this level, with these words in them, up to a moment."""
         wanted = words.casefold()
-        return [
+        found = [
             line
-            for line in self._lines
+            for lines in (
+                (self._usual, self._serious) if level < Level.WARNING else (self._serious,)
+            )
+            for line in lines
             if line.level >= level
             and line.time_ns <= until_ns
             and (not wanted or wanted in line.text.casefold())
         ]
+        found.sort(key=_number)
+        return found
+
+
+class LogScroll:
+    """Which of the lines that pass are in view: the newest, or those one has scrolled to, which
+    stay in view while others come."""
+
+    def __init__(self) -> None:
+        self._last: int | None = None
+        """Number of the last line in view; None: whichever is the newest."""
+        self._by = 0
+
+    def move(self, by: int) -> None:
+        """Towards newer lines, or for less than 0 towards older ones."""
+        self._by += by
+
+    def follow(self) -> None:
+        self._last, self._by = None, 0
+
+    def end(self, lines: Sequence[Line], room: int) -> int:
+        """The place in `lines` behind the last one in view."""
+        total = len(lines)
+        end = total
+        if self._last is not None:
+            end = bisect_right(lines, self._last, key=_number)
+        end = min(total, max(end + self._by, min(room, total)))
+        self._last = None if end == total else lines[end - 1].number
+        self._by = 0
+        return end
 
 
 class LogTap(logging.Handler):
@@ -100,7 +146,11 @@ class LogTap(logging.Handler):
         level = Level.ERROR if record.levelno >= logging.ERROR else Level.INFO
         if logging.WARNING <= record.levelno < logging.ERROR:
             level = Level.WARNING
-        text = " ".join(record.getMessage().split())
+        try:
+            text = " ".join(record.getMessage().split())
+        except Exception:  # as every handler: whoever logs, the engine's thread too, goes on
+            self.handleError(record)
+            return
         self._waiting.append(Line(time.perf_counter_ns(), level, f"{record.name}: {text}"))
 
     def drain(self) -> list[Line]:

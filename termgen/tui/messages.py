@@ -25,6 +25,13 @@ class PromptEdited(Message):
 
 
 @dataclass
+class ModelsWanted(Message):
+    """The user asked for the list of models, or for one by its name."""
+
+    name: str
+
+
+@dataclass
 class StartupFailed(Message):
     """The engine could not be started."""
 

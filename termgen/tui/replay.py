@@ -13,11 +13,22 @@ from pathlib import Path
 
 from termgen.engine.events import RequestEvent
 from termgen.errors import TermgenError
-from termgen.telemetry import Cache, Events, Frame, FrameReader, Message, Opening, decode
+from termgen.telemetry import (
+    Cache,
+    Events,
+    Frame,
+    FrameReader,
+    Message,
+    Opening,
+    TelemetryError,
+    decode,
+)
 from termgen.tui.feed import StreamFeed
 
 LOOK_BACK_NS = 150_000_000_000
 """What is played again before the moment one turns to: more than the dashboard's series show."""
+PART_EVENTS = 512
+"""Played at once, so that keys are answered while minutes are played again."""
 MIN_SPEED, MAX_SPEED = 1 / 16, 16.0
 READ_BYTES = 1 << 20
 
@@ -37,6 +48,11 @@ class ReplayFeed(StreamFeed):
         super().__init__(opening)
         self._frames = frames
         self._times = [time_ns for time_ns, _ in frames]
+        # Where the frames are that tell how something stands.
+        self._places: dict[str, list[int]] = {"snapshot": [], "model": [], "cache": []}
+        for place, (_, frame) in enumerate(frames):
+            if frame.event in self._places:
+                self._places[frame.event].append(place)
         self._wall_ns = now_ns
         self._next = 0
         self._at_ns = self._times[0]
@@ -69,14 +85,23 @@ class ReplayFeed(StreamFeed):
         elapsed = int((self._wall_ns() - self._since_ns) * self.speed)
         return min(self._at_ns + elapsed, self._times[-1])
 
-    def advance(self) -> None:
-        """Pass on what has happened by now."""
-        now = self.now_ns()
+    def advance(self) -> bool:
+        """Pass on the next part of what has happened by now. Whether there is more.
+
+        Another stream begins a part of its own: its events are not to be taken for older ones.
+        """
+        now, num_events = self.now_ns(), 0
         while self._next < len(self._frames) and self._times[self._next] <= now:
-            message = decode(self._frames[self._next][1])
+            frame = self._frames[self._next][1]
+            if num_events >= PART_EVENTS or (num_events and frame.event == "snapshot"):
+                return True
             self._next += 1
+            message = decode(frame)
+            if isinstance(message, Events):
+                num_events += len(message.events)
             if message is not None:
                 self.take(message)
+        return False
 
     def stop(self, stopped: bool) -> None:
         """Hold the clock, or let it run again."""
@@ -95,7 +120,24 @@ class ReplayFeed(StreamFeed):
         if by_ns < 0:
             self.epoch += 1
             self._next = bisect.bisect_left(self._times, target - LOOK_BACK_NS)
+            self._restore(self._next)
         self.advance()
+
+    def _restore(self, place: int) -> None:
+        """Everything as it stood before a frame, and nothing of what came later."""
+        self.stream, self._snapshot = "", None
+        begun = self._last_before(place, "snapshot")
+        if begun is None:
+            return  # the first frame is played again
+        found = [self._last_before(place, kind) for kind in ("model", "cache")]
+        for at in (begun, *(at for at in found if at is not None and at > begun)):
+            message = decode(self._frames[at][1])
+            assert message is not None
+            self.take(message)
+
+    def _last_before(self, place: int, kind: str) -> int | None:
+        index = bisect.bisect_left(self._places[kind], place) - 1
+        return self._places[kind][index] if index >= 0 else None
 
 
 def read_frames(path: Path) -> list[tuple[int, Frame]]:
@@ -106,7 +148,7 @@ def read_frames(path: Path) -> list[tuple[int, Frame]]:
         while data := file.read(READ_BYTES):
             try:
                 found = [(frame, decode(frame)) for frame in reader.feed(data)]
-            except (TermgenError, UnicodeDecodeError) as error:
+            except TelemetryError as error:
                 raise ReplayError(f"--replay {path}: {error}") from error
             for frame, message in found:
                 if message is None:

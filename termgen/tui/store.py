@@ -118,7 +118,8 @@ class DashboardView:
 class _Track:
     """What is known of one live request from its events."""
 
-    queued_ns: int
+    queued_ns: int | None
+    """None: it was there before anybody listened."""
     first_token_ns: int = 0
 
 
@@ -202,12 +203,14 @@ class DashboardStore:
             if event.kind is RequestEventKind.FINISHED:
                 self._finish(event, None)
                 return
-            track = self._live[event.request_id] = _Track(queued_ns=event.time_ns)
+            is_new = event.kind is RequestEventKind.QUEUED
+            track = self._live[event.request_id] = _Track(event.time_ns if is_new else None)
             while len(self._live) > TRACKED_REQUESTS:
                 self._live.popitem(last=False)
         if event.kind is RequestEventKind.FIRST_TOKEN and not track.first_token_ns:
             track.first_token_ns = event.time_ns
-            self._ttft_ms.append((event.time_ns - track.queued_ns) / 1e6)
+            if track.queued_ns is not None:
+                self._ttft_ms.append((event.time_ns - track.queued_ns) / 1e6)
         elif event.kind is RequestEventKind.FINISHED:
             del self._live[event.request_id]
             self._finish(event, track)

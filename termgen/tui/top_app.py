@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from textual.app import SystemCommand
+from textual.binding import Binding
 from textual.screen import Screen
 
 from termgen.client import EngineClient
@@ -45,14 +46,19 @@ class TopApp(TermgenApp):
     def make_feed_dashboard(self, feed: StreamFeed) -> DashboardScreen:
         return DashboardScreen(feed, hz=self.ui.dashboard_hz, now_ns=feed.now_ns)
 
-    async def action_show(self, name: str) -> None:
-        if name == "chat":
-            self.notify("no chat here: `termgen top` only watches")
-            return
-        await super().action_show(name)
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keys of a chat do nothing, and the footer leaves them out."""
+        if action == "show" and parameters == ("chat",):
+            return False
+        return super().check_action(action, parameters)
 
     def help_sections(self) -> list[HelpSection]:
-        return [("Engine", DashboardScreen.BINDINGS), ("Everywhere", self.BINDINGS)]
+        here = [
+            b
+            for b in DashboardScreen.BINDINGS
+            if not (isinstance(b, Binding) and b.id == "dashboard.chat")
+        ]
+        return [("Engine", here), ("Everywhere", self.BINDINGS)]
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for command in super().get_system_commands(screen):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from termgen.api import anthropic, anthropic_input, responses, responses_input
 from termgen.api.chat_bridge import CallNews, ChatNews, EndNews, News, TextNews, Usage, _news_of
@@ -162,6 +163,20 @@ def test_a_stamp_does_not_spoil_the_prefix_cache() -> None:
             "messages[0].content[0].input",
         ),
         ({"system": [{"type": "image"}]}, "system[0].type"),
+        ({"system": [{"type": "text", "text": 5}]}, "system[0].text"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "x"}]}
+                        ],
+                    }
+                ]
+            },
+            "messages[0].content[0].content[0].type",
+        ),
         ({"stop_sequences": "END"}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": 5}, "temperature"),
@@ -269,14 +284,21 @@ def test_items_become_a_chat() -> None:
         instructions="Be brief.",
         input=[
             {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
-            {"type": "reasoning", "id": "rs_1", "summary": []},
+            {"type": "reasoning", "id": "rs_0", "summary": [], "encrypted_content": "x"},
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "rain?"}],
+            },
             {
                 "type": "message",
                 "role": "assistant",
                 "id": "msg_1",
                 "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
             },
-            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": ""},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "and when?"}]},
             {"type": "function_call", "call_id": "c2", "name": "time", "arguments": '{"a": 1}'},
             {"type": "function_call_output", "call_id": "c1", "output": "rain"},
             {"type": "function_call_output", "call_id": "c2", "output": "noon"},
@@ -289,9 +311,40 @@ def test_items_become_a_chat() -> None:
     told = [dict(m) for m in prompt_of(asked.chat).messages]
     assert [m["role"] for m in told] == ["system", "user", "assistant", "tool", "tool"]
     assert [c["id"] for c in told[2]["tool_calls"]] == ["c1", "c2"]
+    assert [c["function"]["arguments"] for c in told[2]["tool_calls"]] == [{}, {"a": 1}]
+    assert told[2]["reasoning_content"] == "rain?\nand when?"
     assert told[2]["content"] == "I look." and told[4]["content"] == "noon"
     assert asked.chat.job.params.max_tokens == 5
     assert asked.echo["metadata"] == {"a": "b"} and asked.echo["instructions"] == "Be brief."
+
+
+def test_tools_of_responses_are_strict_unless_they_say_otherwise() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    given = [
+        {"type": "function", "name": "a", "parameters": schema},
+        {"type": "function", "name": "b", "parameters": schema, "strict": None},
+        {"type": "function", "name": "c", "parameters": schema, "strict": False},
+    ]
+    asked = ask(tools=given)
+    assert [f.strict for f in asked.chat.tools.functions] == [True, True, False]
+    assert [tool["strict"] for tool in asked.echo["tools"]] == [True, True, False]
+    assert asked.chat.job.params.structured_outputs is not None, "and that is enforced"
+    assert ask(tools=given[2:]).chat.job.params.structured_outputs is None
+    assert given[0].keys() == {"type", "name", "parameters"}, "what was asked stays what it was"
+    # What cannot be enforced is refused only where it was asked for.
+    list_of_sets = {"type": "array", "uniqueItems": True}
+    odd = {"type": "object", "properties": {"x": list_of_sets}, "required": ["x"]}
+    for strict, is_refused in ((None, False), (True, True)):
+        tool = {"type": "function", "name": "a", "parameters": odd, "strict": strict}
+        wanted = ask(tools=[tool]).chat.job.params.structured_outputs
+        assert wanted is not None and wanted.grammar is not None
+        fault = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(wanted.grammar))
+        assert bool(fault) == is_refused, fault
+    # A model whose own parser reads its calls: nothing can be enforced, so nothing is promised.
+    declared = ToolFormat(knows_tools=True, new_parser=lambda: None)  # type: ignore[arg-type, return-value]
+    context = {**CONTEXT, "tool_format": declared}
+    asked = responses_input.parse_responses({"input": "hi", "tools": given[:1]}, **context)
+    assert not asked.echo["tools"][0]["strict"] and not asked.chat.tools.functions[0].strict
 
 
 @pytest.mark.parametrize(
@@ -306,9 +359,16 @@ def test_items_become_a_chat() -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type",
         ),
+        *(
+            (
+                {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": a}]},
+                "input[0].arguments",
+            )
+            for a in ("[", "[]", '{"x": NaN}', '{"x": 1e999}', '{"x": "\\ud800"}', "[" * 90_000)
+        ),
         (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
-            "input[0].arguments",
+            {"input": [{"type": "reasoning", "content": [{"type": "x"}]}]},
+            "input[0].content[0].type",
         ),
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),

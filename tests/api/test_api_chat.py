@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -221,6 +222,27 @@ def test_include_timings() -> None:
     stream = ChatStream(request)
     assert stream.feed(0, last)[-1]["termgen"] == {"timings": [wanted]}
     assert stream.end() == [], "never a chunk without choices unless usage was asked for"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "stamps", "rate"),
+    [(5, (3, 5), 2.0), (1, (3, 5), None), (0, (0, 5), None), (5, (3, 3), None), (5, (0, 5), None)],
+)
+def test_the_rate_is_that_after_the_first_token(
+    num_tokens: int, stamps: tuple[int, int], rate: float | None
+) -> None:
+    first, last = (s * 10**9 for s in stamps)
+    timings = RequestTimings(arrival_ns=1, first_token_ns=first, finished_ns=last)
+    assert timings.tokens_per_s(num_tokens) == rate
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, -1e38])
+def test_a_row_that_was_lost_is_still_json(value: float) -> None:
+    answer = delta("a", logprobs=(logprob("a", value),), finish_reason=FinishReason.STOP)
+    request = parse([USER], logprobs=True, top_logprobs=1)
+    (choice,) = chat_response(request, [answer])["choices"]
+    (found,) = choice["logprobs"]["content"]
+    assert found["logprob"] == found["top_logprobs"][0]["logprob"] == -9999.0
 
 
 def test_logprobs_in_chat_shape() -> None:

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import random
+import time
+import uuid
 from typing import Any
 
 import pytest
 from fake_engine import make_model_info
 
 from termgen.api import sse
+from termgen.api.anthropic import MessageStream
+from termgen.api.anthropic_input import parse_messages
 from termgen.api.chat import ChatStream, parse_chat
 from termgen.api.completions import CompletionStream, parse_completion
+from termgen.api.responses import ResponseStream
+from termgen.api.responses_input import parse_responses
 from termgen.client import TokenDelta
 from termgen.engine.request import FinishReason
 
 TEXTS = ("a", " wörd", "", "\n", '"q"', "\\", "👋🏽", "\x00\x1f", "\u2028</script>", "你", "}{")
 
 
-def make_streams(chat: bool, fields: dict[str, Any]) -> list[Any]:
+def make_streams(kind: str, fields: dict[str, Any]) -> list[Any]:
     """Two streams of one request."""
     model = make_model_info()
-    if chat:
-        body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
+    body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
+    if kind == "messages":
+        asked = parse_messages({"max_tokens": 9, **body}, model=model.model_id, defaults={})
+        return [MessageStream(asked), MessageStream(asked)]
+    if kind == "responses":
+        wanted = parse_responses({"input": "x", **fields}, model=model.model_id, defaults={})
+        return [ResponseStream(wanted), ResponseStream(wanted)]
+    if kind == "chat":
         request = parse_chat(body, model=model.model_id, defaults={})
         return [ChatStream(request), ChatStream(request)]
     completion = parse_completion(
@@ -30,24 +42,40 @@ def make_streams(chat: bool, fields: dict[str, Any]) -> list[Any]:
     return [CompletionStream(completion, ["", "e"]), CompletionStream(completion, ["", "e"])]
 
 
-@pytest.mark.parametrize("chat", [True, False])
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"n": 2},
+    {"stream_options": {"include_usage": True}},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"return_token_ids": True},
+    {"include_timings": True},
+]
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+WITH_TOOLS: dict[str, Any] = {
+    "messages": {"tools": [{"name": "f", "input_schema": {"type": "object"}}]},
+    "responses": {"tools": [{"type": "function", **FUNCTION}]},
+}
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("kind", "fields"),
     [
-        {},
-        {"n": 2},
-        {"stream_options": {"include_usage": True}},
-        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
-        {"return_token_ids": True},
-        {"include_timings": True},
+        *(("chat", fields) for fields in FIELDS),
+        *(("completions", fields) for fields in FIELDS),
+        *((kind, fields) for kind, tools in WITH_TOOLS.items() for fields in ({}, tools)),
     ],
 )
-def test_both_ways_say_the_same(chat: bool, fields: dict[str, Any]) -> None:
+def test_both_ways_say_the_same(
+    kind: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=5))  # both streams name things alike
+    monkeypatch.setattr(time, "time", lambda: 7.0)
+    encode = sse.named_frame if kind in WITH_TOOLS else sse.frame
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
-    long_way, short_way = make_streams(chat, fields)
-    num_choices = fields.get("n", 1) * (1 if chat else 2)
+    long_way, short_way = make_streams(kind, fields)
+    num_choices = fields.get("n", 1) * (2 if kind == "completions" else 1)
     counts = [0] * num_choices
     num_short = 0
     for i in range(200):
@@ -67,12 +95,12 @@ def test_both_ways_say_the_same(chat: bool, fields: dict[str, Any]) -> None:
             num_output_tokens=counts[index],
             prompt_token_ids=(1, 2, 3) if counts[index] == 1 else None,
         )
-        expected = b"".join(sse.frame(chunk) for chunk in long_way.feed(index, delta))
+        expected = b"".join(encode(chunk) for chunk in long_way.feed(index, delta))
         found = short_way.frame(index, delta)
         num_short += found is not None
         if found is None:
-            found = b"".join(sse.frame(chunk) for chunk in short_way.feed(index, delta))
+            found = b"".join(encode(chunk) for chunk in short_way.feed(index, delta))
         assert found == expected
     assert long_way.end() == short_way.end()
-    is_plain = "return_token_ids" not in fields and "continuous" not in str(fields)
+    is_plain = not ({"return_token_ids", "tools"} & fields.keys() or "continuous" in str(fields))
     assert (num_short > 150) == is_plain

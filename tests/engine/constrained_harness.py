@@ -112,13 +112,21 @@ class ConstrainedDriver(CoreDriver):
         )
 
     def constrain(
-        self, name: str, prompt: Sequence[int], grammar: FakeGrammar, **params: object
+        self,
+        name: str,
+        prompt: Sequence[int],
+        grammar: FakeGrammar,
+        *,
+        bad: tuple[tuple[int, ...], ...] = (),
+        **params: object,
     ) -> Bearer:
+        """bad: what the device is to leave out, and does not."""
         request = GenerationRequest(
             request_id=name,
             prompt_token_ids=tuple(prompt),
             params=SamplingParams(**params),  # type: ignore[arg-type]
             grammar=grammar,
+            bad_token_ids=bad,
         )
         bearer = self._by_name[name] = Bearer(request)
         self.bearers.append(bearer)

@@ -18,6 +18,7 @@ import pytest
 
 from termgen.client import TokenDelta
 from termgen.config import EngineConfig
+from termgen.engine import engine as engine_module
 from termgen.engine.delivery import StepDelivery
 from termgen.engine.detokenizer import Detokenizer, StopAutomaton
 from termgen.engine.engine import AsyncEngine
@@ -165,3 +166,47 @@ async def test_an_exception_in_flight_names_its_step_and_batch_and_ends_each_req
     again = await collect_all(engine, max_tokens=30)
     assert tokens(again) == expected
     assert engine.is_healthy and (await engine.snapshot()).num_used_blocks == 0
+
+
+async def test_the_loop_takes_only_what_is_there_when_the_engine_is_faster(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others on the loop get their turn, however fast deliveries come."""
+    nothing = np.zeros(0, np.int32)
+    delivery = StepDelivery(-1, 0, (), nothing, nothing, nothing, nothing, None, ())
+    turns: list[int] = []
+    num_processed = 0
+
+    def process(taken: StepDelivery) -> list[TokenDelta]:
+        nonlocal num_processed
+        num_processed += 1
+        if num_processed < 200:  # the engine's thread hands over the next ones meanwhile
+            engine._hand_over(delivery)
+        return []
+
+    monkeypatch.setattr(engine.parts.output_processor, "process", process)
+
+    async def somebody_else() -> None:
+        while num_processed < 200:
+            turns.append(num_processed)
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(somebody_else())
+    engine._hand_over(delivery)
+    await asyncio.wait_for(other, 30)
+    assert len(set(turns)) > 100
+
+
+async def test_the_engine_waits_for_a_loop_that_is_far_behind(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "MOST_BEHIND", 3)
+    answer = asyncio.create_task(collect(engine, TEXTS[0], max_tokens=60))
+    while not engine.parts.core.scheduler.requests:
+        await asyncio.sleep(0.001)
+    most = 0
+    for _ in range(20):
+        time.sleep(0.02)  # the loop is held
+        most = max(most, len(engine._deliveries))
+    assert 2 <= most <= 4
+    assert len(tokens([await answer])[0]) == 60, "nothing is lost"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fake_engine import make_snapshot
 from textual.geometry import Region
+from textual.widgets import Input
 from tui_harness import (
     NOW_NS,
     SECOND,
@@ -20,6 +21,7 @@ from tui_harness import (
     wait_until,
 )
 
+from termgen.engine.events import RequestEvent, RequestEventKind
 from termgen.errors import EngineError
 from termgen.tui.widgets.canvas import Canvas
 
@@ -108,6 +110,63 @@ async def test_pause_freezes_the_picture_and_goes_on() -> None:
         assert "live" in panel(app, "header")
 
 
+async def test_pause_freezes_the_pages_of_requests_too() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        await pilot.press("down", "i", "space")
+        kinds, pages = RequestEventKind, {}
+        for key in "bi":
+            await pilot.press(key)
+            await pilot.pause()
+            pages[key] = panel(app, "page")
+        assert "request chat-1" in pages["i"] and "never" in pages["i"]
+        app.now_ns += SECOND
+        lost = RequestEvent(NOW_NS, "chat-1", kinds.PREEMPTED, 1800, 9, 0, "out of KV blocks")
+        for event in (lost, lost._replace(kind=kinds.FINISHED, detail="length")):
+            app.engine.bus.publish(event)
+        await app.dashboard.refresh_view()
+        for key in "bi":
+            await pilot.press(key)
+            await pilot.pause()
+            assert panel(app, "page") == pages[key]
+        await pilot.press("space")
+        await app.dashboard.refresh_view()
+        assert "out of KV blocks" in panel(app, "page") and "finished: length" in panel(app, "page")
+
+
+async def test_a_search_ends_without_ending_the_pause() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        await pilot.press("down", "space", "left", "left", "slash", *"done1")
+        search = app.screen.query_one("#search", Input)
+        assert search.display and search.has_focus and "“done1”" in panel(app, "page")
+        await pilot.press("escape")
+        assert not search.display and app.focused is None and search.value == ""
+        await pilot.press("o")
+        assert "paused −2" in panel(app, "header") and "▸ chat-1" in panel(app, "requests")
+        await pilot.press("escape")
+        assert "live" in panel(app, "header") and "▸" not in panel(app, "requests")
+
+
+async def test_another_page_ends_the_search_and_keeps_its_words() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        await pilot.press("slash", *"done1")
+        await pilot.click("#tabs", offset=(2, 0))
+        search = app.screen.query_one("#search", Input)
+        assert app.screen.query_one("#overview").display
+        assert not search.display and app.focused is None
+        await pilot.press("l")
+        await pilot.pause()
+        assert "“done1”" in panel(app, "page")
+
+
 async def test_stepping_back_tells_of_each_step() -> None:
     app = dashboard_app()
     async with app.run_test(size=(140, 40)) as pilot:
@@ -152,6 +211,47 @@ async def test_nothing_changed_draws_nothing(monkeypatch: pytest.MonkeyPatch) ->
         await app.dashboard.refresh_view()
         changed = sum(region.height for regions in drawn for region in regions)
         assert 0 < changed < 25  # the clock, the series, the ages; not the maps
+
+
+async def test_a_picture_that_would_not_differ_is_not_painted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        dashboard = app.dashboard
+        for worker in dashboard.workers:  # its own frames would be counted too
+            worker.cancel()
+        await pilot.pause()
+        painted: list[Any] = []
+        monkeypatch.setattr(dashboard, "paint", lambda: painted.append(dashboard.view))
+        for _ in range(5):
+            app.now_ns += SECOND // 4
+            await dashboard.refresh_view()
+        assert len(painted) == 5, "ages of running requests have tenths of a second"
+        dashboard._freeze(True)
+        app.engine.bus.publish(step(1, end_ns=app.now_ns))
+        app.now_ns += 9 * SECOND
+        await dashboard.refresh_view()
+        assert len(painted) == 5, "paused"
+        app.engine.healthy = False  # type: ignore[attr-defined]
+        await dashboard.refresh_view()
+        assert len(painted) == 6, "but trouble is told"
+        app.engine.healthy = True  # type: ignore[attr-defined]
+        dashboard._freeze(False)
+        app.engine.scripted_snapshot = make_snapshot(time_ns=app.now_ns)
+        app.engine.bus.publish(step(2, end_ns=app.now_ns, num_running=0, num_waiting=0))
+        await dashboard.refresh_view()
+        assert dashboard.view.is_idle
+        painted.clear()
+        for _ in range(7):
+            app.now_ns += SECOND // 4
+            await dashboard.refresh_view()
+        assert len(painted) == 1, "an idle engine: once a second"
+        app.engine.bus.publish(step(3, end_ns=app.now_ns))
+        await dashboard.refresh_view()
+        assert len(painted) == 2 and dashboard.view.steps[-1].step_id == 3
 
 
 async def test_an_idle_engine_is_left_alone() -> None:

@@ -62,14 +62,14 @@ def test_every_class_with_bindings_is_known_and_every_binding_is_complete() -> N
     [
         (["chat.stop"], "keys: 'chat.stop': an entry is written ID=KEY, or ID=KEY KEY"),
         (["chat.stop="], "an entry is written ID=KEY"),
-        (["chat.stpo=f5"], "there is no action 'chat.stpo'; did you mean chat.stop?"),
-        (["chat.stop=f5", "chat.stop=f6"], "chat.stop is there twice"),
+        (["chat.stpo=f8"], "there is no action 'chat.stpo'; did you mean chat.stop?"),
+        (["chat.stop=f11", "chat.stop=f8"], "chat.stop is there twice"),
         (["chat.stop=ctlr+x"], "keys: 'chat.stop=ctlr+x': there is no key 'ctlr+x'"),
         (["chat.stop=f99"], "there is no key 'f99'"),
         (["chat.stop=ctrl+"], "there is no key 'ctrl+'"),
         (["chat.stop=ctrl+l"], "'chat.stop=ctrl+l': ctrl+l is the key of chat.clear on the chat"),
         (["app.help=space"], "space is the key of dashboard.pause on the engine screen"),
-        (["chat.clear=f5", "prompt.send=f5"], "f5 is the key of prompt.send on the chat screen"),
+        (["chat.clear=f11", "prompt.send=f11"], "f11 is the key of prompt.send on the chat screen"),
         (["chat.stop=ctrl+u"], "ctrl+u has a use of its own on the chat screen"),
         (
             ["dashboard.live=ctrl+m"],
@@ -110,12 +110,12 @@ def test_the_config_file_has_a_table(tmp_path: Path) -> None:
 
 
 def test_the_command_lists_every_action(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["keys", "--keys", "chat.stop=f5 f8"]) == 0
+    assert cli.main(["keys", "--keys", "chat.stop=f10 f8"]) == 0
     out = capsys.readouterr().out
     assert {line.split()[0] for line in out.split("\n\n")[0].splitlines()} == {
         b.id for b in bindings()
     }
-    assert "chat.stop                 *f5  f8" in out
+    assert "chat.stop                 *f10  f8" in out
     assert cli.main(["keys", "--keys", "chat.stop=nokey"]) == 2
     assert "there is no key 'nokey'" in capsys.readouterr().err
 
@@ -126,13 +126,13 @@ def footer_keys(app: FrozenApp) -> dict[str, str]:
 
 
 async def test_footer_help_palette_and_tabs_show_the_changed_keys() -> None:
-    changes = ("chat.stop=f5 ctrl+g", "chat.engine=f8", "dashboard.log=y", "dashboard.pause=p")
+    changes = ("chat.stop=f10 ctrl+g", "chat.engine=f8", "dashboard.log=y", "dashboard.pause=p")
     app = FrozenApp(chat_engine(), ui=UIConfig(keys=changes))
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)
-        assert footer_keys(app)["Stop"] == "f5" and footer_keys(app)["Engine"] == "f8"
+        assert footer_keys(app)["Stop"] == "f10" and footer_keys(app)["Engine"] == "f8"
         words = {c.title: c.help for c in app.get_system_commands(app.screen)}
-        assert words["Stop"] == "Stop the answer, keep its text (f5  ctrl+g)"
+        assert words["Stop"] == "Stop the answer, keep its text (f10  ctrl+g)"
         await pilot.press("f2")
         assert isinstance(app.screen, ChatScreen), "its old key does nothing"
         await pilot.press("f8")
@@ -149,17 +149,17 @@ async def test_footer_help_palette_and_tabs_show_the_changed_keys() -> None:
         await pilot.pause()
         text = app.screen.query_one(Canvas).text
         assert "  p                   Freeze or go on live" in text
-        assert "  f5  ctrl+g          Stop the answer, keep its text" in text
+        assert "  f10  ctrl+g         Stop the answer, keep its text" in text
 
 
 async def test_the_prompts_own_keys_can_be_changed() -> None:
     script = Script(pieces=pieces(ANSWER))
-    app = FrozenApp(chat_engine(script), ui=UIConfig(keys=("prompt.send=f5", "chat.stop=f8")))
+    app = FrozenApp(chat_engine(script), ui=UIConfig(keys=("prompt.send=f11", "chat.stop=f8")))
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)
         await pilot.press("a", "enter", "b", "ctrl+j", "c")
         assert app.chat.prompt.text == "a\nb\nc", "enter breaks the line now"
-        await pilot.press("f5")
+        await pilot.press("f11")
         await wait_until(pilot, lambda: not app.chat.prompt.text)
         await wait_until(pilot, lambda: not app.chat.is_streaming)
         assert app.chat.conversation.turns[0].question == "a\nb\nc"
@@ -187,7 +187,8 @@ async def test_every_binding_is_in_the_palette_and_the_help() -> None:
             helped = {b.id for _, section in app.help_sections() for b in section}  # type: ignore[union-attr]
             assert helped == {b.id for b in bindings()}
             await pilot.press("f2")
-        modal = {b.id for b in (*HelpScreen.BINDINGS, *actions.ThemeChooser.BINDINGS)}  # type: ignore[union-attr]
+        lists = HelpScreen, actions.ThemeChooser, actions.ModelScreen, actions.SilentScreen
+        modal = {b.id for screen in lists for b in screen.BINDINGS if isinstance(b, Binding)}
         for binding in bindings():
             if binding.id not in modal | {"app.palette"}:
                 assert any(text.startswith(binding.tooltip) for text in words), binding.id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,9 @@ from tui_harness import MS, NOW_NS, SECOND, FrozenApp, busy_snapshot, chat_engin
 
 from termgen.engine.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
 from termgen.tui import lanes as lanes_module
-from termgen.tui.lanes import Doing, LaneBook
+from termgen.tui.lanes import Doing, History, LaneBook
 from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
+from termgen.tui.render import inspector
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.inspector import inspector_page
 from termgen.tui.render.lanes import batch_page, budget_panel, lanes_panel
@@ -168,6 +170,21 @@ def test_the_inspector_tells_a_whole_life() -> None:
     ):
         assert fact in page, fact
     assert "highest 40.0" in page and "✂" in page and "q" in page
+
+
+def test_the_inspector_looks_through_the_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are a thousand, and it is drawn several times a second."""
+    store, view = fed(life())
+    looked: list[str] = []
+
+    def token_times(history: History, steps: Sequence[StepRecord]) -> list[int]:
+        looked.append(history.request_id)
+        return lanes_module.token_times(history, steps)
+
+    monkeypatch.setattr(inspector, "token_times", token_times)
+    history = store.lanes.get("long")
+    page = inspector_page(history, view.steps, NOW_NS, 110, 34, COLOUR_GLYPHS, boxed=True)
+    assert "highest 40.0" in text(page) and looked == ["long"]
 
 
 @pytest.mark.parametrize("size", [(30, 6), (80, 21), (120, 37), (200, 57)])

@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 
 import pytest
+from textual.events import MouseScrollUp
 from tui_harness import (
     MS,
     NOW_NS,
@@ -22,9 +23,9 @@ from tui_harness import (
 )
 
 from termgen.engine.events import RequestEvent, RequestEventKind
-from termgen.tui.log import KEPT, Level, LogBook, LogTap
+from termgen.tui import intake
+from termgen.tui.log import KEPT, Level, Line, LogBook, LogScroll, LogTap
 from termgen.tui.render.log_page import log_page, stalled_for_s
-from termgen.tui.screens import dashboard
 from termgen.tui.spans import Row, row_text, row_width
 from termgen.tui.store import DashboardStore, DashboardView
 from termgen.tui.widgets.canvas import Canvas
@@ -72,6 +73,61 @@ def test_it_stays_bounded() -> None:
     assert len(lines(book)) == KEPT
 
 
+def test_an_error_outlasts_what_nobody_needs_to_hear() -> None:
+    book = LogBook()
+    book.add(Line(1, Level.ERROR, "it broke"))
+    for i in range(2 * KEPT):
+        level = Level.INFO if i % 2 else Level.DEBUG
+        book.add(Line(2, level, f"usual {i}"))
+    book.add(Line(3, Level.WARNING, "odd"))
+    book.add(Line(3, Level.DEBUG, "usual again"))
+    assert lines(book, Level.WARNING) == ["it broke", "odd"]
+    everything = lines(book)
+    assert everything[0] == "it broke" and everything[-2:] == ["odd", "usual again"]
+    assert lines(book, Level.INFO, "usual") == [f"usual {i}" for i in range(KEPT + 1, 2 * KEPT, 2)]
+
+
+def test_a_line_that_is_scrolled_to_stays_while_others_come() -> None:
+    book, scroll = LogBook(), LogScroll()
+    for i in range(30):
+        book.add(Line(i, Level.INFO, f"{i}"))
+
+    def shown(level: Level = Level.DEBUG) -> list[str]:
+        found = book.matching(level, "", NOW_NS)
+        end = scroll.end(found, 4)
+        return [line.text for line in found[max(0, end - 4) : end]]
+
+    assert shown() == ["26", "27", "28", "29"]
+    scroll.move(-3)
+    assert shown() == ["23", "24", "25", "26"]
+    book.add(Line(30, Level.ERROR, "30"))
+    assert shown() == ["23", "24", "25", "26"]
+    scroll.move(-1000)
+    assert shown() == ["0", "1", "2", "3"]
+    assert shown(Level.ERROR) == ["30"], "fewer lines pass than there is room for"
+    scroll.move(1000)
+    assert shown()[-1] == "30"
+    book.add(Line(31, Level.INFO, "31"))
+    assert shown()[-1] == "31", "the newest are followed again"
+    scroll.move(-2)
+    shown()
+    scroll.follow()
+    assert shown()[-1] == "31"
+
+
+def test_a_record_that_cannot_be_written_does_not_stop_who_logs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tap, told = LogTap(), list[logging.LogRecord]()
+    monkeypatch.setattr(tap, "handleError", told.append)
+    try:
+        record = logging.LogRecord("termgen", logging.WARNING, "f", 1, "%d", ("text",), None)
+        tap.handle(record)
+        assert told == [record] and tap.drain() == []
+    finally:
+        tap.close()
+
+
 def test_what_the_program_logs_arrives_from_any_logger() -> None:
     tap = LogTap()
     try:
@@ -109,6 +165,7 @@ def page_of(view: DashboardView, trouble: str = "", height: int = 37) -> str:
             observer_share=0.012,
             level=Level.INFO,
             words="",
+            scroll=LogScroll(),
         )
     )
 
@@ -152,6 +209,7 @@ def test_it_fills_its_size(size: tuple[int, int], trouble: str) -> None:
             observer_share=None,
             level=Level.DEBUG,
             words="",
+            scroll=LogScroll(),
         )
         assert {row_width(row) for row in rows} == {size[0]} and len(rows) == size[1]
 
@@ -182,10 +240,37 @@ async def test_levels_and_search_on_the_screen() -> None:
         assert "done0" in page.text
 
 
+async def test_the_log_is_scrolled_by_keys_and_wheel() -> None:
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        queued = RequestEventKind.QUEUED
+        for i in range(100):
+            app.engine.bus.publish(RequestEvent(NOW_NS, f"r{i:02}", queued, 7, 0, 0))
+        await app.dashboard.refresh_view()
+        await pilot.press("l", "v", "v", "v")
+        page = app.screen.query_one("#page", Canvas)
+        await pilot.pause()
+        assert "r99 queued" in page.text and "newer" not in page.text
+        await pilot.press("up", "up")
+        assert "r97 queued" in page.text and "r98" not in page.text
+        assert "↓ 2 newer of 100 lines" in page.text
+        x, y = page.region.offset
+        app.screen._forward_event(MouseScrollUp(None, x + 5, y + 5, 0, -1, 0, False, False, False))
+        await pilot.pause()
+        assert "r96 queued" in page.text and "r97" not in page.text
+        await pilot.press("home")
+        assert "r00 queued" in page.text and "live" in app.screen.query_one("#header", Canvas).text
+        await pilot.press("end")
+        assert "r99 queued" in page.text
+        await pilot.press("up", "escape")
+        assert "r99 queued" in page.text
+
+
 async def test_an_engine_that_does_not_answer_holds_nothing_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dashboard, "SNAPSHOT_S", 0.02)
+    monkeypatch.setattr(intake, "SNAPSHOT_S", 0.02)
     app = FrozenApp(chat_engine(), start_screen="dashboard")
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)

@@ -105,6 +105,18 @@ def test_time_to_first_token_comes_from_request_events() -> None:
     assert view.ttft_p99_ms == pytest.approx(200, rel=0.05)
 
 
+def test_a_request_whose_arrival_was_not_seen_has_no_time_to_first_token() -> None:
+    kinds, store = RequestEventKind, make_store()
+    for i, kind in enumerate((kinds.SCHEDULED, kinds.FIRST_TOKEN)):
+        store.apply([RequestEvent(NOW_NS - SECOND, f"old-{i}", kind, 9, 0, 0)])
+        store.apply([RequestEvent(NOW_NS, f"old-{i}", kinds.FIRST_TOKEN, 9, 1, 0)])
+    assert store.view(NOW_NS).ttft_p50_ms is None
+    store.apply([RequestEvent(NOW_NS - 300 * MS, "new", kinds.QUEUED, 9, 0, 0)])
+    store.apply([RequestEvent(NOW_NS, "new", kinds.FIRST_TOKEN, 9, 1, 0)])
+    view = store.view(NOW_NS)
+    assert view.ttft_p50_ms == view.ttft_p99_ms == pytest.approx(300)
+
+
 def test_requests_live_then_finished() -> None:
     store = make_store()
     store.apply(request_events())

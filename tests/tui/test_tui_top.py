@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fake_engine import make_snapshot
 from server_harness import eventually, serving
+from textual.widgets._footer import FooterKey
 from tui_harness import (
     MODEL,
     NOW_NS,
@@ -34,6 +35,7 @@ from termgen.tui.attach import AttachError, RemoteFeed
 from termgen.tui.feed import StreamFeed
 from termgen.tui.replay import ReplayError, ReplayFeed, read_frames
 from termgen.tui.screens.dashboard import DashboardScreen
+from termgen.tui.screens.help import HelpText
 from termgen.tui.top_app import TopApp
 from termgen.tui.widgets.canvas import Canvas
 
@@ -85,6 +87,13 @@ async def test_a_lost_server_is_said_and_found_again(monkeypatch: pytest.MonkeyP
             await eventually(lambda: bool(got.extend(ring.drain()) or got))
             assert got[0].step_id == 77
     finally:
+        await feed.close()
+
+
+@pytest.mark.parametrize("hz", [0.01, 1000.0])
+async def test_any_rate_of_a_screen_is_one_that_servers_take(hz: float) -> None:
+    async with serving(chat_engine()) as server:
+        feed = await RemoteFeed.connect(server.url, hz=hz)
         await feed.close()
 
 
@@ -197,6 +206,7 @@ async def test_a_recording_plays_by_its_own_times(tmp_path: Path) -> None:
         (b"event: step\nid: s-1\ndata: {}\n\n", "cannot be read"),
         (b"event: model\nid: s-1\ndata: nonsense\n\n", "cannot be read"),
         (b"event: \xff\nid: s-1\ndata: {}\n\n", "--replay"),
+        (b'event: snapshot\nid: s-1\ndata: {"version":1,"model":"x"}\n\n', "cannot be read"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes, why: str) -> None:
@@ -259,8 +269,14 @@ async def test_a_recording_in_the_dashboard(tmp_path: Path) -> None:
         await pilot.press("f2")
         await pilot.pause()
         assert app.screen is screen
+        footer = " ".join(str(key.description) for key in screen.query(FooterKey))
+        assert "Pause" in footer and "Chat" not in footer
         titles = {command.title for command in app.get_system_commands(screen)}
         assert "Chat" not in titles and {"10 s back", "Faster", "Timeline"} <= titles
+        await pilot.press("f1")
+        await wait_until(pilot, lambda: bool(app.screen.query(HelpText)))
+        help_text = app.screen.query_one(HelpText).text
+        assert "Freeze or go on live" in help_text and "Go to the chat" not in help_text
 
 
 async def test_a_server_in_the_dashboard() -> None:
@@ -275,7 +291,7 @@ async def test_a_server_in_the_dashboard() -> None:
             assert isinstance(screen, DashboardScreen)
             await pilot.pause()
             engine.bus.publish(step(4711, end_ns=feed.now_ns()))
-            await wait_until(pilot, lambda: screen._ring.num_appended > 0)
+            await wait_until(pilot, lambda: screen._intake._ring.num_appended > 0)
             await screen.refresh_view()
             assert "step 4 711" in panel(app, "batch") and "chat-1" in panel(app, "requests")
             await pilot.press("left_square_bracket")

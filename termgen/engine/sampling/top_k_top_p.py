@@ -106,5 +106,7 @@ def _top_p_threshold(
     """values [B, K]: the K largest logits, best first; they hold `limit` [B, 1] of `total`."""
     weights = (values - values[:, :1]).exp_()
     mass_before = weights.cumsum(dim=-1) - weights
-    kept = values.masked_fill(mass_before >= limit * total, torch.inf)  # limit > 0: not the first
+    dropped = mass_before >= limit * total
+    dropped[:, 0] = False  # stays, whatever is left of `limit` in float32
+    kept = values.masked_fill(dropped, torch.inf)
     return kept.amin(dim=-1, keepdim=True).masked_fill_(limit >= 1.0, -torch.inf)

@@ -72,7 +72,7 @@ def column_cells(tokens: tuple[int, int, int], height: int, peak: int) -> tuple[
     """
     prefill, decode, padding = tokens
     total = sum(tokens)
-    if total == 0 or height <= 0:
+    if total <= 0 or height <= 0:
         return 0, 0, 0
     wanted = round(height * math.log2(1 + total) / math.log2(1 + peak))
     parts = (decode, prefill, padding)

@@ -103,7 +103,9 @@ def notice_rows(text: str, width: int, *, role: str, sign: str, hint: str = "") 
 def empty_rows(model: ModelInfo, width: int, height: int) -> list[Row]:
     """An empty chat explains itself, in the middle of the screen."""
     ready: list[Span] = [(model_words(model), "text"), (" is ready", "muted")]
-    where = f"{clean_line(model.device_name)} · {count(model.max_model_len)} tokens of context"
+    where = clean_line(model.device_name)
+    if model.max_model_len:  # a server elsewhere may not say
+        where += f" · {count(model.max_model_len)} tokens of context"
     rows: list[Row] = [
         (("▍", "accent"), ("termgen", "accent/b")),
         (),
@@ -178,6 +180,8 @@ def _context(status: ChatStatus, limit: int, *, with_bar: bool = False) -> list[
     share = status.context_tokens / limit if limit else 0.0
     full = share > NEARLY_FULL
     spans: list[Span] = [("ctx ", "muted")]
+    if not limit:
+        return [*spans, (f"{count(status.context_tokens)} ", "text")]
     if with_bar:
         spans += [*bar(share, CONTEXT_BAR, role="warn" if full else "accent"), (" ", "text")]
     spans.append((f"{count(status.context_tokens)}", "warn" if full else "text"))

@@ -164,7 +164,7 @@ def _memory_bar(parts: dict[str, int], total: int, width: int, glyphs: Glyphs) -
     for kind, nbytes in parts.items():
         so_far += nbytes
         role = MEMORY_NAMES[kind][1]
-        end = round(width * so_far / max(1, total))
+        end = min(width, round(width * so_far / max(1, total)))
         spans.append((_sign(kind, glyphs) * (end - used), role))
         used = end
     return fit(merge(spans), width)

@@ -46,11 +46,12 @@ def inspector_page(
             [("request", "text/b")], (), [(), ((text, "muted"),)]
         )
     edge = 2 if boxed else 1
-    facts = _facts(history, steps, now_ns, width - 4, glyphs)
+    times = token_times(history, steps)
+    facts = _facts(history, times, now_ns, width - 4, glyphs)
     top = min(height, len(facts) + edge)
     rows = Frame(width, top, boxed).draw(*_title(history, now_ns), facts)
     if height - top > edge + 1:
-        rows += gaps_panel(history, steps, Frame(width, height - top, boxed))
+        rows += gaps_panel(times, Frame(width, height - top, boxed))
     return rows
 
 
@@ -68,7 +69,7 @@ def _title(history: History, now_ns: int) -> tuple[list[Span], list[Span]]:
 
 
 def _facts(
-    history: History, steps: Sequence[StepRecord], now_ns: int, width: int, glyphs: Glyphs
+    history: History, times: Sequence[int], now_ns: int, width: int, glyphs: Glyphs
 ) -> list[Row]:
     rows: list[Row] = []
     if history.queued_ns > KNOWN_NS:
@@ -78,7 +79,7 @@ def _facts(
         _fact("cache", _cache_words(history)),
         *_wrapped("prefill", _prefill_words(history), width),
         _fact("first token", _first_words(history)),
-        _fact("decode", _decode_words(history, steps, now_ns)),
+        _fact("decode", _decode_words(history, times, now_ns)),
         *_wrapped("preempted", _preempt_words(history), width),
         _fact("finish", f"{history.reason}" if history.finished_ns else "not yet"),
         *_wrapped("parameters", history.params or "the defaults", width),
@@ -131,8 +132,7 @@ def _first_words(history: History) -> str:
     return f"{duration((history.first_token_ns - history.queued_ns) / 1e9)} after arrival"
 
 
-def _decode_words(history: History, steps: Sequence[StepRecord], now_ns: int) -> str:
-    times = token_times(history, steps)
+def _decode_words(history: History, times: Sequence[int], now_ns: int) -> str:
     tokens = history.num_output_tokens if history.finished_ns else len(times)
     words = f"{count(tokens)} tokens"
     if history.first_token_ns > KNOWN_NS and tokens > 1:
@@ -204,9 +204,9 @@ def gaps_ms(times: Sequence[int]) -> list[float]:
     return [(b - a) / 1e6 for a, b in zip(times, times[1:], strict=False) if b >= a]
 
 
-def gaps_panel(history: History, steps: Sequence[StepRecord], frame: Frame) -> list[Row]:
+def gaps_panel(times: Sequence[int], frame: Frame) -> list[Row]:
     """Every gap between two tokens in the steps that are kept, the newest at the right."""
-    gaps = gaps_ms(token_times(history, steps))
+    gaps = gaps_ms(times)
     title: list[Span] = [("gaps between tokens", "text/b"), (" · ms", "muted")]
     if not gaps:
         return frame.draw(title, (), [(("none yet", "muted"),)])

@@ -21,7 +21,7 @@ def loading_rows(
     if not phases:
         rows.append((("● ", "accent"), ("starting", "text")))
     for index, (name, share) in enumerate(phases):
-        rows.append(_phase(name, share, last=index == len(phases) - 1))
+        rows.append(phase_row(name, share, last=index == len(phases) - 1))
     rows += [(), ((f"{elapsed_s:.1f} s", "muted"), ("   ctrl+q quits", "faint"))]
     block = min(BLOCK_WIDTH, width)
     left = " " * max(0, (width - block) // 2)
@@ -29,7 +29,7 @@ def loading_rows(
     return [*above, *(((left, "text"), *row) if row_width(row) else () for row in rows)]
 
 
-def _phase(name: str, share: float, *, last: bool) -> Row:
+def phase_row(name: str, share: float, *, last: bool) -> Row:
     label = cut(clean_line(name), _NAME_WIDTH).ljust(_NAME_WIDTH)
     if not last or share >= 1:
         return (("✓ ", "good"), (label, "muted"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from termgen.tui.formatting import count, duration, milliseconds, percent
-from termgen.tui.log import Level, LogBook
+from termgen.tui.log import Level, LogBook, LogScroll
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.timeline import list_panel
 from termgen.tui.sanitize import clean_line
@@ -32,6 +32,7 @@ def log_page(
     observer_share: float | None,
     level: Level,
     words: str,
+    scroll: LogScroll,
 ) -> list[Row]:
     """`trouble`: what is known to be wrong, empty while nothing is."""
     edge = 2 if boxed else 1
@@ -46,7 +47,8 @@ def log_page(
         rows += list_panel(view.steps, Frame(width, last, boxed))
         rest -= last
     if rest > 0:
-        rows += lines_panel(view, log, Frame(width, rest, boxed), level=level, words=words)
+        frame = Frame(width, rest, boxed)
+        rows += lines_panel(view, log, frame, level=level, words=words, scroll=scroll)
     return rows
 
 
@@ -96,16 +98,25 @@ def watch_panel(
 
 
 def lines_panel(
-    view: DashboardView, log: LogBook, frame: Frame, *, level: Level, words: str
+    view: DashboardView,
+    log: LogBook,
+    frame: Frame,
+    *,
+    level: Level,
+    words: str,
+    scroll: LogScroll,
 ) -> list[Row]:
-    """The newest lines that pass, the newest at the end, with their age."""
+    """The newest lines that pass, or those that are scrolled to, with their age."""
     found = log.matching(level, words, view.now_ns)
+    end = scroll.end(found, frame.inner_height)
     title: list[Span] = [("log", "text/b"), (f" · {level.name.lower()} and above", "muted")]
     if words:
         title.append((f" · “{clean_line(words)}”", "accent"))
     right: list[Span] = [(f"{count(len(found))} lines", "muted")]
+    if end < len(found):
+        right.insert(0, (f"↓ {count(len(found) - end)} newer of ", "accent"))
     body: list[Row] = []
-    shown = found[-frame.inner_height :] if frame.inner_height else []
+    shown = found[max(0, end - frame.inner_height) : end]
     for line in shown:
         sign, role = _SIGNS[line.level]
         ago = duration(max(0, view.now_ns - line.time_ns) / 1e9)

@@ -35,8 +35,9 @@ class LiveState:
 
 
 def model_words(model: ModelInfo) -> str:
-    """`smollm2-135m float32` with the quantization in place of the type if there is one."""
-    return f"{clean_line(model.model_id)} {model.quantization or model.dtype}"
+    """`smollm2-135m float32` with the quantization in place of the type if there is one. Of a
+    model elsewhere the type may not be known."""
+    return f"{clean_line(model.model_id)} {model.quantization or model.dtype}".rstrip()
 
 
 def memory_words(memory: MemoryLedger) -> tuple[str, str]:

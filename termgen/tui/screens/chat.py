@@ -24,7 +24,7 @@ from termgen.engine.request import FinishReason
 from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
 from termgen.tui import commands
 from termgen.tui.conversation import AnswerState, Conversation, Turn, sampling_params
-from termgen.tui.messages import PromptEdited, PromptSubmitted
+from termgen.tui.messages import ModelsWanted, PromptEdited, PromptSubmitted
 from termgen.tui.render.chat import ChatStatus, empty_rows, status_row
 from termgen.tui.sanitize import clean_line
 from termgen.tui.screens.base import ThemedScreen
@@ -70,6 +70,14 @@ class ChatScreen(ThemedScreen):
             "Engine",
             id="chat.engine",
             tooltip="Watch the engine (2 outside the prompt)",
+        ),
+        Binding(
+            "f5",
+            "app.models",
+            "Model",
+            show=False,
+            id="chat.models",
+            tooltip="Choose another model (/model)",
         ),
         Binding(
             "shift+pageup,ctrl+up",
@@ -126,6 +134,19 @@ class ChatScreen(ThemedScreen):
     @property
     def is_streaming(self) -> bool:
         return self._streaming is not None
+
+    def set_client(self, client: EngineClient, *, failure: str | None) -> None:
+        """Another model answers from here on; `failure` says why it is not the one asked for."""
+        self._client, model = client, client.model
+        self._params = sampling_params(model.default_params, self._ui)
+        self.transcript.set_empty(lambda width, height: empty_rows(model, width, height))
+        if failure is not None:
+            hint = f"{clean_line(model.model_id)} answers as before."
+            self.transcript.add(NoticeEntry(failure, role="bad", sign="✗", hint=hint))
+        elif self.conversation.turns:
+            self._note(f"{clean_line(model.model_id)} answers from here on.")
+        self.status.repaint()
+        self.prompt.focus()
 
     def quote_back(self, text: str) -> None:
         """Put a question that was not answered back into the prompt, before what is there."""
@@ -296,6 +317,8 @@ class ChatScreen(ThemedScreen):
             self._set_system(argument)
         elif name == "theme":
             self._set_theme(argument)
+        elif name == "model":
+            self.post_message(ModelsWanted(argument))
         elif name == "engine":
             self.call_later(self.app.run_action, "app.show('dashboard')")
         elif name == "help":

@@ -1,5 +1,5 @@
-"""The engine screen: drains the event ring and asks for a snapshot a few times a second, and
-paints. It computes nothing (`store` does) and styles nothing (`render` and the theme do).
+"""The engine screen: has an `Intake` take what the engine tells a few times a second, and paints.
+It computes nothing (`store` does) and styles nothing (`render` and the theme do).
 
 While it is hidden nothing runs: the ring overwrites its oldest events, and what is still there
 when the screen comes back fills its history.
@@ -25,12 +25,11 @@ from textual.events import (
 )
 from textual.widgets import Footer, Input
 
-from termgen.engine.events import EngineEvent
-from termgen.errors import EngineError
-from termgen.tui.feed import EngineFeed, StreamFeed
+from termgen.tui.feed import EngineFeed
 from termgen.tui.formatting import clock
 from termgen.tui.gpu_meter import GpuWatch
-from termgen.tui.log import Level, LogTap
+from termgen.tui.intake import Intake
+from termgen.tui.log import Level
 from termgen.tui.render import overview
 from termgen.tui.render.batch import batch_panel
 from termgen.tui.render.frame import Frame
@@ -42,18 +41,14 @@ from termgen.tui.screens.base import ThemedScreen
 from termgen.tui.screens.dashboard_keys import KEYS, PAGES, Page, page_at, tab_line
 from termgen.tui.screens.dashboard_pages import Pages, Sight
 from termgen.tui.spans import Row
-from termgen.tui.store import DashboardStore, DashboardView
+from termgen.tui.store import DashboardView
 from termgen.tui.widgets.canvas import Canvas
 
 BOX_COLUMNS, BOX_ROWS = 100, 34
-IDLE_SNAPSHOT_S = 2.0
 WINDOWS_S = (None, 30, 60, 120)
-SNAPSHOT_S = 1.0
-"""An engine that does not answer must not hold up the picture that says so."""
+IDLE_PAINT_NS = 1_000_000_000
+"""While nothing happens, only ages and uptime change."""
 OBSERVER_SMOOTHING = 0.2
-RING_CAPACITY = 4096
-REPLAY_CAPACITY = 65_536
-"""Turning a recording back plays minutes of it at once."""
 
 
 class DashboardScreen(ThemedScreen):
@@ -76,14 +71,10 @@ class DashboardScreen(ThemedScreen):
         self._hz = hz
         self._now_ns = now_ns
         self._cpu_ns = cpu_ns
-        self._stream = client if isinstance(client, StreamFeed) else None
-        self._replay = client if isinstance(client, ReplayFeed) else None
-        self._epoch = self._stream.epoch if self._stream else 0
-        self._ring = client.events(REPLAY_CAPACITY if self._replay else RING_CAPACITY)
-        self._store = DashboardStore(started_ns=now_ns())
-        self._view: DashboardView = self._store.view(now_ns())
-        self._snapshot_ns = 0
-        self._snapshot_idle = False
+        self._intake = Intake(client, now_ns)
+        self._view: DashboardView = self._intake.store.view(now_ns())
+        self._lanes = self._intake.store.lanes
+        self._shown_trouble = ""
         self._observed: tuple[int, int] | None = None
         self._observer_share: float | None = None
         self._paused = False
@@ -94,8 +85,6 @@ class DashboardScreen(ThemedScreen):
         self._window_s: int | None = None
         self._pages = Pages()
         self._gpu = GpuWatch(client)
-        self._tap = LogTap() if self._stream is None else None
-        """What an engine elsewhere logs is not in this process."""
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_header, id="header")
@@ -122,9 +111,7 @@ class DashboardScreen(ThemedScreen):
 
     def close(self) -> None:
         """Stop listening to the engine."""
-        self._client.close_events(self._ring)
-        if self._tap is not None:
-            self._tap.close()
+        self._intake.close()
 
     @on(ScreenResume)
     def _start_pump(self) -> None:
@@ -149,45 +136,25 @@ class DashboardScreen(ThemedScreen):
             await asyncio.sleep(1 / self._hz)
 
     async def refresh_view(self) -> None:
-        """One frame: events, snapshot, view, paint."""
-        events = self._take_events()
-        waited_s = (self._now_ns() - self._snapshot_ns) / 1e9
-        if events or not self._snapshot_idle or waited_s > IDLE_SNAPSHOT_S:
-            await self._fetch_snapshot()
+        """One frame: events, snapshot, view, paint; no paint where nothing would differ."""
+        changed = await self._intake.take()
+        if not self._paused and self._intake.should_ask(changed):
+            changed |= await self._intake.ask()
         self._observe()
-        if not self._paused:
-            self._view = self._store.view(self._now_ns(), window_s=self._window_s)
-        self.paint()
+        is_old = self._now_ns() - self._view.now_ns >= IDLE_PAINT_NS
+        if not self._paused and (changed or is_old or not self._view.is_idle):
+            self._look()
+            self.paint()
+        elif self._intake.trouble != self._shown_trouble:
+            self.paint()
 
-    def _take_events(self) -> list[EngineEvent]:
-        if self._replay is not None:
-            self._replay.advance()
-        events = self._ring.drain()
-        lost = self._ring.num_dropped
-        if self._stream is not None:
-            lost += self._stream.num_dropped
-            if self._stream.epoch != self._epoch:  # another engine, or another past
-                self._epoch = self._stream.epoch
-                self._store = DashboardStore(started_ns=self._now_ns())
-                self._snapshot_idle, self._back = False, None
-        self._store.num_dropped = lost
-        self._store.apply(events)
-        for line in self._tap.drain() if self._tap is not None else ():
-            self._store.log.add(line)
-        return events
-
-    async def _fetch_snapshot(self) -> None:
-        may_ask = self._stream is not None or self._client.is_healthy  # a stream has the last one
-        if self._paused or not may_ask:
-            return
-        try:
-            async with asyncio.timeout(SNAPSHOT_S):
-                snapshot = await self._client.snapshot()
-        except (EngineError, TimeoutError):
-            return  # the header and the log page say so
-        self._snapshot_ns = self._now_ns()
-        self._snapshot_idle = not snapshot.num_running and not snapshot.num_waiting
-        self._store.set_snapshot(snapshot)
+    def _look(self) -> None:
+        """Take the picture that is painted from now on."""
+        store = self._intake.store
+        self._view = store.view(self._now_ns(), window_s=self._window_s)
+        self._lanes = store.lanes.copy() if self._paused else store.lanes
+        if self._lanes.get(self._selected) is None:  # of another engine, or not yet there
+            self._selected, self._first_row = None, 0
 
     def _observe(self) -> None:
         now = (self._now_ns(), self._cpu_ns())
@@ -201,12 +168,15 @@ class DashboardScreen(ThemedScreen):
 
     def paint(self) -> None:
         shows_overview = self._page == "overview"
+        self._shown_trouble = self._intake.trouble
         for canvas in self.query(Canvas):
             if canvas.display and (shows_overview or canvas.id in ("header", "tabs", "page")):
                 canvas.repaint()
 
     def action_page(self, name: str) -> None:
         """Show one of the `PAGES`."""
+        if name != "log":
+            self._close_search()
         self._page = name
         self.query_one("#overview").display = name == "overview"
         self.query_one("#page").display = name != "overview"
@@ -234,7 +204,7 @@ class DashboardScreen(ThemedScreen):
         self.paint()
 
     @on(Input.Submitted, "#search")
-    def _keep_search(self) -> None:
+    def _close_search(self) -> None:
         """The words stay; the keys are the dashboard's again."""
         self.query_one("#search").display = False
         self.set_focus(None)
@@ -276,36 +246,41 @@ class DashboardScreen(ThemedScreen):
         self.paint()
 
     def _freeze(self, paused: bool) -> None:
+        if paused and not self._paused:
+            self._lanes = self._lanes.copy()
         self._paused = paused
-        if self._replay is not None:
-            self._replay.stop(paused)
+        if self._intake.replay is not None:
+            self._intake.replay.stop(paused)
 
-    async def action_seek(self, seconds: int) -> None:
+    def action_seek(self, seconds: int) -> None:
         if self._is_recording():
-            assert self._replay is not None
-            self._ring.drain()
-            self._replay.seek(seconds * 1_000_000_000)
-            self._take_events()
-            self._store.set_snapshot(await self._replay.snapshot())
+            self._intake.turn(seconds * 1_000_000_000)
             self._back = None
-            self._view = self._store.view(self._now_ns(), window_s=self._window_s)
-            self.paint()
+            self._show_turned()
+
+    @work(group="turn", exclusive=True)
+    async def _show_turned(self) -> None:
+        """A key that comes meanwhile turns further, and this begins again."""
+        await self._intake.take()
+        await self._intake.ask()
+        self._look()
+        self.paint()
 
     def action_speed(self, by: int) -> None:
         if self._is_recording():
-            assert self._replay is not None
-            self._replay.set_speed(2.0**by)
+            assert self._intake.replay is not None
+            self._intake.replay.set_speed(2.0**by)
             self.paint()
 
     def _is_recording(self) -> bool:
-        if self._replay is None:
+        if self._intake.replay is None:
             self.notify("only a recording can be turned: termgen top --replay FILE")
-        return self._replay is not None
+        return self._intake.replay is not None
 
     def action_step(self, back: int) -> None:
-        """Freeze, and move the mark among the recorded steps; move in the map of the blocks."""
-        if self._page == "blocks":
-            self._pages.kv_cursor.move(columns=-back)
+        """Freeze, and move the mark among the recorded steps; move in the map of the blocks, and
+        in the log."""
+        if self._pages.move(self._page, columns=-back):
             self.paint()
             return
         if not self._view.steps:
@@ -315,8 +290,7 @@ class DashboardScreen(ThemedScreen):
         self.paint()
 
     def action_select(self, by: int) -> None:
-        if self._page == "blocks":
-            self._pages.kv_cursor.move(rows=by)
+        if self._pages.move(self._page, rows=by):
             self.paint()
             return
         ids = [row.request_id for row in self._view.requests]
@@ -332,9 +306,12 @@ class DashboardScreen(ThemedScreen):
 
     def action_live(self) -> None:
         search = self.query_one("#search", Input)
-        search.value, search.display = "", False
-        self.set_focus(None)
+        search.value = ""
+        if search.display:  # its end and no more
+            self._close_search()
+            return
         self._freeze(False)
+        self._pages.log_scroll.follow()
         self._back, self._selected, self._first_row = None, None, 0
         self.paint()
 
@@ -355,11 +332,6 @@ class DashboardScreen(ThemedScreen):
     def _boxed(self) -> bool:
         return self.size.width >= BOX_COLUMNS and self.size.height >= BOX_ROWS
 
-    @property
-    def _trouble(self) -> str:
-        """What is wrong when the engine is not healthy."""
-        return (self._stream.trouble if self._stream else "") or "engine stopped"
-
     def _frame(self, width: int, height: int) -> Frame:
         return Frame(width, height, self._boxed)
 
@@ -372,11 +344,11 @@ class DashboardScreen(ThemedScreen):
         live = LiveState(
             hz=self._hz,
             paused=self._paused,
-            healthy=self._client.is_healthy,
+            healthy=not self._intake.trouble,
             observer_share=self._observer_share,
             back=self._back or 0,
-            trouble=self._trouble,
-            replay=_replay_words(self._replay) if self._replay else "",
+            trouble=self._intake.trouble,
+            replay=_replay_words(self._intake.replay) if self._intake.replay else "",
         )
         return [overview.header(self._client.model, self._view, live, width)]
 
@@ -399,25 +371,20 @@ class DashboardScreen(ThemedScreen):
 
     def _paint_requests(self, width: int, height: int) -> Sequence[Row]:
         frame = self._frame(width, height)
-        return requests_panel(
-            self._view,
-            frame,
-            self.palette.glyphs,
-            selected=self._selected,
-            first=self._first_row,
-        )
+        glyphs, marked = self.palette.glyphs, self._selected
+        return requests_panel(self._view, frame, glyphs, selected=marked, first=self._first_row)
 
     def _paint_page(self, width: int, height: int) -> Sequence[Row]:
         sight = Sight(
             view=self._view,
-            lanes=self._store.lanes,
+            lanes=self._lanes,
             model=self._client.model,
             glyphs=self.palette.glyphs,
             boxed=self._boxed,
             back=self._back,
             selected=self._selected,
-            log=self._store.log,
-            trouble="" if self._client.is_healthy else self._trouble,
+            log=self._intake.store.log,
+            trouble=self._intake.trouble,
             observer_share=self._observer_share,
         )
         return self._pages.paint(self._page, sight, width, height)

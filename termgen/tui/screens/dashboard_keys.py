@@ -24,7 +24,9 @@ PAGES = (
     Page("blocks", "k", "Every KV block: its state, its owner, and a cursor to ask with"),
     Page("request", "i", "The marked request from its arrival to its end"),
     Page("graphs", "g", "CUDA graphs, memory and the start"),
-    Page("log", "l", "Is the engine alive, what does watching cost, and its log"),
+    Page(
+        "log", "l", "Is the engine alive, what does watching cost, and its log (↑ and ↓ scroll it)"
+    ),
 )
 
 KEYS = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from termgen.client import ModelInfo
 from termgen.tui.kv_cursor import KvCursor
 from termgen.tui.lanes import LaneBook
-from termgen.tui.log import Level, LogBook
+from termgen.tui.log import Level, LogBook, LogScroll
 from termgen.tui.palette import Glyphs
 from termgen.tui.render import graphs, timeline
 from termgen.tui.render.inspector import inspector_page
@@ -46,6 +46,7 @@ class Pages:
         self.kv_cursor = KvCursor()
         self.log_level = Level.INFO
         self.search = ""
+        self.log_scroll = LogScroll()
         self._num_steps = timeline.DEFAULT_STEPS
         self._painters = {
             "timeline": self._timeline,
@@ -66,6 +67,14 @@ class Pages:
         else:
             wanted = self._num_steps // 2 if by > 0 else self._num_steps * 2
             self._num_steps = min(timeline.MAX_STEPS, max(timeline.MIN_STEPS, wanted))
+
+    def move(self, name: str, *, rows: int = 0, columns: int = 0) -> bool:
+        """In the map of the blocks, or among the lines of the log. Whether the page is one."""
+        if name == "blocks":
+            self.kv_cursor.move(rows=rows, columns=columns)
+        elif name == "log":
+            self.log_scroll.move(rows + columns)
+        return name in ("blocks", "log")
 
     def _timeline(self, sight: Sight, width: int, height: int) -> Sequence[Row]:
         return timeline.timeline_page(
@@ -130,4 +139,5 @@ class Pages:
             observer_share=sight.observer_share,
             level=self.log_level,
             words=self.search,
+            scroll=self.log_scroll,
         )

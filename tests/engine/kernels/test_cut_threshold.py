@@ -101,6 +101,20 @@ def test_top_p(device: str, scale: float, capacity: int) -> None:
 
 @devices
 @pytest.mark.parametrize("capacity", [32, 4096])
+@pytest.mark.parametrize("top_p", [0.0, 1e-45, 2.0**-126])
+def test_the_likeliest_stays_however_small_top_p_is(
+    device: str, top_p: float, capacity: int
+) -> None:
+    logits = normal(4, 1300, dtype=torch.float32, device=device, seed=4)
+    logits[1, 256:512] = 3.0  # more than fit, so that the whole row is searched
+    logits[2] = -1.0
+    kept = run(logits, top_p=top_p, top_k=[0, 0, 0, 40], capacity=capacity)
+    assert torch.equal(*kept)
+    assert torch.equal(kept[0], logits == logits.amax(dim=1, keepdim=True))
+
+
+@devices
+@pytest.mark.parametrize("capacity", [32, 4096])
 def test_the_cuts_compose_in_order(device: str, capacity: int) -> None:
     """min-p, then top-k, then top-p of what is left, renormalised."""
     seed = random.randrange(2**31)

@@ -66,6 +66,18 @@ def assert_equal_but_for_rounding(ours, theirs, logits, top_p: float) -> None:
 
 
 @FORMS
+@pytest.mark.parametrize("top_p", [0.0, 1e-45, 2.0**-126])
+def test_the_likeliest_stays_however_small_top_p_is(random_logits, form, top_p: float) -> None:
+    logits = random_logits(20, VOCAB)
+    others = {"top_k": [40] * 10 + [0] * 10, "min_p": [0.0, 0.1] * 10}
+    rows = [top_p] * 15 + [1.0] * 5
+    kept = cut(logits, form, top_p=rows, **others) > -torch.inf
+    assert torch.equal(kept[:15].nonzero()[:, 1], logits[:15].argmax(dim=-1))
+    untouched = cut(logits[15:], form, **{name: values[15:] for name, values in others.items()})
+    assert torch.equal(kept[15:], untouched > -torch.inf)
+
+
+@FORMS
 def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(form) -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     kept = {p: int((cut(logits, form, top_p=p) > -torch.inf).sum()) for p in (0.4, 0.6, 0.81, 0.99)}

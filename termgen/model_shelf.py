@@ -1,0 +1,171 @@
+"""`LocalShelf`: the models of this machine and of the catalog, and an engine that changes to one.
+
+Made by `launch` for the model picker of the chat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+from termgen import catalog
+from termgen.config import EngineConfig
+from termgen.errors import DownloadError, EngineError, ModelNotFoundError, TermgenError
+from termgen.launch import EngineHolder
+from termgen.local_models import find_others, size_of
+from termgen.tui.model_choice import ModelChoice, Report, Switch
+
+STOP_WAIT_S = 0.5
+"""A fetch that is told to stop looks for that more often than this."""
+SPARE_SHARE = 1.1
+"""Beside its weights an engine needs room for steps and a KV cache."""
+_GGUF_BITS = re.compile(r"(?:^|[^a-z])(?:i?q(\d)|(b?f16)|(f32))(?![0-9])", re.IGNORECASE)
+
+
+class LocalShelf:
+    """A `ModelShelf` over an `EngineHolder` whose engine runs."""
+
+    def __init__(self, holder: EngineHolder) -> None:
+        self._holder = holder
+
+    async def choices(self) -> list[ModelChoice]:
+        return await asyncio.to_thread(self._list)
+
+    async def look_up(self, name: str) -> ModelChoice:
+        return await asyncio.to_thread(self._look_up, name)
+
+    async def fetch(self, name: str, report: Report) -> None:
+        stopped = threading.Event()
+        done: Future[None] = Future()
+
+        def on_progress(stage: str, share: float) -> None:
+            if stopped.is_set():
+                raise DownloadError("fetching was stopped")
+            report(stage, share)
+
+        def work() -> None:
+            done.set_running_or_notify_cancel()
+            try:
+                catalog.pull(name, on_progress)
+            except BaseException as error:  # thread top: whoever awaits it is told
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        # a daemon: what hangs in the network must not keep the program from ending
+        thread = threading.Thread(target=work, name="termgen-fetch", daemon=True)
+        thread.start()
+        try:
+            await asyncio.wrap_future(done)
+        except asyncio.CancelledError:
+            stopped.set()
+            thread.join(STOP_WAIT_S)
+            raise
+
+    async def switch(self, name: str, report: Report) -> Switch:
+        former = self._holder.config
+        await asyncio.to_thread(catalog.resolve_model, name)  # before anything is given up
+        try:
+            # the tokenizer that was named is the former model's
+            return Switch(
+                await self._holder.restart(replace(former, model=name, tokenizer=None), report)
+            )
+        except TermgenError as error:
+            failure = str(error)
+        except Exception as error:  # the top of a start: whatever it is, one line says so
+            failure = f"{type(error).__name__}: {error}"
+        report("going back to the former model", 0.0)
+        try:
+            return Switch(await self._holder.restart(former, report), failure)
+        except Exception as error:  # as above
+            raise EngineError(
+                f"{name} did not start: {failure}; nor does the former model any more: {error}"
+            ) from error
+
+    def _list(self) -> list[ModelChoice]:
+        current = self._current()
+        choices = [
+            self._choice(
+                entry.name,
+                entry.hub_id,
+                entry.path,
+                entry.download_bytes if entry.size_bytes is None else entry.size_bytes,
+                current,
+            )
+            for entry in catalog.list_models()
+        ]
+        for model in find_others(current):
+            detail = "" if model.root == model.name else model.root
+            name = model.name if "/" in model.name else model.root
+            choices.append(self._choice(name, detail, model.path, size_of(model), current))
+        if current is not None and not any(choice.is_current for choice in choices):
+            choices.insert(0, self._look_up(str(current)))
+        return choices
+
+    def _look_up(self, name: str) -> ModelChoice:
+        known = catalog.CATALOG.get(name.lower())
+        try:
+            model = catalog.resolve_model(name)
+        except ModelNotFoundError:
+            if known is None and not catalog.is_hub_id(name):
+                raise
+            size = None if known is None else known.download_bytes
+            detail = name if known is None else known.hub_id
+            return self._choice(name if known is None else known.name, detail, None, size, None)
+        return self._choice(name, model.root, model.path, size_of(model), self._current())
+
+    def _choice(
+        self, name: str, detail: str, path: Path | None, size: int | None, current: Path | None
+    ) -> ModelChoice:
+        needs = (
+            None if size is None else weights_bytes(path, size, self._holder.config, self._device)
+        )
+        room = self._room()
+        fits = None if needs is None or room is None else needs * SPARE_SHARE <= room
+        is_current = path is not None and current is not None and path.samefile(current)
+        return ModelChoice(name, detail, size, path is not None, is_current, needs, fits)
+
+    def _current(self) -> Path | None:
+        try:
+            return catalog.resolve_model(self._holder.config.model).path
+        except ModelNotFoundError:
+            return None  # somebody has removed it
+
+    @property
+    def _device(self) -> str:
+        client = self._holder.client
+        return "cpu" if client is None else client.model.device
+
+    def _room(self) -> int | None:
+        """What an engine may take once the present one has given its memory back."""
+        client = self._holder.client
+        memory = None if client is None else client.model.memory
+        if memory is None:
+            return None
+        own = (
+            memory.weights_bytes,
+            memory.activations_bytes,
+            memory.graphs_bytes,
+            memory.workspace_bytes,
+            memory.kv_cache_bytes,
+            memory.free_below_limit_bytes,
+        )
+        return sum(own)
+
+
+def weights_bytes(path: Path | None, size: int, config: EngineConfig, device: str) -> int:
+    """About what weights of this size on disk take in memory, in the type they will have there."""
+    stored_bits = 16.0
+    if path is not None and path.suffix.lower() == ".gguf":
+        found = _GGUF_BITS.search(path.stem)
+        stored_bits = 4.6  # the most usual
+        if found is not None:
+            digits, _, is_32 = found.groups()
+            stored_bits = float(digits) + 0.6 if digits else 32.0 if is_32 else 16.0
+    is_wide = config.dtype == "float32" or (config.dtype == "auto" and device == "cpu")
+    bits = 9.0 if config.quantization == "int8" else 32.0 if is_wide else 16.0
+    return int(size * bits / stored_bits)

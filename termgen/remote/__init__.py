@@ -1,0 +1,1 @@
+"""A model server elsewhere, as an `EngineClient`: any OpenAI-compatible one, over HTTP."""

@@ -1,0 +1,365 @@
+"""`RemoteClient`: the HTTP twin of the engine, for any OpenAI-compatible server.
+
+Made by the command line for `termgen chat --url`; loads no torch. It answers what the server can
+answer; what it cannot is an `EngineError` that says so. Watching a termgen server's engine is not
+here: that is its event stream, which `tui.attach` reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import itertools
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import httpx
+
+from termgen.client import (
+    ChatPrompt,
+    ModelInfo,
+    PauseMode,
+    Prompt,
+    SleepLevel,
+    TokenDelta,
+    TokenizerInfo,
+)
+from termgen.engine.events import EngineSnapshot, EventRing
+from termgen.engine.sampling_params import SamplingParams
+from termgen.errors import ConfigError, EngineError, TermgenError
+from termgen.remote.failures import failure_of, short
+from termgen.remote.models import (
+    RemoteModel,
+    model_info,
+    normal_url,
+    read_models,
+    read_object,
+)
+from termgen.remote.stream import AnswerReader
+from termgen.remote.wire import Call, Dialect, build_call, dialect_of, prompt_fields
+
+CONNECT_S = 5.0
+ANSWER_S = 10.0
+"""For everything but an answer of a model."""
+SILENCE_S = 600.0
+"""A long prompt on a slow machine says nothing for minutes."""
+MAX_ERROR_BYTES = 65_536
+
+
+@dataclass(slots=True)
+class _Running:
+    """An answer under way: who reads it, and where its deltas go."""
+
+    reading: asyncio.Task[None]
+    inbox: asyncio.Queue[TokenDelta | TermgenError | None]
+
+
+class RemoteClient:
+    """An `EngineClient` whose engine is behind a URL. Use it on one event loop."""
+
+    def __init__(
+        self, url: str, models: Sequence[RemoteModel], *, api_key: str | None, admin_key: str | None
+    ) -> None:
+        assert models, "there is a model to talk to"
+        self.url = url
+        self.models = tuple(models)
+        self._api_key = api_key
+        self._admin_key = admin_key
+        self._http = _http_client(url)
+        self._running: dict[str, _Running] = {}
+        self._ids = itertools.count(1)
+        self._paused = False
+        self._sleep_level = 0
+        self.use_model(models[0].model_id)
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        *,
+        api_key: str | None = None,
+        admin_key: str | None = None,
+        model: str | None = None,
+    ) -> RemoteClient:
+        """Find the server and the model. Raises `ConfigError`, `RequestError`, `EngineError`."""
+        url = normal_url(url)
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("api_key must be ASCII letters, digits and signs", param="api_key")
+        async with _http_client(url) as http:
+            try:
+                reply = await http.get("/v1/models", headers=_headers(api_key), timeout=ANSWER_S)
+            except httpx.HTTPError as error:
+                raise _unreachable(url, error) from error
+        if reply.status_code == 404 and model is not None:  # not every server lists them
+            return cls(url, [RemoteModel(model, "", 0)], api_key=api_key, admin_key=admin_key)
+        if reply.status_code != 200:
+            raise _failure(url, "/v1/models", reply, reply.content, api_key)
+        client = cls(url, read_models(url, reply.content), api_key=api_key, admin_key=admin_key)
+        if model is not None:
+            try:
+                client.use_model(model)
+            except TermgenError:
+                await client.aclose()
+                raise
+        return client
+
+    async def aclose(self) -> None:
+        """Give up what runs, and the connections."""
+        for running in list(self._running.values()):
+            running.reading.cancel()
+        await self._http.aclose()
+
+    async def refresh_models(self) -> tuple[RemoteModel, ...]:
+        """Ask again what it serves."""
+        reply = await self._send("GET", "/v1/models", key=self._api_key)
+        self.models = tuple(read_models(self.url, reply.content))
+        return self.models
+
+    def use_model(self, model_id: str) -> None:
+        """Whom the next questions go to. Raises `ConfigError` for one that is not served."""
+        found = next((m for m in self.models if m.model_id == model_id), None)
+        if found is None:
+            names = ", ".join(m.model_id for m in self.models[:8])
+            more = ", …" if len(self.models) > 8 else ""
+            raise ConfigError(
+                f"model: {self.url} has no {model_id!r}, only {names}{more}", param="model"
+            )
+        self.dialect = dialect_of(found.owner)
+        self.model = model_info(self.url, found)
+
+    def learn(self, model: ModelInfo) -> None:
+        """What a termgen server tells of its model in its event stream; the name stays."""
+        self.model = replace(model, model_id=self.model.model_id, memory=None)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[TokenDelta, None]:
+        call = build_call(
+            prompt,
+            params,
+            model=self.model.model_id,
+            dialect=self.dialect,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        request_id = request_id or f"remote-{next(self._ids)}"
+        answer = AnswerReader(request_id, params.n, call.is_chat, time.perf_counter_ns())
+        inbox: asyncio.Queue[TokenDelta | TermgenError | None] = asyncio.Queue()
+        reading = asyncio.create_task(self._read(call, answer, inbox))
+        self._running[request_id] = _Running(reading, inbox)
+        try:
+            while (item := await inbox.get()) is not None:
+                if isinstance(item, TermgenError):
+                    raise item
+                yield item
+            if reading.done() and not reading.cancelled():
+                reading.result()  # raises what was our own mistake
+            else:
+                for delta in answer.abort():
+                    yield delta
+        finally:
+            del self._running[request_id]
+            if not reading.cancelling():  # a second time would tear the closing itself apart
+                reading.cancel()  # closes the connection, which aborts the request
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def abort(self, request_id: str) -> bool:
+        running = self._running.get(request_id)
+        if running is None:
+            return False
+        running.reading.cancel()
+        running.inbox.put_nowait(None)
+        return True
+
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        if not isinstance(prompt, (str, ChatPrompt)):
+            return list(prompt)
+        body = {"model": self.model.model_id, **prompt_fields(prompt, self.dialect)}
+        if isinstance(prompt, str):
+            body["add_special_tokens"] = add_special_tokens
+        return [int(token_id) for token_id in await self._ask("/tokenize", body, "tokens")]
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        body = {"model": self.model.model_id, "tokens": list(token_ids)}
+        return str(await self._ask("/detokenize", body, "prompt"))
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return list(await asyncio.gather(*(self.detokenize([each]) for each in token_ids)))
+
+    @property
+    def tokenizer_info(self) -> TokenizerInfo:
+        self._cannot("tell of its tokenizer")
+
+    async def snapshot(self) -> EngineSnapshot:
+        self._cannot("show its engine through this client")
+
+    def events(self, capacity: int = 4096) -> EventRing:
+        self._cannot("show its engine through this client")
+
+    def close_events(self, ring: EventRing) -> None:
+        self._cannot("show its engine through this client")
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        await self._control("/pause", mode=mode)
+        self._paused = True
+
+    async def resume(self) -> None:
+        await self._control("/resume")
+        self._paused = False
+
+    async def reset_prefix_cache(self, *, force: bool = False) -> bool:
+        options = {"force": "true"} if force else {}
+        reply = await self._control("/reset_prefix_cache", **options)
+        return not reply.content or bool(read_object(self.url, reply.content).get("reset", True))
+
+    async def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> None:
+        await self._control("/sleep", level=str(level), mode=mode)
+        self._sleep_level = level
+
+    async def wake_up(self) -> None:
+        await self._control("/wake_up")
+        self._sleep_level = 0
+
+    @property
+    def is_paused(self) -> bool:
+        """As far as this client has done it."""
+        return self._paused
+
+    @property
+    def sleep_level(self) -> int:
+        """As far as this client has done it."""
+        return self._sleep_level
+
+    @property
+    def is_healthy(self) -> bool:
+        """A server that was away may be back: the next question finds out."""
+        return True
+
+    async def why_unhealthy(self) -> str | None:
+        try:
+            await self._send("GET", "/health", key=self._api_key)
+        except TermgenError as error:
+            return str(error)
+        return None
+
+    async def _read(
+        self,
+        call: Call,
+        answer: AnswerReader,
+        inbox: asyncio.Queue[TokenDelta | TermgenError | None],
+    ) -> None:
+        """Fill the inbox; None is its end."""
+        try:
+            await self._stream(call, answer, inbox)
+        except TermgenError as error:
+            inbox.put_nowait(error)
+        except httpx.HTTPError as error:
+            inbox.put_nowait(_unreachable(self.url, error))
+        finally:
+            inbox.put_nowait(None)
+
+    async def _stream(
+        self,
+        call: Call,
+        answer: AnswerReader,
+        inbox: asyncio.Queue[TokenDelta | TermgenError | None],
+    ) -> None:
+        content = json.dumps(call.body).encode()
+        headers = _headers(self._api_key) | {"content-type": "application/json"}
+        async with self._http.stream("POST", call.path, content=content, headers=headers) as reply:
+            if reply.status_code != 200:
+                raise _failure(self.url, call.path, reply, await _read_some(reply), self._api_key)
+            kind = reply.headers.get("content-type", "")
+            if not kind.startswith("text/event-stream"):
+                raise EngineError(f"{self.url} does not stream: it sent {kind or 'nothing'}")
+            async for data in reply.aiter_bytes():
+                for delta in answer.feed(data):
+                    inbox.put_nowait(delta)
+                if answer.is_done:
+                    break
+        for delta in answer.end():
+            inbox.put_nowait(delta)
+
+    async def _ask(self, path: str, body: Mapping[str, Any], field: str) -> Any:
+        reply = await self._send("POST", path, key=self._api_key, json=body)
+        value = read_object(self.url, reply.content).get(field)
+        if value is None:
+            raise EngineError(f"{self.url}{path} sent no {field}: {short(reply.content)}")
+        return value
+
+    async def _control(self, path: str, **options: str) -> httpx.Response:
+        # a pause waits for what runs, and a sleep for the weights to be copied
+        is_ours = self.dialect is Dialect.TERMGEN  # nobody else is shown its administrator's key
+        key = (self._admin_key if is_ours else None) or self._api_key
+        return await self._send("POST", path, key=key, params=options, timeout=SILENCE_S)
+
+    async def _send(
+        self, method: str, path: str, *, key: str | None, timeout: float = ANSWER_S, **options: Any
+    ) -> httpx.Response:
+        try:
+            reply = await self._http.request(
+                method, path, headers=_headers(key), timeout=timeout, **options
+            )
+        except httpx.HTTPError as error:
+            raise _unreachable(self.url, error) from error
+        if reply.status_code != 200:
+            raise _failure(self.url, path, reply, reply.content, key)
+        return reply
+
+    def _cannot(self, what: str) -> NoReturn:
+        raise EngineError(f"{self.url} cannot {what}")
+
+
+def _http_client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=url,
+        timeout=httpx.Timeout(CONNECT_S, read=SILENCE_S),
+        trust_env=not _is_local(httpx.URL(url).host),  # a proxy does not reach this machine
+    )
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _headers(key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+async def _read_some(reply: httpx.Response) -> bytes:
+    """The body of an error; no server needs more to say why."""
+    raw = b""
+    async for data in reply.aiter_bytes():
+        raw += data
+        if len(raw) > MAX_ERROR_BYTES:
+            break
+    return raw
+
+
+def _failure(
+    url: str, path: str, reply: httpx.Response, raw: bytes, key: str | None
+) -> TermgenError:
+    return failure_of(url, path, reply.status_code, raw, reply.headers, sent_key=key is not None)
+
+
+def _unreachable(url: str, error: httpx.HTTPError) -> EngineError:
+    if isinstance(error, httpx.ConnectTimeout):
+        return EngineError(f"no server at {url}: no answer within {CONNECT_S:g} s")
+    if isinstance(error, httpx.ConnectError):
+        return EngineError(f"no server at {url}: {error or 'it cannot be reached'}")
+    if isinstance(error, httpx.TimeoutException):
+        return EngineError(f"{url} has gone silent")
+    why = str(error) or type(error).__name__
+    return EngineError(f"the connection to {url} was lost: {why}")

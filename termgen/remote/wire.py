@@ -1,0 +1,185 @@
+"""`generate`'s arguments -> the body of a request. Pure.
+
+What OpenAI's API has goes to every server. What only vLLM and termgen have is sent to these by its
+name, and refused for others with an error that names the field: most servers skip fields that they
+do not know, and the answer would look as if they had done what was asked.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from termgen.client import ChatPrompt, Prompt
+from termgen.engine.sampling_params import SamplingParams
+from termgen.errors import RequestError
+
+CHAT_PATH = "/v1/chat/completions"
+TEXT_PATH = "/v1/completions"
+
+DEFAULTS = SamplingParams()
+
+
+class Dialect(enum.Enum):
+    """Whose server it is, which is how much more than OpenAI's API it knows."""
+
+    TERMGEN = "termgen"
+    VLLM = "vllm"
+    LLAMA_CPP = "llamacpp"
+    OPENAI = "openai"
+
+    @property
+    def knows_all(self) -> bool:
+        return self in (Dialect.TERMGEN, Dialect.VLLM)
+
+
+def dialect_of(owner: str) -> Dialect:
+    """By `owned_by` of a model; who is not known is taken for OpenAI."""
+    return next((dialect for dialect in Dialect if dialect.value == owner), Dialect.OPENAI)
+
+
+NUMBERS = ("presence_penalty", "frequency_penalty")
+"""OpenAI's, besides temperature and top_p."""
+MODEL_NUMBERS = ("top_k", "min_p", "repetition_penalty")
+"""vLLM's, for which a model may bring a default of its own."""
+EXTRAS = (
+    *MODEL_NUMBERS,
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "allowed_token_ids",
+    "bad_words",
+)
+LLAMA_CPP_NAMES = {"top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repeat_penalty"}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One POST."""
+
+    path: str
+    body: dict[str, Any]
+
+    @property
+    def is_chat(self) -> bool:
+        return self.path == CHAT_PATH
+
+
+def build_call(
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    model: str,
+    dialect: Dialect,
+    priority: int = 0,
+    cache_salt: str | None = None,
+) -> Call:
+    """Raises `RequestError` naming what this server could not be told."""
+    is_chat = isinstance(prompt, ChatPrompt)
+    body: dict[str, Any] = {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **prompt_fields(prompt, dialect),
+        **_openai_fields(params, is_chat=is_chat),
+        **_extra_fields(params, dialect),
+        **_format_fields(params, dialect),
+    }
+    if priority:
+        _need(dialect, "priority")
+        body["priority"] = priority
+    if cache_salt is not None:
+        _need(dialect, "cache_salt")
+        body["cache_salt"] = cache_salt
+    if dialect.knows_all:
+        body["stream_options"]["continuous_usage_stats"] = True
+        body["return_token_ids"] = True
+    if dialect is Dialect.TERMGEN:
+        body["include_timings"] = True
+    return Call(CHAT_PATH if is_chat else TEXT_PATH, body)
+
+
+def prompt_fields(prompt: Prompt, dialect: Dialect) -> dict[str, Any]:
+    """The prompt as a body carries it."""
+    if not isinstance(prompt, ChatPrompt):
+        return {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+    fields: dict[str, Any] = {"messages": [dict(message) for message in prompt.messages]}
+    if not prompt.add_generation_prompt:
+        _need(dialect, "add_generation_prompt")
+        fields["add_generation_prompt"] = False
+    if prompt.continue_final_message:
+        _need(dialect, "continue_final_message")
+        fields["continue_final_message"] = True
+    if prompt.template_kwargs:
+        _need(dialect, "chat_template_kwargs")
+        fields["chat_template_kwargs"] = dict(prompt.template_kwargs)
+    return fields
+
+
+def _openai_fields(params: SamplingParams, *, is_chat: bool) -> dict[str, Any]:
+    fields: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p}
+    for name in ("n", "seed", "max_tokens", *NUMBERS):
+        if getattr(params, name) != getattr(DEFAULTS, name):
+            fields[name] = getattr(params, name)
+    if params.stop:
+        fields["stop"] = list(params.stop)
+    if params.bias_pairs:
+        fields["logit_bias"] = {str(token_id): bias for token_id, bias in params.bias_pairs}
+    if params.prompt_logprobs is not None:
+        raise RequestError(
+            "prompt_logprobs cannot be streamed by a server", param="prompt_logprobs"
+        )
+    if params.logprobs is not None:
+        if not is_chat:
+            raise RequestError("logprobs of a server come with chats only", param="logprobs")
+        fields |= {"logprobs": True, "top_logprobs": params.logprobs}
+    return fields
+
+
+def _extra_fields(params: SamplingParams, dialect: Dialect) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if dialect.knows_all:  # said even where it is nothing: the model may have defaults of its own
+        fields = {name: getattr(params, name) for name in (*NUMBERS, *MODEL_NUMBERS)}
+    for name in EXTRAS:
+        value = getattr(params, name)
+        if value == getattr(DEFAULTS, name):
+            continue
+        if dialect is Dialect.LLAMA_CPP and name in LLAMA_CPP_NAMES:
+            fields[LLAMA_CPP_NAMES[name]] = value
+            continue
+        _need(dialect, name)
+        fields[name] = list(value) if isinstance(value, tuple) else value
+    return fields
+
+
+def _format_fields(params: SamplingParams, dialect: Dialect) -> dict[str, Any]:
+    """JSON has a field of OpenAI's; the other forms have not."""
+    wanted = params.structured_outputs
+    if wanted is None:
+        return {}
+    if wanted.json_object:
+        return {"response_format": {"type": "json_object"}}
+    if wanted.json is not None:
+        assert isinstance(wanted.json, str), "kept as text"
+        schema: Mapping[str, Any] = json.loads(wanted.json)
+        wrapper = {"name": "answer", "schema": schema, "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": wrapper}}
+    _need(dialect, "structured_outputs")
+    value = wanted.value
+    shown = list(value) if isinstance(value, tuple) else value
+    return {"structured_outputs": {wanted.kind: shown}}
+
+
+def _need(dialect: Dialect, name: str) -> None:
+    if not dialect.knows_all:
+        raise RequestError(
+            f"{name} is not part of OpenAI's API, and this server is neither termgen nor vLLM: "
+            "leave it out",
+            param=name,
+            code="unsupported_parameter",
+        )

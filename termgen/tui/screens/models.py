@@ -1,0 +1,177 @@
+"""The model picker over the chat: a list, then the progress of fetching and starting one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.text import Text
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical
+from textual.screen import ModalScreen
+from textual.widgets import OptionList
+from textual.widgets.option_list import Option
+from textual.worker import Worker
+
+from termgen.errors import TermgenError
+from termgen.tui.model_choice import ModelChoice, ModelShelf, Switch
+from termgen.tui.palette import Palette
+from termgen.tui.render.loading import phase_row
+from termgen.tui.render.models import caution, choice_row
+from termgen.tui.sanitize import clean_line
+from termgen.tui.screens.loading import POLL_S, StartupProgress
+from termgen.tui.spans import Row, wrap
+from termgen.tui.widgets.canvas import Canvas
+
+TITLE = "models"
+KEYS = "⏎ choose  esc close"
+AROUND_ROWS = 9
+"""What the list leaves of the screen: its message, its frame, and a margin."""
+
+
+class ModelScreen(ModalScreen[Switch | None]):
+    """Ends with how the change went, or None where there was none."""
+
+    BINDINGS = [
+        Binding("escape", "leave", "Close", id="models.close", tooltip="Close; stop fetching")
+    ]
+
+    def __init__(
+        self, shelf: ModelShelf, *, name: str = "", before_switch: Callable[[], None]
+    ) -> None:
+        """`name` is tried at once. `before_switch` is called when the engine is about to end."""
+        super().__init__()
+        self._shelf = shelf
+        self._name = name
+        self._before_switch = before_switch
+        self._choices: list[ModelChoice] = []
+        self._asked: ModelChoice | None = None
+        """Chosen once, with something against it."""
+        self._message: tuple[str, str] = ("looking for models", "muted")
+        self._progress: StartupProgress | None = None
+        self._fetching: Worker[None] | None = None
+        self._palette = Palette({})
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="models-box") as box:
+            box.border_title = TITLE
+            box.border_subtitle = KEYS
+            yield OptionList(id="models", markup=False)
+            yield Canvas(self._paint, id="models-message")
+
+    def on_mount(self) -> None:
+        self._palette = Palette.of(self.app)
+        self._canvas = self.query_one(Canvas)
+        self._canvas.set_palette(self._palette)
+        self._timer = self.set_interval(POLL_S, self._canvas.repaint, pause=True)
+        self._look()
+
+    @work(exclusive=True, group="look")
+    async def _look(self) -> None:
+        try:
+            self._choices = await self._shelf.choices()
+            self._say("")
+        except TermgenError as error:
+            self._say(str(error), "bad")
+        here = next((i for i, choice in enumerate(self._choices) if choice.is_current), 0)
+        self._fill(here)
+        if self._name:
+            try:
+                self._choose(await self._shelf.look_up(self._name))
+            except TermgenError as error:
+                self._say(str(error), "bad")
+
+    def on_resize(self) -> None:
+        models = self.query_one(OptionList)
+        models.styles.max_height = max(3, self.size.height - AROUND_ROWS)
+        if self._choices:
+            self.call_after_refresh(self._fill, models.highlighted or 0)
+
+    def _fill(self, marked: int) -> None:
+        models = self.query_one(OptionList)
+        width = max(40, models.size.width - 2)
+        models.clear_options()
+        for choice in self._choices:
+            models.add_option(Option(self._text(choice_row(choice, width))))
+        models.highlighted = marked if self._choices else None
+        models.focus()
+
+    def _text(self, row: Row) -> Text:
+        """Without backgrounds: the marked line has one of its own."""
+        styles = [(text, self._palette.style(role)) for text, role in row]
+        return Text.assemble(
+            *(
+                (text, style.without_color + style.from_color(style.color))
+                for text, style in styles
+            ),
+            no_wrap=True,
+        )
+
+    @on(OptionList.OptionSelected)
+    def _selected(self, event: OptionList.OptionSelected) -> None:
+        self._choose(self._choices[event.option_index])
+
+    def _choose(self, choice: ModelChoice) -> None:
+        if self._progress is not None:
+            return
+        if choice.is_current:
+            self.dismiss(None)
+            return
+        warning = caution(choice)
+        if warning and self._asked != choice:
+            self._asked = choice
+            self._say(f"{clean_line(choice.name)}: {warning}", "warn")
+            if choice not in self._choices:  # typed by its name: enter must find it
+                self._choices.insert(0, choice)
+                self._fill(0)
+            return
+        self._fetching = self._change(choice)
+
+    @work(exclusive=True, group="change")
+    async def _change(self, choice: ModelChoice) -> None:
+        progress = self._progress = StartupProgress()
+        self._timer.resume()
+        self.query_one(OptionList).disabled = True
+        try:
+            if not choice.is_here:
+                await self._shelf.fetch(choice.name, progress.report)
+            self._fetching = None  # from here on there is no way back
+            self._before_switch()
+            switch = await self._shelf.switch(choice.name, progress.report)
+        except TermgenError as error:
+            self._say(str(error), "bad")
+        else:
+            self.dismiss(switch)
+        finally:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Choosing is possible again."""
+        self._progress = self._fetching = self._asked = None
+        self._timer.pause()
+        if self.is_mounted:
+            models = self.query_one(OptionList)
+            models.disabled = False
+            models.focus()
+            self._canvas.repaint()
+
+    def action_leave(self) -> None:
+        if self._fetching is not None:
+            self._fetching.cancel()
+            self._say("fetching was stopped; nothing is left of it", "warn")
+        elif self._progress is not None:
+            self.notify("the model is being started")
+        else:
+            self.dismiss(None)
+
+    def _say(self, text: str, role: str = "muted") -> None:
+        self._message = (text, role)
+        self._canvas.repaint()
+
+    def _paint(self, width: int, height: int) -> Sequence[Row]:
+        if self._progress is not None:
+            phases = self._progress.phases()
+            rows = [phase_row(n, s, last=i == len(phases) - 1) for i, (n, s) in enumerate(phases)]
+            return rows[-height:]
+        return wrap([self._message], width)[:height]

@@ -1,0 +1,263 @@
+"""The model picker: what it lists, fetching with progress, changing, and going back."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_engine import make_model_info
+from foreign_server import chunk, done, foreign_server, model_list
+from test_tui_remote import ask as ask_remote
+from test_tui_remote import chat_of, remote_app
+from textual.widgets import OptionList
+from tui_harness import (
+    MODEL,
+    FrozenApp,
+    TimedEngine,
+    ask,
+    chat_engine,
+    ready,
+    type_text,
+    wait_until,
+)
+
+from termgen.errors import DownloadError, EngineError, TermgenError
+from termgen.tui.model_choice import ModelChoice, Report, Switch
+from termgen.tui.render.models import caution, choice_row
+from termgen.tui.screens.models import ModelScreen
+from termgen.tui.spans import row_text, row_width
+from termgen.tui.widgets.canvas import Canvas
+
+SMALL = ModelChoice("smollm2-135m", "org/small", 10**8, is_current=True, needs_bytes=6 * 10**8)
+OTHER = ModelChoice("other", "/models/other.gguf", 2 * 10**9, needs_bytes=10**9, fits=True)
+REMOTE = ModelChoice("qwen3-0.6b", "Qwen/Qwen3-0.6B", 152 * 10**7, is_here=False, fits=True)
+HUGE = ModelChoice("huge", "/models/huge", 10**11, needs_bytes=2 * 10**11, fits=False)
+
+
+class FakeShelf:
+    """Its engines are fake; what goes wrong is told to it."""
+
+    def __init__(self, *choices: ModelChoice) -> None:
+        self._choices = list(choices)
+        self.done: list[str] = []
+        self.fetch_error: TermgenError | None = None
+        self.failure: str | None = None
+        self.switch_error: TermgenError | None = None
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.stopped = 0
+
+    async def choices(self) -> list[ModelChoice]:
+        return self._choices
+
+    async def look_up(self, name: str) -> ModelChoice:
+        if name == "nonsense":
+            raise EngineError("unknown model 'nonsense'")
+        return next((c for c in self._choices if c.name == name), replace(REMOTE, name=name))
+
+    async def fetch(self, name: str, report: Report) -> None:
+        self.done.append(f"fetch {name}")
+        report(f"fetching {name}", 0.42)
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.stopped += 1
+            raise
+        if self.fetch_error is not None:
+            raise self.fetch_error
+
+    async def switch(self, name: str, report: Report) -> Switch:
+        self.done.append(f"switch {name}")
+        if self.switch_error is not None:
+            raise self.switch_error
+        running = MODEL.model_id if self.failure else name
+        engine = TimedEngine(
+            model=make_model_info(model_id=running, default_params={"temperature": 0.125})
+        )
+        return Switch(engine, self.failure)
+
+
+def picker_app(*choices: ModelChoice) -> tuple[FrozenApp, FakeShelf]:
+    shelf = FakeShelf(*(choices or (SMALL, OTHER, REMOTE, HUGE)))
+    return FrozenApp(chat_engine(), models=shelf), shelf
+
+
+async def opened(app: Any, pilot: Any) -> ModelScreen:
+    await wait_until(pilot, lambda: isinstance(app.screen, ModelScreen))
+    screen = app.screen
+    assert isinstance(screen, ModelScreen)
+    await wait_until(pilot, lambda: screen.query_one(OptionList).option_count > 0)
+    await pilot.pause()
+    return screen
+
+
+def lines(screen: ModelScreen) -> list[str]:
+    models = screen.query_one(OptionList)
+    return [str(models.get_option_at_index(i).prompt) for i in range(models.option_count)]
+
+
+def message(screen: ModelScreen) -> str:
+    return " ".join(screen.query_one("#models-message", Canvas).text.split())
+
+
+async def test_another_model_goes_on_with_the_conversation() -> None:
+    app, shelf = picker_app()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "first")
+        chat, before = app.chat, app.client
+        await pilot.press("f5")
+        screen = await opened(app, pilot)
+        assert lines(screen)[0].startswith("● smollm2-135m") and "100 MB" in lines(screen)[0]
+        assert "fits" in lines(screen)[1] and "to fetch" in lines(screen)[2]
+        await pilot.press("down", "enter")
+        await wait_until(pilot, lambda: app.screen is chat)
+        await wait_until(pilot, lambda: "other answers from here on" in chat.transcript.plain_text)
+        assert shelf.done == ["switch other"] and app.client is not before
+        assert "other float32" in chat.status.text
+        await ask(app, pilot, "second")
+        engine = app.client
+        assert isinstance(engine, TimedEngine)
+        prompt = engine.calls[0].prompt
+        assert [m["content"] for m in prompt.messages][::2] == ["first", "second"]  # type: ignore[union-attr]
+        assert engine.calls[0].params.temperature == 0.125, "the new model's own default"
+        await pilot.press("f2")
+        await wait_until(pilot, lambda: app.screen is app._dashboard)
+        assert app.dashboard._client is engine, "it watches the new engine"
+
+
+async def test_fetching_shows_how_far_it_is_and_can_be_stopped() -> None:
+    app, shelf = picker_app()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        chat = app.chat
+        shelf.go_on.clear()
+        await pilot.press("f5")
+        screen = await opened(app, pilot)
+        await pilot.press("down", "down", "enter")
+        await pilot.pause()
+        assert "⏎ again fetches 1.5 GB" in message(screen) and shelf.done == []
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "42%" in message(screen))
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: shelf.stopped == 1)
+        await wait_until(pilot, lambda: "fetching was stopped" in message(screen))
+        shelf.go_on.set()
+        shelf.fetch_error = DownloadError("the network is gone")
+        await pilot.press("enter", "enter")
+        await wait_until(pilot, lambda: "the network is gone" in message(screen))
+        shelf.fetch_error = None
+        await pilot.press("enter", "enter")
+        await wait_until(pilot, lambda: app.screen is chat)
+        assert shelf.done[-2:] == ["fetch qwen3-0.6b", "switch qwen3-0.6b"]
+
+
+async def test_a_model_that_does_not_start_leaves_the_former_one() -> None:
+    app, shelf = picker_app()
+    shelf.failure = "the file is damaged"
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        chat = app.chat
+        await pilot.press("f5")
+        await opened(app, pilot)
+        await pilot.press("down", "enter")
+        await wait_until(pilot, lambda: app.screen is chat)
+        await wait_until(pilot, lambda: "the file is damaged" in chat.transcript.plain_text)
+        assert "smollm2-135m answers as before" in chat.transcript.plain_text
+        await ask(app, pilot, "still?")
+        assert "Hello" in chat.transcript.plain_text
+
+
+async def test_no_engine_at_all_leaves_the_list() -> None:
+    app, shelf = picker_app()
+    shelf.switch_error = EngineError("neither starts")
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("f5")
+        screen = await opened(app, pilot)
+        await pilot.press("end", "enter")
+        await pilot.pause()
+        assert "too large for the memory; ⏎ again tries" in message(screen)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "neither starts" in message(screen))
+        shelf.switch_error = None
+        await pilot.press("home", "down", "enter")
+        await wait_until(pilot, lambda: app.client is not app.engine)
+
+
+async def test_models_by_name() -> None:
+    app, shelf = picker_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        chat = app.chat
+        await type_text(pilot, "/model nonsense")
+        await pilot.press("enter")
+        screen = await opened(app, pilot)
+        await wait_until(pilot, lambda: "unknown model" in message(screen))
+        await pilot.press("escape")
+        await type_text(pilot, "/model other")
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: shelf.done == ["switch other"])
+        await wait_until(pilot, lambda: app.screen is chat)
+        chat.prompt.insert("/model org/new")
+        await pilot.press("enter")
+        screen = await opened(app, pilot)
+        await wait_until(pilot, lambda: "org/new: ⏎ again fetches" in message(screen))
+        assert "org/new" in lines(screen)[0]
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: shelf.done[-1] == "switch org/new")
+
+
+async def test_an_answer_under_way_is_stopped_first_and_kept() -> None:
+    from fake_engine import Script
+
+    shelf = FakeShelf(SMALL, OTHER)
+    app = FrozenApp(chat_engine(Script(hold_after=2)), models=shelf)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "why?", wait=False)
+        chat = app.chat
+        await wait_until(pilot, lambda: chat.conversation.last_answer == "Hello,")
+        await pilot.press("f5")
+        await opened(app, pilot)
+        assert chat.is_streaming, "looking changes nothing"
+        await pilot.press("down", "enter")
+        await wait_until(pilot, lambda: app.screen is chat)
+        assert not chat.is_streaming and chat.conversation.last_answer == "Hello,"
+        assert app.engine.aborted == ["chat-1"]
+
+
+async def test_where_the_model_stays() -> None:
+    app = FrozenApp(chat_engine())
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("f5")
+        await pilot.pause()
+        assert app.screen is app.chat
+
+
+async def test_models_of_a_server() -> None:
+    frames = (chunk("yes", finish="stop"), done())
+    async with foreign_server(*frames, models=model_list("m1", "m2")) as server:
+        app = remote_app(server.url)
+        async with app.run_test(size=(100, 30)) as pilot:
+            chat = await chat_of(app, pilot)
+            await pilot.press("f5")
+            screen = await opened(app, pilot)
+            assert [line.split()[0] for line in lines(screen)] == ["●", "m2"]
+            await pilot.press("down", "enter")
+            await wait_until(pilot, lambda: app.screen is chat)
+            await ask_remote(chat, pilot, "hello?")
+            assert server.bodies[-1]["model"] == "m2"
+
+
+@pytest.mark.parametrize("width", [40, 72, 110])
+def test_lines_fit(width: int) -> None:
+    for choice in (SMALL, OTHER, REMOTE, HUGE, replace(OTHER, name="n" * 200)):
+        assert row_width(choice_row(choice, width)) == width
+    for size in (66, 110):
+        assert "too large" in row_text(choice_row(HUGE, size))
+    assert row_text(choice_row(HUGE, 110)).rstrip().endswith("too large /models/huge")
+    assert caution(OTHER) == ""
