@@ -132,7 +132,7 @@ class MarkdownWriter:
         return "".join(self._span(text, role) for text, role in spans)
 
     def _span(self, text: str, role: str) -> str:
-        name, _, flags = role.partition("/")
+        name, _, flags = role.partition(" ")[0].partition("/")
         codes = [_FLAGS[flag] for flag in flags]
         colour = _COLOURS.get(name.partition("@")[0])
         if colour is not None and (self._colour or colour == _DIM):

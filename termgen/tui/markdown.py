@@ -16,6 +16,7 @@ from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len
 
 from termgen.tui.code_panel import CodeBlock, code_rows, is_code, language_of
+from termgen.tui.links import is_link, split_links
 from termgen.tui.spans import Row, Span, fit, merge, row_width, wrap
 
 BULLETS = "•◦▪"
@@ -318,11 +319,16 @@ def _inline(node: SyntaxTreeNode, role: str, flags: str, out: list[Span]) -> Non
         for child in node.children:
             _inline(child, "link", flags + "u", inner)
         href = str(node.attrs.get("href", ""))
-        out.extend(inner)
+        address = f" {href}" if is_link(href) else ""
+        out.extend((text, name + address) for text, name in inner)
         if href and href != "".join(text for text, _ in inner):
-            out.append((f" ({href})", "muted"))
+            out.append((f" ({href})", "muted" + address))
     elif node.type == "image":
         out.append((f"🖼 {node.content or node.attrs.get('src', '')}", "muted"))
+    elif node.type == "text" and role != "link":
+        for text, has_address in split_links(node.content):
+            name = f"{_styled('link', flags + 'u')} {text}" if has_address else _styled(role, flags)
+            out.append((text, name))
     else:
         out.append((node.content, _styled(role, flags)))
 

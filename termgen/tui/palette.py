@@ -113,10 +113,10 @@ class Palette:
         return self._colors[role]
 
     def style(self, role: str) -> Style:
-        """The style of `role[@background][/flags]`. An unknown name is our bug: KeyError."""
+        """Of `role[@background][/flags][ address]`. An unknown name is our bug: KeyError."""
         found = self._styles.get(role)
         if found is None:
-            found = self._styles[role] = self._parse(role)
+            found = self._styles[role] = self._parse(role.partition(" ")[0])
         return found
 
     def strip(self, row: Row, width: int, *, background: str = "background") -> Strip:

@@ -2,7 +2,8 @@
 
 A row is a tuple of spans, a span is `(text, role)`. A role is a name from the palette, optionally
 with a background and attributes: `role[@background][/flags]`, flags being any of `b` bold,
-`i` italic, `u` underline, `s` strike, `r` reverse. Rows are plain tuples, so they compare fast and
+`i` italic, `u` underline, `s` strike, `r` reverse. Text that a click opens in a browser has the
+address behind a blank at the end of its role. Rows are plain tuples, so they compare fast and
 tests can read them. No Textual here.
 """
 

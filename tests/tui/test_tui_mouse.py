@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import webbrowser
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -80,6 +84,58 @@ async def test_the_wheel_scrolls_the_transcript() -> None:
         for _ in range(4):
             await wheel(pilot, transcript, down=True)
         await wait_until(pilot, lambda: transcript.scroll_offset.y == end)
+
+
+@dataclass
+class Browser:
+    """Stands for what `webbrowser` finds, and for the process that opens an address."""
+
+    name: str = "test"
+    opened: list[list[str]] = field(default_factory=list)
+
+    def start(self, command: list[str], **streams: Any) -> None:
+        assert set(streams.values()) == {subprocess.DEVNULL, True}
+        self.opened.append(command)
+
+
+LINKS = """See [the paper](https://example.org/paper?a=1&b=2), or (https://example.com/x_y_(z)).
+
+Not [this](javascript:alert(1)), [that](file:///etc/passwd) or [them](https://good.org@bad.org/)."""
+
+
+def place_of(app: FrozenApp, words: str) -> tuple[int, int]:
+    """In the transcript, of the second letter of `words`."""
+    lines = app.chat.transcript.plain_text.split("\n")
+    y = next(i for i, line in enumerate(lines) if words in line)
+    return app.chat.transcript.margin + lines[y].index(words) + 1, y
+
+
+async def test_links_of_an_answer_open_in_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
+    browser = Browser()
+    monkeypatch.setattr(webbrowser, "get", lambda: browser)
+    monkeypatch.setattr(subprocess, "Popen", browser.start)
+    app = FrozenApp(chat_engine(Script(pieces=(LINKS,))))
+    async with app.run_test(size=(120, 30)) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "links")
+        for words, address in (
+            ("the paper", "https://example.org/paper?a=1&b=2"),
+            ("(https://example.org", "https://example.org/paper?a=1&b=2"),
+            ("https://example.com/x", "https://example.com/x_y_(z)"),
+        ):
+            await pilot.click("#transcript", offset=place_of(app, words))
+            await wait_until(pilot, lambda: bool(browser.opened))
+            assert browser.opened.pop() == [sys.executable, "-m", "webbrowser", "-t", address]
+            assert app._notifications and address in [*app._notifications][-1].message
+            assert app.focused is app.chat.prompt
+        for words in ("this", "that", "them", "(https://good.org", "See "):
+            await pilot.click("#transcript", offset=place_of(app, words))
+        await wait_until(pilot, lambda: all(work.group != "links" for work in app.workers))
+        assert not browser.opened
+        monkeypatch.setattr(webbrowser, "get", lambda: webbrowser.GenericBrowser("lynx"))
+        await pilot.click("#transcript", offset=place_of(app, "the paper"))
+        await wait_until(pilot, lambda: app.clipboard == "https://example.org/paper?a=1&b=2")
+        assert not browser.opened, "a browser for this very terminal would take it"
 
 
 async def test_the_wheel_marks_requests() -> None:

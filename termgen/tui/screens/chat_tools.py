@@ -5,11 +5,12 @@ The dialogue is made on top of it; the chat screen binds the keys and reads the 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from textual import getters, on
+from textual import getters, on, work
 
 from termgen.client import EngineClient
 from termgen.config import UIConfig
@@ -21,6 +22,7 @@ from termgen.tui.answer_form import KINDS, as_markdown, form_words, parse_form
 from termgen.tui.attachments import Attachment
 from termgen.tui.code_panel import COPY_ROLE, CodeBlock
 from termgen.tui.conversation import Conversation, Turn, sampling_params
+from termgen.tui.links import open_in_browser
 from termgen.tui.markdown import code_blocks
 from termgen.tui.messages import EntryClicked, LargePaste
 from termgen.tui.render.chat import attachment_words
@@ -102,9 +104,22 @@ class ChatTools(ThemedScreen):
         elif role == COPY_ROLE:
             number = int(text[1 : text.index("]")])
             self._copy(number, _blocks(message.entry.turn))
+        elif " " in role:
+            self._open_link(role.partition(" ")[2])
         else:
             return
         self.prompt.focus()  # which the click took away
+
+    @work(group="links")
+    async def _open_link(self, address: str) -> None:
+        """It is said in full: the text of a link may look like another address."""
+        if self.app.is_web:
+            self.app.open_url(address)
+        elif not await asyncio.to_thread(open_in_browser, address):
+            self.app.copy_to_clipboard(address)
+            self.notify(f"no browser here; copied: {address}", markup=False)
+            return
+        self.notify(f"opening {address}", markup=False)
 
     def action_copy_block(self, number: int) -> None:
         """Of the last answer, counted from 1."""
