@@ -21,10 +21,13 @@ from tui_harness import (
 )
 
 from termgen.config import UIConfig
+from termgen.tui.attachments import Attachment
 from termgen.tui.conversation import Conversation
 from termgen.tui.widgets.prompt import Prompt
 
-SIZES = [(80, 24), (140, 40)]
+SIZES = [(80, 24), (120, 40), (200, 60)]
+THEMES = ["termgen-dark", "termgen-light"]
+SOURCE = "\nFrom [the paper](https://arxiv.org/abs/2308.16369).\n"
 Compare = Callable[..., bool]
 
 
@@ -42,8 +45,14 @@ async def begin(pilot: Pilot[Any]) -> FrozenApp:
 
 
 async def talk(pilot: Pilot[Any]) -> None:
+    """A question with a file, answered twice, with thoughts."""
     app = await begin(pilot)
+    app.chat.attach((Attachment("scheduler.py", "x" * 410),))
     await ask(app, pilot, "Why does chunked prefill help?")
+    await pilot.press("alt+r")
+    await wait_until(pilot, lambda: "‹2/2›" in app.chat.transcript.plain_text)
+    await wait_until(pilot, lambda: not app.chat.is_streaming)
+    await pilot.pause()
 
 
 async def stop_midway(pilot: Pilot[Any]) -> None:
@@ -65,35 +74,37 @@ async def help_shown(pilot: Pilot[Any]) -> None:
     await pilot.pause()
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", SIZES[:2], ids=str)
 def test_chat_empty(snap_compare: Compare, size: tuple[int, int]) -> None:
     assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=begin)
 
 
+@pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_chat_answer(snap_compare: Compare, size: tuple[int, int]) -> None:
-    assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=talk)
+def test_chat_answer(snap_compare: Compare, size: tuple[int, int], theme: str) -> None:
+    script = Script(pieces=pieces(f"<think>Each step has a budget.</think>{ANSWER}{SOURCE}"))
+    app = FrozenApp(chat_engine(script), ui=UIConfig(theme=theme))
+    assert snap_compare(app, terminal_size=size, run_before=talk)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_chat_stopped(snap_compare: Compare, size: tuple[int, int]) -> None:
+def test_chat_stopped(snap_compare: Compare) -> None:
     engine = chat_engine(Script(pieces=pieces(ANSWER), hold_after=20, num_cached_tokens=8))
-    assert snap_compare(FrozenApp(engine), terminal_size=size, run_before=stop_midway)
+    assert snap_compare(FrozenApp(engine), terminal_size=(80, 24), run_before=stop_midway)
 
 
+@pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_dashboard_busy(snap_compare: Compare, size: tuple[int, int]) -> None:
-    app = FrozenApp(chat_engine(), start_screen="dashboard")
+def test_dashboard_busy(snap_compare: Compare, size: tuple[int, int], theme: str) -> None:
+    app = FrozenApp(chat_engine(), start_screen="dashboard", ui=UIConfig(theme=theme))
     assert snap_compare(app, terminal_size=size, run_before=busy)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_dashboard_idle(snap_compare: Compare, size: tuple[int, int]) -> None:
+def test_dashboard_idle(snap_compare: Compare) -> None:
     app = FrozenApp(chat_engine(), start_screen="dashboard")
-    assert snap_compare(app, terminal_size=size, run_before=begin)
+    assert snap_compare(app, terminal_size=(80, 24), run_before=begin)
 
 
-@pytest.mark.parametrize("theme", ["termgen-light", "termgen-contrast", "termgen-colourblind"])
+@pytest.mark.parametrize("theme", ["termgen-contrast", "termgen-colourblind"])
 def test_dashboard_themes(snap_compare: Compare, theme: str) -> None:
     app = FrozenApp(chat_engine(), start_screen="dashboard", ui=UIConfig(theme=theme))
     assert snap_compare(app, terminal_size=(120, 40), run_before=busy)
@@ -152,5 +163,8 @@ def test_theme_chooser(snap_compare: Compare) -> None:
     assert snap_compare(app, terminal_size=(80, 24), run_before=choose)
 
 
-def test_help(snap_compare: Compare) -> None:
-    assert snap_compare(FrozenApp(chat_engine()), terminal_size=(80, 24), run_before=help_shown)
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_help(snap_compare: Compare, size: tuple[int, int], theme: str) -> None:
+    app = FrozenApp(chat_engine(), ui=UIConfig(theme=theme))
+    assert snap_compare(app, terminal_size=size, run_before=help_shown)

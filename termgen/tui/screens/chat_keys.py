@@ -46,7 +46,7 @@ KEYS = [
         "alt+e",
         "edit",
         "Edit",
-        key_display="M-e",
+        show=False,
         id="chat.edit",
         tooltip="Edit the last (or marked) question; sending it makes a branch",
     ),
