@@ -38,6 +38,7 @@ from termgen.tui.screens.help import HelpScreen, HelpSection, key_names
 from termgen.tui.screens.loading import LoadingScreen, StartupProgress
 from termgen.tui.screens.models import ModelScreen
 from termgen.tui.screens.silent import SilentScreen
+from termgen.tui.screens.token_lens import LensScreen
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.session_panel import SessionList
 from termgen.tui.widgets.transcript import Transcript
@@ -279,6 +280,7 @@ class TermgenApp(App[None]):
             *here,
             ("List of chats", SessionList.BINDINGS),
             ("Transcript", Transcript.BINDINGS),
+            ("Tokens of an answer", LensScreen.BINDINGS),
             ("Everywhere", self.BINDINGS),
         ]
 

@@ -52,6 +52,7 @@ class ChatScreen(SessionScreen):
     def set_client(self, client: EngineClient, *, failure: str | None) -> None:
         """Another model answers from here on; `failure` says why it is not the one asked for."""
         self._client, model = client, client.model
+        self.tokens.clear()  # its tokens may be others
         self.use_defaults(sampling_params(model.default_params, self._ui))
         self.transcript.set_empty(lambda width, height: empty_rows(model, width, height))
         if failure is not None:
@@ -116,6 +117,9 @@ class ChatScreen(SessionScreen):
     def action_edit(self) -> None:
         self.edit()
 
+    def action_tokens(self) -> None:
+        self.look_at_tokens()
+
     def action_sibling(self, by: int) -> None:
         self.switch_sibling(by)
 
@@ -165,6 +169,7 @@ class ChatScreen(SessionScreen):
                 "copy": self.action_copy_answer,
                 "retry": self.action_retry,
                 "edit": self.action_edit,
+                "tokens": self.action_tokens,
                 "sessions": self.action_sessions,
             }
             actions[name]()

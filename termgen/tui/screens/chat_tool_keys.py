@@ -37,6 +37,14 @@ TOOL_KEYS = [
         id="chat.system",
         tooltip="Write the system prompt: instructions for the model",
     ),
+    Binding(
+        "f8",
+        "tokens",
+        "Tokens",
+        show=False,
+        id="chat.tokens",
+        tooltip="How likely the answer's tokens were; branch from one of them",
+    ),
 ]
 """What the help and the command palette show, too."""
 
