@@ -6,6 +6,7 @@ generation. Answers that nobody looks at so cost nothing. No Textual.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 
@@ -28,7 +29,7 @@ async def score_written(client: EngineClient, written: WrittenTokens) -> TokenSc
     if client.model.max_model_len:  # a request needs room for a token of its own
         ids = ids[: client.model.max_model_len - 1]
     _, entries = await _read_again(client, ids)
-    return _scores(ids, max(1, len(prompt_ids)), entries)
+    return await asyncio.to_thread(_scores, ids, max(1, len(prompt_ids)), entries)
 
 
 async def score_text(client: EngineClient, prompt: ChatPrompt, answer: str) -> TokenScores:
@@ -44,7 +45,7 @@ async def score_text(client: EngineClient, prompt: ChatPrompt, answer: str) -> T
     while begin >= lengths[start]:
         begin -= lengths[start]
         start += 1
-    return _scores(ids, max(1, start), entries)
+    return await asyncio.to_thread(_scores, ids, max(1, start), entries)
 
 
 def _scores(ids: Sequence[int], start: int, entries: Sequence[TokenLogprob]) -> TokenScores:

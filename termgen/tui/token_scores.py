@@ -1,7 +1,7 @@
 """How likely each token of an answer was, and what else could have stood there.
 
 Made from the engine's log-probabilities, which are those before temperature and all else that
-changes them. Compact: some 130 bytes a token. The lens shows it; no Textual here.
+changes them. Compact: some 300 bytes a token. The lens shows it; no Textual here.
 """
 
 from __future__ import annotations

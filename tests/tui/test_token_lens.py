@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,10 +16,11 @@ from test_tui_chat import SIZE, shown
 from textual.pilot import Pilot
 from tui_harness import MODEL, FrozenApp, TimedEngine, ask, ready, wait_until
 
-from termgen.client import Prompt, TokenDelta, TokenLogprob
+from termgen.client import ChatPrompt, Prompt, TokenDelta, TokenLogprob
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ContextLengthError, RequestError
+from termgen.remote.wire import Dialect, build_call
 from termgen.tui.render.token_lens import LensView, TokenText, lens_rows
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.token_lens import LensScreen
@@ -97,9 +99,7 @@ def _news(
 
 
 def _as_ids(delta: TokenDelta, ids: dict[str, int]) -> TokenDelta:
-    import dataclasses
-
-    return dataclasses.replace(delta, token_ids=(ids[delta.text],) if delta.token_ids else ())
+    return replace(delta, token_ids=(ids[delta.text],) if delta.token_ids else ())
 
 
 def lens_text(app: FrozenApp) -> str:
@@ -227,10 +227,16 @@ async def test_an_answer_of_before_is_looked_at_by_its_text() -> None:
         assert "<E4>" in lens_text(app)
 
 
-@pytest.mark.parametrize("param", ["prompt_logprobs", "add_generation_prompt"])
-async def test_a_server_elsewhere_cannot(param: str) -> None:
+@pytest.mark.parametrize("by_text", [False, True])
+async def test_a_server_elsewhere_cannot(by_text: bool) -> None:
+    messages = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a"}]
+    going_on = ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
+    asked = going_on if by_text else [1, 2]
+    params = SamplingParams(prompt_logprobs=3)
+    with pytest.raises(RequestError) as refused:  # as a client of a server refuses it
+        build_call(asked, params, model="m", dialect=Dialect.OPENAI)
     engine = ScoredEngine()
-    engine.refusal = RequestError("no", param=param)
+    engine.refusal = refused.value
     app = FrozenApp(engine)
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)

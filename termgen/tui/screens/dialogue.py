@@ -314,7 +314,7 @@ class DialogueScreen(ChatTools):
             return await score_text(client, prompt, turn.answer)
 
         def use(choice: Choice | None) -> None:
-            if choice is None:
+            if choice is None or turn not in self.conversation.turns:
                 return
             if turn.form is not None:
                 self.notify("an answer of a given form cannot be branched", severity="warning")
