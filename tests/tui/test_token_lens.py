@@ -108,7 +108,7 @@ def lens_text(app: FrozenApp) -> str:
 
 
 async def open_lens(app: FrozenApp, pilot: Pilot[Any]) -> None:
-    await pilot.press("f8")
+    await pilot.press("alt+l")
     await wait_until(pilot, lambda: isinstance(app.screen, LensScreen))
     await wait_until(pilot, lambda: "reading the answer" not in lens_text(app))
     await pilot.pause()

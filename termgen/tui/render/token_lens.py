@@ -21,7 +21,6 @@ from termgen.tui.token_scores import LIKELY, Alternative, TokenScores
 
 ROLES = ("text", "accent/i", "warn/u", "bad/bu")
 """By degree of surprise."""
-KEYS = "←→ token  ⇧←→ next surprise  ↑↓ alternative  ⏎ branch  esc close"
 NAME_WIDTH = 22
 SHARE_WIDTH = 7
 FEWEST_CHOICES = 3
@@ -104,6 +103,8 @@ class LensView:
     scores: TokenScores
     params: SamplingParams
     vocab_size: int
+    keys: str = ""
+    """What to press, for the last row."""
     cursor: int = 0
     chosen: int = 0
     """Of the alternatives at the cursor."""
@@ -134,7 +135,7 @@ def lens_rows(view: LensView, text: TokenText, width: int, height: int) -> list[
         rows.append(_text_row(view, text.row(index)) if index < len(text) else ())
     rows.append(_legend(width))
     rows += _choice_rows(view, width, height - num_text - 3)
-    rows.append(((cut(KEYS, width), "muted"),))
+    rows.append(((cut(view.keys, width), "muted"),))
     return rows
 
 

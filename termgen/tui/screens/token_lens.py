@@ -18,6 +18,7 @@ from textual.theme import Theme
 
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import TermgenError
+from termgen.tui.key_hints import brief_key_of, key_of
 from termgen.tui.palette import Palette
 from termgen.tui.render.token_lens import LensView, TokenText, lens_rows, text_height
 from termgen.tui.sanitize import clean_line
@@ -41,8 +42,10 @@ class LensCanvas(Canvas):
 
 class LensScreen(ModalScreen[Choice | None]):
     BINDINGS = [
-        Binding("left,h", "move(-1)", "Token before", id="tokens.before"),
-        Binding("right,l", "move(1)", "Token after", id="tokens.after"),
+        Binding(
+            "left,h", "move(-1)", "Token before", id="tokens.before", tooltip="The token before"
+        ),
+        Binding("right,l", "move(1)", "Token after", id="tokens.after", tooltip="The token after"),
         Binding(
             "shift+left,H",
             "surprise(-1)",
@@ -57,12 +60,32 @@ class LensScreen(ModalScreen[Choice | None]):
             id="tokens.surprise_after",
             tooltip="The next unlikely token",
         ),
-        Binding("home,g", "move_to(0)", "First token", id="tokens.first"),
-        Binding("end,G", "move_to(-1)", "Last token", id="tokens.last"),
-        Binding("pageup", "page(-1)", "Page up", id="tokens.page_up"),
-        Binding("pagedown", "page(1)", "Page down", id="tokens.page_down"),
-        Binding("up,k", "choose(-1)", "Likelier alternative", id="tokens.likelier"),
-        Binding("down,j", "choose(1)", "Less likely alternative", id="tokens.less_likely"),
+        Binding(
+            "home,g", "move_to(0)", "First token", id="tokens.first", tooltip="To the first token"
+        ),
+        Binding(
+            "end,G", "move_to(-1)", "Last token", id="tokens.last", tooltip="To the last token"
+        ),
+        Binding(
+            "pageup", "page(-1)", "Page up", id="tokens.page_up", tooltip="A page of text back"
+        ),
+        Binding(
+            "pagedown", "page(1)", "Page down", id="tokens.page_down", tooltip="A page of text on"
+        ),
+        Binding(
+            "up,k",
+            "choose(-1)",
+            "Likelier alternative",
+            id="tokens.likelier",
+            tooltip="Choose a likelier token to put there",
+        ),
+        Binding(
+            "down,j",
+            "choose(1)",
+            "Less likely alternative",
+            id="tokens.less_likely",
+            tooltip="Choose a less likely token to put there",
+        ),
         Binding(
             "enter,b",
             "branch",
@@ -70,7 +93,9 @@ class LensScreen(ModalScreen[Choice | None]):
             id="tokens.branch",
             tooltip="Keep the text before the token, put the alternative there, and go on",
         ),
-        Binding("escape,f8,q", "dismiss", "Close", id="tokens.close", tooltip="Back to the chat"),
+        Binding(
+            "escape,alt+l,q", "dismiss", "Close", id="tokens.close", tooltip="Back to the chat"
+        ),
     ]
     HORIZONTAL_BREAKPOINTS = ThemedScreen.HORIZONTAL_BREAKPOINTS
     VERTICAL_BREAKPOINTS = ThemedScreen.VERTICAL_BREAKPOINTS
@@ -102,7 +127,7 @@ class LensScreen(ModalScreen[Choice | None]):
         self._score()
 
     def _follow_theme(self, _theme: Theme | None = None) -> None:
-        self._canvas.set_palette(Palette(self.app.theme_variables, mono=self.app.no_color))
+        self._canvas.set_palette(Palette.of(self.app))
 
     @work(exclusive=True)
     async def _score(self) -> None:
@@ -111,7 +136,7 @@ class LensScreen(ModalScreen[Choice | None]):
         except TermgenError as error:
             self._message = (clean_line(str(error)), "bad")
         else:
-            self._view = LensView(scores, self._params, self._vocab_size)
+            self._view = LensView(scores, self._params, self._vocab_size, self._keys())
             first = 0 if scores.surprise(0) >= 2 else scores.next_surprise(0, 1)
             self._view.move(first or 0)
         self._canvas.repaint()
@@ -120,8 +145,22 @@ class LensScreen(ModalScreen[Choice | None]):
         view = self._view
         if view is None:
             words, role = self._message
-            return [*wrap([(words, role)], width), (), (("esc closes", "muted"),)]
+            closes = f"{key_of(self, 'tokens.close')} closes"
+            return [*wrap([(words, role)], width), (), ((closes, "muted"),)]
         return lens_rows(view, self._wrapped(view, width), width, height)
+
+    def _keys(self) -> str:
+        names = {
+            "before": "",
+            "after": " token  ",
+            "surprise_before": " ",
+            "surprise_after": " surprise  ",
+            "likelier": "",
+            "less_likely": " alternative  ",
+            "branch": " branch  ",
+            "close": " close",
+        }
+        return "".join(brief_key_of(self, f"tokens.{n}") + words for n, words in names.items())
 
     def _wrapped(self, view: LensView, width: int) -> TokenText:
         if self._text is None or self._text.width != width:
