@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -28,6 +28,7 @@ from termgen.tui.spans import row_text, row_width
 from termgen.tui.token_book import TokenBook
 from termgen.tui.token_scores import TokenScores, num_drawn
 from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.widgets.prompt import Prompt as PromptField
 
 END = 999
 """Ends an answer."""
@@ -154,6 +155,21 @@ async def test_it_shows_the_tokens_and_what_else_was_likely(size: tuple[int, int
 
 
 OTHER_ROWS = ["<|end|>", " later"]
+
+
+async def look(pilot: Pilot[Any]) -> None:
+    app = pilot.app
+    assert isinstance(app, FrozenApp)
+    await ready(app, pilot)
+    for prompt in app.screen.query(PromptField):
+        prompt.cursor_blink = False
+    await ask(app, pilot, "Why does chunked prefill help?")
+    await open_lens(app, pilot)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_picture(snap_compare: Callable[..., bool], size: tuple[int, int]) -> None:
+    assert snap_compare(FrozenApp(ScoredEngine()), terminal_size=size, run_before=look)
 
 
 async def test_a_click_goes_to_a_token() -> None:
