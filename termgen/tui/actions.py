@@ -19,6 +19,7 @@ from termgen.tui.screens.models import ModelScreen
 from termgen.tui.screens.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
 from termgen.tui.screens.silent import SilentScreen
 from termgen.tui.screens.theme_chooser import ThemeChooser
+from termgen.tui.screens.token_lens import LensScreen
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.session_panel import SessionList
 from termgen.tui.widgets.transcript import Transcript
@@ -27,6 +28,7 @@ BOXES = (
     SamplingPanel,
     SystemPromptPanel,
     HistoryPanel,
+    LensScreen,
     ModelScreen,
     ThemeChooser,
     HelpScreen,
@@ -49,6 +51,7 @@ def scopes(app: Sequence[BindingType]) -> list[Scope]:
         Scope("help", HelpScreen.BINDINGS, every),
         Scope("themes", ThemeChooser.BINDINGS, every),
         Scope("models", ModelScreen.BINDINGS, every),
+        Scope("tokens", LensScreen.BINDINGS, every),
         Scope("sampling", SamplingPanel.BINDINGS, Input.BINDINGS + every),
         Scope("system prompt", SystemPromptPanel.BINDINGS, TextArea.BINDINGS + every),
         Scope("earlier prompts", HistoryPanel.BINDINGS, Input.BINDINGS + every),
