@@ -170,6 +170,7 @@ def _show(
     measure: Callable[[BenchWatch, Connection], Awaitable[Outcome]],
 ) -> int:
     themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
+    BenchApp.read_keys(ui)
     return asyncio.run(_show_and_measure(watch, ui, measure))
 
 

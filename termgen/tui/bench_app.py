@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from textual.app import SystemCommand
-from textual.binding import Binding
 from textual.screen import Screen
 
 from termgen.client import EngineClient
@@ -21,21 +20,9 @@ from termgen.tui.app import TermgenApp
 from termgen.tui.attach import RemoteFeed
 from termgen.tui.bench_view import BenchView
 from termgen.tui.feed import StreamFeed
-from termgen.tui.screens import dashboard_keys
-from termgen.tui.screens.bench import BenchScreen
-from termgen.tui.screens.dashboard import DashboardScreen
+from termgen.tui.screens.bench import BenchEngineScreen, BenchScreen, bench_engine_keys
 from termgen.tui.screens.help import HelpSection
 from termgen.tui.screens.silent import SilentScreen
-
-BACK = Binding(
-    "f2,1", "app.show('bench')", "Bench", id="dashboard.bench", tooltip="Go back to the bench"
-)
-
-
-class BenchEngineScreen(DashboardScreen, inherit_bindings=False):
-    """The dashboard, from which one comes back to the bench and not to a chat."""
-
-    BINDINGS = [*(key for key in dashboard_keys.KEYS if key.id != "dashboard.chat"), BACK]
 
 
 class BenchApp(TermgenApp):
@@ -86,10 +73,16 @@ class BenchApp(TermgenApp):
         else:
             self.exit()
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keys that lead to a chat do nothing, and the footer leaves them out."""
+        if action == "show" and parameters == ("chat",):
+            return False
+        return super().check_action(action, parameters)
+
     def help_sections(self) -> list[HelpSection]:
         here: list[HelpSection] = [
             ("Bench", BenchScreen.BINDINGS),
-            ("Engine", BenchEngineScreen.BINDINGS),
+            ("Engine", bench_engine_keys()),
         ]
         if self._shown == "dashboard":
             here.reverse()
@@ -99,8 +92,6 @@ class BenchApp(TermgenApp):
         for command in super().get_system_commands(screen):
             if command.title != "Chat":
                 yield command
-        yield SystemCommand("Stop the bench", "Keep what is measured (s)", self.bench.action_stop)
-        yield SystemCommand("Bench", "Go to the bench", lambda: self.action_show("bench"))
 
     async def _start_nothing(self, _report: Callable[[str, float], None]) -> EngineClient:
         raise AssertionError("a bench that is watched has no engine of its own here")

@@ -16,8 +16,9 @@ from textual.widgets import Footer
 from termgen.tui.bench_view import BenchView
 from termgen.tui.render.bench import HEAD_ROWS, bench_page, report_page, report_rows
 from termgen.tui.render.frame import Frame
+from termgen.tui.screens import dashboard_keys
 from termgen.tui.screens.base import ThemedScreen
-from termgen.tui.screens.dashboard import BOX_COLUMNS, BOX_ROWS
+from termgen.tui.screens.dashboard import BOX_COLUMNS, BOX_ROWS, DashboardScreen
 from termgen.tui.spans import Row
 from termgen.tui.widgets.canvas import Canvas
 
@@ -90,6 +91,27 @@ KEYS = [
         tooltip="Leave; a run under way is stopped, and what is measured is kept",
     ),
 ]
+
+
+BACK = [
+    Binding(
+        "f2,1",
+        "app.show('bench')",
+        "Bench",
+        id="dashboard.bench",
+        tooltip="Go from the engine back to the bench",
+    )
+]
+
+
+class BenchEngineScreen(DashboardScreen):
+    """The dashboard, from which one comes back to the bench: there is no chat."""
+
+    BINDINGS = [*BACK]
+
+
+def bench_engine_keys() -> list[Binding]:
+    return [*(key for key in dashboard_keys.KEYS if key.id != "dashboard.chat"), *BACK]
 
 
 class BenchScreen(ThemedScreen):
