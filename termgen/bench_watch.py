@@ -57,6 +57,9 @@ class Outcome:
     """Not stopped before its end."""
 
 
+Measure = Callable[["BenchWatch", Connection], Awaitable[Outcome]]
+
+
 class BenchWatch:
     """One bench, what it has told so far, and the picture of that."""
 
@@ -74,12 +77,12 @@ class BenchWatch:
         self._steps: list[sweep.Step] = []
         self._exact: tuple[TimesRow, ...] = ()
 
-    async def run(
-        self,
-        stack: contextlib.AsyncExitStack,
-        measure: Callable[[BenchWatch, Connection], Awaitable[Outcome]],
-    ) -> None:
+    def begin(self, stack: contextlib.AsyncExitStack, measure: Measure) -> asyncio.Task[None]:
         """The server stays until `stack` ends: its engine can be looked at after the run."""
+        self.task = asyncio.create_task(self._run(stack, measure))
+        return self.task
+
+    async def _run(self, stack: contextlib.AsyncExitStack, measure: Measure) -> None:
         server = connected(self.subject, self.options, self._hear)
         self._connection = await stack.enter_async_context(server)
         self.outcome = await measure(self, self._connection)
@@ -157,17 +160,17 @@ class BenchWatch:
 
 
 def watch_serve(options: ServeOptions, subject: Subject, ui: UIConfig) -> int:
-    return _show(BenchWatch(options, subject, hz=ui.dashboard_hz), ui, _measure_serve)
+    return _show(BenchWatch(options, subject, hz=ui.dashboard_hz), ui, measure_serve)
 
 
 def watch_sweep(options: SweepOptions, subject: Subject, ui: UIConfig) -> int:
-    return _show(BenchWatch(options, subject, hz=ui.dashboard_hz), ui, _measure_sweep)
+    return _show(BenchWatch(options, subject, hz=ui.dashboard_hz), ui, measure_sweep)
 
 
 def _show(
     watch: BenchWatch,
     ui: UIConfig,
-    measure: Callable[[BenchWatch, Connection], Awaitable[Outcome]],
+    measure: Measure,
 ) -> int:
     themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
     BenchApp.read_keys(ui)
@@ -177,13 +180,12 @@ def _show(
 async def _show_and_measure(
     watch: BenchWatch,
     ui: UIConfig,
-    measure: Callable[[BenchWatch, Connection], Awaitable[Outcome]],
+    measure: Measure,
 ) -> int:
     async with contextlib.AsyncExitStack() as stack:
 
         def begin() -> None:
-            watch.task = asyncio.create_task(watch.run(stack, measure))
-            watch.task.add_done_callback(leave_without_report)
+            watch.begin(stack, measure).add_done_callback(leave_without_report)
 
         def leave_without_report(_task: asyncio.Task[None]) -> None:
             if watch.outcome is None:
@@ -209,7 +211,7 @@ async def _show_and_measure(
     return app.return_code or OK
 
 
-async def _measure_serve(watch: BenchWatch, server: Connection) -> Outcome:
+async def measure_serve(watch: BenchWatch, server: Connection) -> Outcome:
     options, subject = watch.options, watch.subject
     watch.begin_step(options)
     run = await server.bench.run(
@@ -236,7 +238,7 @@ async def _measure_serve(watch: BenchWatch, server: Connection) -> Outcome:
     return Outcome(tuple(sections), tell, not run.result.num_cut_off)
 
 
-async def _measure_sweep(watch: BenchWatch, server: Connection) -> Outcome:
+async def measure_sweep(watch: BenchWatch, server: Connection) -> Outcome:
     options, subject = watch.options, watch.subject
     assert isinstance(options, SweepOptions)
 
