@@ -14,7 +14,7 @@ from termgen.bench.live_times import LiveTimes
 from termgen.bench.stream_client import Answer
 
 GAPS_AT_ONCE = 256
-"""Some 50 us of counting."""
+"""A small part of a millisecond: so long what arrives may wait."""
 
 
 @dataclass(slots=True)
