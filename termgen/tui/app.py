@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 from textual import on, work
@@ -30,6 +31,7 @@ from termgen.tui.chat_store import ChatStore, Resume
 from termgen.tui.messages import ModelsWanted
 from termgen.tui.model_choice import ModelShelf, Switch
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette
+from termgen.tui.sanitize import clean, clean_line
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.chat_tool_keys import COPY_KEYS, TOOL_KEYS
 from termgen.tui.screens.dashboard import DashboardScreen
@@ -205,8 +207,7 @@ class TermgenApp(App[None]):
             return
 
         def stop_answer() -> None:
-            if chat.is_streaming:
-                chat.action_stop()
+            chat.stop_answer()
 
         async def changed(switch: Switch | None) -> None:
             if switch is not None:
@@ -224,8 +225,12 @@ class TermgenApp(App[None]):
             await self.remove_mode("dashboard")
             self.add_dashboard(self.make_dashboard(client))
 
+    def notify(self, message: str, *, title: str = "", **options: Any) -> None:
+        """Paths and what servers say are in it, and Textual sends what it is given."""
+        super().notify(clean(message), title=clean_line(title), **options)
+
     def _fail_start(self, reason: str) -> None:
-        line = f"termgen: error: {' '.join(reason.split())}"
+        line = f"termgen: error: {clean_line(' '.join(reason.split()))}"
         self.exit(return_code=FAILED_START, message=Text(line))
 
     def _catch_signals(self) -> None:
@@ -291,7 +296,7 @@ class TermgenApp(App[None]):
             self.notify("copied")
             return
         if isinstance(self.screen, ChatScreen) and self.screen.is_streaming:
-            self.screen.action_stop()
+            self.screen.stop_answer()
             return
         now = time.monotonic()
         if now - self._interrupted_s < QUIT_WINDOW_S:
@@ -308,7 +313,7 @@ class TermgenApp(App[None]):
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Every action, for the command palette."""
         if isinstance(screen, ChatScreen):
-            yield SystemCommand("Stop the answer", "Keep its text (esc)", screen.action_stop)
+            yield SystemCommand("Stop the answer", "Keep its text (esc)", screen.stop_answer)
             yield SystemCommand("Clear", "Begin anew (ctrl+l)", screen.action_clear)
             yield SystemCommand("New chat", "Start over (ctrl+n)", screen.action_new_chat)
             yield SystemCommand("Retry", "Answer again (alt+r)", screen.action_retry)

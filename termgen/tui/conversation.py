@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any
 from uuid import uuid4
 
@@ -208,12 +209,18 @@ class Conversation:
             self.title = ""
 
     def prompt(self) -> ChatPrompt:
-        """Everything said on the path; its last turn is the one to answer."""
+        """Everything said on the path; its last turn is the one to answer.
+
+        A question that got no answer is one message with the next: roles must take turns.
+        """
         messages: list[dict[str, str]] = []
         if self.system_prompt:
             messages.append({"role": "system", "content": self.system_prompt})
-        for turn in self.turns:
-            messages += turn.messages()
+        for message in chain.from_iterable(turn.messages() for turn in self.turns):
+            if messages and messages[-1]["role"] == message["role"]:
+                messages[-1]["content"] += "\n\n" + message["content"]
+            else:
+                messages.append(message)
         return ChatPrompt(messages)
 
     @property

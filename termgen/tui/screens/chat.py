@@ -66,19 +66,25 @@ class ChatScreen(SessionScreen):
     def _submitted(self, message: PromptSubmitted) -> None:
         parsed = commands.parse(message.text)
         if parsed is not None:
-            self.prompt.accept(message.text)
-            self.end_editing()
+            self._accept(message.text)
             self._run_command(parsed[0].name, parsed[1])
         elif commands.looks_like_command(message.text):
+            self.prompt.give_back(message.text)
             self.notify(f"no command {message.text.strip()}; F1 lists them", severity="warning")
         elif self.is_streaming:
+            self.prompt.give_back(message.text)
             self.notify("an answer is being written; esc stops it", severity="warning")
         else:
             attachments, beside = self.take_files(message.text), self.editing
-            if attachments is not None:
-                self.prompt.accept(message.text)
-                self.end_editing()
+            if attachments is None:
+                self.prompt.give_back(message.text)
+            else:
+                self._accept(message.text)
                 self.ask(message.text, attachments, beside=beside)
+
+    def _accept(self, text: str) -> None:
+        self.prompt.accept(text)
+        self.end_editing(typed=self.prompt.text)
 
     @on(PromptEdited)
     def _edited(self, message: PromptEdited) -> None:
@@ -127,7 +133,7 @@ class ChatScreen(SessionScreen):
         if answer is None:
             self.notify("no answer to copy yet", severity="warning")
             return
-        self.app.copy_to_clipboard(answer)
+        self.copy(answer)
         self.notify("answer copied")
 
     def action_focus_prompt(self) -> None:

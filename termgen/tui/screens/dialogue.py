@@ -137,7 +137,7 @@ class DialogueScreen(ChatTools):
         if turn.state is not AnswerState.STREAMING:
             return
         self._finish(turn, AnswerState.FAILED)
-        hint = "" if turn.answer else self._take_back(turn)
+        hint = "" if turn.answer or turn.thought.text else self._take_back(turn)
         if isinstance(error, ContextLengthError):
             hint = f"{hint} /clear makes room by forgetting the conversation.".strip()
         elif not self._client.is_healthy:
@@ -293,11 +293,11 @@ class DialogueScreen(ChatTools):
         self.label_prompt(EDITING_TITLE)
         self.prompt.set_text(text)
 
-    def end_editing(self) -> None:
-        """The prompt holds a message again, as begun before the edit."""
+    def end_editing(self, *, typed: str = "") -> None:
+        """The prompt holds a message again, as begun before the edit; `typed` goes on with it."""
         if self.editing is not None:
             self.editing = None
             self.label_prompt("")
             self.attach(self._draft_files)
-            self.prompt.set_text(self._draft)
+            self.prompt.set_text(self._draft + typed)
             self._draft, self._draft_files = "", ()

@@ -13,14 +13,17 @@ from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Input, Label, OptionList, TextArea
+from textual.widgets import Input, Label, OptionList
 from textual.widgets.option_list import Option
 
 from termgen.engine.sampling_params import SamplingParams
 from termgen.tui.sampling_fields import FIELDS, field_text, read_fields
 from termgen.tui.sanitize import clean_line
+from termgen.tui.widgets.safe_text_area import SafeTextArea
 
 MAX_FOUND = 50
+MAX_FIELD_CHARS = 2000
+"""A field of one line is slow with more, and nobody types it."""
 
 
 class SamplingPanel(ModalScreen[SamplingParams | None]):
@@ -50,6 +53,7 @@ class SamplingPanel(ModalScreen[SamplingParams | None]):
                         field_text(self._params, name),
                         placeholder=field_text(self._defaults, name) or "none",
                         compact=True,
+                        max_length=MAX_FIELD_CHARS,
                         select_on_focus=False,
                         id=name,
                     )
@@ -96,14 +100,14 @@ class SystemPromptPanel(ModalScreen[str | None]):
         with Vertical(id="system", classes="panel") as box:
             box.border_title = "system prompt"
             box.border_subtitle = "^S use it · esc change nothing · empty: none"
-            yield TextArea(self._text, show_line_numbers=False, highlight_cursor_line=False)
+            yield SafeTextArea(self._text, show_line_numbers=False, highlight_cursor_line=False)
 
     def on_mount(self) -> None:
-        area = self.query_one(TextArea)
+        area = self.query_one(SafeTextArea)
         area.move_cursor(area.document.end)
 
     def action_save(self) -> None:
-        self.dismiss(self.query_one(TextArea).text.strip())
+        self.dismiss(self.query_one(SafeTextArea).text.strip())
 
 
 class HistoryPanel(ModalScreen[str | None]):
@@ -125,7 +129,7 @@ class HistoryPanel(ModalScreen[str | None]):
         with Vertical(id="history", classes="panel") as box:
             box.border_title = "earlier prompts"
             box.border_subtitle = "⏎ take it · ^R older · esc close"
-            yield Input(placeholder="search", compact=True)
+            yield Input(placeholder="search", compact=True, max_length=MAX_FIELD_CHARS)
             prompts = OptionList(compact=True, markup=False)
             prompts.can_focus = False
             yield prompts

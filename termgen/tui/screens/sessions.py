@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from textual import getters, on, work
 from textual.widgets import Input
@@ -19,7 +18,7 @@ from termgen.config import UIConfig
 from termgen.errors import ChatStoreError
 from termgen.tui.attachments import Attachment
 from termgen.tui.chat_db import SessionSummary
-from termgen.tui.chat_files import parse_export, read_chat, write_new
+from termgen.tui.chat_files import parse_export, read_chat, user_path, write_new
 from termgen.tui.chat_keeper import ChatKeeper
 from termgen.tui.chat_records import (
     all_turns,
@@ -167,10 +166,11 @@ class SessionScreen(DialogueScreen):
     async def open_session(self, session_id: str, *, resume: Resume | None = None) -> None:
         try:
             session, turns = await self._chats.read(lambda database: database.load(session_id))
+            conversation = conversation_of(session, turns)
         except ChatStoreError as error:
             self._report(str(error))
             return
-        self.set_conversation(conversation_of(session, turns))
+        self.set_conversation(conversation)
         self._params = restored_params(session.params, self._params)
         if resume is not None:
             self._apply_given(resume)
@@ -240,7 +240,7 @@ class SessionScreen(DialogueScreen):
     async def import_chat(self, argument: str) -> None:
         """`/import PATH`: a chat that was exported as JSON, as a new one."""
         try:
-            session, turns = await asyncio.to_thread(read_chat, Path(argument).expanduser())
+            session, turns = await asyncio.to_thread(read_chat, user_path(argument))
         except ChatStoreError as error:
             self.notify(str(error), severity="error", markup=False)
             return
