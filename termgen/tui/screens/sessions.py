@@ -31,11 +31,12 @@ from termgen.tui.chat_records import (
 )
 from termgen.tui.chat_store import ChatStore, Resume
 from termgen.tui.conversation import Conversation, Turn, title_of
+from termgen.tui.key_hints import key_of
 from termgen.tui.messages import SessionWish
 from termgen.tui.sanitize import clean_line
 from termgen.tui.screens.dialogue import DialogueScreen
 from termgen.tui.widgets.entries import NoticeEntry
-from termgen.tui.widgets.session_panel import SessionPanel
+from termgen.tui.widgets.session_panel import SessionList, SessionPanel
 
 SEARCH_PAUSE_S = 0.08
 """Typing goes on for so long before the store is asked."""
@@ -133,6 +134,8 @@ class SessionScreen(DialogueScreen):
         except ChatStoreError as error:
             self._report(str(error))
             return
+        if not self.panel.query(SessionList):
+            return  # the program has ended meanwhile
         open_id = self.conversation.session_id
         self.panel.session_list.show(found, words=words, open_id=open_id)
         if select_open:
@@ -204,7 +207,8 @@ class SessionScreen(DialogueScreen):
             self.panel.session_list.focus()
         self._deleted.append(session)
         self.keeper.delete(session.session_id)
-        self.notify(f"deleted: {clean_line(session.title)} (u brings it back)", markup=False)
+        back = f"{key_of(self, 'sessions.undo')} brings it back"
+        self.notify(f"deleted: {clean_line(session.title)} ({back})", markup=False)
         self.list_sessions()
 
     def _undo_delete(self) -> None:
