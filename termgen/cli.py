@@ -76,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except TermgenError as error:
-        print(f"termgen: error: {' '.join(str(error).split())}", file=sys.stderr)
+        # names of files and models, and what servers say, may hold control characters
+        line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(error).split()))
+        print(f"termgen: error: {line}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from termgen.config import EngineConfig, UIConfig
@@ -28,7 +28,7 @@ class RemoteTarget:
     """Which server, and which of its models; None: its first."""
 
     url: str
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     model: str | None = None
 
 

@@ -157,5 +157,6 @@ def _text(value: object) -> str:
 
 
 def _line(text: str) -> str:
-    line = " ".join(text.split())
+    """For a terminal: a server's control characters must not reach it."""
+    line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
     return line if len(line) <= MAX_MESSAGE_CHARS else line[: MAX_MESSAGE_CHARS - 1] + "…"

@@ -25,6 +25,16 @@ UNKNOWN_ID = -1
 THINK_OPEN, THINK_CLOSE = "<think>\n", "\n</think>\n\n"
 """Around what a server sends apart as reasoning, as the models themselves write it."""
 
+_NO_EVENT = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)
+"""What reading an event raises that is not one; the last: a count that is infinite."""
+
 
 class EventReader:
     """Bytes to the payloads of server-sent events."""
@@ -130,7 +140,7 @@ class AnswerReader:
                 raise frame_failure(event["error"])
             self._take_counts(event)
             return [d for choice in event.get("choices") or () for d in self._take_choice(choice)]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except _NO_EVENT:
             words = f"the server sent what is no event of a chat: {short(payload)}"
             raise EngineError(words) from None
 
@@ -245,7 +255,7 @@ def _string(value: object) -> str:
         return ""
     if not isinstance(value, str):
         raise TypeError("text is not a string")
-    return value
+    return value.encode(errors="replace").decode()  # half a pair of code units is not text
 
 
 def _logprobs(
@@ -270,4 +280,4 @@ def _logprob(entry: Mapping[str, Any], token_id: int) -> TokenLogprob:
 def _token(entry: Mapping[str, Any]) -> tuple[str, bytes, float]:
     token = _string(entry["token"])
     raw = entry.get("bytes")
-    return token, bytes(raw) if raw is not None else token.encode(), float(entry["logprob"])
+    return token, bytes(list(raw)) if raw is not None else token.encode(), float(entry["logprob"])

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 from textual import on, work
@@ -33,6 +34,7 @@ from termgen.tui.keymap import Keymap, read_keymap
 from termgen.tui.messages import ModelsWanted
 from termgen.tui.model_choice import ModelShelf, Switch
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette, has_few_colours
+from termgen.tui.sanitize import clean, clean_line
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.chat_tool_keys import COPY_KEYS
 from termgen.tui.screens.dashboard import DashboardScreen
@@ -236,8 +238,7 @@ class TermgenApp(KeyedApp):
             return
 
         def stop_answer() -> None:
-            if chat.is_streaming:
-                chat.action_stop()
+            chat.stop_answer()
 
         async def changed(switch: Switch | None) -> None:
             if switch is not None:
@@ -255,8 +256,12 @@ class TermgenApp(KeyedApp):
             await self.remove_mode("dashboard")
             self.add_dashboard(self.make_dashboard(client))
 
+    def notify(self, message: str, *, title: str = "", **options: Any) -> None:
+        """Paths and what servers say are in it, and Textual sends what it is given."""
+        super().notify(clean(message), title=clean_line(title), **options)
+
     def _fail_start(self, reason: str) -> None:
-        line = f"termgen: error: {' '.join(reason.split())}"
+        line = f"termgen: error: {clean_line(' '.join(reason.split()))}"
         self.exit(return_code=FAILED_START, message=Text(line))
 
     def _catch_signals(self) -> None:
@@ -342,7 +347,7 @@ class TermgenApp(KeyedApp):
             self.notify("copied")
             return
         if isinstance(self.screen, ChatScreen) and self.screen.is_streaming:
-            self.screen.action_stop()
+            self.screen.stop_answer()
             return
         now = time.monotonic()
         if now - self._interrupted_s < QUIT_WINDOW_S:

@@ -10,6 +10,7 @@ import re
 import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from termgen.errors import RequestError
@@ -20,6 +21,8 @@ MAX_FILES = 20
 MAX_LISTED = 5000
 """Files that completion knows of below the working folder."""
 MAX_SHOWN = 8
+MAX_SCANNED = 20_000
+"""Entries of folders, for the sake of disks that are slow and folders without end."""
 SKIPPED_FOLDERS = frozenset(("node_modules", "__pycache__", "venv", "target", "dist", "build"))
 
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
@@ -135,10 +138,15 @@ def files_below(folder: Path) -> list[str]:
     """Files that may be meant, nearest first; hidden ones and what tools make are left out."""
     found: list[str] = []
     level = [folder]
-    while level and len(found) < MAX_LISTED:
+    num_scanned = 0
+    while level:
         below: list[Path] = []
         for place in level:
-            for entry in _entries(place):
+            if len(found) >= MAX_LISTED or num_scanned >= MAX_SCANNED:
+                return found[:MAX_LISTED]
+            entries = _entries(place)
+            num_scanned += 1 + len(entries)
+            for entry in entries:
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir(follow_symlinks=False):
@@ -153,7 +161,7 @@ def files_below(folder: Path) -> list[str]:
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name.lower())
+            return sorted(islice(entries, MAX_SCANNED), key=lambda entry: entry.name.lower())
     except OSError:
         return []
 
@@ -182,13 +190,16 @@ def _in_folder(partial: str) -> list[str]:
         entries = _entries(Path(folder or partial).expanduser())
     except RuntimeError:  # nobody's home
         return []
-    names = [
-        entry.name + ("/" if entry.is_dir() else "")
+    matching = [
+        entry
         for entry in entries
         if entry.name.lower().startswith(begin.lower())
         and (begin.startswith(".") or not entry.name.startswith("."))
     ]
-    return [os.path.join(folder, name) for name in names[:MAX_SHOWN]]
+    return [
+        os.path.join(folder, entry.name + ("/" if entry.is_dir() else ""))
+        for entry in matching[:MAX_SHOWN]
+    ]
 
 
 def as_mention(path: str) -> str:

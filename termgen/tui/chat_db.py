@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from termgen.errors import ChatStoreError
-from termgen.tui.chat_records import SessionRecord, TurnRecord
+from termgen.tui.chat_records import R, SessionRecord, TurnRecord, record_of
 
 APPLICATION_ID = 0x7467_6368
 """Marks the file as ours."""
@@ -48,6 +49,8 @@ _WORD_TRIGGERS = {
     " INSERT INTO turn_words (rowid, question, answer)"
     " VALUES (new.number, new.question, new.answer); END",
 }
+SESSION_COLUMNS = tuple(SessionRecord.__dataclass_fields__)
+TURN_COLUMNS = tuple(TurnRecord.__dataclass_fields__)
 BUSY_S = 5.0
 """How long to wait for another process that writes."""
 KEPT_DELETED_S = 86_400.0
@@ -103,6 +106,8 @@ class ChatDatabase:
         self._migrations = migrations
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                path.touch(mode=0o600)  # what is said to a model is nobody else's
         self._connection = sqlite3.connect(path or ":memory:", timeout=busy_s, isolation_level=None)
         try:
             self._check_is_ours(path)
@@ -123,8 +128,10 @@ class ChatDatabase:
             error = sqlite3.DatabaseError(verdict)
             error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
             raise error
+        self._connection.execute("BEGIN")  # another process may be making the file right now
         mark = self._connection.execute("PRAGMA application_id").fetchone()[0]
         count = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        self._connection.execute("ROLLBACK")
         if mark != APPLICATION_ID and count:
             raise ChatStoreError(f"{path} is a database of another program")
         if self._version > len(self._migrations):
@@ -267,36 +274,18 @@ class ChatDatabase:
 
     def load(self, session_id: str) -> tuple[SessionRecord, list[TurnRecord]]:
         row = self._connection.execute(
-            "SELECT session_id, title, created_s, updated_s, model_id, system_prompt, params"
-            " FROM sessions WHERE session_id = ? AND deleted_s IS NULL",
+            f"SELECT {', '.join(SESSION_COLUMNS)} FROM sessions"
+            " WHERE session_id = ? AND deleted_s IS NULL",
             (session_id,),
         ).fetchone()
         if row is None:
             raise ChatStoreError("this chat has been deleted")
-        names = ("session_id", "title", "created_s", "updated_s", "model_id", "system_prompt")
-        session = SessionRecord(
-            **dict(zip(names, row[:-1], strict=True)), params=json.loads(row[-1])
-        )
+        session = _checked(SessionRecord, SESSION_COLUMNS, row, "params")
         rows = self._connection.execute(
-            "SELECT turn_id, session_id, parent_id, is_chosen, asked_s, question, answer, state,"
-            " model_id, figures FROM turns WHERE session_id = ? ORDER BY number",
+            f"SELECT {', '.join(TURN_COLUMNS)} FROM turns WHERE session_id = ? ORDER BY number",
             (session_id,),
         )
-        turns = [
-            TurnRecord(
-                turn_id=row[0],
-                session_id=row[1],
-                parent_id=row[2],
-                is_chosen=bool(row[3]),
-                asked_s=row[4],
-                question=row[5],
-                answer=row[6],
-                state=row[7],
-                model_id=row[8],
-                figures=json.loads(row[9]),
-            )
-            for row in rows
-        ]
+        turns = [_checked(TurnRecord, TURN_COLUMNS, each, "figures") for each in rows]
         return session, turns
 
     def sessions(self, words: str = "") -> list[SessionSummary]:
@@ -338,6 +327,18 @@ class ChatDatabase:
                 [f"%{_escaped(word)}%" for word in words],
             )
         return {session_id: _excerpt(said, words[0]) for session_id, said in rows}
+
+
+def _checked(record_class: type[R], columns: Sequence[str], row: Sequence[Any], of_json: str) -> R:
+    """A row as a record; a disk may have changed what SQLite does not look at."""
+    values = dict(zip(columns, row, strict=True))
+    if "is_chosen" in values:
+        values["is_chosen"] = bool(values["is_chosen"])
+    try:
+        values[of_json] = json.loads(values[of_json])
+        return record_of(record_class, values, record_class.__name__)
+    except (ValueError, TypeError, RecursionError, ChatStoreError) as error:
+        raise ChatStoreError(f"this chat cannot be read: {error}") from None
 
 
 def _escaped(word: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
@@ -29,16 +30,26 @@ def parse_export(argument: str) -> ExportWish:
     if may_replace:
         first, _, rest = rest.strip().partition(" ")
     named = first in FORMS and bool(rest.strip())
-    path = Path((rest if named else f"{first} {rest}").strip()).expanduser()
+    path = user_path(rest if named else f"{first} {rest}")
     form = first if named else path.suffix.lower().removeprefix(".").replace("markdown", "md")
     if not path.name or form not in FORMS:
         raise ChatStoreError(USAGE)
     return ExportWish(path, form, may_replace)
 
 
+def user_path(text: str) -> Path:
+    """A path as a person writes it. Raises `ChatStoreError`."""
+    try:
+        return Path(text.strip()).expanduser()
+    except RuntimeError:  # nobody's home
+        raise ChatStoreError(f"{text.strip()} is not a path") from None
+
+
 def write_new(wish: ExportWish, text: str) -> bool:
     """Write the file, all of it or nothing; returns whether there was one before."""
     path = wish.path
+    if "\0" in str(path):
+        raise ChatStoreError("a path has no NUL in it")
     replaced = path.exists()
     if replaced and not wish.may_replace:
         raise ChatStoreError(f"{path} is there already; /export -f {wish.form} {path} replaces it")
@@ -56,13 +67,19 @@ def write_new(wish: ExportWish, text: str) -> bool:
 def read_chat(path: Path) -> tuple[SessionRecord, list[TurnRecord]]:
     """An export, with ids of its own so that it stands beside the chat it came from."""
     try:
-        if path.stat().st_size > MAX_IMPORT_BYTES:
-            raise ChatStoreError(f"{path} is larger than {MAX_IMPORT_BYTES >> 20} MiB")
-        text = path.read_text(encoding="utf-8")
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a device or a pipe may never end
+            raise ChatStoreError(f"{path} cannot be read: it is not a file")
+        with path.open("rb") as file:
+            raw = file.read(MAX_IMPORT_BYTES + 1)
+        text = raw.decode()
     except OSError as error:
         raise ChatStoreError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ChatStoreError(f"{path} cannot be imported: it is not UTF-8 text") from None
+    except ValueError as error:  # a NUL
+        raise ChatStoreError(f"{path} cannot be read: {error}") from None
+    if len(raw) > MAX_IMPORT_BYTES:
+        raise ChatStoreError(f"{path} is larger than {MAX_IMPORT_BYTES >> 20} MiB")
     try:
         session, turns = from_json(text)
     except ChatStoreError as error:

@@ -15,12 +15,10 @@ from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ChatStoreError, RequestError
 from termgen.tui.conversation import AnswerState, AnswerStats, Conversation, Turn
-from termgen.tui.turn_extras import extras_of, restore_extras
+from termgen.tui.turn_extras import MAX_TIME_S, extras_of, plain_text, restore_extras, seconds
 
 FORMAT = "termgen-chat"
 VERSION = 1
-MAX_TIME_S = 1e11
-"""No calendar goes farther."""
 PARAM_NAMES = (
     "temperature",
     "top_p",
@@ -122,7 +120,10 @@ def conversation_of(session: SessionRecord, turns: Sequence[TurnRecord]) -> Conv
     """The tree again. A turn whose parent is gone comes first; nothing is left out."""
     conversation = Conversation(system_prompt=session.system_prompt, session_id=session.session_id)
     conversation.title = session.title
-    made = {record.turn_id: _turn_of(record) for record in turns}
+    made = {
+        record.turn_id: _readable_turn(record, f"turns[{index}]")
+        for index, record in enumerate(turns)
+    }
     for record in turns:
         turn = made[record.turn_id]
         parent = made.get(record.parent_id or "", conversation.root)
@@ -143,6 +144,14 @@ def _is_above(turn: Turn, other: Turn | None) -> bool:
     return False
 
 
+def _readable_turn(record: TurnRecord, where: str) -> Turn:
+    """Its file may have been written by hand, by a later version, or by a failing disk."""
+    try:
+        return _turn_of(record)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ChatStoreError(f"{where}: {error}") from None
+
+
 def _turn_of(record: TurnRecord) -> Turn:
     figures = record.figures
     reason = figures.get("finish_reason")
@@ -151,9 +160,9 @@ def _turn_of(record: TurnRecord) -> Turn:
         prompt_tokens=int(figures.get("prompt_tokens") or 0),
         cached_tokens=int(figures.get("cached_tokens") or 0),
         output_tokens=int(figures.get("output_tokens") or 0),
-        ttft_s=float(figures["ttft_s"]) if figures.get("ttft_s") is not None else None,
+        ttft_s=seconds(figures["ttft_s"]) if figures.get("ttft_s") is not None else None,
         finish_reason=FinishReason(reason) if reason else None,
-        ended_s=float(figures.get("output_s") or 0.0),
+        ended_s=seconds(figures.get("output_s") or 0.0),
     )
     state = AnswerState(record.state)
     turn = Turn(
@@ -203,18 +212,15 @@ def from_json(text: str) -> tuple[SessionRecord, list[TurnRecord]]:
         raise ChatStoreError(f'it is no exported chat: "format" is not "{FORMAT}"')
     if document.get("version") != VERSION:
         raise ChatStoreError(f'"version" is {document.get("version")!r}; this termgen reads 1')
-    session = _record(SessionRecord, document.get("session"), "session")
+    session = record_of(SessionRecord, document.get("session"), "session")
     given = document.get("turns")
     if not isinstance(given, list):
         raise ChatStoreError('"turns" must be a list')
-    turns = [_record(TurnRecord, item, f"turns[{index}]") for index, item in enumerate(given)]
+    turns = [record_of(TurnRecord, item, f"turns[{index}]") for index, item in enumerate(given)]
     if len({turn.turn_id for turn in turns}) != len(turns):
         raise ChatStoreError('"turns" has a "turn_id" twice')
     for index, turn in enumerate(turns):
-        try:
-            _turn_of(turn)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise ChatStoreError(f"turns[{index}]: {error}") from None
+        _readable_turn(turn, f"turns[{index}]")
     return session, turns
 
 
@@ -232,7 +238,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 """What a field of an export may be; text if it is not listed."""
 
 
-def _record(record_class: type[R], given: Any, where: str) -> R:
+def record_of(record_class: type[R], given: Any, where: str) -> R:
+    """A record from values that may be anything. Raises `ChatStoreError`."""
     if not isinstance(given, dict):
         raise ChatStoreError(f'"{where}" must be an object')
     values: dict[str, Any] = {}
@@ -243,7 +250,7 @@ def _record(record_class: type[R], given: Any, where: str) -> R:
         right = isinstance(value, _KINDS.get(name, (str,)))
         if not right or (name in _TIMES and not 0 <= value < MAX_TIME_S):
             raise ChatStoreError(f'"{where}": "{name}" is not what it must be')
-        values[name] = value
+        values[name] = plain_text(value) if isinstance(value, str) else value
     return record_class(**values)
 
 

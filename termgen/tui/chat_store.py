@@ -36,7 +36,10 @@ def store_path(setting: str | None) -> Path | None:
     if setting == OFF:
         return None
     if setting:
-        return Path(setting).expanduser()
+        try:
+            return Path(setting).expanduser()
+        except RuntimeError:
+            raise ConfigError(f"chat_db: {setting} is not a path", param="chat_db") from None
     return user_data_path("termgen") / "chats.sqlite3"
 
 

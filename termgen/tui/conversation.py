@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any
 from uuid import uuid4
 
@@ -228,11 +229,15 @@ class Conversation:
         return ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
 
     def _messages(self, path: Sequence[Turn]) -> list[dict[str, str]]:
+        """A question that got no answer is one message with the next: roles must take turns."""
         messages: list[dict[str, str]] = []
         if self.system_prompt:
             messages.append({"role": "system", "content": self.system_prompt})
-        for turn in path:
-            messages += turn.messages()
+        for message in chain.from_iterable(turn.messages() for turn in path):
+            if messages and messages[-1]["role"] == message["role"]:
+                messages[-1]["content"] += "\n\n" + message["content"]
+            else:
+                messages.append(message)
         return messages
 
     @property

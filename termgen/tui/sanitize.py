@@ -21,6 +21,8 @@ _TABLE |= dict.fromkeys(
 _TABLE |= dict.fromkeys(range(0xD800, 0xE000), REPLACEMENT)  # lone surrogates cannot be written
 _TABLE |= dict.fromkeys(range(0xE0000, 0xE0080), REPLACEMENT)  # invisible tag characters
 
+_IN_PLACE = _TABLE | {0x09: "\t"} | dict.fromkeys((0x0A, 0x2028, 0x2029), REPLACEMENT)
+
 
 def clean(text: str) -> str:
     """Newlines stay, tabs become blanks, CR LF becomes a newline, controls become glyphs."""
@@ -30,6 +32,11 @@ def clean(text: str) -> str:
 def clean_line(text: str) -> str:
     """The same, on one line."""
     return clean(text).replace("\n", " ")
+
+
+def clean_in_place(line: str) -> str:
+    """One line for an editor: each character stays one, and tabs are the editor's."""
+    return line.translate(_IN_PLACE)
 
 
 class StreamCleaner:

@@ -11,6 +11,9 @@ from termgen.tui.attachments import Attachment
 from termgen.tui.conversation import Turn
 from termgen.tui.thoughts import Thought
 
+MAX_TIME_S = 1e11
+"""No calendar goes farther."""
+
 
 def extras_of(turn: Turn) -> dict[str, Any]:
     """Thoughts, files and form, those that there are."""
@@ -35,7 +38,7 @@ def restore_extras(turn: Turn, extras: Mapping[str, Any]) -> None:
     turn.thought = Thought(
         _text(thought.get("text", "")),
         int(thought.get("tokens") or 0),
-        float(thought.get("seconds") or 0.0),
+        seconds(thought.get("seconds") or 0.0),
         is_over=True,
     )
     files = [dict(file) for file in extras.get("files") or ()]
@@ -56,4 +59,16 @@ def restore_extras(turn: Turn, extras: Mapping[str, Any]) -> None:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("a thought or a file is not text")
-    return value
+    return plain_text(value)
+
+
+def plain_text(text: str) -> str:
+    """Half of a pair of code units, which could not be sent, copied or written, is escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def seconds(value: Any) -> float:
+    number = float(value)
+    if not 0 <= number < MAX_TIME_S:
+        raise ValueError(f"{number:g} is no number of seconds")
+    return number

@@ -102,7 +102,7 @@ async def test_stopped_thoughts_stay() -> None:
         assert "▸ thought for" in shown(app) and "■ stopped" in shown(app)
         engine._script = Script(pieces=("ok",))
         await ask(app, pilot, "again")
-        assert [m["role"] for m in sent(engine)] == ["user", "user"]
+        assert sent(engine) == [{"role": "user", "content": "sure?\n\nagain"}]
 
 
 # -- code blocks ---------------------------------------------------------------------------

@@ -74,20 +74,26 @@ class ChatScreen(SessionScreen):
     def _submitted(self, message: PromptSubmitted) -> None:
         parsed = commands.parse(message.text)
         if parsed is not None:
-            self.prompt.accept(message.text)
-            self.end_editing()
+            self._accept(message.text)
             self._run_command(parsed[0].name, parsed[1])
         elif commands.looks_like_command(message.text):
+            self.prompt.give_back(message.text)
             which = f"no command {message.text.strip()}"
             self.notify(f"{which}; {key_of(self, 'app.help')} lists them", severity="warning")
         elif self.is_streaming:
+            self.prompt.give_back(message.text)
             self.say_streaming()
         else:
             attachments, beside = self.take_files(message.text), self.editing
-            if attachments is not None:
-                self.prompt.accept(message.text)
-                self.end_editing()
+            if attachments is None:
+                self.prompt.give_back(message.text)
+            else:
+                self._accept(message.text)
                 self.ask(message.text, attachments, beside=beside)
+
+    def _accept(self, text: str) -> None:
+        self.prompt.accept(text)
+        self.end_editing(typed=self.prompt.text)
 
     @on(PromptEdited)
     def _edited(self, message: PromptEdited) -> None:
@@ -139,7 +145,7 @@ class ChatScreen(SessionScreen):
         if answer is None:
             self.notify("no answer to copy yet", severity="warning")
             return
-        self.app.copy_to_clipboard(answer)
+        self.copy(answer)
         self.notify("answer copied")
 
     def action_focus_prompt(self) -> None:

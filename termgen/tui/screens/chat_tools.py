@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from textual import getters, on, work
+from textual.content import Content
 
 from termgen.client import EngineClient
 from termgen.config import UIConfig
@@ -76,6 +77,10 @@ class ChatTools(ThemedScreen):
         """A message of ours in the transcript."""
         self.transcript.add(NoticeEntry(text))
 
+    def copy(self, text: str) -> None:
+        """To the clipboard. An answer from elsewhere may hold what is not quite text."""
+        self.app.copy_to_clipboard(text.encode(errors="replace").decode())
+
     def refuse(self, reason: object) -> None:
         self.notify(clean_line(str(reason)), severity="error", markup=False)
 
@@ -128,7 +133,7 @@ class ChatTools(ThemedScreen):
     def _copy(self, number: int, blocks: Sequence[CodeBlock]) -> None:
         block = self._block(number, blocks)
         if block is not None:
-            self.app.copy_to_clipboard(block.code)
+            self.copy(block.code)
             self.notify(f"code block {number} copied")
 
     def _last_blocks(self) -> list[CodeBlock]:
@@ -234,7 +239,8 @@ class ChatTools(ThemedScreen):
         words = [label] if label else []
         words += [attachment_words(file) for file in self.attached]
         width = max(8, self.prompt.size.width - 4)
-        self.prompt.border_title = cut("  ".join(words), width) if words else None
+        # as content: a file's name may look like markup
+        self.prompt.border_title = Content(cut("  ".join(words), width)) if words else None
 
     # what is asked for
 

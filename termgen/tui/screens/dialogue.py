@@ -356,11 +356,11 @@ class DialogueScreen(ChatTools):
         self.label_prompt(f"edit · {send} asks it in a new branch · {give_up} gives up")
         self.prompt.set_text(text)
 
-    def end_editing(self) -> None:
-        """The prompt holds a message again, as begun before the edit."""
+    def end_editing(self, *, typed: str = "") -> None:
+        """The prompt holds a message again, as begun before the edit; `typed` goes on with it."""
         if self.editing is not None:
             self.editing = None
             self.label_prompt("")
             self.attach(self._draft_files)
-            self.prompt.set_text(self._draft)
+            self.prompt.set_text(self._draft + typed)
             self._draft, self._draft_files = "", ()

@@ -20,7 +20,7 @@ from termgen.tui.model_choice import ModelChoice, ModelShelf, Switch
 from termgen.tui.palette import Palette
 from termgen.tui.render.loading import phase_row
 from termgen.tui.render.models import caution, choice_row
-from termgen.tui.sanitize import clean_line
+from termgen.tui.sanitize import clean, clean_line
 from termgen.tui.screens.loading import POLL_S, StartupProgress
 from termgen.tui.spans import Row, wrap
 from termgen.tui.widgets.canvas import Canvas
@@ -174,4 +174,5 @@ class ModelScreen(ModalScreen[Switch | None]):
             phases = self._progress.phases()
             rows = [phase_row(n, s, last=i == len(phases) - 1) for i, (n, s) in enumerate(phases)]
             return rows[-height:]
-        return wrap([self._message], width)[:height]
+        text, role = self._message
+        return wrap([(clean(text), role)], width)[:height]

@@ -14,15 +14,18 @@ from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Input, Label, OptionList, TextArea
+from textual.widgets import Input, Label, OptionList
 from textual.widgets.option_list import Option
 
 from termgen.engine.sampling_params import SamplingParams
 from termgen.tui.key_hints import brief_key_of
 from termgen.tui.sampling_fields import FIELDS, field_text, read_fields
 from termgen.tui.sanitize import clean_line
+from termgen.tui.widgets.safe_text_area import SafeTextArea
 
 MAX_FOUND = 50
+MAX_FIELD_CHARS = 2000
+"""A field of one line is slow with more, and nobody types it."""
 
 
 class SamplingPanel(ModalScreen[SamplingParams | None]):
@@ -78,6 +81,7 @@ class SamplingPanel(ModalScreen[SamplingParams | None]):
                         field_text(self._params, name),
                         placeholder=field_text(self._defaults, name) or "none",
                         compact=True,
+                        max_length=MAX_FIELD_CHARS,
                         select_on_focus=False,
                         id=name,
                     )
@@ -132,14 +136,14 @@ class SystemPromptPanel(ModalScreen[str | None]):
             box.border_title = "system prompt"
             use, close = brief_key_of(self, "system.save"), brief_key_of(self, "system.close")
             box.border_subtitle = f"{use} use it · {close} change nothing · empty: none"
-            yield TextArea(self._text, show_line_numbers=False, highlight_cursor_line=False)
+            yield SafeTextArea(self._text, show_line_numbers=False, highlight_cursor_line=False)
 
     def on_mount(self) -> None:
-        area = self.query_one(TextArea)
+        area = self.query_one(SafeTextArea)
         area.move_cursor(area.document.end)
 
     def action_save(self) -> None:
-        self.dismiss(self.query_one(TextArea).text.strip())
+        self.dismiss(self.query_one(SafeTextArea).text.strip())
 
 
 class HistoryPanel(ModalScreen[str | None]):
@@ -168,7 +172,7 @@ class HistoryPanel(ModalScreen[str | None]):
             box.border_title = "earlier prompts"
             older, close = brief_key_of(self, "history.older"), brief_key_of(self, "history.close")
             box.border_subtitle = f"⏎ take it · {older} older · {close} close"
-            yield Input(placeholder="search", compact=True)
+            yield Input(placeholder="search", compact=True, max_length=MAX_FIELD_CHARS)
             prompts = OptionList(compact=True, markup=False)
             prompts.can_focus = False
             yield prompts

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from textual import getters, on, work
 from textual.widgets import Input
@@ -20,7 +19,7 @@ from termgen.errors import ChatStoreError
 from termgen.tui.answer_branch import Branch
 from termgen.tui.attachments import Attachment
 from termgen.tui.chat_db import SessionSummary
-from termgen.tui.chat_files import parse_export, read_chat, write_new
+from termgen.tui.chat_files import parse_export, read_chat, user_path, write_new
 from termgen.tui.chat_keeper import ChatKeeper
 from termgen.tui.chat_records import (
     all_turns,
@@ -38,7 +37,7 @@ from termgen.tui.messages import SessionWish
 from termgen.tui.sanitize import clean_line
 from termgen.tui.screens.dialogue import DialogueScreen
 from termgen.tui.widgets.entries import NoticeEntry
-from termgen.tui.widgets.session_panel import SessionPanel
+from termgen.tui.widgets.session_panel import SessionList, SessionPanel
 
 SEARCH_PAUSE_S = 0.08
 """Typing goes on for so long before the store is asked."""
@@ -137,6 +136,8 @@ class SessionScreen(DialogueScreen):
         except ChatStoreError as error:
             self._report(str(error))
             return
+        if not self.panel.query(SessionList):
+            return  # the program has ended meanwhile
         open_id = self.conversation.session_id
         self.panel.session_list.show(found, words=words, open_id=open_id)
         if select_open:
@@ -170,10 +171,11 @@ class SessionScreen(DialogueScreen):
     async def open_session(self, session_id: str, *, resume: Resume | None = None) -> None:
         try:
             session, turns = await self._chats.read(lambda database: database.load(session_id))
+            conversation = conversation_of(session, turns)
         except ChatStoreError as error:
             self._report(str(error))
             return
-        self.set_conversation(conversation_of(session, turns))
+        self.set_conversation(conversation)
         self._params = restored_params(session.params, self._params)
         if resume is not None:
             self._apply_given(resume)
@@ -244,7 +246,7 @@ class SessionScreen(DialogueScreen):
     async def import_chat(self, argument: str) -> None:
         """`/import PATH`: a chat that was exported as JSON, as a new one."""
         try:
-            session, turns = await asyncio.to_thread(read_chat, Path(argument).expanduser())
+            session, turns = await asyncio.to_thread(read_chat, user_path(argument))
         except ChatStoreError as error:
             self.notify(str(error), severity="error", markup=False)
             return

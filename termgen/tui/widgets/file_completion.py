@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+
+from textual import work
 
 from termgen.tui.attachments import completions, files_below, open_mention
 from termgen.tui.sanitize import clean_line
@@ -18,6 +21,8 @@ class FileCompletion(Canvas):
         super().__init__(self._paint, id=id)
         self._files: list[str] | None = None
         """Those below the working folder, as of when the list opened."""
+        self._partial: str | None = None
+        """What is being completed."""
         self._found: list[str] = []
         self._selected = 0
         self.display = False
@@ -32,13 +37,24 @@ class FileCompletion(Canvas):
 
     def look(self, before: str) -> None:
         """Show what the path at the end of this text may become, if there is one."""
-        partial = open_mention(before)
-        if partial is None:
+        was_open, self._partial = self._partial is not None, open_mention(before)
+        if self._partial is None:
             self.close()
-            return
-        if self._files is None:
-            self._files = files_below(Path())
-        found = completions(partial, self._files)
+        elif self._files is not None:
+            self._show(self._partial, self._files)
+        elif not was_open:
+            self._find_files()
+
+    @work(exclusive=True)
+    async def _find_files(self) -> None:
+        """Not on the loop: a disk may be slow."""
+        files = await asyncio.to_thread(files_below, Path())
+        if self._partial is not None:
+            self._files = files
+            self._show(self._partial, files)
+
+    def _show(self, partial: str, files: Sequence[str]) -> None:
+        found = completions(partial, files)
         if found == [partial]:
             found = []  # written out already
         if found != self._found:
@@ -52,7 +68,8 @@ class FileCompletion(Canvas):
         self.repaint()
 
     def close(self) -> None:
-        self._files, self._found = None, []
+        self._files, self._partial, self._found = None, None, []
+        self.workers.cancel_node(self)
         self.display = False
 
     def _paint(self, width: int, _height: int) -> Sequence[Row]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from textual import events
 from textual.binding import Binding
-from textual.widgets import TextArea
 
 from termgen.tui.attachments import as_mention, open_mention
 from termgen.tui.conversation import PromptHistory
 from termgen.tui.messages import LargePaste, PromptEdited, PromptSubmitted
 from termgen.tui.widgets.file_completion import FileCompletion
+from termgen.tui.widgets.safe_text_area import SafeTextArea
 
 LARGE_PASTE_CHARS = 10_000
 """From here on a paste is attached as a file and not put into the field."""
@@ -17,8 +17,8 @@ _NEWLINE_KEYS = frozenset(("shift+enter", "alt+enter", "newline"))
 """These break the line whatever else does."""
 
 
-class Prompt(TextArea):
-    """Posts `PromptSubmitted`; the screen decides whether it may be sent and then clears it."""
+class Prompt(SafeTextArea):
+    """Posts `PromptSubmitted`; the screen decides whether it may be sent, or gives it back."""
 
     BINDINGS = [
         Binding(
@@ -79,7 +79,8 @@ class Prompt(TextArea):
 
     def action_submit(self) -> None:
         if self.text.strip():
-            self.post_message(PromptSubmitted(self.text))
+            text, self.text = self.text, ""  # at once: what is typed from here on is another text
+            self.post_message(PromptSubmitted(text))
 
     def action_newline(self) -> None:
         self.insert("\n")
@@ -119,9 +120,12 @@ class Prompt(TextArea):
         self._show(text)
 
     def accept(self, text: str) -> None:
-        """The text was sent: remember it and start anew."""
+        """The text was sent: remember it."""
         self.prompts.add(text)
-        self.text = ""
+
+    def give_back(self, text: str) -> None:
+        """The text was not sent. It stands again before what was typed since."""
+        self._show(text + self.text)
 
     def on_text_area_changed(self) -> None:
         self.post_message(PromptEdited(self.text))

@@ -19,8 +19,11 @@ from termgen.tui.conversation import MAX_TITLE_CHARS
 from termgen.tui.key_hints import brief_key_of
 from termgen.tui.messages import SessionWish
 from termgen.tui.render.sessions import ListedRow, empty_list_rows, session_rows
+from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row
 from termgen.tui.widgets.canvas import Canvas
+
+MAX_SEARCH_CHARS = 200
 
 
 class SessionList(Canvas, can_focus=True):
@@ -202,7 +205,12 @@ class SessionPanel(Container):
         self._renamed: SessionSummary | None = None
 
     def compose(self) -> ComposeResult:
-        yield Input(placeholder="search in all chats", id="session-search", compact=True)
+        yield Input(
+            placeholder="search in all chats",
+            id="session-search",
+            compact=True,
+            max_length=MAX_SEARCH_CHARS,
+        )
         yield SessionList(self._wall_clock, id="session-list")
         yield Input(id="session-name", compact=True, max_length=MAX_TITLE_CHARS)
 
@@ -216,7 +224,7 @@ class SessionPanel(Container):
 
     def begin_rename(self, session: SessionSummary) -> None:
         self._renamed = session
-        self.name_field.value = session.title
+        self.name_field.value = clean_line(session.title)
         self.name_field.display = True
         self.name_field.focus()
 
