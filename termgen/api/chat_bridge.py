@@ -13,11 +13,23 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from termgen.api.chat import ChatRequest, ChatStream, chat_response, parse_chat
+from termgen.api.fields import Fields
 from termgen.client import TokenDelta
 from termgen.errors import RequestError
 
+SHARED_FIELDS = (
+    *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("allowed_token_ids", "bad_words", "seed", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("structured_outputs", "chat_template_kwargs", "priority", "cache_salt", "sse_ping_interval"),
+)
+"""Fields of a chat that both endpoints take as they are: none changes the shape of an answer."""
+
 _TOOL = re.compile(r"^(tools\[\d+\])\.function")
 """Both endpoints have a tool's fields at its top."""
+
+
+def shared_fields(body: Fields) -> dict[str, Any]:
+    return {name: body.take(name) for name in SHARED_FIELDS}
 
 
 def parse_as_chat(

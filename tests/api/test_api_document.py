@@ -37,7 +37,7 @@ def asked(endpoint: str) -> set[str]:
 def test_the_page_is_what_the_code_would_write() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == rewritten(page), "run `python -m termgen.api.document docs/api.md`"
-    assert page.count("<!-- generated: ") == 3 and "| `temperature` |" in page
+    assert page.count("<!-- generated: ") == 4 and "| `temperature` |" in page
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
