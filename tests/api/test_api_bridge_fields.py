@@ -1,4 +1,4 @@
-"""Every field of /v1/messages and /v1/responses: taken, or an error that names it as it is there."""
+"""Every field of /v1/messages and /v1/responses: taken, or an error that names it as sent."""
 
 from __future__ import annotations
 
