@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from termgen.api.chat import ChatRequest, ChatStream, chat_response, parse_chat
 from termgen.api.fields import Fields
 from termgen.client import TokenDelta
-from termgen.errors import RequestError
+from termgen.errors import OverloadedError, RequestError
 
 SHARED_FIELDS = (
     *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
@@ -62,6 +62,9 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     if "parameters" in names:
         param = param.replace("].parameters", f"].{names['parameters']}")
     message = str(error).replace(error.param, param, 1) if error.param else str(error)
+    if isinstance(error, OverloadedError):
+        after_s = error.retry_after_s
+        return OverloadedError(message, param=param, code=error.code, retry_after_s=after_s)
     return RequestError(
         message, param=param or None, code=error.code, status=error.status, type=error.type
     )

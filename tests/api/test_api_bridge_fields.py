@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from termgen.api import anthropic_input, responses_input
-from termgen.api.chat_bridge import SHARED_FIELDS
+from termgen.api.chat_bridge import SHARED_FIELDS, renamed
 from termgen.api.errors import reply_for
 from termgen.engine.tool_format import ToolFormat
-from termgen.errors import RequestError
+from termgen.errors import OverloadedError, RequestError
 
 CONTEXT: dict[str, Any] = {
     "model": "m",
@@ -125,6 +125,16 @@ def test_fields_of_chats_mean_the_same_here(endpoint: str) -> None:
     assert job.prompt.template_kwargs["enable_thinking"] is False
     assert (job.priority, job.cache_salt) == (4, "mine")
     assert request.chat.options.ping_interval_s == 30.0
+
+
+def test_an_error_with_a_time_to_wait_keeps_it_under_its_other_name() -> None:
+    names = responses_input.NAMES
+    error = OverloadedError(
+        "response_format: wait", code="grammar_queue_full", retry_after_s=2, param="response_format"
+    )
+    again = renamed(error, names)
+    assert (str(again), again.param) == ("text.format: wait", "text.format")
+    assert reply_for(again).headers["retry-after"] == "2"
 
 
 def test_responses_take_stop_and_top_k_too() -> None:
