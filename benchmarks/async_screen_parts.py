@@ -122,15 +122,18 @@ class Watch:
 
 
 @asynccontextmanager
-async def reading(engine: AsyncEngine, sizes: FrontSizes) -> AsyncIterator[None]:
-    """One task per request that reads its tokens and does nothing with them."""
+async def reading(
+    engine: AsyncEngine, sizes: FrontSizes, *, every_s: float = 0.0
+) -> AsyncIterator[None]:
+    """One task per request that reads its tokens and does nothing with them: as they come, or all
+    that have come once in so many seconds."""
 
     async def read(index: int) -> None:
         rng = random.Random(f"{index} {sizes.prompt}")
         prompt = tuple(rng.randrange(10, sizes.vocab) for _ in range(sizes.prompt))
         params = SamplingParams(temperature=0.0, max_tokens=sizes.max_tokens, ignore_eos=True)
         async for _ in engine.generate(prompt, params):
-            pass
+            await asyncio.sleep(every_s)
 
     tasks = [asyncio.create_task(read(index)) for index in range(sizes.streams)]
     try:

@@ -237,7 +237,11 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def starts(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
-    """Two starts in fresh processes that share a cache of kernels, at first an empty one."""
+    """Two starts in fresh processes that share a cache of kernels, at first an empty one.
+
+    And of Python's bytecode, which an installed package comes with: some machines keep packages
+    without it where it cannot be written, and compile a thousand files at every start.
+    """
     program = Path(__file__).with_name("start_time.py")
     found = []
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as folder:
@@ -246,7 +250,11 @@ def starts(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
             command = [sys.executable, str(program), str(model), repr(time.time()), *args.option]
             done = subprocess.run(
                 command,
-                env={**os.environ, "TRITON_CACHE_DIR": cache},
+                env={
+                    **os.environ,
+                    "TRITON_CACHE_DIR": cache,
+                    "PYTHONPYCACHEPREFIX": f"{cache}/bytecode",
+                },
                 stdout=subprocess.PIPE,
                 text=True,
                 check=True,

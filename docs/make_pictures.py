@@ -1,6 +1,7 @@
 """Makes the pictures of the README and the docs from the real program and the default model.
 
-    python docs/make_pictures.py
+    python docs/make_pictures.py            # all of them
+    python docs/make_pictures.py themes     # those of docs/themes.md
 
 Asks the chat a question, then puts a mixed load on the same engine and opens the dashboard.
 """
@@ -8,6 +9,7 @@ Asks the chat a question, then puts a mixed load on the same engine and opens th
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 from termgen.client import ChatPrompt
@@ -15,6 +17,7 @@ from termgen.config import EngineConfig, UIConfig
 from termgen.engine.engine import AsyncEngine
 from termgen.engine.sampling_params import SamplingParams
 from termgen.tui.app import TermgenApp
+from termgen.tui.themes import shipped_folder
 
 FOLDER = Path(__file__).parent / "images"
 QUESTION = "Write a Python function that adds two numbers, and explain it in two sentences."
@@ -53,6 +56,28 @@ async def load(engine: AsyncEngine, index: int) -> None:
         pass
 
 
+async def themes() -> None:
+    """The same moment of the same run in each theme."""
+    holder = _Holder()
+    app = TermgenApp(holder.start, stop_engine=holder.stop, ui=UIConfig(), start_screen="dashboard")
+    async with app.run_test(size=(96, 26)) as pilot:
+        while not hasattr(holder, "engine"):
+            await pilot.pause(0.2)
+        await pilot.pause(1.0)
+        clients = [asyncio.create_task(load(holder.engine, i)) for i in range(18)]
+        await pilot.pause(12.0)
+        await pilot.press("space", "down")
+        for path in sorted(shipped_folder().glob("*.toml")):
+            if app.available_themes[path.stem].ansi:  # it looks as the terminal has it
+                continue
+            app.theme = path.stem
+            await pilot.pause(0.5)
+            app.save_screenshot(str(FOLDER / f"theme-{path.stem}.svg"))
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+
+
 async def main() -> None:
     holder = _Holder()
     ui = UIConfig(temperature=0.0, max_tokens=160)
@@ -86,4 +111,6 @@ async def wait_until_idle(engine: AsyncEngine, pilot) -> None:  # type: ignore[n
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    if sys.argv[1:] != ["themes"]:
+        asyncio.run(main())
+    asyncio.run(themes())

@@ -33,7 +33,7 @@ from termgen.settings import FlagParser, SettingLayers, add_flags, flag_of
 DESCRIPTION = "Chat with, serve and watch a local language model."
 EPILOG = """\
 settings come from flags, then TERMGEN_* variables (TERMGEN_MAX_MODEL_LEN=4096), then the config
-file ([engine], [server] and [chat] tables with the same names), then defaults.
+file ([engine], [server] and [chat] tables with the same names; [keys]), then defaults.
 """
 ENGINE_THREAD = "termgen-engine"
 """Name of the thread that `AsyncEngine` starts."""
@@ -153,6 +153,9 @@ def build_parser() -> FlagParser:
     models.add_argument("--json", action="store_true", help="print JSON")
     models.set_defaults(run=models_command)
 
+    _add_themes(commands)
+    _add_keys(commands)
+
     pull = commands.add_parser("pull", help="fetch a model", description="fetch a model")
     pull.add_argument("name", help="name from `termgen models`, or a hub id such as org/name")
     pull.set_defaults(run=pull_command)
@@ -229,6 +232,30 @@ def _add_bench(commands: Any) -> None:
     compare.add_argument("after", metavar="B", help="result file to judge")
     add_flags(compare, CompareOptions, title="compare", omit=("before", "after"))
     compare.set_defaults(run=compare_command, config=None)
+
+
+def _add_themes(commands: Any) -> None:
+    text = "list, check and begin colour themes"
+    themes = commands.add_parser("themes", help=text, description=text)
+    themes.set_defaults(run=themes_command, action="list")
+    actions = themes.add_subparsers(title="actions", metavar="ACTION")
+    text = "say what is wrong with a theme file, and what is hard to read"
+    check = actions.add_parser("check", help=text, description=text)
+    check.add_argument("file", metavar="FILE")
+    check.set_defaults(action="check")
+    text = "write a commented theme file into your config folder"
+    new = actions.add_parser("new", help=text, description=text)
+    new.add_argument("name", metavar="NAME")
+    new.add_argument(
+        "--like", metavar="THEME", default="termgen-dark", help="colours to begin with"
+    )
+    new.set_defaults(action="new")
+
+
+def _add_keys(commands: Any) -> None:
+    keys = _command(commands, "keys", "list every action of the screens and its keys", keys_command)
+    omit = [f.name for f in fields(UIConfig) if f.name != "keys"]
+    add_flags(keys, UIConfig, title="keys", omit=omit)
 
 
 def _layers(args: argparse.Namespace) -> SettingLayers:
@@ -355,6 +382,26 @@ def models_command(args: argparse.Namespace) -> int:
     from termgen.models_command import list_models
 
     return list_models(as_json=args.json)
+
+
+def themes_command(args: argparse.Namespace) -> int:
+    from termgen.tui import themes_command
+
+    if args.action == "check":
+        themes_command.check_theme(args.file)
+    elif args.action == "new":
+        themes_command.new_theme(args.name, like=args.like)
+    else:
+        themes_command.list_themes()
+    return OK
+
+
+def keys_command(args: argparse.Namespace) -> int:
+    ui = _layers(args).resolve(UIConfig)
+    from termgen.tui.keys_command import list_keys
+
+    list_keys(ui)
+    return OK
 
 
 def pull_command(args: argparse.Namespace) -> int:

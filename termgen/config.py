@@ -335,6 +335,12 @@ class UIConfig:
     dashboard_hz: float = setting(
         4.0, "redraws of the dashboard per second", above=0.0, maximum=10.0
     )
+    keys: tuple[str, ...] = setting(
+        (),
+        "give an action other keys; may be repeated, and is the table [keys] of the config file "
+        "(`termgen keys` lists the actions)",
+        metavar="ID=KEY",
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -187,6 +187,8 @@ def default_config_path() -> Path:
 def _checked_tables(path: Path, data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     tables: dict[str, dict[str, Any]] = {}
     for section, table in data.items():
+        if section == "keys":
+            continue
         if section not in SECTIONS or not isinstance(table, dict):
             is_setting = any(_key(section) in setting_types(c) for c in SECTIONS.values())
             homes = [s for s, c in SECTIONS.items() if _key(section) in setting_types(c)]
@@ -199,7 +201,27 @@ def _checked_tables(path: Path, data: Mapping[str, Any]) -> dict[str, dict[str, 
                 hint = _suggest(_key(raw), known)
                 raise ConfigError(f"{path}: unknown key {raw!r} in [{section}]{hint}", param=raw)
             tables[section][_key(raw)] = value
+    if "keys" in data:
+        entries = list(_key_entries(path, data["keys"]))
+        tables.setdefault("chat", {}).setdefault("keys", entries)
     return tables
+
+
+def _key_entries(path: Path, table: object, prefix: str = "") -> Iterator[str]:
+    """`[keys]` as entries of the setting: a name with dots in it is a table of tables in TOML."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: [keys] must be a table", param="keys")
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _key_entries(path, value, f"{prefix}{name}.")
+            continue
+        keys = [value] if isinstance(value, str) else value
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+            raise ConfigError(
+                f"{path}, [keys]: {prefix}{name} must be a key or a list of keys, in quotes",
+                param="keys",
+            )
+        yield f"{prefix}{name}={' '.join(keys)}"
 
 
 def _key(raw: str) -> str:

@@ -10,34 +10,39 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
 from pathlib import Path
 
 from rich.text import Text
 from textual import on, work
 from textual.app import App, SystemCommand
 from textual.binding import Binding
+from textual.dom import DOMNode
 from textual.driver import Driver
 from textual.screen import Screen
+from textual.theme import Theme
 from textual.widgets import TextArea
 
 from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import TermgenError
-from termgen.tui import themes
+from termgen.tui import actions, themes
 from termgen.tui.alt_digits import let_alt_digits_through
 from termgen.tui.chat_store import ChatStore, Resume
+from termgen.tui.key_hints import KeyedApp
+from termgen.tui.keymap import Keymap, read_keymap
 from termgen.tui.messages import ModelsWanted
 from termgen.tui.model_choice import ModelShelf, Switch
-from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette
+from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette, has_few_colours
 from termgen.tui.screens.chat import ChatScreen
-from termgen.tui.screens.chat_tool_keys import COPY_KEYS, TOOL_KEYS
+from termgen.tui.screens.chat_tool_keys import COPY_KEYS
 from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.screens.dashboard_keys import KEYS
-from termgen.tui.screens.help import HelpScreen, HelpSection, key_names
+from termgen.tui.screens.dashboard_keys import pages_with
+from termgen.tui.screens.help import HelpScreen, HelpSection
 from termgen.tui.screens.loading import LoadingScreen, StartupProgress
 from termgen.tui.screens.models import ModelScreen
 from termgen.tui.screens.silent import SilentScreen
+from termgen.tui.screens.theme_chooser import ThemeChooser
+from termgen.tui.theme_shelf import ThemeShelf
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.session_panel import SessionList
 from termgen.tui.widgets.transcript import Transcript
@@ -47,11 +52,14 @@ StopEngine = Callable[[], Awaitable[None]]
 
 FAILED_START = 2
 QUIT_WINDOW_S = 2.0
+PALETTE_CLOSES_S = 0.2
+THEME_POLL_S = 1.0
+"""How often to see whether a theme file was saved."""
 REDRAW_S = 0.25
 """How often to see whether a terminal that was not read is read again."""
 
 
-class TermgenApp(App[None]):
+class TermgenApp(KeyedApp):
     TITLE = "termgen"
     CSS_PATH = Path(__file__).with_name("termgen.tcss")
     ENABLE_COMMAND_PALETTE = True
@@ -80,6 +88,14 @@ class TermgenApp(App[None]):
             id="app.screenshot",
             tooltip="Save the screen as an SVG picture",
         ),
+        Binding(
+            "f9",
+            "change_theme",
+            "Theme",
+            show=False,
+            id="app.theme",
+            tooltip="Choose the colours: each shows as you move through the list",
+        ),
     ]
 
     def __init__(
@@ -103,10 +119,17 @@ class TermgenApp(App[None]):
         self.ui = ui
         self.chats = chats or ChatStore()
         self.resume = resume
+        self._keymap_now = self.read_keys(ui)
+        self.first_keys = {
+            name: key
+            for scope in actions.scopes(self.BINDINGS)
+            for name, key in self._keymap_now.first_keys(scope.bindings).items()
+        }
         self._start_engine = start_engine
         self._stop_engine = stop_engine
         self._start_screen = start_screen
-        self._theme_folders = theme_folders
+        folders = theme_folders or (themes.shipped_folder(), themes.user_folder())
+        self._themes = ThemeShelf(*folders)
         self._models = models
         self._progress = StartupProgress()
         self._shown: str | None = None
@@ -114,6 +137,11 @@ class TermgenApp(App[None]):
         self._signals: list[signal.Signals] = []
         self._dashboard: DashboardScreen | SilentScreen | None = None
         self.client: EngineClient | None = None
+
+    @classmethod
+    def read_keys(cls, ui: UIConfig) -> Keymap:
+        """Raises ConfigError for keys that cannot be."""
+        return read_keymap(ui.keys, actions.scopes(cls.BINDINGS))
 
     def get_driver_class(self) -> type[Driver]:
         """Textual's choice, but on a terminal one that does not wait for it."""
@@ -142,6 +170,7 @@ class TermgenApp(App[None]):
         return variables
 
     def on_mount(self) -> None:
+        self.set_keymap(self._keymap_now.for_textual())
         self._load_themes()
         self._catch_signals()
         self.set_interval(REDRAW_S, self._draw_what_was_dropped)
@@ -183,6 +212,8 @@ class TermgenApp(App[None]):
     def add_dashboard(self, dashboard: DashboardScreen | SilentScreen) -> None:
         """Made at once, so that it listens from the start and has a history when first shown."""
         self._dashboard = dashboard
+        if isinstance(dashboard, DashboardScreen):
+            dashboard.pages = pages_with(self._keymap_now)
         self.add_mode("dashboard", lambda: dashboard)
 
     def make_chat(self, client: EngineClient) -> ChatScreen:
@@ -241,19 +272,34 @@ class TermgenApp(App[None]):
             self._signals.append(number)
 
     def _load_themes(self) -> None:
-        folders = self._theme_folders or (themes.shipped_folder(), themes.user_folder())
-        loaded, errors = themes.load_all(*folders)
-        for theme in loaded.values():
-            self.register_theme(theme)
-        for error in errors:
-            self.notify(str(error), title="theme not loaded", severity="error", markup=False)
-        wanted = self.ui.theme or themes.DEFAULT_THEME
+        self._take_themes(*self._themes.poll())
+        usual = themes.SIXTEEN_COLOURS if has_few_colours(self) else themes.DEFAULT_THEME
+        wanted = self.ui.theme or usual
         if wanted in self.available_themes:
             self.theme = wanted
         else:
             fallback = themes.DEFAULT_THEME
-            self.theme = fallback if fallback in loaded else self.theme
+            self.theme = fallback if fallback in self.available_themes else self.theme
             self.notify(f"no theme {wanted!r}; using {self.theme}", severity="error", markup=False)
+        self._follow_themes()
+
+    @work(group="themes")
+    async def _follow_themes(self) -> None:
+        while True:
+            await asyncio.sleep(THEME_POLL_S)
+            self._take_themes(*await asyncio.to_thread(self._themes.poll))
+
+    def _take_themes(self, fresh: Iterable[Theme], errors: Iterable[themes.ThemeError]) -> None:
+        for theme in fresh:
+            self.register_theme(theme)
+            if theme.name == self.theme:
+                self.mutate_reactive(App.theme)
+        for error in errors:
+            self.notify(str(error), title="theme not loaded", severity="error", markup=False)
+
+    def action_change_theme(self) -> None:
+        if not isinstance(self.screen, ThemeChooser):
+            self.push_screen(ThemeChooser())
 
     async def action_show(self, name: str) -> None:
         """Show `chat` or `dashboard`, once there is an engine."""
@@ -264,22 +310,27 @@ class TermgenApp(App[None]):
     def action_help(self) -> None:
         if self._dashboard is None or isinstance(self.screen, HelpScreen):
             return
-        self.push_screen(HelpScreen(self.help_sections()))
+        sections = self.help_sections()
+        self.push_screen(HelpScreen([(t, self._keymap_now.applied(b)) for t, b in sections]))
 
     def help_sections(self) -> list[HelpSection]:
         """What is shown first comes first."""
-        chat_keys = [key for key in ChatScreen.BINDINGS if key not in COPY_KEYS[1:]]
+        changed = self._keymap_now.changes
+        # of nine keys alike the first speaks for all, as long as they are as they were
+        alike = () if any(key.id in changed for key in COPY_KEYS) else COPY_KEYS[1:]
+        chat_keys = [key for key in ChatScreen.BINDINGS if key not in alike]
         here: list[HelpSection] = [
-            ("Chat", [*Prompt.BINDINGS[:2], *chat_keys]),
+            ("Chat", [*Prompt.BINDINGS, *chat_keys]),
             ("Engine", DashboardScreen.BINDINGS),
         ]
         if self._shown == "dashboard":
             here.reverse()
         return [
             *here,
-            ("List of chats", SessionList.BINDINGS),
             ("Transcript", Transcript.BINDINGS),
+            ("List of chats", SessionList.BINDINGS),
             ("Everywhere", self.BINDINGS),
+            ("Lists and notices", [binding for one in actions.BOXES for binding in one.BINDINGS]),
         ]
 
     def action_interrupt(self) -> None:
@@ -298,7 +349,8 @@ class TermgenApp(App[None]):
             self.exit()
             return
         self._interrupted_s = now
-        self.notify("press ctrl+c again to quit", timeout=QUIT_WINDOW_S)
+        key = self.first_keys["app.interrupt"]
+        self.notify(f"press {key} again to quit", timeout=QUIT_WINDOW_S)
 
     def _selected_text(self) -> str | None:
         if isinstance(self.focused, TextArea) and self.focused.selected_text:
@@ -307,42 +359,15 @@ class TermgenApp(App[None]):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Every action, for the command palette."""
-        if isinstance(screen, ChatScreen):
-            yield SystemCommand("Stop the answer", "Keep its text (esc)", screen.action_stop)
-            yield SystemCommand("Clear", "Begin anew (ctrl+l)", screen.action_clear)
-            yield SystemCommand("New chat", "Start over (ctrl+n)", screen.action_new_chat)
-            yield SystemCommand("Retry", "Answer again (alt+r)", screen.action_retry)
-            yield SystemCommand("Edit", "Ask otherwise, in a branch (alt+e)", screen.action_edit)
-            yield SystemCommand("Chats", "Earlier chats (ctrl+b)", screen.action_sessions)
-            for name, by, key in (("Branch before", -1, "left"), ("Branch after", 1, "right")):
-                turn_to = partial(screen.action_sibling, by)
-                yield SystemCommand(name, f"Of answers and edits (alt+{key})", turn_to)
-            yield SystemCommand("Copy answer", "The last one (/copy)", screen.action_copy_answer)
-            for binding in TOOL_KEYS:
-                help_text = f"{binding.tooltip} ({key_names(binding)})"
-                run = partial(screen.run_action, binding.action)
-                yield SystemCommand(binding.description, help_text, run)
-            yield SystemCommand("Models", "Choose another model (F5)", self.action_models)
-        if isinstance(screen, DashboardScreen):
-            yield from self._dashboard_commands(screen)
+        groups: list[actions.Group] = [(lambda: self, self.BINDINGS)]
         if self._dashboard is not None:
-            yield SystemCommand("Chat", "Go to the chat (1)", lambda: self.action_show("chat"))
-            yield SystemCommand(
-                "Engine", "Watch the engine work (2)", lambda: self.action_show("dashboard")
-            )
-            yield SystemCommand("Help", "Every key and command (F1)", self.action_help)
-        yield SystemCommand("Theme", "Choose the colours (/theme)", self.action_change_theme)
-        yield SystemCommand("Screenshot", "Save an SVG picture (F12)", self._save_picture)
-        yield SystemCommand("Quit", "Leave termgen (ctrl+q)", self.action_quit)
+            groups = [*actions.groups(screen), *groups]
+        for command in actions.commands(groups, self._keymap_now, self._run_command):
+            if command.title != "Actions":  # it is open
+                yield command
 
-    def _dashboard_commands(self, screen: DashboardScreen) -> Iterable[SystemCommand]:
-        """Every key of the dashboard but those that move, which one holds down."""
-        for binding in KEYS:
-            if binding.action.startswith(("app.", "step(", "select(")):
-                continue
-            help_text = f"{binding.tooltip} ({key_names(binding)})"
-            run = partial(screen.run_action, binding.action)
-            yield SystemCommand(binding.description, help_text, run)
-
-    def _save_picture(self) -> None:
-        self.set_timer(0.2, self.action_screenshot)  # after the palette has closed
+    async def _run_command(self, action: str, node: DOMNode) -> None:
+        if action == "screenshot":
+            self.set_timer(PALETTE_CLOSES_S, self.action_screenshot)
+        else:
+            await self.run_action(action, node)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rich.segment import Segment
 from rich.style import Style
+from textual.app import App
 from textual.color import Color, ColorParseError
 from textual.strip import Strip
 
@@ -65,30 +67,47 @@ _ANSI_FALLBACK = {"muted": "ansi_bright_black", "faint": "ansi_bright_black"}
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """Glyphs of the shares and states; in monochrome they alone carry the meaning."""
+    """Glyphs of the shares and states; with few colours or none, they alone carry the meaning."""
 
     prefill: str
     decode: str
     padding: str
     kv: tuple[str, str, str, str]
     """Free, cached, active, shared."""
+    kv_alt: str
+    """In use by every other request."""
     kv_part: str
     """A cell of several blocks, less than half of them in use."""
     kv_selected: str
+    lengths: tuple[str, str, str]
+    """Of a request: cached, prompt, output."""
+    is_lettered: bool
+    """Parts of a whole, of which there are many, are told apart by letters."""
 
 
-COLOUR_GLYPHS = Glyphs("█", "█", "░", ("·", "▪", "■", "◆"), "▪", "█")
-MONO_GLYPHS = Glyphs("█", "▒", "░", ("·", "▫", "■", "◆"), "▪", "█")
+COLOUR_GLYPHS = Glyphs(
+    "█", "█", "░", ("·", "▪", "■", "◆"), "■", "▬", "█", ("▪", "■", "■"), is_lettered=False
+)
+PLAIN_GLYPHS = Glyphs(
+    "█", "▒", "░", ("·", "▫", "■", "◆"), "▣", "▬", "█", ("▫", "■", "▒"), is_lettered=True
+)
 
 
 class Palette:
     """Resolved styles of one theme. Immutable but for its cache of parsed roles."""
 
-    def __init__(self, variables: Mapping[str, str], *, mono: bool = False) -> None:
+    def __init__(
+        self, variables: Mapping[str, str], *, mono: bool = False, few_colours: bool = False
+    ) -> None:
         self.mono = mono
-        self.glyphs = MONO_GLYPHS if mono else COLOUR_GLYPHS
+        self.glyphs = PLAIN_GLYPHS if mono or few_colours else COLOUR_GLYPHS
         self._colors = _resolve(variables)
         self._styles: dict[str, Style] = {}
+
+    @classmethod
+    def of(cls, app: App[Any]) -> Palette:
+        """Of the app's theme, for what its terminal can show."""
+        return cls(app.theme_variables, mono=app.no_color, few_colours=has_few_colours(app))
 
     def color(self, role: str) -> Color:
         return self._colors[role]
@@ -120,6 +139,11 @@ class Palette:
             bgcolor=self._colors[background or "background"].rich_color,
             **attributes,  # type: ignore[arg-type]
         )
+
+
+def has_few_colours(app: App[Any]) -> bool:
+    """Sixteen or less. What runs without a terminal has them all."""
+    return not app.is_headless and app.console.color_system in ("standard", "windows", None)
 
 
 def _with_background(role: str, suffix: str) -> str:

@@ -1,8 +1,9 @@
 """Themes from TOML files: `themes/*.toml` of the package and of the user's config folder.
 
-A file has `name`, `dark`, a table `[colors]` of Textual's theme colours, and a table `[roles]` of
-termgen's own roles (`prefill`, `kv-shared`, ...; see `palette`). What is left out is derived. A
-broken file raises `ThemeError` with the reason; nothing else is affected.
+A file has `name`, `dark`, `ansi` (its colours are the terminal's own sixteen), a table `[colors]`
+of Textual's theme colours, and a table `[roles]` of termgen's own roles (`prefill`, `kv-shared`,
+...; see `palette`). What is left out is derived. A broken file raises `ThemeError` with the reason;
+nothing else is affected.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from termgen.errors import ConfigError, TermgenError
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX
 
 DEFAULT_THEME = "termgen-dark"
+SIXTEEN_COLOURS = "termgen-16"
+"""The default where the terminal has no more."""
 MAX_THEME_BYTES = 64 * 1024
 
 _COLORS = (
@@ -37,7 +40,7 @@ _COLORS = (
     "boost",
 )
 _REQUIRED = ("primary", "foreground", "background")
-_TOP_LEVEL = {"name", "dark", "colors", "roles"}
+_TOP_LEVEL = {"name", "dark", "ansi", "colors", "roles"}
 
 
 class ThemeError(TermgenError):
@@ -81,16 +84,25 @@ def parse_theme(data: Mapping[str, Any], *, source: str) -> Theme:
     name = data.get("name")
     if not isinstance(name, str) or not name.strip():
         raise ThemeError(f"{source}: `name` is missing")
-    dark = data.get("dark", True)
-    if not isinstance(dark, bool):
-        raise ThemeError(f"{source}: `dark` must be true or false")
+    flags = {"dark": data.get("dark", True), "ansi": data.get("ansi", False)}
+    for flag, value in flags.items():
+        if not isinstance(value, bool):
+            raise ThemeError(f"{source}: `{flag}` must be true or false")
     colors = _table(data, "colors", frozenset(_COLORS), source)
     roles = _table(data, "roles", ROLES, source)
     for required in _REQUIRED:
         if required not in colors:
             raise ThemeError(f"{source}: [colors] needs `{required}`")
     variables = {VARIABLE_PREFIX + role: value for role, value in roles.items()}
-    theme = Theme(name=name, dark=dark, variables=variables, primary=colors["primary"])
+    if flags["ansi"]:  # Textual derives no colour from indexed ones
+        front, behind = colors["foreground"], colors["background"]
+        variables |= {
+            "ansi-foreground": front,
+            "ansi-background": behind,
+            "block-cursor-foreground": behind,
+            "block-cursor-background": colors["primary"],
+        }
+    theme = Theme(name=name, **flags, variables=variables, primary=colors["primary"])
     return replace(theme, **colors)  # type: ignore[arg-type]
 
 

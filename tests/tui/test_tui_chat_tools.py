@@ -281,7 +281,7 @@ async def test_sampling_is_set_in_a_panel_and_shown() -> None:
         await pilot.pause()
         assert app.screen is panel and app.focused is fields["top_p"]
         notes = {note.id: str(note.render()) for note in panel.query(".note")}
-        assert notes["top_p-note"] == "top_p must be in (0, 1], not 1.5"
+        assert notes["top_p-note"] == "✗ top_p must be in (0, 1], not 1.5"
         fields["top_p"].value = "0.5"
         await pilot.press("enter")
         await wait_until(pilot, lambda: app.screen is not panel)

@@ -187,8 +187,8 @@ def test_status_line_keeps_what_was_set(width: int, words: str) -> None:
 
 
 def test_the_empty_chat_teaches() -> None:
-    shown = "\n".join(row_text(row) for row in empty_rows(make_model_info(), 76, 18))
-    for expected in ("fake/model-1", "is ready", "enter", "ctrl+j", "/system", "F2", "F1"):
+    shown = "\n".join(row_text(row) for row in empty_rows(make_model_info(), str.upper, 76, 18))
+    for expected in ("fake/model-1", "is ready", "PROMPT.SEND", "/system", "APP.HELP", "every key"):
         assert expected in shown
 
 

@@ -11,7 +11,7 @@ from tui_harness import MS, NOW_NS, SECOND, FrozenApp, busy_snapshot, chat_engin
 from termgen.engine.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
 from termgen.tui import lanes as lanes_module
 from termgen.tui.lanes import Doing, History, LaneBook
-from termgen.tui.palette import COLOUR_GLYPHS, MONO_GLYPHS
+from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
 from termgen.tui.render import inspector
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.inspector import inspector_page
@@ -83,17 +83,17 @@ def test_lanes_follow_the_events() -> None:
     signs = {Doing.PREFILL: "P", Doing.DECODE: "D", Doing.PREEMPTED: "x", Doing.BETWEEN: "-"}
     told = "".join(signs.get(doing, " ") for doing in history.lane(range(1, 15)))
     assert told == "  PP-PDDxxPDD "
-    rows = lanes_panel(view.steps, store.lanes, Frame(60, 12, True), MONO_GLYPHS, selected="long")
+    rows = lanes_panel(view.steps, store.lanes, Frame(60, 12, True), PLAIN_GLYPHS, selected="long")
     assert "▸ long" in text(rows)
     assert "██·█▒▒✂✂█▒▒" in lane(rows, "long")
     assert "█▒▒▒▒▒▒▒▒▒▒▒▒▒     +1" in lane(rows, "short")
-    back = lanes_panel(view.steps, store.lanes, Frame(60, 12, True), MONO_GLYPHS, cursor=3)
+    back = lanes_panel(view.steps, store.lanes, Frame(60, 12, True), PLAIN_GLYPHS, cursor=3)
     assert lane(back, "long").rstrip(" │").endswith("+303")
 
 
 def test_the_budget_is_a_bar() -> None:
     store, view = fed([record(1, num_decode_rows=16, num_prefill_tokens=112, num_padded_tokens=8)])
-    rows = budget_panel(view, Frame(68, 3, True), MONO_GLYPHS)  # 64 cells for 256 tokens
+    rows = budget_panel(view, Frame(68, 3, True), PLAIN_GLYPHS)  # 64 cells for 256 tokens
     assert row_text(rows[1])[2:-2] == "▒" * 4 + "█" * 28 + "─" * 32
     assert "16 decode + 112 prefill of 256  pad 8" in text(rows)
 

@@ -12,7 +12,7 @@ from fake_engine import make_memory_ledger, make_model_info
 from tui_harness import NOW_NS, SECOND, busy_snapshot, request_events, step, steps
 
 from termgen.engine.events import BlockState
-from termgen.tui.palette import COLOUR_GLYPHS, MONO_GLYPHS
+from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
 from termgen.tui.render import kv_map, overview
 from termgen.tui.render.batch import batch_panel, column_cells
 from termgen.tui.render.frame import Frame
@@ -135,7 +135,7 @@ def test_batch_stacks_prefill_over_decode_and_padding_on_top() -> None:
     record = step(
         1, end_ns=NOW_NS, num_decode_rows=4, num_prefill_tokens=4, num_prefill_rows=1
     )._replace(num_padded_tokens=4)
-    rows = batch_panel([record], Frame(40, 9, False), MONO_GLYPHS)
+    rows = batch_panel([record], Frame(40, 9, False), PLAIN_GLYPHS)
     column = [row_text(row)[38] for row in rows[1:-2]]
     solid = [sign for sign in column if sign != " "]
     assert set(solid) == {"░", "█", "▒"}
@@ -210,7 +210,7 @@ def test_kv_cells_one_per_block_when_there_is_room() -> None:
     chosen = kv_cells(states, owners, 10, selected=0).kinds.tolist()
     assert chosen == [0, 1, kv_map.SELECTED, kv_map.SELECTED, kv_map.ACTIVE_ALT]
     assert row_text(map_rows(cells, 5, COLOUR_GLYPHS)[0]) == "·▪■◆■"
-    assert row_text(map_rows(cells, 3, MONO_GLYPHS)[1]) == "◆■"
+    assert row_text(map_rows(cells, 3, PLAIN_GLYPHS)[1]) == "◆▣"
 
 
 def test_kv_cells_scale_and_never_hide_a_used_block() -> None:
@@ -294,8 +294,9 @@ def test_series() -> None:
 
 def test_loading_shows_what_is_done_and_how_far() -> None:
     phases = [("fetching", 1.0), ("loading weights", 0.62)]
-    shown = text(loading_rows(phases, 3.2, 80, 24))
+    shown = text(loading_rows(phases, 3.2, 80, 24, quit_key="f8"))
     assert "✓ fetching" in shown and "● loading weights" in shown and "62%" in shown
-    assert "3.2 s" in shown
-    assert "starting" in text(loading_rows([], 0.0, 80, 24))
-    assert all(row_width(row) <= 50 for row in loading_rows(phases, 3.2, 50, 10))
+    assert "3.2 s   f8 quits" in shown
+    assert "starting" in text(loading_rows([], 0.0, 80, 24, quit_key="f8"))
+    narrow = loading_rows(phases, 3.2, 50, 10, quit_key="f8")
+    assert all(row_width(row) <= 50 for row in narrow)

@@ -123,7 +123,7 @@ async def test_the_panel_lists_searches_and_opens(path: Path) -> None:
         await lists(app, pilot, lambda text: "q0 whales" in text)
         rows = [row.strip() for row in listed(app).split("\n") if row.strip()]
         assert [row.split()[:3] for row in rows[1:4]] == [
-            ["▸", "q2", "tides"],
+            ["▸●", "q2", "tides"],
             ["q1", "ships", "1"],
             ["q0", "whales", "1"],
         ]

@@ -142,5 +142,15 @@ def test_chat_list(snap_compare: Compare, size: tuple[int, int]) -> None:
     assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=list_chats)
 
 
+def test_theme_chooser(snap_compare: Compare) -> None:
+    async def choose(pilot: Pilot[Any]) -> None:
+        await busy(pilot)
+        await pilot.press("f9", "home", "down", "down", "down", "down")
+        await pilot.pause()
+
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    assert snap_compare(app, terminal_size=(80, 24), run_before=choose)
+
+
 def test_help(snap_compare: Compare) -> None:
     assert snap_compare(FrozenApp(chat_engine()), terminal_size=(80, 24), run_before=help_shown)

@@ -11,8 +11,17 @@ from tui_harness import shipped_themes
 
 from termgen.errors import ConfigError
 from termgen.tui import themes
+from termgen.tui.colour_check import (
+    BLINDNESS,
+    alike_roles,
+    contrast,
+    distance,
+    simulate,
+    weak_roles,
+)
 from termgen.tui.palette import ROLES, Palette
 from termgen.tui.spans import Row
+from termgen.tui.theme_shelf import ThemeShelf
 from termgen.tui.themes import ThemeError, load_all, load_theme, parse_theme
 
 MINIMAL = {
@@ -32,25 +41,44 @@ def test_the_shipped_folder_is_found() -> None:
     assert {"termgen-dark", "termgen-light", "termgen-contrast", "termgen-colourblind"} <= set(
         SHIPPED
     )
+    assert len(SHIPPED) >= 8
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_themes_are_complete_and_readable(name: str) -> None:
+def test_shipped_themes_can_be_read(name: str) -> None:
     path = shipped_themes() / f"{name}.toml"
     assert load_theme(path).name == name
-    palette = palette_of(path)
-    background = palette.color("background")
-    for role, least in (("text", 7.0), ("muted", 4.0), ("accent", 4.0), ("bad", 4.0)):
-        assert contrast(palette.color(role), background) >= least, role
-    for role in ("prefill", "decode", "kv-active", "kv-shared", "kv-cached"):
-        assert contrast(palette.color(role), background) >= 2.5, role
+    limits = {"readable": 7.0, "faint": 4.5} if "contrast" in name else {}
+    assert [str(weak) for weak in weak_roles(palette_of(path), **limits)] == []
 
 
-def test_high_contrast_is_high() -> None:
-    palette = palette_of(shipped_themes() / "termgen-contrast.toml")
-    background = palette.color("background")
-    for role in ROLES - {"background", "surface", "code", "select", "border", "kv-free"}:
-        assert contrast(palette.color(role), background) >= 7.0, role
+def test_the_colour_blind_theme_keeps_its_roles_apart() -> None:
+    safe = palette_of(shipped_themes() / "termgen-colourblind.toml")
+    assert [str(alike) for alike in alike_roles(safe)] == []
+    assert len(list(alike_roles(palette_of(shipped_themes() / "termgen-dark.toml")))) > 3
+
+
+def test_contrast_and_simulation_know_their_ends() -> None:
+    black, white = Color(0, 0, 0), Color(255, 255, 255)
+    assert contrast(black, white) == pytest.approx(21.0)
+    assert contrast(Color.parse("#767676"), white) == pytest.approx(4.54, abs=0.01)
+    assert distance(black, white) == pytest.approx(1.0, abs=0.001)
+    assert distance(white, white) == 0
+    red, green = Color.parse("#a00000"), Color.parse("#606000")
+    for kind in BLINDNESS:
+        for grey in (black, white):
+            assert distance(simulate(grey, kind), grey) < 0.02
+    seen = [distance(simulate(red, kind), simulate(green, kind)) for kind in BLINDNESS]
+    assert seen[1] < distance(red, green) / 3, "red and green are alike with deuteranopia"
+    assert seen[2] > distance(red, green) / 2, "and differ with tritanopia"
+
+
+def test_what_is_hard_to_read_is_named() -> None:
+    theme = parse_theme({**MINIMAL, "roles": {"muted": "#222222"}}, source="x")
+    palette = Palette({**theme.to_color_system().generate(), **theme.variables})
+    assert "`muted` on `background` has a contrast of 1.2, and needs 4.5" in [
+        str(weak) for weak in weak_roles(palette)
+    ]
 
 
 @pytest.mark.parametrize("name", ["nord", "textual-light", "textual-dark", "gruvbox"])
@@ -59,19 +87,6 @@ def test_any_textual_theme_gives_every_role(name: str) -> None:
     palette = Palette({**theme.to_color_system().generate(), **theme.variables})
     for role in ROLES:
         palette.style(role)
-
-
-def contrast(one: Color, other: Color) -> float:
-    """The ratio of WCAG 2."""
-
-    def luminance(color: Color) -> float:
-        parts = [
-            c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in color.normalized
-        ]
-        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
-
-    high, low = sorted((luminance(one), luminance(other)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize(
@@ -156,3 +171,29 @@ def test_strips_are_as_wide_as_asked() -> None:
     assert palette.strip(row, 8).cell_length == 8
     assert palette.strip(row, 8).text == "日本x   "
     assert palette.strip(row, 3).cell_length == 3
+
+
+def write_theme(path: Path, primary: str, name: str = "mine") -> None:
+    path.write_text(
+        f'name = "{name}"\n[colors]\nprimary = "{primary}"\nforeground = "#fff"\n'
+        'background = "#000"\n'
+    )
+
+
+def test_files_are_read_again_when_they_are_saved(tmp_path: Path) -> None:
+    path, shelf = tmp_path / "mine.toml", ThemeShelf(tmp_path, tmp_path / "missing")
+    assert shelf.poll() == ([], [])
+    write_theme(path, "#112233")
+    fresh, errors = shelf.poll()
+    assert [theme.primary for theme in fresh] == ["#112233"] and not errors
+    assert shelf.poll() == ([], [])
+    path.write_text("name = 3\n")
+    fresh, errors = shelf.poll()
+    assert not fresh and [str(error) for error in errors] == ["mine.toml: `name` is missing"]
+    write_theme(tmp_path / "other.toml", "#445566", name="other")
+    fresh, errors = shelf.poll()
+    assert [theme.name for theme in fresh] == ["other"] and not errors, "told once"
+    write_theme(path, "#112234")
+    assert [theme.primary for theme in shelf.poll()[0]] == ["#112234"]
+    path.unlink()
+    assert shelf.poll() == ([], [])

@@ -130,7 +130,7 @@ def test_thoughts_have_their_own_figures_and_are_no_content() -> None:
 
 def test_thoughts_fold_when_the_answer_begins_unless_the_user_chose() -> None:
     thought = Thought()
-    rows = ThoughtRows(thought)
+    rows = ThoughtRows(thought, fold_key="ctrl+t")
     assert rows(40) == []
     thought.take(("one two three\n\x1bfour", ""), num_tokens=1366, seconds=1.84)
     assert [row_text(row).split("  ")[0].rstrip() for row in rows(40)] == [
@@ -145,7 +145,7 @@ def test_thoughts_fold_when_the_answer_begins_unless_the_user_chose() -> None:
     assert [row_text(row)[:27] for row in rows(40)] == ["▸ thought for 1.9 s · 1.4k "]
     rows.toggle()
     assert len(rows(40)) == 3
-    chosen = ThoughtRows(open_thought := Thought(text="a"))
+    chosen = ThoughtRows(open_thought := Thought(text="a"), fold_key="ctrl+t")
     chosen.toggle()
     assert len(chosen(40)) == 1
     open_thought.is_over = True

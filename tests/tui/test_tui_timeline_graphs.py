@@ -21,7 +21,7 @@ from tui_harness import (
 from termgen.engine.events import StepRecord
 from termgen.engine.startup_phases import StartupPhase
 from termgen.tui.graph_stats import MAX_SIZES, GraphStats
-from termgen.tui.palette import COLOUR_GLYPHS, MONO_GLYPHS
+from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.graphs import graphs_page, memory_panel, misses_panel, startup_panel
 from termgen.tui.render.timeline import lanes_panel, timeline_page
@@ -94,7 +94,7 @@ def test_a_bubble_shows_where_the_device_was_idle() -> None:
 
 
 def test_in_monochrome_neighbouring_steps_differ_by_sign() -> None:
-    rows = lanes_panel([step_at(i) for i in range(4)], Frame(98, 10, False), MONO_GLYPHS)
+    rows = lanes_panel([step_at(i) for i in range(4)], Frame(98, 10, False), PLAIN_GLYPHS)
     assert lane(rows, "GPU").strip() == "█" * 20 + "▒" * 20 + "█" * 20 + "▒" * 20
 
 

@@ -11,6 +11,7 @@ from termgen.tui.answer_form import fits, form_words
 from termgen.tui.attachments import Attachment
 from termgen.tui.conversation import AnswerState, AnswerStats, Turn
 from termgen.tui.formatting import count, duration, rate
+from termgen.tui.key_hints import KeyOf
 from termgen.tui.render.overview import model_words
 from termgen.tui.render.series import bar
 from termgen.tui.sanitize import clean, clean_line
@@ -20,16 +21,15 @@ CURSOR = "▍"
 CONTEXT_BAR = 10
 NEARLY_FULL = 0.85
 
-MARKED_WIDTH = 48
 _MARKED: Row = (("◂", "accent"),)
-_MARKED_KEYS: Row = (("◂ ", "accent"), ("alt+e edit · alt+r again · alt+←→", "muted"))
 
 _EMPTY_KEYS = (
-    ("enter", "send", "ctrl+j", "new line"),
-    ("esc", "stop, keep the text", "↑ ↓", "earlier prompts"),
-    ("F2", "watch the engine", "/system", "instructions"),
-    ("ctrl+p", "every action", "F1", "every key"),
+    ("prompt.send", "send", "prompt.newline", "new line"),
+    ("chat.stop", "stop, keep the text", "↑ ↓", "earlier prompts"),
+    ("chat.engine", "watch the engine", "/system", "instructions"),
+    ("app.palette", "every action", "app.help", "every key"),
 )
+"""Actions by the names of their bindings, or what is written as it stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,16 @@ class ChatStatus:
 
 
 def question_rows(
-    text: str, width: int, *, attachments: Sequence[Attachment] = (), marked: bool = False
+    text: str, width: int, *, attachments: Sequence[Attachment] = (), marked: str | None = None
 ) -> list[Row]:
+    """`marked`: the keys that act on a question at which the cursor is."""
     rows = wrap([(clean(text), "text")], width - 2)
     rows += [((cut(attachment_words(file), width - 2), "muted"),) for file in attachments]
     header: Row = (("you", "user/b"),)
-    if marked:
-        header = spread(header, _MARKED_KEYS if width >= MARKED_WIDTH else _MARKED, width)
+    if marked is not None:
+        with_keys: Row = (("◂ ", "accent"), (marked, "muted"))
+        has_room = row_width((*header, *with_keys)) + 2 <= width
+        header = spread(header, with_keys if has_room else _MARKED, width)
     return [header, *((("▎ ", "user"), *row) for row in rows)]
 
 
@@ -130,7 +133,14 @@ def notice_rows(text: str, width: int, *, role: str, sign: str, hint: str = "") 
     return rows
 
 
-def empty_rows(model: ModelInfo, width: int, height: int) -> list[Row]:
+def marked_keys(key_of: KeyOf) -> str:
+    """What can be done with a question that is marked."""
+    before, after = key_of("chat.sibling_before"), key_of("chat.sibling_after")
+    both = "alt+←→" if (before, after) == ("alt+←", "alt+→") else f"{before} {after}"
+    return f"{key_of('chat.edit')} edit · {key_of('chat.retry')} again · {both}"
+
+
+def empty_rows(model: ModelInfo, key_of: KeyOf, width: int, height: int) -> list[Row]:
     """An empty chat explains itself, in the middle of the screen."""
     ready: list[Span] = [(model_words(model), "text"), (" is ready", "muted")]
     where = clean_line(model.device_name)
@@ -145,12 +155,17 @@ def empty_rows(model: ModelInfo, width: int, height: int) -> list[Row]:
         (("Ask anything.", "text"),),
         (),
     ]
-    for key, what, other_key, other_what in _EMPTY_KEYS:
+    keys = [
+        [key_of(word) if "." in word else word for word in (line[0], line[2])]
+        for line in _EMPTY_KEYS
+    ]
+    first, second = (max(7, *(len(pair[side]) for pair in keys)) + 2 for side in (0, 1))
+    for (key, other_key), (_, what, _, other_what) in zip(keys, _EMPTY_KEYS, strict=True):
         rows.append(
             (
-                (key.ljust(8), "accent"),
+                (key.ljust(first), "accent"),
                 (what.ljust(22), "muted"),
-                (other_key.ljust(9), "accent"),
+                (other_key.ljust(second), "accent"),
                 (other_what.ljust(16), "muted"),
             )
         )

@@ -7,6 +7,7 @@ from termgen.engine.memory_ledger import MemoryLedger, size
 from termgen.engine.startup_phases import StartupPhase
 from termgen.tui.formatting import count, duration, percent
 from termgen.tui.graph_stats import GraphFigures
+from termgen.tui.palette import COLOUR_GLYPHS, Glyphs
 from termgen.tui.render.batch import MODE_ROLES
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import bar
@@ -25,12 +26,25 @@ MEMORY_NAMES = {
     "free_below_limit": ("free", "faint"),
     "free_above_limit": ("free above the limit", "faint"),
 }
-
+_LETTERS = {
+    "weights": "w",
+    "activations": "a",
+    "cuda_graphs": "g",
+    "workspace": "s",
+    "kv_cache": "k",
+    "other": "o",
+}
 NAME_WIDTH = 1 + max(len(name) for name, _ in MEMORY_NAMES.values())
 
 
 def graphs_page(
-    view: DashboardView, model: ModelInfo, width: int, height: int, *, boxed: bool
+    view: DashboardView,
+    model: ModelInfo,
+    width: int,
+    height: int,
+    glyphs: Glyphs = COLOUR_GLYPHS,
+    *,
+    boxed: bool,
 ) -> list[Row]:
     """Two columns where there is room: graphs at the left, memory and start at the right."""
     if width >= TWO_COLUMNS:
@@ -39,7 +53,7 @@ def graphs_page(
         memory = min(len(MEMORY_NAMES) + 4, height)
         first = sizes_panel(view, Frame(left, height - missed, boxed))
         first += misses_panel(view.graphs, Frame(left, missed, boxed))
-        second = memory_panel(model.memory, Frame(right, memory, boxed))
+        second = memory_panel(model.memory, Frame(right, memory, boxed), glyphs)
         second += startup_panel(model.startup, Frame(right, height - memory, boxed))
         return [(*a, *b) for a, b in zip(first, second, strict=True)]
     missed = max(3, height // 5)
@@ -47,7 +61,7 @@ def graphs_page(
     started = max(3, height // 5)
     rows = sizes_panel(view, Frame(width, max(1, height - missed - memory - started), boxed))
     rows += misses_panel(view.graphs, Frame(width, missed, boxed))
-    rows += memory_panel(model.memory, Frame(width, memory, boxed))
+    rows += memory_panel(model.memory, Frame(width, memory, boxed), glyphs)
     rows += startup_panel(model.startup, Frame(width, started, boxed))
     return rows[:height]
 
@@ -111,19 +125,21 @@ def misses_panel(figures: GraphFigures, frame: Frame) -> list[Row]:
     return frame.draw([("misses", "text/b")], right, body)
 
 
-def memory_panel(memory: MemoryLedger | None, frame: Frame) -> list[Row]:
+def memory_panel(
+    memory: MemoryLedger | None, frame: Frame, glyphs: Glyphs = COLOUR_GLYPHS
+) -> list[Row]:
     """The ledger as one bar and one line for each part."""
     if memory is None:
         return frame.draw([("memory", "text/b")], (), [(("known at the other end", "muted"),)])
     width = frame.inner_width
     parts = {kind: nbytes for kind, nbytes in memory.parts().items() if nbytes > 0}
-    body: list[Row] = [_memory_bar(parts, memory.total_bytes, width)]
+    body: list[Row] = [_memory_bar(parts, memory.total_bytes, width, glyphs)]
     for kind, nbytes in sorted(parts.items(), key=lambda item: -item[1]):
         name, role = MEMORY_NAMES[kind]
         room = max(2, width - NAME_WIDTH - 19)
         body.append(
             (
-                (f"{_sign(role)} ", role),
+                (f"{_sign(kind, glyphs)} ", role),
                 (name.ljust(NAME_WIDTH), "muted"),
                 *bar(nbytes / memory.total_bytes, room, role=role),
                 (size(nbytes).rjust(10), "text"),
@@ -136,11 +152,12 @@ def memory_panel(memory: MemoryLedger | None, frame: Frame) -> list[Row]:
     )
 
 
-def _sign(role: str) -> str:
-    return "·" if role == "faint" else "■"
+def _sign(kind: str, glyphs: Glyphs) -> str:
+    letter = _LETTERS.get(kind, "·")
+    return letter if glyphs.is_lettered or letter == "·" else "■"
 
 
-def _memory_bar(parts: dict[str, int], total: int, width: int) -> Row:
+def _memory_bar(parts: dict[str, int], total: int, width: int, glyphs: Glyphs) -> Row:
     """All parts side by side; rounding goes to what is free, the last."""
     spans: list[Span] = []
     used, so_far = 0, 0
@@ -148,7 +165,7 @@ def _memory_bar(parts: dict[str, int], total: int, width: int) -> Row:
         so_far += nbytes
         role = MEMORY_NAMES[kind][1]
         end = min(width, round(width * so_far / max(1, total)))
-        spans.append((_sign(role) * (end - used), role))
+        spans.append((_sign(kind, glyphs) * (end - used), role))
         used = end
     return fit(merge(spans), width)
 

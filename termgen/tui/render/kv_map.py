@@ -78,7 +78,8 @@ def kv_cells(
 def map_rows(cells: KvCells, width: int, glyphs: Glyphs) -> list[Row]:
     """The cells in reading order, one row per `width` of them."""
     free, cached, active, shared = glyphs.kv
-    signs = np.array([free, cached, active, shared, active, glyphs.kv_selected, glyphs.kv_part])
+    others = glyphs.kv_alt, glyphs.kv_selected, glyphs.kv_part
+    signs = np.array([free, cached, active, shared, *others])
     rows: list[Row] = []
     for start in range(0, len(cells.kinds), width):
         line = cells.kinds[start : start + width]

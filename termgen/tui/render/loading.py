@@ -14,7 +14,7 @@ _NAME_WIDTH = 20
 
 
 def loading_rows(
-    phases: Sequence[tuple[str, float]], elapsed_s: float, width: int, height: int
+    phases: Sequence[tuple[str, float]], elapsed_s: float, width: int, height: int, *, quit_key: str
 ) -> list[Row]:
     """`phases` in the order they began, with the share done; the last is the one under way."""
     rows: list[Row] = [(("▍", "accent"), ("termgen", "accent/b")), ()]
@@ -22,7 +22,7 @@ def loading_rows(
         rows.append((("● ", "accent"), ("starting", "text")))
     for index, (name, share) in enumerate(phases):
         rows.append(phase_row(name, share, last=index == len(phases) - 1))
-    rows += [(), ((f"{elapsed_s:.1f} s", "muted"), ("   ctrl+q quits", "faint"))]
+    rows += [(), ((f"{elapsed_s:.1f} s", "muted"), (f"   {quit_key} quits", "faint"))]
     block = min(BLOCK_WIDTH, width)
     left = " " * max(0, (width - block) // 2)
     above: list[Row] = [()] * max(0, (height - len(rows)) // 2 - 1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from termgen.client import ModelInfo
 from termgen.engine.memory_ledger import MemoryLedger, size
 from termgen.tui.formatting import clock, count, milliseconds, percent, rate
+from termgen.tui.gpu_meter import GpuReading
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import bar, braille, spark
 from termgen.tui.sanitize import clean_line
@@ -129,8 +130,11 @@ def _series_tile(
     return frame.draw(title, right, rows)
 
 
-def gauges_tile(view: DashboardView, frame: Frame) -> list[Row]:
-    """Running, KV usage, prefix hits and time to first token, each against its limit."""
+def gauges_tile(view: DashboardView, frame: Frame, gpu: GpuReading | None = None) -> list[Row]:
+    """Running, KV usage, prefix hits and time to first token, each against its limit.
+
+    The GPU has a line where there is room for one, or a word in the title.
+    """
     width = frame.inner_width
     seats = view.max_num_seqs or 0
     running = f"{view.num_running}/{count(seats)}" if seats else f"{view.num_running}"
@@ -147,7 +151,16 @@ def gauges_tile(view: DashboardView, frame: Frame) -> list[Row]:
     if rest := _rest(view):
         is_roomy = frame.width >= ROOMY_TILE
         right = [(f"{rest}  ", "warn/b"), *right] if is_roomy else [(rest, "warn/b")]
-    return frame.draw([("now", "text/b")], right, rows)
+    title: list[Span] = [("now", "text/b")]
+    if gpu is not None and frame.inner_height > len(rows):
+        used = f"{gpu.used_bytes / 2**30:.0f}/{gpu.total_bytes / 2**30:.0f} GiB"
+        rows.append(_gauge("GPU busy", gpu.busy, percent(gpu.busy), "decode", width))
+        words = f" · {used}"
+    else:
+        words = f" · GPU {percent(gpu.busy)}" if gpu is not None else ""
+    if row_width((*title, (words, "muted"), *right)) + 9 <= frame.width:
+        title.append((words, "muted"))
+    return frame.draw(title, right, rows)
 
 
 def _rest(view: DashboardView) -> str:
@@ -163,7 +176,7 @@ def _gauge(name: str, share: float, value: str, role: str, width: int) -> Row:
     return ((label, "muted"), *bar(share, room, role=role), (number, "text"))
 
 
-def numbers_line(view: DashboardView, width: int) -> Row:
+def numbers_line(view: DashboardView, width: int, gpu: GpuReading | None = None) -> Row:
     """The tiles' numbers in one row, for small terminals; the last ones drop out first."""
     groups: list[list[Span]] = [
         [(" out ", "muted"), (rate(view.decode_rate), "decode/b")],
@@ -178,6 +191,8 @@ def numbers_line(view: DashboardView, width: int) -> Row:
             (" ms", "muted"),
         ],
     ]
+    if gpu is not None:
+        groups.append([("  GPU ", "muted"), (percent(gpu.busy), "text/b")])
     rest = _rest(view)
     spans: list[Span] = [(f" {rest} ", "warn/b")] if rest else []
     for group in groups:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from termgen.tui.formatting import age, count, rate
+from termgen.tui.palette import COLOUR_GLYPHS, Glyphs
 from termgen.tui.render.frame import Frame
 from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, cut, merge
@@ -48,7 +49,12 @@ _COLUMNS = (
 
 
 def requests_panel(
-    view: DashboardView, frame: Frame, *, selected: str | None = None, first: int = 0
+    view: DashboardView,
+    frame: Frame,
+    glyphs: Glyphs = COLOUR_GLYPHS,
+    *,
+    selected: str | None = None,
+    first: int = 0,
 ) -> list[Row]:
     """`first` is the row the table is scrolled to."""
     title: list[Span] = [
@@ -63,12 +69,26 @@ def requests_panel(
     id_width = _id_width(columns, width)
     peak = max((row.prompt + row.output for row in view.requests if not row.finished), default=1)
     body: list[Row] = [_header(columns, id_width, width)]
+    for row in _rows_in_view(view, frame, first):
+        marked = row.request_id == selected
+        spans = _row(row, columns, id_width, width, marked=marked)
+        if _has_bar(columns, id_width, width) and not row.finished:
+            room = min(40, width - 5 - id_width - _fixed(columns))
+            spans = (*spans, ("   ", "text"), *_lengths(row, room, peak, glyphs))
+        body.append(spans)
+    return frame.draw(title, right, body)
+
+
+def _rows_in_view(view: DashboardView, frame: Frame, first: int) -> Sequence[RequestRow]:
     shown = max(0, frame.inner_height - 1)
     first = max(0, min(first, len(view.requests) - shown))
-    for row in view.requests[first : first + shown]:
-        marked = row.request_id == selected
-        body.append(_row(row, columns, id_width, width, marked=marked, peak=peak))
-    return frame.draw(title, right, body)
+    return view.requests[first : first + shown]
+
+
+def row_at(y: int, view: DashboardView, frame: Frame, *, first: int = 0) -> RequestRow | None:
+    """The request in a line of the panel, which has its frame and its header above the first."""
+    rows = _rows_in_view(view, frame, first)
+    return rows[y - 2] if 0 <= y - 2 < len(rows) else None
 
 
 def _empty(width: int) -> list[Row]:
@@ -110,9 +130,7 @@ def _row(
     width: int,
     *,
     marked: bool,
-    peak: int,
 ) -> Row:
-    """`peak` is the length in tokens that fills the bar."""
     sign, role = _STATES.get(row.state, ("·", "muted"))
     quiet = row.finished or row.state == "waiting"
     text = "muted" if quiet else "text"
@@ -139,21 +157,22 @@ def _row(
         if column.title == "step" and row.step_tokens:
             cell_role = "prefill" if row.state == "prefill" else "decode"
         spans.append((value.rjust(column.width), cell_role))
-    if _has_bar(columns, id_width, width) and not row.finished:
-        spans.append(("   ", "text"))
-        spans += _lengths(row, min(40, width - 5 - id_width - _fixed(columns)), peak)
     return tuple(spans)
 
 
-def _lengths(row: RequestRow, width: int, peak: int) -> Row:
-    """Cached prompt, computed prompt, output and what is still to compute, to one scale."""
+def _lengths(row: RequestRow, width: int, peak: int, glyphs: Glyphs) -> Row:
+    """Cached prompt, computed prompt, output and what is still to compute, to one scale.
+
+    `peak` is the length in tokens that fills the bar.
+    """
     total = max(row.prompt + row.output, 1)
     cells = max(1, round(width * total / max(peak, 1)))
     output = min(row.output, row.computed)
     prompt_done = max(0, min(row.computed, row.prompt))
     cached = min(row.cached, prompt_done)
     ends = (cached, prompt_done, prompt_done + output, total)
-    roles = (("▪", "kv-cached"), ("■", "prefill"), ("■", "decode"), ("·", "faint"))
+    signs = (*glyphs.lengths, "·")
+    roles = zip(signs, ("kv-cached", "prefill", "decode", "faint"), strict=True)
     spans: list[Span] = []
     used = 0
     for end, (sign, role) in zip(ends, roles, strict=True):

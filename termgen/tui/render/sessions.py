@@ -1,4 +1,4 @@
-"""The list of chats, as rows: grouped by when they were last used, the open one marked."""
+"""The list of chats, as rows: grouped by when they were last used; `●` is open, `▸` marked."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def session_rows(
             group = name
         is_marked = index == selected and has_focus
         background = "@select" if is_marked else ""
-        sign = "▸ " if session.session_id == open_id else "› " if is_marked else "  "
+        sign = f"{'▸' if is_marked else ' '}{'●' if session.session_id == open_id else ' '} "
         rows.append(ListedRow(_row(session, width, sign, now_s, background), index))
         if session.excerpt:
-            said: Span = (cut(f"    {clean_line(session.excerpt)}", width), f"muted{background}")
+            said: Span = (cut(f"     {clean_line(session.excerpt)}", width), f"muted{background}")
             rows.append(ListedRow(fit([said], width, f"text{background}"), index))
     return rows
 

@@ -24,7 +24,7 @@ class ThemedScreen(Screen[None]):
         self.apply_palette()
 
     def apply_palette(self) -> None:
-        palette = self.palette = Palette(self.app.theme_variables, mono=self.app.no_color)
+        palette = self.palette = Palette.of(self.app)
         for canvas in self.query(Canvas):
             canvas.set_palette(palette)
         for transcript in self.query(Transcript):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from textual import on
 from textual.app import ComposeResult
@@ -12,6 +13,7 @@ from textual.widgets import Footer
 from termgen.client import EngineClient
 from termgen.tui import commands
 from termgen.tui.conversation import Conversation, sampling_params
+from termgen.tui.key_hints import brief_key_of, key_of
 from termgen.tui.messages import ModelsWanted, PromptEdited, PromptSubmitted
 from termgen.tui.render.chat import ChatStatus, empty_rows, status_row
 from termgen.tui.sanitize import clean_line
@@ -25,8 +27,6 @@ from termgen.tui.widgets.file_completion import FileCompletion
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.session_panel import SessionPanel
 from termgen.tui.widgets.transcript import Transcript
-
-HINT = "⏎ send  ^J new line  @ file  / commands"
 
 
 class ChatScreen(SessionScreen):
@@ -44,16 +44,15 @@ class ChatScreen(SessionScreen):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        model = self._client.model
-        self.transcript.set_empty(lambda width, height: empty_rows(model, width, height))
-        self.prompt.border_subtitle = HINT
+        self._show_when_empty()
+        self.prompt.border_subtitle = self._hint
         self.watch(self.transcript, "scroll_y", self.status.repaint, init=False)
 
     def set_client(self, client: EngineClient, *, failure: str | None) -> None:
         """Another model answers from here on; `failure` says why it is not the one asked for."""
         self._client, model = client, client.model
+        self._show_when_empty()
         self.use_defaults(sampling_params(model.default_params, self._ui))
-        self.transcript.set_empty(lambda width, height: empty_rows(model, width, height))
         if failure is not None:
             hint = f"{clean_line(model.model_id)} answers as before."
             self.transcript.add(NoticeEntry(failure, role="bad", sign="✗", hint=hint))
@@ -61,6 +60,14 @@ class ChatScreen(SessionScreen):
             self.note(f"{clean_line(model.model_id)} answers from here on.")
         self.status.repaint()
         self.prompt.focus()
+
+    def _show_when_empty(self) -> None:
+        self.transcript.set_empty(partial(empty_rows, self._client.model, partial(key_of, self)))
+
+    @property
+    def _hint(self) -> str:
+        send, newline = (brief_key_of(self, f"prompt.{name}") for name in ("send", "newline"))
+        return f"{send} send  {newline} new line  @ file  / commands"
 
     @on(PromptSubmitted)
     def _submitted(self, message: PromptSubmitted) -> None:
@@ -70,9 +77,10 @@ class ChatScreen(SessionScreen):
             self.end_editing()
             self._run_command(parsed[0].name, parsed[1])
         elif commands.looks_like_command(message.text):
-            self.notify(f"no command {message.text.strip()}; F1 lists them", severity="warning")
+            which = f"no command {message.text.strip()}"
+            self.notify(f"{which}; {key_of(self, 'app.help')} lists them", severity="warning")
         elif self.is_streaming:
-            self.notify("an answer is being written; esc stops it", severity="warning")
+            self.say_streaming()
         else:
             attachments, beside = self.take_files(message.text), self.editing
             if attachments is not None:
@@ -84,7 +92,7 @@ class ChatScreen(SessionScreen):
     def _edited(self, message: PromptEdited) -> None:
         matches = commands.matching(message.text)
         if not matches:
-            hint = HINT
+            hint = self._hint
         elif len(matches) == 1:
             hint = f"/{matches[0].name} {matches[0].argument}".rstrip() + f"  {matches[0].help}"
         else:
@@ -179,7 +187,8 @@ class ChatScreen(SessionScreen):
         elif self.conversation.system_prompt:
             self.note(f"System prompt: {self.conversation.system_prompt}")
         else:
-            self.note("There is no system prompt. `/system TEXT` or F4 sets one.")
+            key = key_of(self, "chat.system")
+            self.note(f"There is no system prompt. `/system TEXT` or {key} sets one.")
 
     def _set_theme(self, name: str) -> None:
         if not name:

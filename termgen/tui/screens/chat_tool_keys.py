@@ -38,16 +38,14 @@ TOOL_KEYS = [
         tooltip="Write the system prompt: instructions for the model",
     ),
 ]
-"""What the help and the command palette show, too."""
-
 COPY_KEYS = [
     Binding(
         "alt+1",
         "copy_block(1)",
-        "Copy code block",
+        "Copy code block 1",
         show=False,
         id="chat.copy_block_1",
-        tooltip="Copy code block 1 of the last answer; alt+2 to alt+9 the others (or click)",
+        tooltip="Copy code block 1 of the last answer, 2 to 9 likewise (or click)",
     ),
     *(
         Binding(
@@ -56,6 +54,7 @@ COPY_KEYS = [
             f"Copy code block {n}",
             show=False,
             id=f"chat.copy_block_{n}",
+            tooltip=f"Copy code block {n} of the last answer",
         )
         for n in range(2, 10)
     ),

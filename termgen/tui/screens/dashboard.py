@@ -27,6 +27,7 @@ from textual.widgets import Footer, Input
 
 from termgen.tui.feed import EngineFeed
 from termgen.tui.formatting import clock
+from termgen.tui.gpu_meter import GpuWatch
 from termgen.tui.intake import Intake
 from termgen.tui.log import Level
 from termgen.tui.render import overview
@@ -34,10 +35,10 @@ from termgen.tui.render.batch import batch_panel
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.kv_map import kv_panel
 from termgen.tui.render.overview import LiveState
-from termgen.tui.render.requests import requests_panel
+from termgen.tui.render.requests import requests_panel, row_at
 from termgen.tui.replay import ReplayFeed
 from termgen.tui.screens.base import ThemedScreen
-from termgen.tui.screens.dashboard_keys import KEYS, page_at, tab_line
+from termgen.tui.screens.dashboard_keys import KEYS, PAGES, Page, page_at, tab_line
 from termgen.tui.screens.dashboard_pages import Pages, Sight
 from termgen.tui.spans import Row
 from termgen.tui.store import DashboardView
@@ -53,6 +54,9 @@ OBSERVER_SMOOTHING = 0.2
 class DashboardScreen(ThemedScreen):
     AUTO_FOCUS = ""  # the search is shown when asked for; until then keys are the screen's
     BINDINGS = [*KEYS]
+
+    pages: tuple[Page, ...] = PAGES
+    """With the keys of the moment."""
 
     def __init__(
         self,
@@ -80,10 +84,11 @@ class DashboardScreen(ThemedScreen):
         self._page = "overview"
         self._window_s: int | None = None
         self._pages = Pages()
+        self._gpu = GpuWatch(client)
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_header, id="header")
-        yield Canvas(lambda width, height: [tab_line(self._page)], id="tabs")
+        yield Canvas(lambda width, height: [tab_line(self._page, self.pages)], id="tabs")
         with Vertical(id="overview"):
             yield Canvas(self._paint_numbers, id="numbers")
             yield Canvas(self._paint_sparks, id="sparks")
@@ -91,7 +96,7 @@ class DashboardScreen(ThemedScreen):
                 yield Canvas(self._framed(overview.decode_tile), id="decode")
                 yield Canvas(self._framed(overview.prefill_tile), id="prefill")
                 yield Canvas(self._framed(overview.step_tile), id="step")
-                yield Canvas(self._framed(overview.gauges_tile), id="gauges")
+                yield Canvas(self._paint_gauges, id="gauges")
             yield Canvas(self._paint_batch, id="batch")
             yield Canvas(self._paint_blocks, id="blocks")
             yield Canvas(self._paint_requests, id="requests")
@@ -112,10 +117,16 @@ class DashboardScreen(ThemedScreen):
     def _start_pump(self) -> None:
         self._observed = None
         self._pump()
+        self._watch_gpu()
 
     @on(ScreenSuspend)
     def _stop_pump(self) -> None:
         self.workers.cancel_group(self, "pump")
+        self.workers.cancel_group(self, "gpu")
+
+    @work(group="gpu", exclusive=True)
+    async def _watch_gpu(self) -> None:
+        await self._gpu.follow()
 
     @work(group="pump", exclusive=True)
     async def _pump(self) -> None:
@@ -199,10 +210,23 @@ class DashboardScreen(ThemedScreen):
         self.set_focus(None)
 
     def on_click(self, event: Click) -> None:
-        if event.widget is not None and event.widget.id == "tabs":
-            name = page_at(event.x)
-            if name is not None:
-                self.action_page(name)
+        where = event.widget.id if event.widget is not None else None
+        if where == "tabs" and (name := page_at(event.x, self.pages)) is not None:
+            self.action_page(name)
+        elif where == "requests":
+            self._mark_row(event.y)
+        elif where == "blocks":
+            self.action_page("blocks")
+
+    def _mark_row(self, y: int) -> None:
+        """Mark the request of a row of the table; show it when it is marked already."""
+        frame = self._frame(*self.query_one("#requests", Canvas).size)
+        row = row_at(y, self._view, frame, first=self._first_row)
+        if row is not None and row.request_id == self._selected:
+            self.action_page("request")
+        elif row is not None:
+            self._selected = row.request_id
+            self.paint()
 
     def on_mouse_move(self, event: MouseMove) -> None:
         """The block under the mouse is the one that is asked about."""
@@ -328,8 +352,11 @@ class DashboardScreen(ThemedScreen):
         )
         return [overview.header(self._client.model, self._view, live, width)]
 
+    def _paint_gauges(self, width: int, height: int) -> Sequence[Row]:
+        return overview.gauges_tile(self._view, self._frame(width, height), self._gpu.reading)
+
     def _paint_numbers(self, width: int, _height: int) -> Sequence[Row]:
-        return [overview.numbers_line(self._view, width)]
+        return [overview.numbers_line(self._view, width, self._gpu.reading)]
 
     def _paint_sparks(self, width: int, _height: int) -> Sequence[Row]:
         return [overview.sparks_line(self._view, width)]
@@ -344,7 +371,8 @@ class DashboardScreen(ThemedScreen):
 
     def _paint_requests(self, width: int, height: int) -> Sequence[Row]:
         frame = self._frame(width, height)
-        return requests_panel(self._view, frame, selected=self._selected, first=self._first_row)
+        glyphs, marked = self.palette.glyphs, self._selected
+        return requests_panel(self._view, frame, glyphs, selected=marked, first=self._first_row)
 
     def _paint_page(self, width: int, height: int) -> Sequence[Row]:
         sight = Sight(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from textual.binding import Binding
 
+from termgen.tui.keymap import Keymap, key_names
 from termgen.tui.spans import Row, Span
 
 
@@ -40,8 +42,22 @@ KEYS = [
     Binding(
         "right", "step(-1)", "Step on", show=False, id="dashboard.step_on", tooltip="Next step"
     ),
-    Binding("shift+left", "step(10)", "10 back", show=False, id="dashboard.step_back_10"),
-    Binding("shift+right", "step(-10)", "10 on", show=False, id="dashboard.step_on_10"),
+    Binding(
+        "shift+left",
+        "step(10)",
+        "10 steps back",
+        show=False,
+        id="dashboard.step_back_10",
+        tooltip="Freeze and look at the tenth step before",
+    ),
+    Binding(
+        "shift+right",
+        "step(-10)",
+        "10 steps on",
+        show=False,
+        id="dashboard.step_on_10",
+        tooltip="The tenth step after",
+    ),
     Binding(
         "home",
         "step(1000000)",
@@ -169,20 +185,26 @@ KEYS = [
 ]
 
 
-def tab_line(shown: str) -> Row:
+def pages_with(keymap: Keymap) -> tuple[Page, ...]:
+    """The pages with the first of the keys they have now."""
+    keys = {b.id: key_names(b).split()[0] for b in keymap.applied(KEYS)}
+    return tuple(page._replace(key=keys[f"dashboard.{page.name}"]) for page in PAGES)
+
+
+def tab_line(shown: str, pages: Sequence[Page] = PAGES) -> Row:
     """Every page with its key; the one that is shown stands out."""
     spans: list[Span] = [(" ", "text")]
-    for page in PAGES:
+    for page in pages:
         chosen = page.name == shown
         spans.append((f" {page.key} ", "accent"))
         spans.append((f"{page.name} ", "text/br" if chosen else "muted"))
     return tuple(spans)
 
 
-def page_at(x: int) -> str | None:
+def page_at(x: int, pages: Sequence[Page] = PAGES) -> str | None:
     """The page whose tab covers a cell of the tab line."""
     first = 1
-    for page in PAGES:
+    for page in pages:
         width = len(page.key) + 2 + len(page.name) + 1
         if first <= x < first + width:
             return page.name

@@ -124,7 +124,9 @@ class Pages:
         )
 
     def _graphs(self, sight: Sight, width: int, height: int) -> Sequence[Row]:
-        return graphs.graphs_page(sight.view, sight.model, width, height, boxed=sight.boxed)
+        return graphs.graphs_page(
+            sight.view, sight.model, width, height, sight.glyphs, boxed=sight.boxed
+        )
 
     def _log(self, sight: Sight, width: int, height: int) -> Sequence[Row]:
         return log_page(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count, takewhile
 
 from textual import work
@@ -23,6 +24,7 @@ from termgen.errors import ContextLengthError, EngineError, RequestError, Termge
 from termgen.tui.attachments import Attachment
 from termgen.tui.chat_keeper import ChatKeeper
 from termgen.tui.conversation import AnswerState, Conversation, Turn
+from termgen.tui.key_hints import brief_key_of, key_of
 from termgen.tui.screens.chat_tools import ChatTools
 from termgen.tui.thoughts import read_answer
 from termgen.tui.widgets.entries import AnswerEntry, NoticeEntry, QuestionEntry
@@ -30,7 +32,6 @@ from termgen.tui.widgets.entries import AnswerEntry, NoticeEntry, QuestionEntry
 FLUSH_HZ = 15.0
 FLUSH_SHARE = 0.25
 """Drawing the answer may take this share of the thread, not more."""
-EDITING_TITLE = "edit · ⏎ asks it in a new branch · esc gives up"
 
 
 class DialogueScreen(ChatTools):
@@ -66,6 +67,11 @@ class DialogueScreen(ChatTools):
     @property
     def is_streaming(self) -> bool:
         return self._streaming is not None
+
+    def say_streaming(self) -> None:
+        """Why what was asked for cannot be now."""
+        stop = key_of(self, "chat.stop")
+        self.notify(f"an answer is being written; {stop} stops it", severity="warning")
 
     @property
     def cursor_turn(self) -> Turn | None:
@@ -141,7 +147,8 @@ class DialogueScreen(ChatTools):
         if isinstance(error, ContextLengthError):
             hint = f"{hint} /clear makes room by forgetting the conversation.".strip()
         elif not self._client.is_healthy:
-            hint = f"{hint} The engine has stopped: leave with ctrl+q and start again.".strip()
+            leave = f"leave with {key_of(self, 'app.quit')} and start again"
+            hint = f"{hint} The engine has stopped: {leave}.".strip()
         self.transcript.add(NoticeEntry(str(error), role="bad", sign="✗", hint=hint))
 
     def _take_back(self, turn: Turn) -> str:
@@ -216,11 +223,12 @@ class DialogueScreen(ChatTools):
         self.status.repaint()
 
     def _make_entries(self, turn: Turn) -> tuple[QuestionEntry, AnswerEntry]:
-        answer = AnswerEntry(turn, self._client.model, clock=self._clock)
+        keys = partial(key_of, self)
+        answer = AnswerEntry(turn, self._client.model, keys, clock=self._clock)
         answer.feed(turn.answer)
         if turn.state is not AnswerState.STREAMING:
             answer.close()
-        return QuestionEntry(turn), answer
+        return QuestionEntry(turn, keys), answer
 
     def _mark(self, turn: Turn | None) -> None:
         """Put the cursor at a turn of the path, or back to the last one, which needs no mark."""
@@ -251,10 +259,11 @@ class DialogueScreen(ChatTools):
         """Show what stands beside the turn at the cursor, with the path below it."""
         turn, marked = self.cursor_turn, self._cursor is not None
         if turn is None or len(turn.siblings) < 2:
-            self.notify("there is one answer only; alt+r or alt+e makes another")
+            again, edit = key_of(self, "chat.retry"), key_of(self, "chat.edit")
+            self.notify(f"there is one answer only; {again} or {edit} makes another")
             return
         if self.is_streaming:
-            self.notify("an answer is being written; esc stops it", severity="warning")
+            self.say_streaming()
             return
         chosen = self.conversation.switch(turn, by)
         if chosen is None:
@@ -290,7 +299,8 @@ class DialogueScreen(ChatTools):
         if self.editing is None:
             self._draft, self._draft_files = self.prompt.text, self.attached
         self.editing = turn
-        self.label_prompt(EDITING_TITLE)
+        send, give_up = (brief_key_of(self, name) for name in ("prompt.send", "chat.stop"))
+        self.label_prompt(f"edit · {send} asks it in a new branch · {give_up} gives up")
         self.prompt.set_text(text)
 
     def end_editing(self) -> None:

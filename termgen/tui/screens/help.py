@@ -12,6 +12,8 @@ from textual.screen import ModalScreen
 from textual.theme import Theme
 
 from termgen.tui.commands import COMMANDS
+from termgen.tui.key_hints import brief_key_of
+from termgen.tui.keymap import key_names
 from termgen.tui.palette import Palette
 from termgen.tui.spans import Row, wrap
 from termgen.tui.widgets.canvas import Canvas
@@ -19,33 +21,6 @@ from termgen.tui.widgets.canvas import Canvas
 HelpSection = tuple[str, Sequence[BindingType]]
 
 _KEY_WIDTH = 20
-_NAMES = {
-    "escape": "esc",
-    "left": "←",
-    "right": "→",
-    "up": "↑",
-    "down": "↓",
-    "pageup": "pgup",
-    "pagedown": "pgdn",
-    "question_mark": "?",
-    "left_square_bracket": "[",
-    "right_square_bracket": "]",
-    "less_than_sign": "<",
-    "greater_than_sign": ">",
-    "equals_sign": "=",
-    "plus": "+",
-    "slash": "/",
-    "minus": "-",
-}
-
-
-def key_names(binding: Binding) -> str:
-    """`shift+pageup,ctrl+up` as people read it."""
-    keys = []
-    for key in binding.key.split(","):
-        *modifiers, name = key.split("+")
-        keys.append("+".join([*modifiers, _NAMES.get(name, name)]))
-    return "  ".join(keys)
 
 
 def help_rows(sections: Iterable[HelpSection], width: int) -> list[Row]:
@@ -92,7 +67,7 @@ class HelpScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="help-box") as box:
             box.border_title = "help"
-            box.border_subtitle = "esc closes"
+            box.border_subtitle = f"{brief_key_of(self, 'help.close')} closes"
             yield HelpText(self._sections)
 
     def on_mount(self) -> None:
@@ -103,5 +78,5 @@ class HelpScreen(ModalScreen[None]):
         self._apply_palette()
 
     def _apply_palette(self) -> None:
-        palette = Palette(self.app.theme_variables, mono=self.app.no_color)
+        palette = Palette.of(self.app)
         self.query_one(HelpText).set_palette(palette)

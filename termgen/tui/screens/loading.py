@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from textual.app import ComposeResult
 
+from termgen.tui.key_hints import key_of
 from termgen.tui.render.loading import loading_rows
 from termgen.tui.screens.base import ThemedScreen
 from termgen.tui.spans import Row
@@ -51,5 +52,5 @@ class LoadingScreen(ThemedScreen):
         self.set_interval(POLL_S, self.query_one(Canvas).repaint)
 
     def _paint(self, width: int, height: int) -> Sequence[Row]:
-        elapsed = self._clock() - self._started_s
-        return loading_rows(self._progress.phases(), elapsed, width, height)
+        elapsed, quit_key = self._clock() - self._started_s, key_of(self, "app.quit")
+        return loading_rows(self._progress.phases(), elapsed, width, height, quit_key=quit_key)

@@ -15,6 +15,7 @@ from textual.widgets.option_list import Option
 from textual.worker import Worker
 
 from termgen.errors import TermgenError
+from termgen.tui.key_hints import brief_key_of
 from termgen.tui.model_choice import ModelChoice, ModelShelf, Switch
 from termgen.tui.palette import Palette
 from termgen.tui.render.loading import phase_row
@@ -25,7 +26,6 @@ from termgen.tui.spans import Row, wrap
 from termgen.tui.widgets.canvas import Canvas
 
 TITLE = "models"
-KEYS = "⏎ choose  esc close"
 AROUND_ROWS = 9
 """What the list leaves of the screen: its message, its frame, and a margin."""
 
@@ -56,12 +56,12 @@ class ModelScreen(ModalScreen[Switch | None]):
     def compose(self) -> ComposeResult:
         with Vertical(id="models-box") as box:
             box.border_title = TITLE
-            box.border_subtitle = KEYS
+            box.border_subtitle = f"⏎ choose  {brief_key_of(self, 'models.close')} close"
             yield OptionList(id="models", markup=False)
             yield Canvas(self._paint, id="models-message")
 
     def on_mount(self) -> None:
-        self._palette = Palette(self.app.theme_variables, mono=self.app.no_color)
+        self._palette = Palette.of(self.app)
         self._canvas = self.query_one(Canvas)
         self._canvas.set_palette(self._palette)
         self._timer = self.set_interval(POLL_S, self._canvas.repaint, pause=True)

@@ -6,6 +6,7 @@ Each gives back what was chosen when it closes, None when it was given up.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from textual import on
 from textual.app import ComposeResult
@@ -17,6 +18,7 @@ from textual.widgets import Input, Label, OptionList, TextArea
 from textual.widgets.option_list import Option
 
 from termgen.engine.sampling_params import SamplingParams
+from termgen.tui.key_hints import brief_key_of
 from termgen.tui.sampling_fields import FIELDS, field_text, read_fields
 from termgen.tui.sanitize import clean_line
 
@@ -28,10 +30,32 @@ class SamplingPanel(ModalScreen[SamplingParams | None]):
 
     BINDINGS = [
         Binding("enter", "apply", "Apply", id="sampling.apply", tooltip="Use these values"),
-        Binding("ctrl+r", "reset", "Defaults", id="sampling.reset", tooltip="The model's own"),
-        Binding("escape", "dismiss", "Close", id="sampling.close", tooltip="Change nothing"),
-        Binding("down", "app.focus_next", "Next field", show=False, id="sampling.next"),
-        Binding("up", "app.focus_previous", "Field before", show=False, id="sampling.previous"),
+        Binding(
+            "ctrl+r",
+            "reset",
+            "Defaults",
+            id="sampling.reset",
+            tooltip="Put the model's own values back",
+        ),
+        Binding(
+            "escape", "dismiss", "Close", id="sampling.close", tooltip="Keep the values there were"
+        ),
+        Binding(
+            "down",
+            "app.focus_next",
+            "Next field",
+            show=False,
+            id="sampling.next",
+            tooltip="To the next value",
+        ),
+        Binding(
+            "up",
+            "app.focus_previous",
+            "Field before",
+            show=False,
+            id="sampling.previous",
+            tooltip="To the value before",
+        ),
     ]
 
     def __init__(self, params: SamplingParams, defaults: SamplingParams) -> None:
@@ -42,7 +66,11 @@ class SamplingPanel(ModalScreen[SamplingParams | None]):
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="sampling", classes="panel", can_focus=False) as box:
             box.border_title = "sampling"
-            box.border_subtitle = "⏎ apply · ^R the model's defaults · esc change nothing"
+            key = partial(brief_key_of, self)
+            box.border_subtitle = (
+                f"{key('sampling.apply')} apply · {key('sampling.reset')} the model's defaults · "
+                f"{key('sampling.close')} change nothing"
+            )
             for name in FIELDS:
                 with Horizontal(classes="field"):
                     yield Label(name)
@@ -61,7 +89,8 @@ class SamplingPanel(ModalScreen[SamplingParams | None]):
         params, errors = read_fields(texts, base=self._params, defaults=self._defaults)
         for name, help_text in FIELDS.items():
             note = self.query_one(f"#{name}-note", Label)
-            note.update(Content(clean_line(errors.get(name, help_text))))
+            wrong = f"✗ {errors[name]}" if name in errors else help_text
+            note.update(Content(clean_line(wrong)))
             note.set_class(name in errors, "wrong")
         return params
 
@@ -85,7 +114,13 @@ class SystemPromptPanel(ModalScreen[str | None]):
 
     BINDINGS = [
         Binding("ctrl+s", "save", "Use it", id="system.save", tooltip="Use this system prompt"),
-        Binding("escape", "dismiss", "Close", id="system.close", tooltip="Change nothing"),
+        Binding(
+            "escape",
+            "dismiss",
+            "Close",
+            id="system.close",
+            tooltip="Keep the system prompt there was",
+        ),
     ]
 
     def __init__(self, text: str) -> None:
@@ -95,7 +130,8 @@ class SystemPromptPanel(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         with Vertical(id="system", classes="panel") as box:
             box.border_title = "system prompt"
-            box.border_subtitle = "^S use it · esc change nothing · empty: none"
+            use, close = brief_key_of(self, "system.save"), brief_key_of(self, "system.close")
+            box.border_subtitle = f"{use} use it · {close} change nothing · empty: none"
             yield TextArea(self._text, show_line_numbers=False, highlight_cursor_line=False)
 
     def on_mount(self) -> None:
@@ -112,7 +148,13 @@ class HistoryPanel(ModalScreen[str | None]):
     BINDINGS = [
         Binding("ctrl+r,down", "move(1)", "Older", id="history.older", tooltip="An older prompt"),
         Binding("up", "move(-1)", "Newer", id="history.newer", tooltip="A newer prompt"),
-        Binding("escape", "dismiss", "Close", id="history.close", tooltip="Keep the prompt"),
+        Binding(
+            "escape",
+            "dismiss",
+            "Close",
+            id="history.close",
+            tooltip="Close, and keep what the prompt has",
+        ),
     ]
 
     def __init__(self, prompts: Sequence[str]) -> None:
@@ -124,7 +166,8 @@ class HistoryPanel(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         with Vertical(id="history", classes="panel") as box:
             box.border_title = "earlier prompts"
-            box.border_subtitle = "⏎ take it · ^R older · esc close"
+            older, close = brief_key_of(self, "history.older"), brief_key_of(self, "history.close")
+            box.border_subtitle = f"⏎ take it · {older} older · {close} close"
             yield Input(placeholder="search", compact=True)
             prompts = OptionList(compact=True, markup=False)
             prompts.can_focus = False

@@ -32,6 +32,7 @@ from termgen.tui.chat_records import (
 )
 from termgen.tui.chat_store import ChatStore, Resume
 from termgen.tui.conversation import Conversation, Turn, title_of
+from termgen.tui.key_hints import key_of
 from termgen.tui.messages import SessionWish
 from termgen.tui.sanitize import clean_line
 from termgen.tui.screens.dialogue import DialogueScreen
@@ -204,7 +205,8 @@ class SessionScreen(DialogueScreen):
             self.panel.session_list.focus()
         self._deleted.append(session)
         self.keeper.delete(session.session_id)
-        self.notify(f"deleted: {clean_line(session.title)} (u brings it back)", markup=False)
+        back = f"{key_of(self, 'sessions.undo')} brings it back"
+        self.notify(f"deleted: {clean_line(session.title)} ({back})", markup=False)
         self.list_sessions()
 
     def _undo_delete(self) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from termgen.client import ModelInfo
 from termgen.tui.answer_form import as_markdown, json_opening
 from termgen.tui.conversation import AnswerState, Turn
+from termgen.tui.key_hints import KeyOf
 from termgen.tui.markdown import StreamingMarkdown
 from termgen.tui.render.chat import (
     answer_footer,
     answer_header,
+    marked_keys,
     notice_rows,
     question_rows,
     waiting_row,
@@ -25,8 +27,9 @@ INDENT: Span = ("  ", "text")
 
 
 class QuestionEntry:
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, turn: Turn, key_of: KeyOf) -> None:
         self._turn = turn
+        self._keys = marked_keys(key_of)
         self._rows: tuple[tuple[int, bool], Sequence[Row]] | None = None
         self.is_marked = False
         """The cursor is at this turn."""
@@ -40,7 +43,7 @@ class QuestionEntry:
                     self._turn.question,
                     width,
                     attachments=self._turn.attachments,
-                    marked=self.is_marked,
+                    marked=self._keys if self.is_marked else None,
                 ),
             )
         return self._rows[1]
@@ -50,7 +53,12 @@ class AnswerEntry:
     """Feed it the text as it comes, then `close` it. Costs its open tail, not its length."""
 
     def __init__(
-        self, turn: Turn, model: ModelInfo, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        turn: Turn,
+        model: ModelInfo,
+        key_of: KeyOf,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._turn = turn
         self._name = turn.model_id or model.model_id
@@ -58,7 +66,7 @@ class AnswerEntry:
         self._cleaner = StreamCleaner()
         self._markdown = StreamingMarkdown()
         self._markdown.append(json_opening(turn.form))
-        self._thoughts = ThoughtRows(turn.thought)
+        self._thoughts = ThoughtRows(turn.thought, fold_key=key_of("chat.thoughts"))
         self._indented: list[Row] = []
         self._indented_for: tuple[int, bool] = (0, False)
 

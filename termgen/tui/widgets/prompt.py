@@ -13,7 +13,8 @@ from termgen.tui.widgets.file_completion import FileCompletion
 
 LARGE_PASTE_CHARS = 10_000
 """From here on a paste is attached as a file and not put into the field."""
-_NEWLINE_KEYS = frozenset(("ctrl+j", "shift+enter", "alt+enter", "newline"))
+_NEWLINE_KEYS = frozenset(("shift+enter", "alt+enter", "newline"))
+"""These break the line whatever else does."""
 
 
 class Prompt(TextArea):
@@ -48,24 +49,27 @@ class Prompt(TextArea):
         """The text was not typed: it opens no list."""
 
     async def _on_key(self, event: events.Key) -> None:
-        """Textual calls `TextArea`'s own handler afterwards, unless the default is prevented."""
-        if event.key == "enter":
-            event.stop()
-            event.prevent_default()
-            self.action_submit()
-        elif event.key in _NEWLINE_KEYS:
-            event.stop()
-            event.prevent_default()
-            self.action_newline()
-        elif self._completion.is_open and event.key in ("tab", "escape"):
+        """Before `TextArea`'s own handler, which would type some of the keys that are bound."""
+        if self._completion.is_open and event.key in ("tab", "escape"):
             event.stop()
             event.prevent_default()
             if event.key == "tab":
                 self._complete()
             else:
                 self._completion.close()
-        elif event.key.startswith("alt+"):
-            event.prevent_default()  # a key to be bound, though some terminals send a letter too
+            return
+        bound = self.screen.active_bindings.get(event.key)
+        if bound is not None and bound.node is self and bound.binding.id is not None:
+            action = bound.binding.action
+        elif event.key in _NEWLINE_KEYS:
+            action = "newline"
+        else:
+            if event.key.startswith("alt+"):
+                event.prevent_default()  # it may be bound, though some terminals send a letter too
+            return
+        event.stop()
+        event.prevent_default()
+        await self.run_action(action)
 
     async def _on_paste(self, event: events.Paste) -> None:
         if len(event.text) > LARGE_PASTE_CHARS:

@@ -16,34 +16,103 @@ from textual.widgets import Input
 
 from termgen.tui.chat_db import SessionSummary
 from termgen.tui.conversation import MAX_TITLE_CHARS
+from termgen.tui.key_hints import brief_key_of
 from termgen.tui.messages import SessionWish
 from termgen.tui.render.sessions import ListedRow, empty_list_rows, session_rows
 from termgen.tui.spans import Row
 from termgen.tui.widgets.canvas import Canvas
 
-HINT = "⏎ open r rename d delete / find"
-
 
 class SessionList(Canvas, can_focus=True):
     BINDINGS = [
-        Binding("enter", "wish('open')", "Open", show=False, id="sessions.open"),
-        Binding("r", "wish('rename')", "Rename", show=False, id="sessions.rename"),
+        Binding(
+            "enter",
+            "wish('open')",
+            "Open chat",
+            show=False,
+            id="sessions.open",
+            tooltip="Open the marked chat",
+        ),
+        Binding(
+            "r",
+            "wish('rename')",
+            "Rename chat",
+            show=False,
+            id="sessions.rename",
+            tooltip="Give the marked chat another name",
+        ),
         Binding(
             "d,delete",
             "wish('delete')",
-            "Delete",
+            "Delete chat",
             show=False,
             id="sessions.delete",
-            tooltip="Delete the chat; u brings it back",
+            tooltip="Delete the marked chat, until it is brought back",
         ),
-        Binding("u", "wish('undo')", "Undo", show=False, id="sessions.undo", tooltip="Bring back"),
-        Binding("slash", "wish('search')", "Search", show=False, id="sessions.search"),
-        Binding("up,k", "move(-1)", "Up", show=False, id="sessions.up"),
-        Binding("down,j", "move(1)", "Down", show=False, id="sessions.down"),
-        Binding("pageup", "move(-10)", "10 up", show=False, id="sessions.page_up"),
-        Binding("pagedown", "move(10)", "10 down", show=False, id="sessions.page_down"),
-        Binding("home,g", "move(-1000)", "First", show=False, id="sessions.first"),
-        Binding("end,G", "move(1000)", "Last", show=False, id="sessions.last"),
+        Binding(
+            "u",
+            "wish('undo')",
+            "Bring chat back",
+            show=False,
+            id="sessions.undo",
+            tooltip="Bring back the chat that was deleted last",
+        ),
+        Binding(
+            "slash",
+            "wish('search')",
+            "Search chats",
+            show=False,
+            id="sessions.search",
+            tooltip="Search titles, questions and answers of all chats",
+        ),
+        Binding(
+            "up,k",
+            "move(-1)",
+            "Chat above",
+            show=False,
+            id="sessions.up",
+            tooltip="To the chat above",
+        ),
+        Binding(
+            "down,j",
+            "move(1)",
+            "Chat below",
+            show=False,
+            id="sessions.down",
+            tooltip="To the chat below",
+        ),
+        Binding(
+            "pageup",
+            "move(-10)",
+            "Chats up",
+            show=False,
+            id="sessions.page_up",
+            tooltip="Ten chats up",
+        ),
+        Binding(
+            "pagedown",
+            "move(10)",
+            "Chats down",
+            show=False,
+            id="sessions.page_down",
+            tooltip="Ten chats down",
+        ),
+        Binding(
+            "home,g",
+            "move(-1000)",
+            "First chat",
+            show=False,
+            id="sessions.first",
+            tooltip="To the first chat of the list",
+        ),
+        Binding(
+            "end,G",
+            "move(1000)",
+            "Last chat",
+            show=False,
+            id="sessions.last",
+            tooltip="To the last chat of the list",
+        ),
     ]
 
     def __init__(self, wall_clock: Callable[[], float], *, id: str) -> None:
@@ -139,7 +208,11 @@ class SessionPanel(Container):
 
     def on_mount(self) -> None:
         self.border_title = "chats"
-        self.border_subtitle = HINT
+        open_, rename, delete, find = (
+            brief_key_of(self, f"sessions.{name}")
+            for name in ("open", "rename", "delete", "search")
+        )
+        self.border_subtitle = f"{open_} open {rename} rename {delete} delete {find} find"
 
     def begin_rename(self, session: SessionSummary) -> None:
         self._renamed = session

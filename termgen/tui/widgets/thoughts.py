@@ -15,8 +15,10 @@ _EDGE: Span = ("│ ", "faint")
 class ThoughtRows:
     """Reads a `Thought` that grows. Costs its open line, not its length."""
 
-    def __init__(self, thought: Thought) -> None:
+    def __init__(self, thought: Thought, *, fold_key: str) -> None:
+        """`fold_key` opens and folds them."""
         self._thought = thought
+        self._fold_key = fold_key
         self._is_open: bool | None = None
         """None until the user has chosen."""
         self._width = 0
@@ -47,7 +49,7 @@ class ThoughtRows:
         words = "thought for" if thought.is_over else "thinking"
         seconds = f"{thought.seconds:.1f} s"
         left: Span = (f"{sign} {words} {seconds} · {count(thought.num_tokens)} tok", FOLD_ROLE)
-        return spread([left], [("ctrl+t", "faint")], width)
+        return spread([left], [(self._fold_key, "faint")], width)
 
     def _reset(self, width: int) -> None:
         self._width = width

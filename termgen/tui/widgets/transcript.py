@@ -33,12 +33,54 @@ SIDE_MARGIN = 2
 
 class Transcript(ScrollView, can_focus=True):
     BINDINGS = [
-        Binding("up,k", "scroll_up", "Up", show=False, id="transcript.up"),
-        Binding("down,j", "scroll_down", "Down", show=False, id="transcript.down"),
-        Binding("pageup", "page_up", "Page up", show=False, id="transcript.page_up"),
-        Binding("pagedown", "page_down", "Page down", show=False, id="transcript.page_down"),
-        Binding("home,g", "scroll_home", "Start", show=False, id="transcript.start"),
-        Binding("end,G", "scroll_end", "End", show=False, id="transcript.end"),
+        Binding(
+            "up,k",
+            "scroll_up",
+            "Scroll up",
+            show=False,
+            id="transcript.up",
+            tooltip="The transcript one line up",
+        ),
+        Binding(
+            "down,j",
+            "scroll_down",
+            "Scroll down",
+            show=False,
+            id="transcript.down",
+            tooltip="The transcript one line down",
+        ),
+        Binding(
+            "pageup",
+            "page_up",
+            "Previous page",
+            show=False,
+            id="transcript.page_up",
+            tooltip="The transcript one page up",
+        ),
+        Binding(
+            "pagedown",
+            "page_down",
+            "Next page",
+            show=False,
+            id="transcript.page_down",
+            tooltip="The transcript one page down",
+        ),
+        Binding(
+            "home,g",
+            "scroll_home",
+            "Start",
+            show=False,
+            id="transcript.start",
+            tooltip="To the beginning of the transcript",
+        ),
+        Binding(
+            "end,G",
+            "scroll_end",
+            "End",
+            show=False,
+            id="transcript.end",
+            tooltip="To the end of the transcript",
+        ),
     ]
 
     def __init__(self, *, id: str | None = None) -> None:

@@ -1,0 +1,374 @@
+"""What a screen costs the engine: on and off in turns, on a real terminal of 120 x 40.
+
+    python benchmarks/screen_cost.py [--engine simulated|smollm2] [--parts NAME ...]
+
+dashboard-4, dashboard-10   the dashboard in the engine's process, at 4 and at 10 Hz
+chat                        an answer at 200 tokens/s in the chat
+stalled                     the dashboard at 10 Hz on a terminal that nobody reads
+attached                    `termgen top` at 4 Hz in a process of its own
+memory                      an hour of events of 64 requests through the dashboard's store
+
+The simulated engine is the real one over a device that computes nothing: steps of 1 ms, 64
+requests, 100,000 KV blocks; `--run-ahead-ms 0` keeps two steps in flight. smollm2 is the real model
+on this machine's cores, with 4 requests, which share them with the screen.
+
+A step is the time between two landings. Every part tells how much of its speed without a screen
+the engine keeps, and mean, 99th percentile and longest step with and without; the device's idle
+time shows whether the wait was the device's too. `ms/frame` is all that the screen's thread does
+beyond what it does without, per frame; `bytes/frame` what the terminal gets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from async_engine_parts import idle_share
+from async_screen_parts import FrontSizes, Terminal, dashboard, reading
+from machine import machine_facts
+from made_up_model import write_tiny, write_tokenizer
+from simulated_gpu import Simulation, installed
+
+from termgen.config import EngineConfig, ServerConfig, UIConfig
+from termgen.engine.engine import AsyncEngine
+from termgen.engine.events import StepRecord
+
+PARTS = ("dashboard-4", "dashboard-10", "chat", "stalled", "attached", "memory")
+ROWS, COLUMNS = 40, 120
+SWITCH_INTERVAL_S = 1e-4  # as the command line sets it
+SETTLE_S = 1.0
+READ_EVERY_S = 0.25
+STALLED_S = 5.0
+"""After so long a terminal that is not read has stopped whoever draws on it."""
+CHAT_STEP_MS = 5.0  # 200 tokens/s
+VOCAB = 2048
+HOUR_STEPS = 3_600_000
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    streams: int
+    seconds: float
+    rounds: int
+    step_ms: float
+    run_ahead_ms: float
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--engine", choices=("simulated", "smollm2"), default="simulated")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--streams", type=int, help="requests (default: 64; smollm2: 4)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of a cell")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of cells")
+    parser.add_argument("--run-ahead-ms", type=float, default=20.0)
+    parser.add_argument("--output-json", type=Path, help="write machine and results here")
+    return parser.parse_args()
+
+
+class Bytes:
+    """Counts what is written to the terminal."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Bytes:
+        from termgen.tui.patient_driver import PatientDriver
+
+        self._real = real = PatientDriver.write
+
+        def write(driver: PatientDriver, data: str) -> None:
+            self.count += len(data.encode())
+            real(driver, data)
+
+        PatientDriver.write = write  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        from termgen.tui.patient_driver import PatientDriver
+
+        PatientDriver.write = self._real  # type: ignore[method-assign]
+
+
+Counter = Callable[[], int]
+"""Frames drawn so far."""
+
+
+class Bench:
+    """One engine, and cells without and with one kind of screen."""
+
+    def __init__(self, engine: AsyncEngine, settings: Settings, sizes: FrontSizes) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._sizes = sizes
+        self._ring = engine.events(200_000)
+        self._bytes = Bytes()
+
+    async def pairs(
+        self, screen: Callable[[], Any], settle_s: float, *, is_chat: bool
+    ) -> list[dict[str, Any]]:
+        cells = []
+        with self._bytes:
+            for _ in range(self._settings.rounds):
+                async with self._requests():
+                    cells.append({"on": False, **await self._cell(settle_s, None)})
+                await self._at_rest()
+                async with screen() as frames, self._requests_beside(is_chat):
+                    cells.append({"on": True, **await self._cell(settle_s, frames)})
+                await self._at_rest()
+        return cells
+
+    def _requests_beside(self, is_chat: bool) -> AbstractAsyncContextManager[None]:
+        """A chat asks for itself."""
+        return nullcontext() if is_chat else self._requests()
+
+    def _requests(self) -> AbstractAsyncContextManager[None]:
+        """Readers that cost next to nothing: 64 tasks that wake up in every step of 1 ms would take
+        all of the loop, with a screen and without."""
+        return reading(self._engine, self._sizes, every_s=READ_EVERY_S)
+
+    async def _cell(self, settle_s: float, frames: Counter | None) -> dict[str, Any]:
+        """The steps of a while in which every request decodes."""
+        await asyncio.sleep(settle_s)
+        while not self._steps():
+            await asyncio.sleep(0.02)
+        cpu_s, began_s = time.thread_time(), time.perf_counter()
+        num_frames, num_bytes = frames() if frames else 0, self._bytes.count
+        await asyncio.sleep(self._settings.seconds)
+        cpu_s, span_s = time.thread_time() - cpu_s, time.perf_counter() - began_s
+        records = self._steps()
+        step_ms = np.diff([r.landed_ns for r in records]) / 1e6
+        drawn = (frames() - num_frames) if frames else 0
+        return {
+            "steps_per_s": (len(records) - 1)
+            / ((records[-1].landed_ns - records[0].landed_ns) / 1e9),
+            "mean_ms": float(step_ms.mean()),
+            "p99_ms": float(np.percentile(step_ms, 99)),
+            "max_ms": float(step_ms.max()),
+            "idle_share": idle_share(records),
+            "loop_share": cpu_s / span_s,
+            "frames_per_s": drawn / span_s,
+            "bytes_per_frame": (self._bytes.count - num_bytes) / drawn if drawn else 0.0,
+        }
+
+    def _steps(self) -> list[StepRecord]:
+        """Those since the last call in which every request decodes."""
+        records = [e for e in self._ring.drain() if isinstance(e, StepRecord)]
+        return [r for r in records if r.num_decode_rows == self._sizes.streams]
+
+    async def _at_rest(self) -> None:
+        while (snapshot := await self._engine.snapshot()).num_running or snapshot.num_waiting:
+            await asyncio.sleep(0.02)
+        self._ring.drain()
+
+
+@asynccontextmanager
+async def stalled(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Counter]:
+    async with dashboard(engine, terminal, 10.0) as frames:
+        terminal.stall()
+        try:
+            yield frames
+        finally:
+            terminal.resume()
+
+
+@asynccontextmanager
+async def chat(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Counter]:
+    """The chat, with an answer that goes on as long as the cell. Yields no count of frames."""
+    from termgen.tui.app import TermgenApp
+    from termgen.tui.screens.chat import ChatScreen
+
+    async def start(progress: object) -> AsyncEngine:
+        return engine
+
+    async def stop() -> None:
+        return None
+
+    with terminal.installed():
+        ui = UIConfig(max_tokens=30_000, temperature=1.0)
+        app = TermgenApp(start, stop_engine=stop, ui=ui)
+        running = asyncio.create_task(app.run_async())
+        try:
+            while not (app.screen_stack and isinstance(app.screen, ChatScreen)):
+                await asyncio.sleep(0.05)
+            screen = app.screen
+            assert isinstance(screen, ChatScreen)
+            await asyncio.sleep(0.5)  # until it has been laid out
+            screen.ask("Tell me of steps.")
+            yield lambda: 0
+            assert screen.is_streaming, "the answer ended before the cell"
+        finally:
+            app.exit()
+            await running
+
+
+@asynccontextmanager
+async def attached(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Counter]:
+    """A server in this process, and `termgen top` in another, on the terminal."""
+    from termgen.server import Server
+
+    server = Server(engine, ServerConfig(port=0))
+    serving = asyncio.create_task(server.serve())
+    await server.started()
+    command = [sys.executable, "-m", "termgen", "top", server.url, "--dashboard-hz", "4"]
+    with terminal.installed():
+        top = await asyncio.create_subprocess_exec(*command, stdin=0, stdout=2, stderr=2)
+    try:
+        yield lambda: 0
+        assert top.returncode is None, "termgen top ended before the cell"
+    finally:
+        top.terminate()
+        await top.wait()
+        await server.stop(drain_timeout=0)
+        await serving
+
+
+SCREENS: dict[str, Callable[[AsyncEngine, Terminal], Any]] = {
+    "dashboard-4": lambda engine, terminal: dashboard(engine, terminal, 4.0),
+    "dashboard-10": lambda engine, terminal: dashboard(engine, terminal, 10.0),
+    "chat": chat,
+    "stalled": stalled,
+    "attached": attached,
+}
+SETTLES_S = {"stalled": STALLED_S, "attached": 4.0}
+
+
+async def part(name: str, config: EngineConfig, settings: Settings) -> list[dict[str, Any]]:
+    streams = 1 if name == "chat" else settings.streams
+    sizes = FrontSizes(
+        streams=streams,
+        prompt=32,
+        seconds=settings.seconds,
+        rounds=settings.rounds,
+        max_tokens=24_000,
+        vocab=VOCAB,
+    )
+    async with AsyncExitStack() as stack:
+        engine = await AsyncEngine.start(config)
+        stack.push_async_callback(engine.shutdown)
+        terminal = Terminal(ROWS, COLUMNS)
+        stack.callback(terminal.close)
+        bench = Bench(engine, settings, sizes)
+        return await bench.pairs(
+            lambda: SCREENS[name](engine, terminal),
+            SETTLES_S.get(name, SETTLE_S),
+            is_chat=name == "chat",
+        )
+
+
+def config_of(args: argparse.Namespace, folder: Path) -> EngineConfig:
+    if args.engine == "smollm2":
+        return EngineConfig(model="smollm2-135m", device="cpu", max_model_len=4096, max_num_seqs=8)
+    target = write_tiny(folder)
+    write_tokenizer(target, VOCAB)
+    chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    settings_file = target / "tokenizer_config.json"
+    settings = json.loads(settings_file.read_text()) | {"chat_template": chat_template}
+    settings_file.write_text(json.dumps(settings))
+    return EngineConfig(
+        model=str(target),
+        device="cpu",
+        load_format="dummy",
+        max_model_len=32_768,
+        skip_tokenizer_init=True,
+        run_ahead_ms=args.run_ahead_ms,
+        async_scheduling=True,
+        enable_prefix_caching=False,
+    )
+
+
+def memory_part() -> dict[str, Any]:
+    """Resident memory while an hour of events goes through the store, as fast as it takes them."""
+    from screen_events import hour_of_events
+
+    return hour_of_events(HOUR_STEPS, rows=64)
+
+
+def median(cells: list[dict[str, Any]], name: str, *, on: bool) -> float:
+    return statistics.median(cell[name] for cell in cells if cell["on"] is on)
+
+
+def summary(cells: list[dict[str, Any]]) -> dict[str, float]:
+    figures = {
+        f"{name}_{'on' if on else 'off'}": median(cells, name, on=on)
+        for name in ("steps_per_s", "mean_ms", "p99_ms", "max_ms", "idle_share", "loop_share")
+        for on in (False, True)
+    }
+    pairs = zip(cells[::2], cells[1::2], strict=True)
+    kept = statistics.median(on["steps_per_s"] / off["steps_per_s"] for off, on in pairs)
+    frames = median(cells, "frames_per_s", on=True)
+    drawing_s = figures["loop_share_on"] - figures["loop_share_off"]
+    return {
+        "kept": kept,
+        **figures,
+        "frames_per_s": frames,
+        "ms_per_frame": 1e3 * drawing_s / frames if frames else float("nan"),
+        "bytes_per_frame": median(cells, "bytes_per_frame", on=True),
+    }
+
+
+def print_part(name: str, s: dict[str, float]) -> None:
+    print(
+        f"{name:>13}{100 * s['kept']:8.2f}%"
+        f"{s['mean_ms_off']:9.2f}{s['mean_ms_on']:8.2f}"
+        f"{s['p99_ms_off']:9.2f}{s['p99_ms_on']:8.2f}"
+        f"{s['max_ms_off']:9.1f}{s['max_ms_on']:8.1f}"
+        f"{100 * s['idle_share_off']:9.2f}{100 * s['idle_share_on']:8.2f}"
+        f"{s['frames_per_s']:9.1f}{s['ms_per_frame']:10.1f}{s['bytes_per_frame']:12.0f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    args = parse_args()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    os.environ.setdefault("COLORTERM", "truecolor")
+    os.environ["TERM"] = "xterm-256color"
+    is_simulated = args.engine == "simulated"
+    streams = args.streams or (64 if is_simulated else 4)
+    results: dict[str, Any] = {}
+    print(
+        f"{'part':>13}{'kept':>9}{'mean off':>9}{'on':>8}{'p99 off':>9}{'on':>8}{'max off':>9}"
+        f"{'on':>8}{'idle off':>9}{'on':>8}{'frames/s':>9}{'ms/frame':>10}{'bytes/frame':>12}"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(args, Path(folder))
+        for name in args.parts:
+            if name == "memory":
+                results[name] = memory_part()
+                print(f"memory: {results[name]}")
+                continue
+            step_ms = CHAT_STEP_MS if name == "chat" else 1.0
+            settings = Settings(streams, args.seconds, args.rounds, step_ms, args.run_ahead_ms)
+            simulation = Simulation(step_ms, 100_001, 64, VOCAB)
+            if is_simulated and name == "chat":
+                config = replace(config, skip_tokenizer_init=False)
+            with installed(simulation) if is_simulated else nullcontext():
+                cells = asyncio.run(part(name, config, settings))
+            results[name] = {**summary(cells), "cells": cells}
+            print_part(name, results[name])
+    if args.output_json:
+        settings_of = {"engine": args.engine, "streams": streams, "run_ahead_ms": args.run_ahead_ms}
+        report = {"machine": machine_facts(), "settings": settings_of, "results": results}
+        args.output_json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

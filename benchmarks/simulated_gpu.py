@@ -1,0 +1,133 @@
+"""An executor that computes nothing and takes the time a GPU would: what is left is the host.
+
+Each step takes its time on a device of its own that runs steps one after the other, as a stream
+does. Handing one over lets go of the GIL several times, as launching on a real device does. Tokens
+are made up. `installed` puts it in the place of the real one.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from termgen.config import EngineConfig
+from termgen.engine import startup
+from termgen.engine.memory_ledger import MemoryLedger
+from termgen.engine.step import DeviceInfo, GraphStatus, StepPlan, StepResult
+
+GIL_RELEASES = 8
+"""In handing over a step."""
+_WORK = bytes(16_384)
+"""A checksum of so much takes some microseconds without the GIL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    step_ms: float
+    num_blocks: int
+    max_num_seqs: int
+    vocab_size: int
+
+
+class SimulatedGpu:
+    """See the module. Made by `build_engine` in place of `LocalExecutor`."""
+
+    def __init__(self, simulation: Simulation, config: EngineConfig, path: Path) -> None:
+        self._simulation = simulation
+        self._config = config
+        self._free_ns = 0
+        """When the steps handed over so far have run."""
+        rows = simulation.max_num_seqs
+        self._known, self._computed = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+
+    def start(self, on_progress: Callable[[str, float], None]) -> DeviceInfo:
+        simulation, config = self._simulation, self._config
+        return DeviceInfo(
+            device="simulated",
+            device_name="a simulated GPU",
+            dtype="none",
+            num_blocks=simulation.num_blocks,
+            block_size=16,
+            max_model_len=config.max_model_len or 32_768,
+            vocab_size=simulation.vocab_size,
+            load_seconds=0.0,
+            attention_backend="none",
+            architecture="none",
+            max_num_seqs=simulation.max_num_seqs,
+            max_num_batched_tokens=16_384,
+            max_in_flight=2 if config.async_scheduling is not False else 1,
+            eos_token_ids=(),
+            memory=MemoryLedger(
+                name="memory",
+                total_bytes=0,
+                limit_bytes=0,
+                weights_bytes=0,
+                activations_bytes=0,
+                graphs_bytes=0,
+                workspace_bytes=0,
+                kv_cache_bytes=0,
+                kv_cache_tokens=16 * (simulation.num_blocks - 1),
+                other_bytes=0,
+                free_bytes=0,
+            ),
+        )
+
+    def submit(self, plan: StepPlan) -> SimulatedStep:
+        for row in plan.added:
+            self._known[row.slot] = len(row.token_ids)
+            self._computed[row.slot] = row.num_computed_tokens
+        for _ in range(GIL_RELEASES):
+            zlib.crc32(_WORK)
+        self._computed[plan.slots] += plan.num_tokens
+        is_sampled = self._computed[plan.slots] >= self._known[plan.slots]
+        self._known[plan.slots] += is_sampled
+        start_ns = max(self._free_ns, time.perf_counter_ns())
+        self._free_ns = start_ns + round(self._simulation.step_ms * 1e6)
+        tokens = 300 + (plan.slots[is_sampled] + plan.step_id) % 1000
+        result = StepResult(
+            plan.step_id,
+            is_sampled.astype(np.int32),
+            tokens.astype(np.int32),
+            None,
+            start_ns,
+            self._free_ns,
+            graph_mode="FULL",
+        )
+        return SimulatedStep(result)
+
+    def idle(self) -> bool:
+        return False
+
+    def graph_status(self) -> GraphStatus:
+        return GraphStatus(0, 0)
+
+    def shutdown(self) -> None:
+        """It holds nothing."""
+
+
+class SimulatedStep:
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        """Wait for the device, with the GIL released."""
+        while (left_ns := self._result.ended_ns - time.perf_counter_ns()) > 0:
+            time.sleep(left_ns / 1e9)
+        return replace(self._result, seen_ns=time.perf_counter_ns())
+
+
+@contextmanager
+def installed(simulation: Simulation) -> Iterator[None]:
+    """Engines built meanwhile run on a simulated device."""
+    real = startup.LocalExecutor
+    startup.LocalExecutor = lambda config, path: SimulatedGpu(simulation, config, path)  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        startup.LocalExecutor = real  # type: ignore[misc]

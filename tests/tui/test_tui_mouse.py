@@ -1,0 +1,115 @@
+"""The mouse: tabs, rows, the map, the footer, the lists and the wheel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_engine import Script
+from textual import events
+from textual.pilot import Pilot
+from textual.widget import Widget
+from textual.widgets import OptionList
+from tui_harness import FrozenApp, ask, chat_engine, feed_dashboard, ready, wait_until
+
+from termgen.tui.screens.dashboard import DashboardScreen
+from termgen.tui.screens.help import HelpScreen
+from termgen.tui.screens.theme_chooser import ThemeChooser
+from termgen.tui.widgets.canvas import Canvas
+
+
+async def wheel(pilot: Pilot[Any], widget: Widget, *, down: bool) -> None:
+    """One notch over the middle of a widget."""
+    x, y = widget.region.center
+    kind = events.MouseScrollDown if down else events.MouseScrollUp
+    event = kind(widget, int(x), int(y), 0, 1, 0, False, False, False, int(x), int(y))
+    pilot.app.screen._forward_event(event)
+    await pilot.pause()
+
+
+def line_of(canvas: Canvas, words: str) -> int:
+    return next(i for i, line in enumerate(canvas.text.splitlines()) if words in line)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_tabs_rows_and_the_map_can_be_clicked(size: tuple[int, int]) -> None:
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    async with app.run_test(size=size) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        table = app.screen.query_one("#requests", Canvas)
+        y = line_of(table, "cmpl-77")
+        await pilot.click("#requests", offset=(6, y))
+        assert "▸ cmpl-77" in table.text and table.text.count("▸") == 1
+        await pilot.click("#requests", offset=(6, 1))
+        assert "▸ cmpl-77" in table.text, "the header is no request"
+        await pilot.click("#requests", offset=(6, y))
+        page = app.screen.query_one("#page", Canvas)
+        assert page.display and "request cmpl-77" in page.text
+        tabs = app.screen.query_one("#tabs", Canvas)
+        for name in ("graphs", "overview"):
+            await pilot.click("#tabs", offset=(tabs.text.index(name), 0))
+            assert page.display == (name != "overview")
+        await pilot.click("#blocks", offset=(5, 2))
+        assert page.display and "KV blocks" in page.text
+
+
+async def test_a_row_that_is_scrolled_to_is_the_one_that_is_clicked() -> None:
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        await pilot.press(*["down"] * 8)
+        table = app.screen.query_one("#requests", Canvas)
+        assert "chat-1" not in table.text
+        y = line_of(table, "chatcmpl-b20")
+        await pilot.click("#requests", offset=(6, y))
+        assert "▸ chatcmpl-b20" in table.text
+
+
+async def test_the_wheel_scrolls_the_transcript() -> None:
+    script = Script(pieces=tuple(f"line {i}\n\n" for i in range(40)))
+    app = FrozenApp(chat_engine(script))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "many")
+        transcript = app.chat.transcript
+        end = transcript.scroll_offset.y
+        await wheel(pilot, transcript, down=False)
+        await wait_until(pilot, lambda: transcript.scroll_offset.y < end)
+        for _ in range(4):
+            await wheel(pilot, transcript, down=True)
+        await wait_until(pilot, lambda: transcript.scroll_offset.y == end)
+
+
+async def test_the_wheel_marks_requests() -> None:
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        table = app.screen.query_one("#requests", Canvas)
+        await wheel(pilot, table, down=True)
+        await wheel(pilot, table, down=True)
+        assert "▸ chatcmpl-3f9" in table.text
+        await wheel(pilot, table, down=False)
+        assert "▸ chat-1" in table.text
+
+
+async def test_footer_and_lists_can_be_clicked() -> None:
+    app = FrozenApp(chat_engine())
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        for words, screen in (("Help", HelpScreen), ("Engine", DashboardScreen)):
+            key = next(k for k in app.screen.query("FooterKey") if k.description == words)  # type: ignore[attr-defined]
+            await pilot.click(key)
+            await wait_until(pilot, lambda screen=screen: isinstance(app.screen, screen))
+            if screen is HelpScreen:
+                await pilot.press("escape")
+                await pilot.pause()
+        await pilot.press("f9")
+        options = app.screen.query_one(OptionList)
+        await wheel(pilot, options, down=True)
+        assert isinstance(app.screen, ThemeChooser)
+        await pilot.click(options, offset=(1, 1))
+        await wait_until(pilot, lambda: isinstance(app.screen, DashboardScreen))
+        assert app.theme != "termgen-dark"
