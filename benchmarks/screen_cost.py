@@ -6,7 +6,7 @@ dashboard-4, dashboard-10   the dashboard in the engine's process, at 4 and at 1
 chat                        an answer at 200 tokens/s in the chat
 stalled                     the dashboard at 10 Hz on a terminal that nobody reads
 attached                    `termgen top` at 4 Hz in a process of its own
-memory                      an hour of events of 64 requests through the dashboard's store
+memory                      an hour of steps of 5 ms with 64 requests through the dashboard
 
 The simulated engine is the real one over a device that computes nothing: steps of 1 ms, 64
 requests, 100,000 KV blocks; `--run-ahead-ms 0` keeps two steps in flight. smollm2 is the real model
@@ -59,7 +59,7 @@ STALLED_S = 5.0
 """After so long a terminal that is not read has stopped whoever draws on it."""
 CHAT_STEP_MS = 5.0  # 200 tokens/s
 VOCAB = 2048
-HOUR_STEPS = 3_600_000
+HOUR_STEPS = 720_000  # of 5 ms
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,13 +30,14 @@ from termgen.tui.app import TermgenApp
 from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.screens.dashboard_keys import PAGES
 
-STEPS_PER_FRAME = 1000
+STEP_NS = 5_000_000
+STEPS_PER_FRAME = 200
 LIFE_STEPS = 500
 NUM_BLOCKS = 100_000
 
 
 class EventfulEngine(ScriptedEngine):
-    """Tells of steps of 1 ms that nobody computes."""
+    """Tells of steps that nobody computes."""
 
     def __init__(self, rows: int) -> None:
         super().__init__(0.2)
@@ -68,7 +69,7 @@ class EventfulEngine(ScriptedEngine):
     def _step(self) -> None:
         rows, now = self._rows_running, self.time_ns
         self.num_steps += 1
-        self.time_ns = end = now + 1_000_000
+        self.time_ns = end = now + STEP_NS
         self.bus.publish(
             StepRecord(
                 step_id=self.num_steps,
@@ -165,7 +166,7 @@ async def _hour(num_steps: int, rows: int) -> dict[str, Any]:
             engine.run(STEPS_PER_FRAME)
             screen.action_page(PAGES[frame % len(PAGES)].name)
             await screen.refresh_view()
-            await asyncio.sleep(0)
+            await pilot.pause()
             if frame % max(1, frames // 12) == 0:
                 gc.collect()
                 marks.append((frame, resident_mib()))

@@ -93,6 +93,19 @@ async def test_small_terminals_swap_the_tiles_for_a_line() -> None:
         assert not app.screen.query_one("#numbers").display
 
 
+async def test_a_page_that_is_left_at_once_may_be_told_its_size_late() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        await pilot.press("t")
+        await pilot.pause()
+        app.screen.action_page("overview")
+        app.screen.query_one("#page", Canvas).on_resize()  # which was on its way
+        await pilot.pause()
+        assert app.is_running and "chat-1" in panel(app, "requests")
+
+
 async def test_pause_freezes_the_picture_and_goes_on() -> None:
     app = dashboard_app()
     async with app.run_test(size=(140, 40)) as pilot:

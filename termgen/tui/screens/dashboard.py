@@ -375,6 +375,8 @@ class DashboardScreen(ThemedScreen):
         return requests_panel(self._view, frame, glyphs, selected=marked, first=self._first_row)
 
     def _paint_page(self, width: int, height: int) -> Sequence[Row]:
+        if self._page == "overview":
+            return ()  # it was told its size after another page had taken its place
         sight = Sight(
             view=self._view,
             lanes=self._lanes,
