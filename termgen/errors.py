@@ -87,8 +87,10 @@ class ContextLengthError(RequestError):
 class OverloadedError(RequestError):
     """Too much waits already. The same request may be taken `retry_after_s` later."""
 
-    def __init__(self, message: str, *, code: str, retry_after_s: float) -> None:
-        super().__init__(message, code=code, status=429, type="rate_limit_error")
+    def __init__(
+        self, message: str, *, code: str, retry_after_s: float, param: str | None = None
+    ) -> None:
+        super().__init__(message, param=param, code=code, status=429, type="rate_limit_error")
         self.retry_after_s = retry_after_s
 
 

@@ -1,8 +1,12 @@
 """Other people's clients against the real server with a real model, over a socket.
 
 Each must get the words that a plain request gets. openai-node is tested where Node and its package
-are: `npm install --prefix tests/node`. litellm cannot be installed beside the newest openai, so it
-is tested where TERMGEN_LITELLM_PYTHON names a Python that has it.
+are: `npm install --prefix tests/node`. litellm and instructor cannot be installed beside the newest
+of the others (the one wants an older huggingface-hub, the other an older jiter), so they are tested
+where TERMGEN_CLIENTS_PYTHON names a Python that has them:
+
+    python -m venv .clients && .clients/bin/pip install -r tests/other_clients.txt
+    TERMGEN_CLIENTS_PYTHON=.clients/bin/python python -m pytest tests/test_real_clients.py
 """
 
 from __future__ import annotations
@@ -219,17 +223,52 @@ except litellm.ContextWindowExceededError:
 """
 
 
-def test_litellm(smollm2_url: str, told: str) -> None:
-    python = os.environ.get("TERMGEN_LITELLM_PYTHON")
+INSTRUCTOR = """
+import json, sys, instructor, openai
+from typing import Literal
+from pydantic import BaseModel, Field
+
+class Cat(BaseModel):
+    name: str = Field(max_length=12)
+    colour: Literal["black", "white", "red"]
+    age: int = Field(ge=0, le=30)
+
+url, question = sys.argv[1:]
+ask = dict(model="smollm2", response_model=Cat, max_tokens=90, max_retries=0,
+           messages=[{"role": "user", "content": question}], temperature=1.3, seed=1)
+plain = openai.OpenAI(base_url=url + "/v1", api_key="none")
+told = {}
+for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS_STRICT):
+    client = instructor.from_openai(plain, mode=mode)
+    told[str(mode)] = client.chat.completions.create(**ask).model_dump()
+print(json.dumps(told))
+"""
+
+
+def printed_by_others(program: str, *arguments: str) -> Any:
+    """The last line, JSON, of a program that wants clients which do not go with ours."""
+    python = os.environ.get("TERMGEN_CLIENTS_PYTHON")
     if python is None:
-        pytest.skip("needs TERMGEN_LITELLM_PYTHON, a Python with litellm")
+        pytest.skip("needs TERMGEN_CLIENTS_PYTHON, a Python with tests/other_clients.txt")
     environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
     asked = subprocess.run(
-        [python, "-c", LITELLM, smollm2_url, QUESTION],
+        [python, "-c", program, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
         env=environment,
     )
     assert asked.returncode == 0, asked.stderr
-    assert json.loads(asked.stdout.splitlines()[-1]) == [told] * 6
+    return json.loads(asked.stdout.splitlines()[-1])
+
+
+def test_litellm(smollm2_url: str, told: str) -> None:
+    assert printed_by_others(LITELLM, smollm2_url, QUESTION) == [told] * 6
+
+
+def test_instructor(smollm2_url: str) -> None:
+    """A call by name, and schemas: what comes is what the grammar enforced."""
+    answers = printed_by_others(INSTRUCTOR, smollm2_url, "Invent a cat. Answer as JSON.")
+    assert len(answers) == 3
+    for mode, cat in answers.items():
+        assert cat.keys() == {"name", "colour", "age"} and 0 <= cat["age"] <= 30, mode

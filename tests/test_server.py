@@ -481,7 +481,12 @@ async def test_a_silent_stream_is_pinged_and_only_a_silent_one() -> None:
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/v1/chat/completions", chat_body()), ("/v1/completions", {"prompt": "x"})],
+    [
+        ("/v1/chat/completions", chat_body()),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/messages", chat_body(max_tokens=20)),
+        ("/v1/responses", {"input": "x"}),
+    ],
 )
 async def test_a_request_says_when_its_stream_is_pinged(path: str, body: dict[str, Any]) -> None:
     engine = FakeEngine(script=Script(first_delay_s=1.2))
@@ -492,11 +497,12 @@ async def test_a_request_says_when_its_stream_is_pinged(path: str, body: dict[st
             response = await client.post(path, json={**body, "sse_ping_interval": asked_s})
             assert response.status_code == 200
             assert "x-termgen-ignored" not in response.headers
-            read_events(response.content)
             return response.content
 
     pinged, silent = await asyncio.gather(answered(0, 1), answered(0.05, 0))
-    assert pinged.count(b": ping\n\n") == 1 and b"ping" not in silent
+    ping = b'{"type":"ping"}' if path == "/v1/messages" else b": ping\n\n"
+    assert pinged.count(ping) == 1 and b"ping" not in silent
+    assert len(pinged) > len(silent) > 100
     async with app_client(engine) as client:
         for wrong in (
             {"sse_ping_interval": 0.5},
@@ -507,7 +513,9 @@ async def test_a_request_says_when_its_stream_is_pinged(path: str, body: dict[st
         ):
             response = await client.post(path, json={**body, **wrong})
             assert response.status_code == 400
-            assert response.json()["error"]["param"] == "sse_ping_interval"
+            error = response.json()["error"]
+            assert error["message"].startswith("sse_ping_interval ")
+            assert error.get("param", "sse_ping_interval") == "sse_ping_interval"
 
 
 async def test_pings_bridge_a_long_wait_for_the_first_token() -> None:

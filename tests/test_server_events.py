@@ -225,6 +225,8 @@ async def test_listeners_are_few_and_leave_nothing_behind(
             refused = await client.get("/v1/events")
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "too_many_listeners"
+            assert refused.headers["retry-after"] == "5"
+            assert 'reason="too_many_listeners"} 1.0' in (await client.get("/metrics")).text
         await eventually(lambda: len(rings()) == before)
         async with listening(client):
             assert len(rings()) == before + 1

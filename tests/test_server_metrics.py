@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,6 +292,34 @@ def test_a_pause_is_told() -> None:
         assert value(metrics.render().decode(), "engine_paused") == paused
 
 
+async def test_a_sleep_is_told() -> None:
+    engine = FakeEngine()
+    async with app_client(engine, metrics_compat="vllm") as client:
+        for level, state in ((0, "awake"), (1, "weights_offloaded"), (2, "discard_all")):
+            engine.sleep_level = level
+            text = (await client.get("/metrics")).text
+            for name in ("awake", "weights_offloaded", "discard_all"):
+                told = value(text, "engine_sleep_state", sleep_state=name)
+                assert told == (name == state)
+            assert 'vllm:engine_sleep_state{engine="0",model_name="fake/model-1",' in text
+
+
+def test_every_metric_is_described() -> None:
+    metrics = ServerMetrics("m")
+    metrics.on_grammars(GrammarTimes().totals)
+    page = (Path(__file__).resolve().parents[1] / "docs" / "server.md").read_text(encoding="utf-8")
+    shown = set()
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        name = family.name.removeprefix("termgen_")
+        if not name.endswith("_created"):
+            shown.add(name + "_total" if family.type == "counter" else name)
+    table = page.partition("| metric | |")[2].partition("\n\n")[0]
+    described = set(re.findall(r"`([a-z0-9_]+)(?:\{[a-z_,]+\})?`", table))
+    words = {"schedule", "launch", "wait", "apply", "host", "busy", "idle"}
+    words |= {"queue", "prefill", "decode"}
+    assert shown == described - words
+
+
 def test_labels_are_closed_sets() -> None:
     """No user, key or request id can make new series."""
     metrics = ServerMetrics("m")
@@ -302,6 +332,7 @@ def test_labels_are_closed_sets() -> None:
                 "model",
                 "le",
                 "state",
+                "sleep_state",
                 "phase",
                 "stage",
                 "finished_reason",

@@ -87,7 +87,6 @@ async def test_clients_get_the_structure_they_ask_for(smollm2_gguf: Path) -> Non
             await tools(client)
             await the_result_of_a_call(client)
         await pydantic_ai(url)
-        await instructor_client(url)
 
 
 async def parse_helper(client: openai.AsyncOpenAI) -> None:
@@ -197,17 +196,3 @@ async def pydantic_ai(url: str) -> None:
     agent = Agent(OpenAIChatModel(MODEL, provider=provider), output_type=Cat)
     result = await agent.run("Invent a cat.", model_settings={"seed": 4, "max_tokens": 90})
     assert isinstance(result.output, Cat)
-
-
-async def instructor_client(url: str) -> None:
-    try:
-        import instructor
-    except ImportError:
-        return  # its newest release does not go with the newest of the others
-    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as plain:
-            client = instructor.from_openai(plain, mode=mode)
-            cat = await client.chat.completions.create(
-                model=MODEL, messages=USER, response_model=Cat, max_tokens=90, max_retries=0
-            )
-        assert isinstance(cat, Cat), mode

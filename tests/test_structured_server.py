@@ -1,9 +1,14 @@
-"""Structure over a socket from a random model: streams, n, stops, bad requests among good ones."""
+"""Structure over a socket from a random model: streams, n, stops, bad requests among good ones.
+
+More of the requests that are asked both ways:
+TERMGEN_BOTH_WAYS=200 pytest tests/test_structured_server.py -k equal
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -21,6 +26,8 @@ from termgen.config import EngineConfig
 from termgen.engine import grammar_source
 from termgen.engine.engine import AsyncEngine
 from termgen.engine.structured_outputs import StructuredOutputsParams
+
+NUM_BOTH_WAYS = int(os.environ.get("TERMGEN_BOTH_WAYS", "15"))
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -108,13 +115,15 @@ async def test_streamed_calls_and_json_equal_whole_ones(long_llama_dir: Path) ->
     rng = random.Random(seed)
     async with tiny_server(long_llama_dir) as (client, _):
         bodies: list[dict[str, Any]] = []
-        for i in range(15):
+        for i in range(NUM_BOTH_WAYS):
             body: dict[str, Any] = {
                 "seed": rng.randrange(10**6),
                 "temperature": 1.5,
                 "max_tokens": rng.choice([25, 120, 300]),
                 "n": rng.choice([1, 2]),
             }
+            if i % 3 != 1:
+                body["stop"] = rng.sample(["é", "😀", '",', "th", "ü", "}}"], k=rng.randrange(3))
             if i % 3 < 2:
                 body["tools"] = TOOLS
                 body["tool_choice"] = "required" if i % 3 else "auto"

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from termgen.api.chat import ChatRequest
-from termgen.api.chat_bridge import (
-    parse_as_chat,
-)
+from termgen.api.chat_bridge import parse_as_chat, shared_fields
 from termgen.api.errors import unsupported
 from termgen.api.fields import Check, Fields, check_depth, is_empty, one_of, wrong_type
 from termgen.api.parts import texts_of, unsupported_part
@@ -90,6 +88,7 @@ def parse_messages(
         "stream": body.boolean("stream"),
         **{name: body.take(name) for name in ("temperature", "top_p")},
         "top_k": body.integer("top_k", low=0, high=MAX_INT),
+        **shared_fields(body),
         **_tools(body),
         **_output(body.object("output_config")),
     }

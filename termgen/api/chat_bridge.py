@@ -13,11 +13,23 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from termgen.api.chat import ChatRequest, ChatStream, chat_response, parse_chat
+from termgen.api.fields import Fields
 from termgen.client import TokenDelta
-from termgen.errors import RequestError
+from termgen.errors import OverloadedError, RequestError
+
+SHARED_FIELDS = (
+    *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("allowed_token_ids", "bad_words", "seed", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("structured_outputs", "chat_template_kwargs", "priority", "cache_salt", "sse_ping_interval"),
+)
+"""Fields of a chat that both endpoints take as they are: none changes the shape of an answer."""
 
 _TOOL = re.compile(r"^(tools\[\d+\])\.function")
 """Both endpoints have a tool's fields at its top."""
+
+
+def shared_fields(body: Fields) -> dict[str, Any]:
+    return {name: body.take(name) for name in SHARED_FIELDS}
 
 
 def parse_as_chat(
@@ -50,6 +62,9 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     if "parameters" in names:
         param = param.replace("].parameters", f"].{names['parameters']}")
     message = str(error).replace(error.param, param, 1) if error.param else str(error)
+    if isinstance(error, OverloadedError):
+        after_s = error.retry_after_s
+        return OverloadedError(message, param=param, code=error.code, retry_after_s=after_s)
     return RequestError(
         message, param=param or None, code=error.code, status=error.status, type=error.type
     )

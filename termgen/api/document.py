@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from termgen.api.chat import CHAT_HARMLESS, CHAT_REFUSED
+from termgen.api.chat_bridge import SHARED_FIELDS
 from termgen.api.completions import COMPLETION_REFUSED
 from termgen.api.fields import Check
 from termgen.api.parameters import CHAT, COMPLETIONS, GROUPS, Group, Parameter, described
@@ -64,6 +65,11 @@ def refused() -> str:
     return "\n".join([*lines, ""])
 
 
+def shared() -> str:
+    """What the endpoints that are a chat in other words take by the chat's own names."""
+    return f"{_names(set(SHARED_FIELDS))}.\n"
+
+
 def _names(names: frozenset[str] | set[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
@@ -72,6 +78,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "parameters": parameters,
     "ignored": ignored,
     "refused": refused,
+    "shared": shared,
 }
 
 

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from termgen.api.chat import ChatRequest
-from termgen.api.chat_bridge import (
-    parse_as_chat,
-)
+from termgen.api.chat_bridge import parse_as_chat, shared_fields
 from termgen.api.errors import unsupported
 from termgen.api.fields import Check, Fields, is_empty, one_of, wrong_type
 from termgen.api.parts import arguments_of, texts_of
@@ -85,7 +83,8 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
         "messages": messages,
         "max_tokens": body.integer("max_output_tokens", low=1, high=MAX_INT),
         "stream": body.boolean("stream"),
-        **{name: body.take(name) for name in ("temperature", "top_p")},
+        **{name: body.take(name) for name in ("temperature", "top_p", "top_k", "stop")},
+        **shared_fields(body),
         "reasoning_effort": reasoning.string("effort") if reasoning else None,
         "parallel_tool_calls": body.boolean("parallel_tool_calls", True),
         "tools": [{"type": "function", "function": _function(tool)} for tool in tools] or None,

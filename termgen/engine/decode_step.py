@@ -1,7 +1,8 @@
 """Plans the most common step in a few operations: every running row decodes one token.
 
-The scheduler asks here first and plans any other step itself. What comes of it is the same, plan
-and bookkeeping, which a test compares step by step. Engine thread only.
+Rows under a grammar whose newest token has not landed wait; the others go on without them. The
+scheduler asks here first and plans any other step itself. What comes of it is the same, plan and
+bookkeeping, which a test compares step by step. Engine thread only.
 
 Most such steps go on with the rows of the one before, and nothing but their counts has changed. So
 a look at all rows also tells for how many steps it holds; until then a step is planned without one.
@@ -30,6 +31,10 @@ class DecodeStep:
         self._fence = fence
         self._running: IntArray = table.running
         """The batch that the rest belongs to. Whoever joins or leaves it makes a new array."""
+        self._rows: IntArray = table.running
+        """Those of it that decode: the rows without a grammar."""
+        self._constrained: IntArray = table.running
+        """The others."""
         self._demands: SamplingDemands | None = None
         self._ones = self._zeros = self._epochs = self._running
         self._computed: IntArray = self._running
@@ -43,35 +48,37 @@ class DecodeStep:
 
     def plan(self, step_id: int, released: tuple[int, ...]) -> StepPlan | None:
         """The next step, counted as run; None, and nothing done, where it is not such a step."""
-        table, running = self._table, self._table.running
-        if not len(running) or table.num_constrained:
+        table = self._table
+        if table.running is not self._running:
+            self._begin_batch()
+        rows = self._rows
+        if not len(rows) or self._may_join_constrained():
             return None
         builder = PlanBuilder()
         if (
-            running is not self._running
-            or step_id != self._next_step
+            step_id != self._next_step
             or self._steps_left <= 0
             or self._fence.landed_step >= self._look_at_step
         ):
             if not self._look(builder):
                 return None
-            num_decode_rows = int(np.count_nonzero(self._computed >= table.num_prompt[running]))
+            num_decode_rows = int(np.count_nonzero(self._computed >= table.num_prompt[rows]))
         else:
-            num_decode_rows = len(running)  # each of them was in a step like this before
+            num_decode_rows = len(rows)  # each of them was in a step like this before
         assert self._demands is not None
         num_computed = self._computed
         self._computed = num_computed + 1
         self._steps_left -= 1
         self._next_step = step_id + 1
-        table.num_computed.put(running, self._computed)
-        table.num_pending.put(running, table.num_pending.take(running) + 1)
-        table.last_step.put(running, step_id)
+        table.num_computed.put(rows, self._computed)
+        table.num_pending.put(rows, table.num_pending.take(rows) + 1)
+        table.last_step.put(rows, step_id)
         if self._fence.landed_step >= self._look_at_step:
-            self._publish(running)
+            self._publish(rows)
         return builder.freeze(
             step_id,
             self._demands,
-            slots=running,
+            slots=rows,
             epochs=self._epochs,
             num_tokens=self._ones,
             num_draft_tokens=self._zeros,
@@ -80,38 +87,62 @@ class DecodeStep:
             released=released,
         )
 
+    def follow(self, step_id: int) -> None:
+        """Somebody else has planned this step, because rows under a grammar joined. Where every row
+        known here did, too, what is known goes on to hold."""
+        if self._table.running is not self._running or step_id != self._next_step:
+            return
+        if self._steps_left > 0 and (self._table.last_step.take(self._rows) == step_id).all():
+            self._computed = self._computed + 1
+            self._steps_left -= 1
+            self._next_step = step_id + 1
+
+    def _begin_batch(self) -> None:
+        table, running = self._table, self._table.running
+        self._running, self._demands, self._steps_left = running, None, 0
+        self._rows, self._constrained = running, running[:0]
+        if table.num_constrained:
+            has_grammar = table.has_grammar[running]
+            self._rows, self._constrained = running[~has_grammar], running[has_grammar]
+
+    def _may_join_constrained(self) -> bool:
+        """Whether a row under a grammar could take part: none of its tokens is in flight."""
+        if not len(self._constrained):
+            return False
+        return not self._table.num_pending.take(self._constrained).all()
+
     def _look(self, builder: PlanBuilder) -> bool:
         """See whether every row decodes, and for how many steps; give blocks to those that need
         one for the first of these. False, with nothing done, where they do not."""
-        table, kv, running = self._table, self._kv, self._table.running
-        facts = table.facts.take(running, axis=1)  # [num facts, num_rows]
+        table, kv, rows = self._table, self._kv, self._rows
+        facts = table.facts.take(rows, axis=1)  # [num facts, num_rows]
         num_tokens, num_pending, num_computed, limit, epochs, _ = facts
         known = num_tokens + num_pending
         steps = int(np.minimum.reduce(limit - known))
         if steps <= 0 or np.count_nonzero(known - num_computed != 1):
             return False
-        room = kv.num_blocks.take(running) * kv.block_size - num_computed
+        room = kv.num_blocks.take(rows) * kv.block_size - num_computed
         needy = (room <= 0).nonzero()[0]
         if len(needy) > kv.pool.num_free:
             return False
-        for slot in running[needy].tolist():
+        for slot in rows[needy].tolist():
             builder.add_blocks(slot, int(kv.num_blocks[slot]), [kv.append(slot)])
         room[needy] += kv.block_size
         self._steps_left = min(steps, int(np.minimum.reduce(room)))
         self._computed, self._epochs = num_computed, epochs
         self._look_at_step = self._fence.landed_step if kv.enable_prefix_caching else NEVER
-        if self._demands is None or running is not self._running:
-            self._running, self._demands = running, SamplingDemands.of(table, running)
-            self._ones, self._zeros = np.ones_like(running), np.zeros_like(running)
+        if self._demands is None:
+            self._demands = SamplingDemands.of(table, rows)
+            self._ones, self._zeros = np.ones_like(rows), np.zeros_like(rows)
         return True
 
-    def _publish(self, running: IntArray) -> None:
+    def _publish(self, rows: IntArray) -> None:
         """Make blocks findable whose tokens the host has in full."""
         table, kv = self._table, self._kv
-        landed = np.minimum(self._computed, table.num_tokens.take(running))
-        missing = (kv.num_registered.take(running) + 1) * kv.block_size - landed
+        landed = np.minimum(self._computed, table.num_tokens.take(rows))
+        missing = (kv.num_registered.take(rows) + 1) * kv.block_size - landed
         for row in (missing <= 0).nonzero()[0].tolist():
-            slot = int(running[row])
+            slot = int(rows[row])
             kv.register(slot, int(landed[row]), table.request_at(slot), table.token_ids[slot])
             missing[row] += kv.block_size
         # A landed step adds one token to a row at most.

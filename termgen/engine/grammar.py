@@ -23,7 +23,7 @@ from termgen.engine.grammar_source import LIMITS, brief, needs_trial, source_of,
 from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.engine.token_mask import IntArray
-from termgen.errors import EngineError, RequestError
+from termgen.errors import EngineError, OverloadedError, RequestError
 
 if TYPE_CHECKING:
     from termgen.engine.tokenizer import Tokenizer
@@ -195,13 +195,12 @@ def _key(wanted: StructuredOutputsParams) -> tuple[str, object]:
     return wanted.kind, wanted.value
 
 
-def _too_busy(wanted: StructuredOutputsParams) -> RequestError:
-    return RequestError(
+def _too_busy(wanted: StructuredOutputsParams) -> OverloadedError:
+    return OverloadedError(
         "too many grammars wait to be compiled; try again soon",
         param=wanted.param,
-        code="queue_full",
-        status=429,
-        type="rate_limit_error",
+        code="grammar_queue_full",
+        retry_after_s=1.0,
     )
 
 

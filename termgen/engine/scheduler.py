@@ -132,6 +132,7 @@ class Scheduler:
         if not len(slots):
             self.constraints.rest()
             return None
+        self._decode_step.follow(self._next_step)
         counts = counts.astype(np.int32)
         released = tuple(self._released)
         return self._count_plan(

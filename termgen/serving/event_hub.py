@@ -15,12 +15,14 @@ from dataclasses import dataclass
 
 from termgen.client import EngineClient
 from termgen.engine.events import EngineEvent, EventRing
-from termgen.errors import RequestError
+from termgen.errors import OverloadedError
 
 HISTORY = 16_384
 """Events kept: half a minute of a busy GPU, hours of an idle one."""
 
 MAX_LISTENERS = 8
+RETRY_AFTER_S = 5.0
+"""Listeners stay long: nobody knows when one goes."""
 
 LINGER_S = 60.0
 """How long events are kept for listeners who lost their connection."""
@@ -56,13 +58,15 @@ class EventHub:
         """Set when the server is about to stop."""
 
     def join(self, last_seen: tuple[str, int] | None) -> tuple[Listener, bool]:
-        """A listener, and whether it goes on behind the event it saw last. Raises RequestError."""
+        """A listener, and whether it goes on behind the event it saw last.
+
+        Raises OverloadedError.
+        """
         if len(self._listeners) >= MAX_LISTENERS:
-            raise RequestError(
+            raise OverloadedError(
                 f"{MAX_LISTENERS} clients listen already; close one of them",
                 code="too_many_listeners",
-                status=429,
-                type="rate_limit_error",
+                retry_after_s=RETRY_AFTER_S,
             )
         if self._linger is not None:
             self._linger.cancel()

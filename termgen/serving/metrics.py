@@ -30,6 +30,8 @@ STEP_BUCKETS = (
     *(0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02),
     *(0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5),
 )
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""By sleep level, in vLLM's words."""
 STEP_TOKEN_BUCKETS = tuple(float(2**i) for i in range(15))  # 1 .. 16384
 
 
@@ -104,6 +106,13 @@ class ServerMetrics:
         self.num_running = self._gauge("num_requests_running", "Requests in the batch")
         self.num_waiting = self._gauge("num_requests_waiting", "Requests in the queue")
         self.paused = self._gauge("engine_paused", "1 while the engine is paused, else 0")
+        self._sleep = Gauge(
+            "termgen_engine_sleep_state",
+            "1 for the state the engine is in: awake, or asleep at level 1 or 2",
+            ["model", "sleep_state"],
+            registry=self._registry,
+        )
+        self.on_sleep_level(0)
         self.run_ahead = self._gauge(
             "engine_run_ahead_seconds", "Most work that is queued while nobody waits"
         )
@@ -276,6 +285,10 @@ class ServerMetrics:
         recorded = snapshot.num_graphs_recorded
         self._graphs.labels(self._model, "recorded").set(recorded)
         self._graphs.labels(self._model, "waiting").set(snapshot.num_graphs - recorded)
+
+    def on_sleep_level(self, level: int) -> None:
+        for i, state in enumerate(SLEEP_STATES):
+            self._sleep.labels(self._model, state).set(i == level)
 
     def _on_heartbeat(self, time_ns: int) -> None:
         self.heartbeat.set(time.time() - (time.perf_counter_ns() - time_ns) / 1e9)

@@ -140,6 +140,7 @@ class ServerState:
         if self.engine is None or self.metrics is None:
             return b""
         self.drain_events()
+        self.metrics.on_sleep_level(self.engine.sleep_level)
         try:
             async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
                 self.metrics.on_snapshot(await self.engine.snapshot())

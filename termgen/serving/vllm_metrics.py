@@ -25,7 +25,7 @@ SAME_NAMES = frozenset(
         *("request_prefill_time_seconds", "request_decode_time_seconds"),
         *("request_prompt_tokens", "request_generation_tokens"),
         *("request_prefill_kv_computed_tokens", "request_params_n", "request_params_max_tokens"),
-        "cache_config_info",
+        *("cache_config_info", "engine_sleep_state"),
     }
 )
 """`termgen_NAME` is `vllm:NAME`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ def asked(endpoint: str) -> set[str]:
 def test_the_page_is_what_the_code_would_write() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == rewritten(page), "run `python -m termgen.api.document docs/api.md`"
-    assert page.count("<!-- generated: ") == 3 and "| `temperature` |" in page
+    assert page.count("<!-- generated: ") == 4 and "| `temperature` |" in page
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
@@ -54,3 +56,27 @@ def test_names_are_described_once_and_fit_a_table() -> None:
     for group in GROUPS:
         for p in group.parameters:
             assert not any("|" in text or "\n" in text for text in (p.values, p.meaning, p.default))
+
+
+def codes_in_the_code() -> set[str]:
+    """The slugs that are given to errors, by name or as the first argument of their makers."""
+    codes = {"invalid_value", "method_not_allowed"}
+    makers = {"unavailable", "_refusal"}
+    package = PAGE.parents[1] / "termgen"
+    for path in (*package.glob("api/*.py"), *package.glob("serving/*.py"), package / "errors.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            given = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            given += node.args[:1] if name in makers else []
+            codes |= {str(v.value) for v in given if isinstance(v, ast.Constant) and v.value}
+    return codes
+
+
+def test_every_code_of_an_error_is_described_and_no_other() -> None:
+    errors = PAGE.read_text(encoding="utf-8").partition("## Errors")[2].partition("## Examples")[0]
+    rows = re.findall(r"^\| \d{3} \| (.*?) \|", errors, re.MULTILINE)
+    described = {code for row in rows for code in re.findall(r"`(\w+)`", row)}
+    codes = codes_in_the_code() | {"invalid_schema", "grammar_queue_full"}
+    assert codes == described

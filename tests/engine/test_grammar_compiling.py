@@ -22,7 +22,7 @@ from termgen.engine.input_processor import InputProcessor
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.structured_outputs import MAX_GBNF_BYTES, StructuredOutputsParams
 from termgen.engine.tokenizer import Tokenizer, load_tokenizer
-from termgen.errors import ContextLengthError, RequestError
+from termgen.errors import ContextLengthError, OverloadedError, RequestError
 
 VOCAB = 600
 ENDLESS: dict[str, Any] = {
@@ -124,9 +124,10 @@ def test_a_slow_compilation_holds_up_only_who_waits_for_it(
     monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 20)
     compiler.compile(StructuredOutputsParams(regex="quick"))
     compiler.submit(StructuredOutputsParams(regex="slow2"))
-    with pytest.raises(RequestError, match="too many grammars wait") as refusal:
-        compiler.compile(StructuredOutputsParams(regex="other"))
-    assert refusal.value.status == 429
+    with pytest.raises(OverloadedError, match="too many grammars wait") as refusal:
+        compiler.compile(StructuredOutputsParams(regex="other", param="tools"))
+    assert (refusal.value.status, refusal.value.code) == (429, "grammar_queue_full")
+    assert refusal.value.param == "tools" and refusal.value.retry_after_s > 0
 
 
 def test_a_grammar_that_took_too_long_is_not_waited_for_again(

@@ -1,0 +1,143 @@
+"""Every field of /v1/messages and /v1/responses: taken, or an error that names it as sent."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from termgen.api import anthropic_input, responses_input
+from termgen.api.chat_bridge import SHARED_FIELDS, renamed
+from termgen.api.errors import reply_for
+from termgen.engine.tool_format import ToolFormat
+from termgen.errors import OverloadedError, RequestError
+
+CONTEXT: dict[str, Any] = {
+    "model": "m",
+    "defaults": {},
+    "tool_format": ToolFormat(knows_tools=True),
+}
+PARSERS: dict[str, Any] = {
+    "messages": anthropic_input.parse_messages,
+    "responses": responses_input.parse_responses,
+}
+BODIES: dict[str, dict[str, Any]] = {
+    "messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]},
+    "responses": {"input": "x"},
+}
+OWN = {
+    "messages": (anthropic_input.HARMLESS, anthropic_input.REFUSED),
+    "responses": (responses_input.HARMLESS, responses_input.REFUSED),
+}
+
+
+def asked_names(endpoint: str) -> list[str]:
+    """The fields that a parser asks for, and those that its tables name."""
+    asked: set[str] = set()
+
+    class Watched(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            asked.add(name)
+            return super().get(name, default)
+
+    PARSERS[endpoint](Watched(BODIES[endpoint]), **CONTEXT)
+    harmless, refused = OWN[endpoint]
+    return sorted({*asked, *harmless, *refused} - {"model"})
+
+
+NAMES = {endpoint: asked_names(endpoint) for endpoint in PARSERS}
+OTHERS: dict[str, tuple[str, ...]] = {
+    "min_tokens": ("max_tokens", "max_output_tokens"),
+    "stream": ("sse_ping_interval",),
+}
+"""Fields that a wrong value of another is told of: the two do not go together."""
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 140)
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=9)
+    | st.sampled_from(["x" * 300, "\x00", "1", "none", "auto", "function", "json_schema"])
+)
+keys = st.text(max_size=6) | st.sampled_from(["type", "role", "content", "name", "text", "schema"])
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize("endpoint", list(PARSERS))
+@given(data=st.data())
+@settings(max_examples=300, deadline=None, print_blob=True)
+def test_one_odd_field_is_taken_or_named(endpoint: str, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(NAMES[endpoint]))
+    value = data.draw(values)
+    body = json.loads(json.dumps({**BODIES[endpoint], name: value}))
+    try:
+        PARSERS[endpoint](body, **CONTEXT)
+    except RequestError as error:
+        reply = reply_for(error)
+        assert reply.status == 400
+        named = (error.param or "").split(".")[0].split("[")[0]
+        assert named in {name, *OTHERS.get(name, ())}, (error, error.param)
+        message = reply.body["error"]["message"]
+        assert message and "\n" not in message and len(message) < 500
+
+
+SHARED: dict[str, Any] = {
+    "min_p": 0.25,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {"7": 3},
+    "allowed_token_ids": [5, 7],
+    "bad_words": ["never"],
+    "seed": 11,
+    "min_tokens": 2,
+    "ignore_eos": True,
+    "stop_token_ids": [3],
+    "structured_outputs": {"regex": "a+"},
+    "chat_template_kwargs": {"enable_thinking": False},
+    "priority": 4,
+    "cache_salt": "mine",
+    "sse_ping_interval": 30,
+}
+
+
+@pytest.mark.parametrize("endpoint", list(PARSERS))
+def test_fields_of_chats_mean_the_same_here(endpoint: str) -> None:
+    assert SHARED.keys() == set(SHARED_FIELDS)
+    request = PARSERS[endpoint]({**BODIES[endpoint], "stream": True, **SHARED}, **CONTEXT)
+    assert request.ignored == ()
+    job, params = request.chat.job, request.chat.job.params
+    for name in ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"):
+        assert getattr(params, name) == SHARED[name]
+    assert params.bias_pairs == ((7, 3.0),) and params.allowed_token_ids == (5, 7)
+    assert (params.bad_words, params.stop_token_ids) == (("never",), (3,))
+    assert (params.min_tokens, params.ignore_eos) == (2, True)
+    assert params.structured_outputs.regex == "a+"
+    assert job.prompt.template_kwargs["enable_thinking"] is False
+    assert (job.priority, job.cache_salt) == (4, "mine")
+    assert request.chat.options.ping_interval_s == 30.0
+
+
+def test_an_error_with_a_time_to_wait_keeps_it_under_its_other_name() -> None:
+    names = responses_input.NAMES
+    error = OverloadedError(
+        "response_format: wait", code="grammar_queue_full", retry_after_s=2, param="response_format"
+    )
+    again = renamed(error, names)
+    assert (str(again), again.param) == ("text.format: wait", "text.format")
+    assert reply_for(again).headers["retry-after"] == "2"
+
+
+def test_responses_take_stop_and_top_k_too() -> None:
+    body = {**BODIES["responses"], "stop": ["x"], "top_k": 3}
+    params = responses_input.parse_responses(body, **CONTEXT).chat.job.params
+    assert (params.stop, params.top_k) == (("x",), 3)
