@@ -2,6 +2,7 @@
 
     python docs/make_pictures.py            # all of them
     python docs/make_pictures.py themes     # those of docs/themes.md
+    python docs/make_pictures.py bench      # those of docs/bench.md
 
 Asks the chat a question, then puts a mixed load on the same engine and opens the dashboard.
 """
@@ -9,14 +10,20 @@ Asks the chat a question, then puts a mixed load on the same engine and opens th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from termgen.bench.serve_options import ServeOptions
+from termgen.bench_command import Subject
+from termgen.bench_watch import BenchWatch, measure_serve
 from termgen.client import ChatPrompt
 from termgen.config import EngineConfig, UIConfig
 from termgen.engine.engine import AsyncEngine
 from termgen.engine.sampling_params import SamplingParams
 from termgen.tui.app import TermgenApp
+from termgen.tui.bench_app import BenchApp
 from termgen.tui.themes import shipped_folder
 
 FOLDER = Path(__file__).parent / "images"
@@ -110,7 +117,41 @@ async def wait_until_idle(engine: AsyncEngine, pilot) -> None:  # type: ignore[n
         await pilot.pause(0.2)
 
 
+async def bench() -> None:
+    """A load test of a server of its own: in the middle of it, and its report."""
+    with TemporaryDirectory() as folder:
+        options = ServeOptions(
+            num_prompts=40,
+            request_rate=2.5,
+            random_input_len=60,
+            random_output_len=24,
+            goodput=("ttft:800", "tpot:200"),
+            watch=True,
+            output_html=str(Path(folder) / "run.html"),
+        )
+        watch = BenchWatch(options, Subject(None, (), None, 0), hz=4.0)
+        async with contextlib.AsyncExitStack() as stack:
+            app = BenchApp(
+                watch.view,
+                begin=lambda: watch.begin(stack, measure_serve),
+                stop=watch.stop,
+                open_feed=watch.open_feed,
+                ui=UIConfig(),
+            )
+            async with app.run_test(size=(120, 36)) as pilot:
+                while watch.view().num_done < 20:
+                    await pilot.pause(0.2)
+                app.save_screenshot(str(FOLDER / "bench.svg"))
+                while not watch.view().is_over:
+                    await pilot.pause(0.2)
+                await pilot.pause(1.0)
+                await pilot.press("pagedown", "pagedown")
+                await pilot.pause(0.5)
+                app.save_screenshot(str(FOLDER / "bench-report.svg"))
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] != ["themes"]:
-        asyncio.run(main())
-    asyncio.run(themes())
+    chosen = sys.argv[1:] or ["main", "themes", "bench"]
+    for name, make in (("main", main), ("themes", themes), ("bench", bench)):
+        if name in chosen:
+            asyncio.run(make())

@@ -26,7 +26,7 @@ from termgen.bench.serve import ServeBench, ServeRun, document, file_name
 from termgen.bench.serve_options import ServeOptions
 from termgen.bench.server_api import ServerApi
 from termgen.bench.sweep_options import SweepOptions
-from termgen.config import EngineConfig
+from termgen.config import EngineConfig, UIConfig
 from termgen.errors import ConfigError
 from termgen.exit_codes import OK, REGRESSION
 from termgen.settings import SettingLayers, flag_of
@@ -50,6 +50,10 @@ def run_serve(args: argparse.Namespace, layers: SettingLayers) -> int:
     options = layers.resolve(ServeOptions)
     subject = find_subject(args, layers, options)
     check_files(options)
+    if options.watch:
+        from termgen.bench_watch import watch_serve
+
+        return watch_serve(options, subject, layers.resolve(UIConfig))
     return asyncio.run(_serve(options, subject))
 
 
@@ -57,6 +61,10 @@ def run_sweep(args: argparse.Namespace, layers: SettingLayers) -> int:
     options = layers.resolve(SweepOptions)
     subject = find_subject(args, layers, options)
     check_files(options)
+    if options.watch:
+        from termgen.bench_watch import watch_sweep
+
+        return watch_sweep(options, subject, layers.resolve(UIConfig))
     return asyncio.run(_sweep(options, subject))
 
 
@@ -114,26 +122,42 @@ def check_files(options: ServeOptions) -> None:
     if options.result_filename is not None:
         path = str(Path(options.result_dir or "") / options.result_filename)
         report.check_writable(path, name="result_filename")
-    elif options.saves:
+    elif options.saves or (options.watch and options.output_html is None):
         report.check_writable(str(Path(options.result_dir or "") / "x"), name="result_dir")
     report.check_writable(options.output_html, name="output_html")
 
 
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A server that answers."""
+
+    bench: ServeBench
+    url: str
+    admin_key: str | None
+    """Of a server that was started; of another one nobody knows it but who watches."""
+
+
+def say(line: str) -> None:
+    print(f"termgen: {line}", file=sys.stderr)
+
+
 @contextlib.asynccontextmanager
-async def connected(subject: Subject, options: ServeOptions) -> AsyncGenerator[ServeBench, None]:
-    """A `ServeBench` on the server, which is started first if there is none."""
+async def connected(
+    subject: Subject, options: ServeOptions, say: Callable[[str], object] = say
+) -> AsyncGenerator[Connection, None]:
+    """The server, which is started first if there is none. `say` is told of its start."""
     with contextlib.ExitStack() as stack:
         url, key, check = subject.url, os.environ.get(API_KEY_VARIABLE), None
         server: OwnServer | None = None
         if url is None:
-            print("termgen: starting a server", file=sys.stderr)
+            say("starting a server")
             server = stack.enter_context(own_server(subject.engine_flags))
             url, key, check = server.url, server.api_key, server.check
         async with ServerApi(url, api_key=key) as api:
             bench = await ServeBench.connect(api, options, asked_model=subject.model, check=check)
             for line in server.start_lines() if server is not None else ():
-                print(f"termgen: {line.partition(' ')[2]}", file=sys.stderr)
-            yield bench
+                say(line.partition(" ")[2])
+            yield Connection(bench, url, server.admin_key if server is not None else None)
 
 
 def progress_bar(options: ServeOptions, title: str) -> tuple[Any, Callable[[dict[str, Any]], None]]:
@@ -149,57 +173,82 @@ def progress_bar(options: ServeOptions, title: str) -> tuple[Any, Callable[[dict
 
 
 async def _serve(options: ServeOptions, subject: Subject) -> int:
-    async with connected(subject, options) as bench:
+    async with connected(subject, options) as server:
         bar, show = progress_bar(options, "serve")
         with bar:
-            measured = await bench.run(options, seed=subject.seed, on_progress=show)
-    print(serve_report.summary(measured))
-    for warning in measured.warnings():
-        print(f"termgen: warning: {warning}", file=sys.stderr)
-    save(measured, subject)
+            measured = await server.bench.run(options, seed=subject.seed, on_progress=show)
+    tell_serve(measured)
+    for line in save_serve(measured, subject):
+        say(line)
     return OK
 
 
 async def _sweep(options: SweepOptions, subject: Subject) -> int:
-    async with connected(subject, options) as bench:
+    async with connected(subject, options) as server:
 
         async def run_step(step: ServeOptions, seed: int) -> ServeRun:
-            clients = f"{step.max_concurrency} clients"
-            title = clients if options.sweep_over == "concurrency" else f"{step.request_rate:g}/s"
-            bar, show = progress_bar(step, title)
+            bar, show = progress_bar(step, step_title(options, step))
             with bar:
-                return await bench.run(step, seed=seed, on_progress=show)
+                return await server.bench.run(step, seed=seed, on_progress=show)
 
         result = await sweep.run_sweep(options, run_step, seed=subject.seed)
-    print(sweep.summary(result))
-    for step in result.steps:
-        for warning in step.run.warnings():
-            print(f"termgen: warning: at {step.load:g}: {warning}", file=sys.stderr)
-    flags = list(subject.engine_flags) if subject.url is None else None
-    content = sweep.document(result, result.steps[0].run, flags)
-    name = f"sweep-{file_name(result.steps[0].run)}"
-    _write_result(options, content, name)
-    if options.output_html is not None:
-        _write_page(options.output_html, html_report.sweep_page(result))
+    tell_sweep(result)
+    for line in save_sweep(result, subject):
+        say(line)
     return OK
 
 
-def save(measured: ServeRun, subject: Subject) -> None:
+def step_title(options: SweepOptions, step: ServeOptions) -> str:
+    if options.sweep_over == "concurrency":
+        return f"{step.max_concurrency} clients"
+    return f"{step.request_rate:g}/s"
+
+
+def tell_serve(measured: ServeRun) -> None:
+    print(serve_report.summary(measured))
+    for warning in measured.warnings():
+        say(f"warning: {warning}")
+
+
+def tell_sweep(result: sweep.SweepResult) -> None:
+    print(sweep.summary(result))
+    for step in result.steps:
+        for warning in step.run.warnings():
+            say(f"warning: at {step.load:g}: {warning}")
+
+
+def save_serve(measured: ServeRun, subject: Subject) -> list[str]:
+    """Write what the options ask for; one line for each file."""
     options = measured.result.options
     flags = list(subject.engine_flags) if subject.url is None else None
-    _write_result(options, document(measured, flags), file_name(measured))
-    if options.output_html is not None:
-        _write_page(options.output_html, html_report.serve_page(measured))
+    name = file_name(measured)
+    said = _write_result(options, document(measured, flags), name)
+    return said + _write_page(options, lambda: html_report.serve_page(measured), name)
 
 
-def _write_result(options: ServeOptions, content: dict[str, Any], default_name: str) -> None:
-    if options.saves:
-        name = options.result_filename or default_name
+def save_sweep(result: sweep.SweepResult, subject: Subject) -> list[str]:
+    flags = list(subject.engine_flags) if subject.url is None else None
+    content = sweep.document(result, result.steps[0].run, flags)
+    name = f"sweep-{file_name(result.steps[0].run)}"
+    said = _write_result(result.options, content, name)
+    return said + _write_page(result.options, lambda: html_report.sweep_page(result), name)
+
+
+def _write_result(options: ServeOptions, content: dict[str, Any], default_name: str) -> list[str]:
+    if not options.saves:
+        return []
+    path = str(Path(options.result_dir or "") / (options.result_filename or default_name))
+    report.write(path, content, name="result_filename")
+    return [f"result written to {path}"]
+
+
+def _write_page(options: ServeOptions, page: Callable[[], str], json_name: str) -> list[str]:
+    """Who watches always gets one, beside the JSON file and named like it unless told."""
+    path = options.output_html
+    if path is None and options.watch:
+        name = Path(options.result_filename or json_name).with_suffix(".html")
         path = str(Path(options.result_dir or "") / name)
-        report.write(path, content, name="result_filename")
-        print(f"termgen: result written to {path}", file=sys.stderr)
-
-
-def _write_page(path: str, page: str) -> None:
-    report.write_text(path, page, name="output_html")
-    print(f"termgen: report written to {path}", file=sys.stderr)
+    if path is None:
+        return []
+    report.write_text(path, page(), name="output_html")
+    return [f"report written to {path}"]

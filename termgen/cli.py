@@ -368,8 +368,10 @@ def bench_command(args: argparse.Namespace) -> int:
 def load_test_command(args: argparse.Namespace) -> int:
     from termgen import bench_command
 
-    run = bench_command.run_serve if args.bench == "serve" else bench_command.run_sweep
-    return run(args, _layers(args))
+    is_serve, layers = args.bench == "serve", _layers(args)
+    if (layers.resolve(ServeOptions) if is_serve else layers.resolve(SweepOptions)).watch:
+        _need_terminal(f"termgen bench {args.bench} --watch", "leave --watch out in scripts")
+    return (bench_command.run_serve if is_serve else bench_command.run_sweep)(args, layers)
 
 
 def compare_command(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ def make_run(
     num_tokens: int = 5,
     apart_s: float = 0.1,
     num_failed: int = 0,
+    num_cut_off: int = 0,
 ) -> ServeRun:
     """One request for each of `first_s`, its time to first token."""
     answers: list[dict[str, Any]] = []
@@ -39,5 +40,6 @@ def make_run(
             }
         )
     measured = {"answers": answers, "lateness_s": [], "lag_s": [], "cpu_share": 0.1}
+    answers += [{}] * num_cut_off
     result = make_result(options, measured, [7] * len(answers))
     return ServeRun(result, ServedModel("m", "termgen", 99), "http://h:1", 0, True, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,36 @@ def _differences(run: ServeRun, seen: list[Seen]) -> list[float]:
     found = run.result.statistics()
     pairs = (("ttft", first), ("itl", gaps), ("e2el", whole))
     return [abs(found[f"mean_{name}_ms"] / 1e3 / value - 1) for name, value in pairs]
+
+
+async def test_every_request_agrees_with_the_servers_own_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One after the other, so that the lines of the log are those of the bench in order."""
+    caplog.set_level("INFO")
+    shape = SHAPE | {
+        "random_range_ratio": 0.6,
+        "max_concurrency": 1,
+        "num_warmups": 0,
+        "num_prompts": 4,
+    }
+    async with serving(FakeEngine(script=paced), log_requests=True) as server:
+        run = await measure(server.url, **shape)
+    line = re.compile(
+        r"/v1/completions: (\d+) prompt tokens .* (\d+) tokens, .*"
+        r"first token ([\d.]+) ms, all ([\d.]+) ms"
+    )
+    logged = [found for r in caplog.records if (found := line.search(r.getMessage()))]
+    times = run.result.times
+    assert len(logged) == len(times) == 4
+    assert len({t.num_output_tokens for t in times}) > 1, "or the order would not be seen"
+    for found, ours in zip(logged, times, strict=True):
+        assert int(found[1]) == ours.num_input_tokens
+        assert int(found[2]) == ours.num_output_tokens
+    # the server's clocks start later and stop sooner, so its times are shorter: by little
+    for group, values in ((3, [t.ttft_s for t in times]), (4, [t.latency_s for t in times])):
+        theirs, ours_ms = sum(float(found[group]) for found in logged), sum(values) * 1e3
+        assert 0 <= ours_ms - theirs < 0.25 * ours_ms
 
 
 async def test_requests_are_what_the_dataset_says() -> None:

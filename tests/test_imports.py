@@ -67,6 +67,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "progress",
         "launch",
         "bench_command",
+        "bench_watch",
         "generate",
         "generate_format",
         "models_command",

@@ -205,6 +205,39 @@ def test_a_chat_that_was_killed_goes_on(
     assert "no chat is called 'something else'" in screen.shown
 
 
+def test_a_bench_is_watched_stopped_and_reported(
+    terminal: Callable[..., Terminal], tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    """Its own server, the engine of that, ctrl+c in the middle, the report, and the files."""
+
+    def plain(shown: str) -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+
+    load = ("--num-prompts", "900", "--request-rate", "8", "--num-warmups", "1")
+    lengths = ("--random-input-len", "8", "--random-output-len", "4")
+    files = ("--result-dir", str(tmp_path), "--save-result")
+    engine = ("--model", str(tiny_llama_dir), *ENGINE)
+    screen = terminal("bench", "serve", "--watch", *load, *lengths, *files, *engine)
+    screen.wait_for(lambda shown: "measuring" in plain(shown) and "answers/s" in plain(shown))
+    screen.send("2")
+    screen.wait_for(lambda shown: "KV blocks" in plain(shown))
+    screen.send("1")
+    time.sleep(1.0)  # a few answers more
+    screen.send("\x03")
+    screen.wait_for(lambda shown: "report written to" in plain(shown))
+    screen.send("q")
+    assert screen.wait() == 0
+    after = screen.shown.rpartition("\x1b[?1049l")[2]
+    assert "termgen bench serve" in after and "stopped early: " in after, after
+    assert "Traceback" not in screen.shown
+    (result,), (page,) = tmp_path.glob("*.json"), tmp_path.glob("*.html")
+    read = json.loads(result.read_text())
+    assert read["completed"] > 0 and read["failed"] == 0
+    assert read["completed"] + read["cut_off"] == 900
+    assert read["total_output_tokens"] == 4 * read["completed"]
+    assert "<svg" in page.read_text() and page.stem == result.stem
+
+
 def test_serve_with_its_dashboard(terminal: Callable[..., Terminal], tiny_llama_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

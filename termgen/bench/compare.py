@@ -41,7 +41,7 @@ ALIKE = (
 """What two files should have in common, beside the options and the machine."""
 OPTIONS_ASIDE = frozenset(
     {"label", "save_result", "save_detailed", "result_dir", "result_filename", "output_html"}
-    | {"output_json", "disable_tqdm", "base_url", "host", "port", *ALIKE}
+    | {"output_json", "disable_tqdm", "watch", "base_url", "host", "port", *ALIKE}
 )
 
 

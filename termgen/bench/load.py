@@ -3,7 +3,8 @@
 Run as `python -m termgen.bench.load`: one JSON object on standard input says what to send, lines on
 standard output tell of the progress, and the last one has everything that was measured. Nothing of
 the engine, no numpy: it starts in a moment, and no other thread takes its time. It watches itself
-too: how late it sends, how late its event loop wakes, and how much of a core it takes.
+too: how late it sends, how late its event loop wakes, and how much of a core it takes. SIGTERM ends
+the run early: what has been answered by then is told all the same.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from termgen.bench.answer_watch import AnswerWatch
 from termgen.bench.stream_client import Answer, Connector, Target
 
 REPORT_S = 0.25
@@ -40,6 +42,8 @@ class LoadPlan:
     max_concurrency: int | None
     timeout_s: float
     keeps_texts: bool = False
+    is_watched: bool = False
+    """Tell of times as well while the run goes on."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -60,6 +64,8 @@ class _Run:
     connector: Connector
     began: float
     answers: list[dict[str, Any]]
+    """Empty where there is none."""
+    watch: AnswerWatch | None
     lateness: list[float] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
     num_running: int = 0
@@ -68,25 +74,26 @@ class _Run:
     num_chunks: int = 0
 
 
-async def run_load(plan: LoadPlan) -> dict[str, Any]:
-    """Send everything, wait for every answer, return what was measured."""
+async def run_load(plan: LoadPlan, stop: asyncio.Event | None = None) -> dict[str, Any]:
+    """Send everything, wait for every answer, return what was measured. `stop` ends it early: what
+    has no answer by then is empty in `answers`."""
     encoded = [json.dumps(body).encode() for body in plan.bodies]
     connector = await Connector.find(plan.target)
-    run = _Run(plan, connector, time.perf_counter() + LEAD_S, [{} for _ in plan.bodies])
-    seats = asyncio.Semaphore(plan.max_concurrency or len(plan.bodies))
+    watch = AnswerWatch() if plan.is_watched else None
+    answers: list[dict[str, Any]] = [{} for _ in plan.bodies]
+    run = _Run(plan, connector, time.perf_counter() + LEAD_S, answers, watch)
     cpu, wall = time.process_time(), time.perf_counter()
     helpers = [asyncio.create_task(_watch(run)), asyncio.create_task(_report(run))]
-    tasks = []
-    for index, (body, due) in enumerate(zip(encoded, plan.due_s, strict=True)):
-        wait = run.began + due - time.perf_counter()
-        # even when late, the loop must get to read what arrived
-        await asyncio.sleep(max(0.0, wait))
-        if due > 0:
-            run.lateness.append(time.perf_counter() - run.began - due)
-        tasks.append(asyncio.create_task(_one(run, index, body, seats)))
-    await asyncio.gather(*tasks)
+    sending = asyncio.create_task(_send(run, encoded))
+    helpers.append(asyncio.create_task(_cancel_at(stop or asyncio.Event(), sending)))
+    try:
+        await sending
+    except asyncio.CancelledError:
+        if stop is None or not stop.is_set():
+            raise
     for helper in helpers:
         helper.cancel()
+    await _tell_progress(run)
     return {
         "answers": run.answers,
         "lateness_s": run.lateness,
@@ -95,14 +102,36 @@ async def run_load(plan: LoadPlan) -> dict[str, Any]:
     }
 
 
+async def _send(run: _Run, encoded: list[bytes]) -> None:
+    seats = asyncio.Semaphore(run.plan.max_concurrency or len(encoded))
+    async with asyncio.TaskGroup() as group:
+        for index, (body, due) in enumerate(zip(encoded, run.plan.due_s, strict=True)):
+            wait = run.began + due - time.perf_counter()
+            # even when late, the loop must get to read what arrived
+            await asyncio.sleep(max(0.0, wait))
+            if due > 0:
+                run.lateness.append(time.perf_counter() - run.began - due)
+            group.create_task(_one(run, index, body, seats))
+
+
+async def _cancel_at(stop: asyncio.Event, sending: asyncio.Task[None]) -> None:
+    await stop.wait()
+    sending.cancel()
+
+
 async def _one(run: _Run, index: int, body: bytes, seats: asyncio.Semaphore) -> None:
+    answer = Answer()
     async with seats:
         run.num_running += 1
-        answer = await run.connector.ask(body, timeout_s=run.plan.timeout_s)
+        if run.watch is not None:
+            run.watch.begin(index, answer)
+        await run.connector.ask(body, timeout_s=run.plan.timeout_s, answer=answer)
         run.num_running -= 1
     run.num_done += 1
     run.num_failed += answer.error is not None
     run.num_chunks += answer.num_chunks
+    if run.watch is not None:
+        run.watch.end(index)
     run.answers[index] = _as_json(answer, run.began, keeps_text=run.plan.keeps_texts)
 
 
@@ -133,10 +162,20 @@ async def _watch(run: _Run) -> None:
 async def _report(run: _Run) -> None:
     while True:
         await asyncio.sleep(REPORT_S)
-        _tell(
-            {"done": run.num_done, "failed": run.num_failed, "running": run.num_running}
-            | {"chunks": run.num_chunks}
-        )
+        await _tell_progress(run)
+
+
+async def _tell_progress(run: _Run) -> None:
+    told: dict[str, Any] = {
+        "done": run.num_done,
+        "failed": run.num_failed,
+        "running": run.num_running,
+        "chunks": run.num_chunks,
+    }
+    if run.watch is not None:
+        told["at_s"] = time.perf_counter() - run.began
+        told |= await run.watch.take()
+    _tell(told)
 
 
 def _tell(value: dict[str, Any]) -> None:
@@ -150,13 +189,20 @@ def _allow_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+async def _run_until_signal(plan: LoadPlan) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    measured = await run_load(plan, stop)
+    _tell({"result": measured})  # in the loop: outside the signal would end the process
+
+
 def main() -> None:
     _allow_connections()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     plan = LoadPlan.from_json(sys.stdin.readline())
     gc.freeze()
     with contextlib.suppress(BrokenPipeError):
-        _tell({"result": asyncio.run(run_load(plan))})
+        asyncio.run(_run_until_signal(plan))
         return
     os._exit(1)
 

@@ -29,6 +29,8 @@ OTHERS_KEYS = ("TERMGEN_API_KEY", "TERMGEN_ADMIN_KEY", "TERMGEN_API_KEY_FILE")
 class OwnServer:
     url: str
     api_key: str
+    admin_key: str
+    """For who watches its engine."""
     process: subprocess.Popen[bytes]
     log: Path
 
@@ -49,18 +51,18 @@ class OwnServer:
 def own_server(flags: Sequence[str]) -> Generator[OwnServer, None, None]:
     """`flags` of `termgen serve`, beside those that say where it listens. Loading takes a while:
     wait for it with `ServerApi.wait_ready`."""
-    port, key = _free_port(), secrets.token_urlsafe(16)
+    port, key, admin_key = _free_port(), secrets.token_urlsafe(16), secrets.token_urlsafe(16)
     address = ("--host", HOST, "--port", str(port), "--drain-timeout", "0", "--max-queue", "0")
     with tempfile.NamedTemporaryFile(prefix="termgen-bench-", suffix=".log") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "termgen", "serve", *address, *flags],
-            env=_environment(os.environ, key),
+            env=_environment(os.environ, key, admin_key),
             stdout=subprocess.DEVNULL,
             stdin=subprocess.DEVNULL,
             stderr=log,
         )
         try:
-            yield OwnServer(f"http://{HOST}:{port}", key, process, Path(log.name))
+            yield OwnServer(f"http://{HOST}:{port}", key, admin_key, process, Path(log.name))
         finally:
             process.terminate()
             try:
@@ -70,10 +72,10 @@ def own_server(flags: Sequence[str]) -> Generator[OwnServer, None, None]:
                 process.wait()
 
 
-def _environment(environ: Mapping[str, str], key: str) -> dict[str, str]:
+def _environment(environ: Mapping[str, str], key: str, admin_key: str) -> dict[str, str]:
     kept = {name: value for name, value in environ.items() if name not in OTHERS_KEYS}
     # not a flag: other users of the machine can see those
-    return kept | {"TERMGEN_API_KEY": key}
+    return kept | {"TERMGEN_API_KEY": key, "TERMGEN_ADMIN_KEY": admin_key}
 
 
 def _free_port() -> int:

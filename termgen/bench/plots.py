@@ -44,6 +44,24 @@ def histogram(values: Sequence[float], *, unit: str, rows: int = 8, width: int =
     ]
 
 
+def columns(
+    values: Sequence[float], *, x_title: str, width: int = 60, height: int = 4
+) -> list[str]:
+    """A column for each value, from 0; more values than `width` are averaged in groups."""
+    found = _grouped(values, width)
+    top = max(found, default=0.0) or 1.0
+    levels = [max(1, round(v / top * height * 8)) if v > 0 else 0 for v in found]
+    lines = []
+    for row in range(height - 1, -1, -1):
+        shown = f"{top * (row + 1) / height:8.4g}" if row in (0, height - 1) else " " * 8
+        cells = "".join(BLOCKS[min(8, max(0, level - 8 * row))] for level in levels)
+        lines.append(f"{shown} ┤{cells.rstrip()}")
+    end = f"{len(values)} {x_title}"
+    lines.append(" " * 9 + "└" + "─" * len(found))
+    lines.append(" " * 10 + "0" + end.rjust(max(len(end) + 1, len(found) - 1)))
+    return lines
+
+
 def scatter(
     points: Sequence[tuple[float, float, str]],
     *,

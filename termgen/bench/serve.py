@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from termgen.bench import report
 from termgen.bench.datasets import check_fits, make_prompts, warmup_prompts
 from termgen.bench.load import LoadPlan
-from termgen.bench.load_process import OnProgress, run_in_process
+from termgen.bench.load_process import OnProgress, Stopped, StopSwitch, run_in_process
 from termgen.bench.prompts import Prompt, RequestMaker
 from termgen.bench.schedule import due_times
 from termgen.bench.serve_options import ServeOptions
@@ -42,7 +42,8 @@ class ServeRun:
 
     def warnings(self) -> list[str]:
         found = self.result.warnings()
-        if self.server is not None and self.result.is_counted and not any(self.result.errors):
+        is_whole = not self.result.num_cut_off and not any(self.result.errors)
+        if self.server is not None and self.result.is_counted and is_whole:
             for name, ours in (
                 ("generation_tokens", self.result.num_output_tokens),
                 ("prompt_tokens", self.result.num_input_tokens),
@@ -82,7 +83,9 @@ class ServeBench:
         pool = [] if options.is_chat else await api.token_pool(model.model_id)
         return cls(api, model, pool, options)
 
-    async def warm_up(self, prompts: list[Prompt], *, seed: int) -> None:
+    async def warm_up(
+        self, prompts: list[Prompt], *, seed: int, stop: StopSwitch | None = None
+    ) -> None:
         """Raises `EngineError` if a request fails: so would those that count."""
         count = self._options.num_warmups
         if not count:
@@ -90,27 +93,37 @@ class ServeBench:
         most = min(count, self._options.max_concurrency or count)
         warmups = warmup_prompts(prompts, count, seed=seed)
         plan = self._plan(warmups, [0.0] * count, max_concurrency=most)
-        measured = await run_in_process(plan)
+        measured = await run_in_process(plan, stop=stop)
         for answer in measured["answers"]:
+            if not answer:
+                raise Stopped("the run was stopped in its warm-up")
             if answer["error"]:
                 raise EngineError(f"a warm-up request failed: {error_text(answer['error'])}")
 
     async def run(
-        self, options: ServeOptions, *, seed: int, on_progress: OnProgress | None = None
+        self,
+        options: ServeOptions,
+        *,
+        seed: int,
+        on_progress: OnProgress | None = None,
+        stop: StopSwitch | None = None,
     ) -> ServeRun:
-        """Warm up, then measure. `options` may differ in load and number of prompts."""
+        """Warm up, then measure. `options` may differ in load and number of prompts. Raises
+        `Stopped` if nothing was answered by the time of `stop`."""
         prompts = make_prompts(options, seed=seed)
         check_fits(prompts, self.model.max_model_len)
-        await self.warm_up(prompts, seed=seed)
+        await self.warm_up(prompts, seed=seed, stop=stop)
         due = _due(options, prompts, seed=seed)
         before = await self._api.counts()
         plan = self._plan(prompts, due, max_concurrency=options.max_concurrency)
-        measured = await run_in_process(plan, on_progress)
+        measured = await run_in_process(plan, on_progress, stop=stop)
         after = await self._api.counts()
         result = make_result(options, measured, [p.num_words for p in prompts])
+        if not result.errors:
+            raise Stopped("the run was stopped before the first answer")
         if not result.times:
             raise EngineError(
-                f"all {len(prompts)} requests failed, the first with: "
+                f"all {len(result.errors)} requests failed, the first with: "
                 f"{error_text(result.errors[0])}"
             )
         return ServeRun(
@@ -135,6 +148,7 @@ class ServeBench:
             max_concurrency=max_concurrency,
             timeout_s=self._options.request_timeout,
             keeps_texts=self._options.save_detailed,
+            is_watched=self._options.watch,
         )
 
     def _fields(self) -> dict[str, Any]:

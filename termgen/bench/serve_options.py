@@ -137,6 +137,10 @@ class ServeOptions:
     )
     output_html: str | None = setting(None, "write a report with charts", metavar="FILE")
     disable_tqdm: bool = setting(False, "no progress bar")
+    watch: bool = setting(
+        False,
+        "show the run on a screen, then its report, which is written as an HTML file too",
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -152,7 +156,9 @@ class ServeOptions:
         self.metrics()
         self.percentiles()
         self.extra_fields()
-        if self.result_dir is not None and not self.saves:
+        if self.watch and self.disable_tqdm:
+            raise ConfigError("watch shows a progress bar: leave --disable-tqdm out", param="watch")
+        if self.result_dir is not None and not self.saves and not self.watch:
             raise ConfigError("result_dir needs --save-result", param="result_dir")
 
     def _check_server(self) -> None:

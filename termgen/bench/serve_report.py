@@ -17,6 +17,22 @@ def summary(run: ServeRun) -> str:
     return "\n\n".join(parts)
 
 
+def distributions(run: ServeRun) -> list[tuple[str, list[str]]]:
+    """A histogram of the times to first token, and one of the times between chunks."""
+    titles = (("ttft", "requests by time to first token"), ("itl", "times between chunks"))
+    found = [(title, run.result.values_ms(name)) for name, title in titles]
+    return [(title, plots.histogram(values, unit="ms")) for title, values in found if values]
+
+
+def over_time(run: ServeRun) -> list[tuple[str, list[str]]]:
+    """Requests under way and tokens, second by second."""
+    running, tokens = run.result.running_by_second(), run.result.output_tokens_by_second()
+    return [
+        ("requests under way, the most in each second", plots.columns(running, x_title="s")),
+        ("output tokens by second", plots.columns(tokens, x_title="s")),
+    ]
+
+
 def rows_of(run: ServeRun) -> list[tuple[str, str]]:
     result, options = run.result, run.result.options
     figures = result.as_json()

@@ -52,7 +52,7 @@ class ServeResult:
     options: ServeOptions
     times: tuple[AnswerTimes, ...]
     errors: tuple[str, ...]
-    """[num_prompts]; empty text for a success."""
+    """Of each request that was answered to its end; empty text for a success."""
     texts: tuple[str, ...]
     duration_s: float
     """Start of the run to the last token of the last answer."""
@@ -61,6 +61,8 @@ class ServeResult:
     lateness_s: Sequence[float]
     lag_s: Sequence[float]
     cpu_share: float
+    num_cut_off: int = 0
+    """Requests without an answer because the run was stopped; they count nowhere."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -78,6 +80,14 @@ class ServeResult:
             return [t.tpot_s * 1e3 for t in self.times if t.tpot_s is not None]
         name = {"ttft": "ttft_s", "e2el": "latency_s"}[metric]
         return [getattr(t, name) * 1e3 for t in self.times]
+
+    def summary_ms(self, metric: str, percentiles: Sequence[float]) -> list[float | None]:
+        """The mean, then the percentiles; None where nothing was timed."""
+        values = self.values_ms(metric)
+        if not values:
+            return [None] * (1 + len(percentiles))
+        found = [float(value) for value in np.percentile(values, percentiles)]
+        return [float(np.mean(values)), *found]
 
     @property
     def num_good(self) -> int:
@@ -112,6 +122,7 @@ class ServeResult:
             "duration": self.duration_s,
             "completed": len(self.times),
             "failed": len(self.errors) - len(self.times),
+            "cut_off": self.num_cut_off,
             "total_input_tokens": inputs,
             "total_output_tokens": tokens,
             "request_throughput": len(self.times) / seconds,
@@ -177,6 +188,12 @@ class ServeResult:
             found.append(
                 f"the load generator used {self.cpu_share:.0%} of a core: it may be the limit"
             )
+        if self.num_cut_off:
+            asked = len(self.errors) + self.num_cut_off
+            found.append(
+                f"stopped early: {self.num_cut_off} of {asked} requests have no answer and count "
+                "nowhere"
+            )
         failed = [e for e in self.errors if e]
         if failed:
             found.append(f"{len(failed)} requests failed, the first with: {failed[0]}")
@@ -219,8 +236,9 @@ def make_result(
 ) -> ServeResult:
     """`measured` is what the load generator returned; `planned_inputs` [num_prompts] stand in for
     what the server does not say."""
-    answers = measured["answers"]
-    good = [(a, n) for a, n in zip(answers, planned_inputs, strict=True) if not a["error"]]
+    asked = list(zip(measured["answers"], planned_inputs, strict=True))
+    answers = [a for a, _ in asked if a]
+    good = [(a, n) for a, n in asked if a and not a["error"]]
     times = tuple(
         AnswerTimes(
             a["start_s"],
@@ -244,6 +262,7 @@ def make_result(
         measured["lateness_s"],
         measured["lag_s"],
         measured["cpu_share"],
+        len(asked) - len(answers),
     )
 
 

@@ -211,9 +211,11 @@ class Connector:
         writer.close()
         return cls(target, peer[0])
 
-    async def ask(self, body: bytes, *, timeout_s: float) -> Answer:
-        """Send one request, read its answer to the end. What goes wrong is in `Answer.error`."""
-        answer, target = Answer(began=time.perf_counter()), self.target
+    async def ask(self, body: bytes, *, timeout_s: float, answer: Answer | None = None) -> Answer:
+        """Send one request, read its answer to the end. What goes wrong is in `Answer.error`.
+        `answer` is filled while it comes."""
+        answer, target = answer or Answer(), self.target
+        answer.began = time.perf_counter()
         state, request = target.encode(body)
         transport: asyncio.Transport | None = None
         try:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from termgen.bench import plots, report
+from termgen.bench.load_process import Stopped
 from termgen.bench.serve import ServeRun
 from termgen.bench.serve_options import ServeOptions
 from termgen.bench.sweep_options import SweepOptions
@@ -94,8 +95,15 @@ class SweepResult:
         return self.failure is None and all(step.is_kept for step in self.steps)
 
 
-async def run_sweep(options: SweepOptions, run_step: RunStep, *, seed: int) -> SweepResult:
-    """Raises `EngineError` if not even the first step can be measured."""
+async def run_sweep(
+    options: SweepOptions,
+    run_step: RunStep,
+    *,
+    seed: int,
+    on_step: Callable[[Step], object] | None = None,
+) -> SweepResult:
+    """`on_step` is told of each step that was measured. Raises `EngineError` if not even the first
+    step can be measured."""
     steps: list[Step] = []
     failures: list[Failure] = []
 
@@ -107,7 +115,14 @@ async def run_sweep(options: SweepOptions, run_step: RunStep, *, seed: int) -> S
                 raise
             failures.append(Failure(load, str(error)))
             return False
+        if run.result.num_cut_off:
+            if not steps:
+                raise Stopped("the sweep was stopped in its first step")
+            failures.append(Failure(load, "the step was stopped before its end"))
+            return False
         steps.append(Step(load, run, keeps(options, run, needed_throughput(options, load, steps))))
+        if on_step is not None:
+            on_step(steps[-1])
         return steps[-1].is_kept
 
     load, last_kept = options.sweep_from, 0.0
@@ -191,15 +206,16 @@ def document(result: SweepResult, run: ServeRun, engine_flags: list[str] | None)
 
 def summary(result: SweepResult) -> str:
     """The table, the verdict, and the curve."""
-    return "\n\n".join(("\n".join(_table(result)), verdict(result), "\n".join(_curve(result))))
+    heading = ["termgen bench sweep", "-" * 19]
+    table = [*heading, *steps_table(result)]
+    return "\n\n".join(("\n".join(table), verdict(result), "\n".join(curve(result))))
 
 
-def _table(result: SweepResult) -> list[str]:
+def steps_table(result: SweepResult) -> list[str]:
     title = {"concurrency": "clients", "rate": "asked/s"}[result.options.sweep_over]
     names = [title, "requests/s", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
-    lines = ["termgen bench sweep", "-" * 19]
     good = f"{'good':>8}" if result.options.goodput else ""
-    lines.append("".join(f"{n:>12}" for n in names) + good)
+    lines = ["".join(f"{n:>12}" for n in names) + good]
     for step in result.steps:
         figures = step.run.result.as_json()
         cells = [
@@ -230,7 +246,7 @@ def verdict(result: SweepResult) -> str:
     return f"knee: {knee.load:g} {unit} ({limit}){end}"
 
 
-def _curve(result: SweepResult) -> list[str]:
+def curve(result: SweepResult) -> list[str]:
     points = [(s.load, s.figure("ttft", 99), "●" if s.is_kept else "○") for s in result.steps]
     return plots.scatter(
         points,

@@ -12,6 +12,7 @@ from textual.screen import Screen
 from textual.widgets import Input, TextArea
 
 from termgen.tui.keymap import Keymap, Scope, key_names
+from termgen.tui.screens.bench import BenchEngineScreen, BenchScreen, bench_engine_keys
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.screens.help import HelpScreen
@@ -19,6 +20,7 @@ from termgen.tui.screens.models import ModelScreen
 from termgen.tui.screens.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
 from termgen.tui.screens.silent import SilentScreen
 from termgen.tui.screens.theme_chooser import ThemeChooser
+from termgen.tui.screens.token_lens import LensScreen
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.session_panel import SessionList
 from termgen.tui.widgets.transcript import Transcript
@@ -27,6 +29,7 @@ BOXES = (
     SamplingPanel,
     SystemPromptPanel,
     HistoryPanel,
+    LensScreen,
     ModelScreen,
     ThemeChooser,
     HelpScreen,
@@ -49,10 +52,13 @@ def scopes(app: Sequence[BindingType]) -> list[Scope]:
         Scope("help", HelpScreen.BINDINGS, every),
         Scope("themes", ThemeChooser.BINDINGS, every),
         Scope("models", ModelScreen.BINDINGS, every),
+        Scope("tokens", LensScreen.BINDINGS, every),
         Scope("sampling", SamplingPanel.BINDINGS, Input.BINDINGS + every),
         Scope("system prompt", SystemPromptPanel.BINDINGS, TextArea.BINDINGS + every),
         Scope("earlier prompts", HistoryPanel.BINDINGS, Input.BINDINGS + every),
         Scope("engine", [*SilentScreen.BINDINGS, *app], every),
+        Scope("bench", [*BenchScreen.BINDINGS, *app], every),
+        Scope("bench's engine", [*bench_engine_keys(), *app], every),
     ]
 
 
@@ -67,6 +73,10 @@ def groups(screen: Screen[object]) -> list[Group]:
         if screen.panel.display:  # nothing is to be deleted that is not seen
             found.append((lambda: screen.panel.session_list, SessionList.BINDINGS))
         return found
+    if isinstance(screen, BenchScreen):
+        return [(lambda: screen, BenchScreen.BINDINGS)]
+    if isinstance(screen, BenchEngineScreen):
+        return [(lambda: screen, bench_engine_keys())]
     if isinstance(screen, DashboardScreen):
         return [(lambda: screen, DashboardScreen.BINDINGS)]
     if isinstance(screen, SilentScreen):

@@ -115,7 +115,7 @@ class TermgenApp(KeyedApp):
         Without `chats`, they are kept in memory.
         """
         super().__init__()
-        assert start_screen in ("chat", "dashboard")
+        assert start_screen in ("chat", "dashboard", "bench")
         self.ui = ui
         self.chats = chats or ChatStore()
         self.resume = resume

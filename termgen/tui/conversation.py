@@ -106,6 +106,8 @@ class Turn:
     """By the wall clock."""
     model_id: str = ""
     """Who answers; empty where it is not known."""
+    num_kept_tokens: int = 0
+    """Of another answer's beginning, with which this one began. Not saved."""
     parent: Turn | None = field(default=None, repr=False)
     children: list[Turn] = field(default_factory=list, repr=False)
     chosen: Turn | None = field(default=None, repr=False)
@@ -126,6 +128,11 @@ class Turn:
     def is_edited(self) -> bool:
         """Whether it asks something else than the first of its siblings."""
         return self.question != self.siblings[0].question
+
+    @property
+    def is_bare(self) -> bool:
+        """Nothing of an answer has come."""
+        return not (self.stats.output_tokens if self.num_kept_tokens else self.answer)
 
     def take(self, news: AnswerNews, now_s: float) -> None:
         """More of the answer, or of the thoughts before it."""
@@ -209,12 +216,24 @@ class Conversation:
 
     def prompt(self) -> ChatPrompt:
         """Everything said on the path; its last turn is the one to answer."""
+        return ChatPrompt(self._messages(self.turns))
+
+    def prompt_with_answer(self, turn: Turn) -> ChatPrompt:
+        """Everything said up to the end of this turn's answer, on which could be gone on."""
+        path = [turn]
+        while path[-1].parent is not self.root:
+            assert path[-1].parent is not None, "it is in the tree"
+            path.append(path[-1].parent)
+        messages = self._messages(path[::-1])
+        return ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
+
+    def _messages(self, path: Sequence[Turn]) -> list[dict[str, str]]:
         messages: list[dict[str, str]] = []
         if self.system_prompt:
             messages.append({"role": "system", "content": self.system_prompt})
-        for turn in self.turns:
+        for turn in path:
             messages += turn.messages()
-        return ChatPrompt(messages)
+        return messages
 
     @property
     def last_answer(self) -> str | None:

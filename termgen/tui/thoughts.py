@@ -44,7 +44,8 @@ class Thought:
             return
         self.text += thought if self.text else thought.lstrip()
         if thought:
-            self.num_tokens, self.seconds = num_tokens, seconds
+            self.num_tokens = max(self.num_tokens, num_tokens)
+            self.seconds = max(self.seconds, seconds)
         self.is_over = bool(answer)
 
 
@@ -66,21 +67,37 @@ async def read_answer(
     client: EngineClient, prompt: Prompt, params: SamplingParams, *, request_id: str
 ) -> AsyncGenerator[AnswerNews, None]:
     """Stream one answer. Closing the generator aborts the request, as with the client's own."""
-    is_free = params.structured_outputs is None
-    declared = client.model.tool_format.new_parser if is_free else None
-    if declared is not None:  # its marks are special tokens, which text usually leaves out
-        params = replace(params, skip_special_tokens=False)
-    reader: Reader | None = DeclaredReader(declared()) if declared else None
+    params = reading_params(client, params)
+    reader: Reader | None = None
     stream = client.generate(prompt, params, request_id=request_id)
     async with contextlib.aclosing(stream) as deltas:
         async for delta in deltas:
             if reader is None:
-                is_open = is_free and await _opens_a_thought(client, delta.prompt_token_ids or ())
-                reader = ThinkReader(is_open=is_open) if is_free else PlainReader()
+                reader = await open_reader(client, params, delta.prompt_token_ids or ())
             pieces = reader.feed(delta.text)
             if delta.finish_reason is not None:
-                pieces = _joined([pieces, reader.finish()])
+                pieces = joined([pieces, reader.finish()])
             yield AnswerNews(delta, pieces)
+
+
+def reading_params(client: EngineClient, params: SamplingParams) -> SamplingParams:
+    """The marks that a model's files declare are special tokens, which text usually leaves out."""
+    is_declared = client.model.tool_format.new_parser is not None
+    if is_declared and params.structured_outputs is None:
+        return replace(params, skip_special_tokens=False)
+    return params
+
+
+async def open_reader(
+    client: EngineClient, params: SamplingParams, prompt_ids: Sequence[int]
+) -> Reader:
+    """For an answer from its beginning."""
+    if params.structured_outputs is not None:
+        return PlainReader()
+    declared = client.model.tool_format.new_parser
+    if declared is not None:
+        return DeclaredReader(declared())
+    return ThinkReader(is_open=await _opens_a_thought(client, prompt_ids))
 
 
 async def _opens_a_thought(client: EngineClient, prompt_ids: Sequence[int]) -> bool:
@@ -172,7 +189,7 @@ def _pieces(parts: Sequence[Part]) -> Pieces:
     return thought, "".join(part.text for part in parts if isinstance(part, Content))
 
 
-def _joined(pieces: Sequence[Pieces]) -> Pieces:
+def joined(pieces: Sequence[Pieces]) -> Pieces:
     return "".join(thought for thought, _ in pieces), "".join(answer for _, answer in pieces)
 
 

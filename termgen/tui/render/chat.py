@@ -72,7 +72,8 @@ def answer_header(name: str, turn: Turn, width: int) -> Row:
     if len(turn.siblings) < 2:
         return header
     place: Row = ((f"‹{turn.place + 1}/{len(turn.siblings)}›", "accent"),)
-    edited: Row = (*place, ("  edited", "muted")) if turn.is_edited else place
+    how = "edited" if turn.is_edited else "branched" if turn.num_kept_tokens else ""
+    edited: Row = (*place, (f"  {how}", "muted")) if how else place
     fits = row_width(header) + row_width(edited) < width
     return spread(header, edited if fits else place, width)
 

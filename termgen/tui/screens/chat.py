@@ -51,6 +51,7 @@ class ChatScreen(SessionScreen):
     def set_client(self, client: EngineClient, *, failure: str | None) -> None:
         """Another model answers from here on; `failure` says why it is not the one asked for."""
         self._client, model = client, client.model
+        self.tokens.clear()  # its tokens may be others
         self._show_when_empty()
         self.use_defaults(sampling_params(model.default_params, self._ui))
         if failure is not None:
@@ -124,6 +125,9 @@ class ChatScreen(SessionScreen):
     def action_edit(self) -> None:
         self.edit()
 
+    def action_tokens(self) -> None:
+        self.look_at_tokens()
+
     def action_sibling(self, by: int) -> None:
         self.switch_sibling(by)
 
@@ -173,6 +177,7 @@ class ChatScreen(SessionScreen):
                 "copy": self.action_copy_answer,
                 "retry": self.action_retry,
                 "edit": self.action_edit,
+                "tokens": self.action_tokens,
                 "sessions": self.action_sessions,
             }
             actions[name]()

@@ -37,6 +37,14 @@ TOOL_KEYS = [
         id="chat.system",
         tooltip="Write the system prompt: instructions for the model",
     ),
+    Binding(
+        "alt+l",
+        "tokens",
+        "Tokens",
+        show=False,
+        id="chat.tokens",
+        tooltip="How likely the answer's tokens were; branch from one of them",
+    ),
 ]
 COPY_KEYS = [
     Binding(

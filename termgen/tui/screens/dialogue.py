@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import count, takewhile
 
@@ -21,12 +22,17 @@ from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.engine.request import FinishReason
 from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
+from termgen.tui.answer_branch import Branch, branch_at, read_branch
 from termgen.tui.attachments import Attachment
 from termgen.tui.chat_keeper import ChatKeeper
 from termgen.tui.conversation import AnswerState, Conversation, Turn
 from termgen.tui.key_hints import brief_key_of, key_of
+from termgen.tui.score_answer import score_text, score_written
 from termgen.tui.screens.chat_tools import ChatTools
+from termgen.tui.screens.token_lens import Choice, LensScreen
 from termgen.tui.thoughts import read_answer
+from termgen.tui.token_book import TokenBook
+from termgen.tui.token_scores import TokenScores
 from termgen.tui.widgets.entries import AnswerEntry, NoticeEntry, QuestionEntry
 
 FLUSH_HZ = 15.0
@@ -59,6 +65,7 @@ class DialogueScreen(ChatTools):
         self._worker: Worker[None] | None = None
         self._next_flush_s = 0.0
         self._request_ids = count(1)
+        self.tokens = TokenBook()
         self.conversation = Conversation(system_prompt=ui.system_prompt)
 
     def on_mount(self) -> None:
@@ -87,8 +94,10 @@ class DialogueScreen(ChatTools):
         attachments: tuple[Attachment, ...] = (),
         *,
         beside: Turn | None = None,
+        branch: Branch | None = None,
     ) -> None:
-        """Stream the answer to a question at the end, or in place of `beside` and what follows."""
+        """Stream the answer to a question at the end, or in place of `beside` and what follows;
+        with a branch, one that begins as that of `beside`."""
         turn = self.conversation.ask(
             question,
             now_s=self._clock(),
@@ -96,24 +105,33 @@ class DialogueScreen(ChatTools):
             model_id=self._client.model.model_id,
         )
         turn.attachments, turn.form = attachments, self.form
+        if branch is not None:
+            assert beside is not None
+            turn.form, turn.num_kept_tokens = None, len(branch.kept_ids) + 1
+            turn.thought = replace(beside.thought)
+            if branch.is_whole:  # they are read again from what is kept
+                turn.thought.text, turn.thought.is_over = "", False
         self._streaming = turn
         self.keeper.asked(self.conversation, turn, self._params)
         self.show_path()
         self.transcript.to_end()
         self._flusher.resume()
-        self._worker = self._answer(turn, self._entries[turn][1])
+        self._worker = self._answer(turn, self._entries[turn][1], branch)
 
     @work(group="answer")
-    async def _answer(self, turn: Turn, entry: AnswerEntry) -> None:
+    async def _answer(self, turn: Turn, entry: AnswerEntry, branch: Branch | None) -> None:
         request_id = f"chat-{next(self._request_ids)}"
-        answer = read_answer(
-            self._client, self.conversation.prompt(), self._params, request_id=request_id
-        )
+        if branch is not None:
+            answer = read_branch(self._client, branch, self._params, request_id=request_id)
+        else:
+            prompt = self.conversation.prompt()
+            answer = read_answer(self._client, prompt, self._params, request_id=request_id)
         try:
             async with contextlib.aclosing(answer) as stream:
                 async for news in stream:
                     first, delta = not turn.stats.output_tokens, news.delta
                     turn.take(news, self._clock())
+                    self.tokens.take(turn.turn_id, delta)
                     entry.feed(news.pieces[1])
                     self.keeper.streamed(self.conversation, turn)
                     if delta.finish_reason is FinishReason.ERROR:
@@ -143,7 +161,7 @@ class DialogueScreen(ChatTools):
         if turn.state is not AnswerState.STREAMING:
             return
         self._finish(turn, AnswerState.FAILED)
-        hint = "" if turn.answer else self._take_back(turn)
+        hint = self._take_back(turn) if turn.is_bare else ""
         if isinstance(error, ContextLengthError):
             hint = f"{hint} /clear makes room by forgetting the conversation.".strip()
         elif not self._client.is_healthy:
@@ -284,6 +302,41 @@ class DialogueScreen(ChatTools):
             return
         self.stop_answer()
         self.ask(turn.question, turn.attachments, beside=turn)
+
+    def look_at_tokens(self) -> None:
+        """Open the lens on the answer at the cursor; a branch that it gives back is answered."""
+        turn = self.cursor_turn
+        if self.is_streaming:
+            self.notify("an answer is being written; esc stops it", severity="warning")
+        elif turn is None or not (turn.answer or self.tokens.get(turn.turn_id)):
+            self.notify("no answer to look at yet", severity="warning")
+        else:
+            self._open_lens(turn)
+
+    def _open_lens(self, turn: Turn) -> None:
+        client, written = self._client, self.tokens.get(turn.turn_id)
+
+        async def get_scores() -> TokenScores:
+            if written is not None:
+                return await score_written(client, written)
+            prompt = self.conversation.prompt_with_answer(turn)
+            return await score_text(client, prompt, turn.answer)
+
+        def use(choice: Choice | None) -> None:
+            if choice is None or turn not in self.conversation.turns:
+                return
+            if turn.form is not None:
+                self.notify("an answer of a given form cannot be branched", severity="warning")
+                return
+            scores, index, token = choice
+            whole = written is not None
+            branch = branch_at(scores, index, token.token_id, token.data, whole=whole)
+            self.ask(turn.question, turn.attachments, beside=turn, branch=branch)
+
+        vocab_size = client.model.vocab_size
+        self.app.push_screen(
+            LensScreen(get_scores, params=self._params, vocab_size=vocab_size), use
+        )
 
     def edit(self) -> None:
         """Put the question at the cursor into the prompt; sending it makes a branch."""

@@ -17,6 +17,7 @@ from textual.widgets import Input
 from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import ChatStoreError
+from termgen.tui.answer_branch import Branch
 from termgen.tui.attachments import Attachment
 from termgen.tui.chat_db import SessionSummary
 from termgen.tui.chat_files import parse_export, read_chat, write_new
@@ -77,8 +78,9 @@ class SessionScreen(DialogueScreen):
         attachments: tuple[Attachment, ...] = (),
         *,
         beside: Turn | None = None,
+        branch: Branch | None = None,
     ) -> None:
-        super().ask(question, attachments, beside=beside)
+        super().ask(question, attachments, beside=beside, branch=branch)
         self.list_sessions()
 
     def set_conversation(self, conversation: Conversation) -> None:

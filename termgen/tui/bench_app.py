@@ -1,0 +1,102 @@
+"""The app of `termgen bench --watch`: the bench first, the engine of its server one key away.
+
+The bench itself runs elsewhere: this calls `begin` when the screen is there, shows what `read`
+says, tells `stop` when a person wants that, and asks `open_feed` for the engine's events when
+somebody first looks at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+
+from textual.app import SystemCommand
+from textual.screen import Screen
+
+from termgen.client import EngineClient
+from termgen.config import UIConfig
+from termgen.errors import TermgenError
+from termgen.tui.app import TermgenApp
+from termgen.tui.attach import RemoteFeed
+from termgen.tui.bench_view import BenchView
+from termgen.tui.feed import StreamFeed
+from termgen.tui.screens.bench import BenchEngineScreen, BenchScreen, bench_engine_keys
+from termgen.tui.screens.help import HelpSection
+from termgen.tui.screens.silent import SilentScreen
+
+
+class BenchApp(TermgenApp):
+    def __init__(
+        self,
+        read: Callable[[], BenchView],
+        *,
+        begin: Callable[[], object],
+        stop: Callable[[], None],
+        open_feed: Callable[[], Awaitable[StreamFeed]],
+        ui: UIConfig,
+        theme_folders: tuple[Path, ...] | None = None,
+    ) -> None:
+        super().__init__(
+            self._start_nothing,
+            stop_engine=self._close_feed,
+            ui=ui,
+            start_screen="bench",
+            theme_folders=theme_folders,
+        )
+        self.bench = BenchScreen(read, stop=stop, hz=ui.dashboard_hz)
+        self._begin = begin
+        self._open_feed = open_feed
+        self._feed: StreamFeed | None = None
+
+    async def open_screens(self, report: Callable[[str, float], None]) -> None:
+        self.add_mode("bench", lambda: self.bench)
+        self.add_dashboard(SilentScreen("nothing was asked of it yet"))
+        self._begin()
+
+    async def action_show(self, name: str) -> None:
+        """Show `bench` or `dashboard`; the engine's events are asked for when it is first shown."""
+        if name == "dashboard" and self._feed is None:
+            try:
+                feed = self._feed = await self._open_feed()
+            except TermgenError as error:
+                self.notify(str(error), title="no engine to watch", markup=False)
+                return
+            await self.remove_mode("dashboard")
+            hz = self.ui.dashboard_hz
+            self.add_dashboard(BenchEngineScreen(feed, hz=hz, now_ns=feed.now_ns))
+        await super().action_show(name)
+
+    def action_interrupt(self) -> None:
+        """ctrl+c: stop the run and keep what is measured; leave when there is none."""
+        if self.bench.is_measuring:
+            self.bench.action_stop()
+        else:
+            self.exit()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keys that lead to a chat do nothing, and the footer leaves them out."""
+        if action == "show" and parameters == ("chat",):
+            return False
+        return super().check_action(action, parameters)
+
+    def help_sections(self) -> list[HelpSection]:
+        here: list[HelpSection] = [
+            ("Bench", BenchScreen.BINDINGS),
+            ("Engine", bench_engine_keys()),
+        ]
+        if self._shown == "dashboard":
+            here.reverse()
+        return [*here, ("Everywhere", self.BINDINGS)]
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        for command in super().get_system_commands(screen):
+            if command.title != "Chat":
+                yield command
+
+    async def _start_nothing(self, _report: Callable[[str, float], None]) -> EngineClient:
+        raise AssertionError("a bench that is watched has no engine of its own here")
+
+    async def _close_feed(self) -> None:
+        feed, self._feed = self._feed, None
+        if isinstance(feed, RemoteFeed):
+            await feed.close()

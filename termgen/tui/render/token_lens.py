@@ -1,0 +1,212 @@
+"""What the token lens shows: tokens tinted by surprise, and what else could stand there.
+
+Pure: from scores and a cursor to rows. The text is wrapped once for a width; after that a frame
+costs the rows that are seen. The degree of surprise is a colour and, for terminals without any, an
+attribute.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+
+from termgen.engine.sampling_params import SamplingParams
+from termgen.tui.render.series import bar
+from termgen.tui.spans import Row, Span, cut, fit, merge, split_cells, spread
+from termgen.tui.token_scores import LIKELY, Alternative, TokenScores
+
+ROLES = ("text", "accent/i", "warn/u", "bad/bu")
+"""By degree of surprise."""
+NAME_WIDTH = 22
+SHARE_WIDTH = 7
+FEWEST_CHOICES = 3
+LINE_END = "↵"
+UNSEEN = "▯"
+"""A token that shows nothing, while the cursor is on it."""
+
+
+class TokenText:
+    """Tokens wrapped to a width. A token that fits on a line is not broken."""
+
+    def __init__(self, pieces: Sequence[str], width: int) -> None:
+        self.width = max(1, width)
+        self._rows: list[list[tuple[int, str]]] = [[]]
+        self._firsts_of = array("l")
+        """The row in which each token begins."""
+        self._used = 0
+        for index, piece in enumerate(pieces):
+            self._add(index, piece)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row_of(self, token: int) -> int:
+        """Where it begins."""
+        return self._firsts_of[token]
+
+    def row(self, index: int) -> list[tuple[int, str]]:
+        """Tokens and what they show there."""
+        return self._rows[index]
+
+    def first_of(self, row: int) -> int:
+        """The first token that begins or goes on in this row."""
+        return self._rows[row][0][0] if self._rows[row] else bisect_left(self._firsts_of, row)
+
+    def token_at(self, row: int, column: int) -> int | None:
+        if row >= len(self._rows):
+            return None
+        for token, shown in self._rows[row]:
+            column -= cell_len(shown)
+            if column < 0:
+                return token
+        return None
+
+    def _add(self, index: int, piece: str) -> None:
+        self._firsts_of.append(len(self._rows) - 1)
+        line, *others = piece.split("\n")
+        if self._used and self._used + cell_len(line) > self.width >= cell_len(line):
+            self._break()
+            self._firsts_of[-1] += 1
+        if line or not others:
+            self._put(index, line)
+        for line in others:
+            self._rows[-1].append((index, LINE_END))
+            self._break()
+            if line:
+                self._put(index, line)
+
+    def _put(self, index: int, line: str) -> None:
+        """From where the row is, over as many as it takes."""
+        while True:
+            head, line = split_cells(line, self.width - self._used)
+            if not head and line and not self._used:  # a glyph wider than the row
+                head, line = line[0], line[1:]
+            self._rows[-1].append((index, head))
+            self._used += cell_len(head)
+            if not line:
+                return
+            self._break()
+
+    def _break(self) -> None:
+        self._rows.append([])
+        self._used = 0
+
+
+@dataclass(slots=True)
+class LensView:
+    """What is looked at."""
+
+    scores: TokenScores
+    params: SamplingParams
+    vocab_size: int
+    keys: str = ""
+    """What to press, for the last row."""
+    cursor: int = 0
+    chosen: int = 0
+    """Of the alternatives at the cursor."""
+    top: int = 0
+    """The first row of the text that is seen."""
+
+    def move(self, cursor: int) -> None:
+        """To a token; what stands there is chosen."""
+        self.cursor = max(0, min(len(self.scores) - 1, cursor))
+        taken = [choice.is_taken for choice in self.choices]
+        self.chosen = taken.index(True)
+
+    @property
+    def choices(self) -> list[Alternative]:
+        return self.scores.alternatives(self.cursor)
+
+
+def text_height(height: int) -> int:
+    """Of the rows there are, those of the text."""
+    return height - 3 - max(FEWEST_CHOICES, (height - 3) // 2)
+
+
+def lens_rows(view: LensView, text: TokenText, width: int, height: int) -> list[Row]:
+    rows = [_header(view, width)]
+    num_text = max(1, text_height(height))
+    _keep_in_view(view, text, num_text)
+    for index in range(view.top, view.top + num_text):
+        rows.append(_text_row(view, text.row(index)) if index < len(text) else ())
+    rows.append(_legend(width))
+    rows += _choice_rows(view, width, height - num_text - 3)
+    rows.append(((cut(view.keys, width), "muted"),))
+    return rows
+
+
+def _keep_in_view(view: LensView, text: TokenText, height: int) -> None:
+    at = text.row_of(view.cursor)
+    lowest = max(0, len(text) - height)
+    view.top = min(lowest, at, max(view.top, at - height + 1))
+
+
+def _header(view: LensView, width: int) -> Row:
+    scores, at = view.scores, view.cursor
+    bits, is_least = scores.entropy_bits(at)
+    taken = next(choice for choice in view.choices if choice.is_taken)
+    name = f" {cut(taken.text, NAME_WIDTH)}" if width >= 60 else ""
+    left: list[Span] = [(f"token {at + 1} of {len(scores)}", "accent/b"), (name, "text")]
+    right = [
+        (f"p {_share(taken.probability)}", ROLES[scores.surprise(at)]),
+        (f"  rank {taken.rank}  entropy {'≥ ' if is_least else ''}{bits:.2f} bits", "muted"),
+    ]
+    return spread(left, right, width)
+
+
+def _text_row(view: LensView, tokens: Sequence[tuple[int, str]]) -> Row:
+    spans: list[Span] = []
+    for index, shown in tokens:
+        role = ROLES[view.scores.surprise(index)]
+        if index == view.cursor:
+            shown, role = shown or UNSEEN, role + ("r" if "/" in role else "/r")
+        spans.append((shown, role))
+    return merge(spans)
+
+
+def _legend(width: int) -> Row:
+    words = [f"≥ {bound:.0%}" for bound in LIKELY] + ["less"]
+    spans: list[Span] = [("── likely ", "faint")]
+    for word, role in zip(words, ROLES, strict=True):
+        spans += [(word, role), (" ", "faint")]
+    used = sum(cell_len(word) for word, _ in spans)
+    return fit([*spans, ("─" * max(0, width - used), "faint")], width)
+
+
+def _choice_rows(view: LensView, width: int, height: int) -> list[Row]:
+    """The alternatives around the chosen one, and where sampling cuts them off."""
+    choices = view.choices
+    rows = [_choice_row(choice, i == view.chosen, width) for i, choice in enumerate(choices)]
+    at = view.chosen
+    drawn = view.scores.cut(view.cursor, view.params, view.vocab_size)
+    if drawn is not None:
+        words = f"┄┄ {drawn[1]} cuts here "
+        rows.insert(drawn[0], (((words + "┄" * max(0, width - cell_len(words)))[:width], "warn"),))
+        at += at >= drawn[0]
+    first = max(0, min(at - height + 1, len(rows) - height))
+    shown = rows[first : first + height]
+    return shown + [()] * (height - len(shown))
+
+
+def _choice_row(choice: Alternative, is_chosen: bool, width: int) -> Row:
+    name = cut(choice.text, NAME_WIDTH)
+    sign = "▸" if is_chosen else " "
+    mark = "●" if choice.is_taken else " "
+    left = f"{sign}{mark} {choice.rank:>4} {name}"
+    left += " " * (8 + NAME_WIDTH - cell_len(left) + 1)
+    room = max(1, width - cell_len(left) - SHARE_WIDTH - 1)
+    role = "accent/b" if is_chosen else "text" if choice.is_taken else "muted"
+    share = _share(choice.probability).rjust(SHARE_WIDTH)
+    return fit(
+        [(left, role), *bar(choice.probability, min(room, 50), role=role), (share, role)], width
+    )
+
+
+def _share(probability: float) -> str:
+    if probability < 0.0005:
+        return "< 0.1%"
+    return f"{probability:.1%}"
