@@ -121,7 +121,8 @@ async def test_the_chat_says_by_signs_what_colours_say(mode: str) -> None:
         app.chat.prompt.focus()
         await pilot.press("ctrl+t")
         assert "▾ thought for" in app.chat.transcript.plain_text
-        await wait_until(pilot, lambda: " ● why" in app.chat.panel.session_list.text)
+        await wait_until(pilot, lambda: "▸" not in app.chat.panel.session_list.text)
+        assert "● why" in app.chat.panel.session_list.text
 
 
 async def test_what_is_drawn_has_no_colour_or_one_of_sixteen(mode: str) -> None:
