@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fake_engine import make_memory_ledger
+from fake_engine import Script, make_memory_ledger
 from rich.color import ColorSystem
 from tui_harness import (
     FrozenApp,
@@ -20,6 +20,7 @@ from tui_harness import (
 from termgen.config import UIConfig
 from termgen.tui import app as app_module
 from termgen.tui import palette as palette_module
+from termgen.tui.attachments import Attachment
 from termgen.tui.colour_check import CATEGORIES
 from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS, Glyphs, Palette, has_few_colours
 from termgen.tui.render import graphs, kv_map, lanes, timeline
@@ -100,6 +101,28 @@ async def test_lengths_of_requests_differ_by_sign(mode: str) -> None:
         table = app.screen.query_one("#requests", Canvas).text
         assert "▫■▒" in table.replace("▫▫", "▫").replace("■■", "■") or "▫" in table
         assert {"▫", "■", "▒"} <= set(table)
+
+
+async def test_the_chat_says_by_signs_what_colours_say(mode: str) -> None:
+    app = FrozenApp(chat_engine(Script(pieces=("<think>hm", "</think>", "```py\nx\n```"))))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        app.chat.attach((Attachment("notes.md", "few words"),))
+        await ask(app, pilot, "why")
+        await pilot.press("alt+r")
+        await wait_until(pilot, lambda: len(app.chat.conversation.turns[0].siblings) == 2)
+        await wait_until(pilot, lambda: not app.chat.is_streaming)
+        await pilot.press("alt+up", "ctrl+b")
+        await wait_until(pilot, lambda: "why" in app.chat.panel.session_list.text)
+        shown = app.chat.transcript.plain_text
+        for sign in ("▎ why", "▤ notes.md", "◂ alt+e", "‹2/2›", "▸ thought for", "[1] copy"):
+            assert sign in shown, sign
+        assert "▸● why" in app.chat.panel.session_list.text
+        app.chat.prompt.focus()
+        await pilot.press("ctrl+t")
+        assert "▾ thought for" in app.chat.transcript.plain_text
+        await wait_until(pilot, lambda: "▸" not in app.chat.panel.session_list.text)
+        assert "● why" in app.chat.panel.session_list.text
 
 
 async def test_what_is_drawn_has_no_colour_or_one_of_sixteen(mode: str) -> None:

@@ -155,10 +155,9 @@ class SessionList(Canvas, can_focus=True):
     def action_wish(self, what: str) -> None:
         self.post_message(SessionWish(what, self.selected))
 
-    def on_focus(self) -> None:
-        self.repaint()
-
-    def on_blur(self) -> None:
+    def watch_has_focus(self, _has_focus: bool) -> None:
+        """Events of the focus come before `has_focus` changes."""
+        super().watch_has_focus(_has_focus)
         self.repaint()
 
     def on_click(self, event: events.Click) -> None:
