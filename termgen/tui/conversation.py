@@ -132,8 +132,9 @@ class Turn:
 
     @property
     def is_bare(self) -> bool:
-        """Nothing of an answer has come."""
-        return not (self.stats.output_tokens if self.num_kept_tokens else self.answer)
+        """Nothing of an answer has come, nor of the thoughts before it."""
+        has_begun = self.stats.output_tokens if self.num_kept_tokens else self.answer
+        return not (has_begun or self.thought.text)
 
     def take(self, news: AnswerNews, now_s: float) -> None:
         """More of the answer, or of the thoughts before it."""
