@@ -94,7 +94,7 @@ def test_the_table_is_consistent() -> None:
     assert DEFAULT_MODEL in CATALOG
     for name, model in CATALOG.items():
         assert name == model.name == name.lower()
-        assert catalog._is_hub_id(model.hub_id)
+        assert catalog.is_hub_id(model.hub_id)
         assert model.license and model.hub_bytes > 10**8
 
 

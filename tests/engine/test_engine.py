@@ -164,7 +164,7 @@ async def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = engine.parts.core.executor._runner  # type: ignore[attr-defined]
-    real, calls = runner._forward, []
+    real, calls = runner.forward, []
 
     def fail_once(batch: object) -> object:
         calls.append(batch)
@@ -172,7 +172,7 @@ async def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(
             raise RuntimeError("a cosmic ray")
         return real(batch)
 
-    monkeypatch.setattr(runner, "_forward", fail_once)
+    monkeypatch.setattr(runner, "forward", fail_once)
     deltas = await collect(engine, "Hello there", SHORT)
     assert deltas[-1].finish_reason is FinishReason.ERROR
     assert isinstance(deltas[-1].error, StepError) and "cosmic ray" in str(deltas[-1].error)

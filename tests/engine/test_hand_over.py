@@ -144,7 +144,7 @@ async def test_an_exception_in_flight_names_its_step_and_batch_and_ends_each_req
 ) -> None:
     expected = tokens(await collect_all(engine, max_tokens=30))
     runner = engine.parts.core.executor._runner  # type: ignore[attr-defined]
-    real = runner._forward
+    real = runner.forward
     failed: list[int] = []
 
     def fail_when_all_decode(batch: Any) -> Any:
@@ -153,7 +153,7 @@ async def test_an_exception_in_flight_names_its_step_and_batch_and_ends_each_req
             raise RuntimeError("a cosmic ray")
         return real(batch)
 
-    monkeypatch.setattr(runner, "_forward", fail_when_all_decode)
+    monkeypatch.setattr(runner, "forward", fail_when_all_decode)
     answers = await collect_all(engine, max_tokens=30)
     errors = {delta.error for deltas in answers for delta in deltas if delta.error is not None}
     assert len(errors) == 1

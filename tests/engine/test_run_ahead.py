@@ -89,7 +89,7 @@ def test_who_joins_or_reads_a_prompt_ends_the_run_ahead() -> None:
     plans = decode_plans(12)
     assert depths(policy, plans[:8], 1.0)[-1] == 9
     changes: list[Callable[[StepPlan], StepPlan]] = [
-        lambda plan: replace(plan, num_tokens=plan.num_tokens + 1),
+        lambda plan: replace(plan, num_tokens=plan.num_tokens + 1, num_decode_rows=0),
         lambda plan: replace(plan, added=plans[0].added),
     ]
     for change in changes:
