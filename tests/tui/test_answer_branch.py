@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
@@ -44,7 +45,7 @@ async def write(engine: AsyncEngine, seed: int) -> tuple[str, WrittenTokens]:
 async def test_a_branch_is_given_exactly_the_tokens(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seed = random.randrange(2**32)
+    seed = int(os.environ.get("BRANCH_SEED", random.randrange(2**32)))
     print(f"seed {seed}")
     rng = random.Random(seed)
     prompts: list[Prompt] = []
@@ -86,8 +87,9 @@ async def test_a_branch_is_given_exactly_the_tokens(
             assert there is not None and there.prompt_ids == written.prompt_ids
             num_kept = index + 1
             assert there.answer_ids[:num_kept] == expected[len(written.prompt_ids) :]
-            plain = [i for i in there.answer_ids if i != 1]
-            whole = await engine.detokenize(plain) if plain else ""
+            if "<s>" in await engine.token_texts(there.answer_ids):
+                continue  # text leaves it out, and what it would have kept apart joins
+            whole = (await engine.detokenize(there.answer_ids)).removesuffix("</s>")
             assert whole.startswith(answer)
             assert answer == whole or (stop and "e" in whole[len(answer) :]), (answer, whole)
 
