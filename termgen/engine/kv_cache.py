@@ -120,9 +120,10 @@ class BlockPool:
         """[num_blocks] BlockState of every block."""
         refs = np.frombuffer(self._ref_counts, dtype=np.int32)
         hashed = np.frombuffer(self._is_hashed, dtype=np.uint8)
-        states = np.where(refs == 0, np.where(hashed, BlockState.CACHED, BlockState.FREE), refs)
-        states = np.where(refs == 1, BlockState.ACTIVE, states)
-        states = np.where(refs > 1, BlockState.SHARED, states).astype(np.uint8)
+        # In bytes, for this is the engine's time: 0, 1 or 2 users are FREE, ACTIVE and SHARED.
+        used = np.minimum(refs, 2).astype(np.uint8)
+        states: npt.NDArray[np.uint8] = used + (used != 0)
+        states += hashed & (used == 0)  # FREE to CACHED
         states[NULL_BLOCK] = BlockState.NULL
         return states
 

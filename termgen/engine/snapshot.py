@@ -6,6 +6,7 @@ import time
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 
 from termgen.engine.events import EngineSnapshot, RequestView, StepRecord
 from termgen.engine.request import Request, RequestStatus
@@ -34,13 +35,8 @@ def build_snapshot(
         scheduled = dict(
             zip(plan.slots[current].tolist(), plan.num_tokens[current].tolist(), strict=True)
         )
-    running = table.running.tolist()
-    owners = np.full(kv.pool.num_blocks, -1, np.int32)
-    for i, slot in enumerate(running):
-        owners[kv.block_table[slot, : kv.num_blocks[slot]]] = i if i < MAX_LISTED else -1
-    views = [
-        _running_view(scheduler, slot, scheduled.get(slot, 0), now) for slot in running[:MAX_LISTED]
-    ]
+    running = table.running
+    views = _running_views(scheduler, running[:MAX_LISTED], scheduled, now)
     views += [_waiting_view(request, now) for request in islice(scheduler.waiting, MAX_LISTED)]
     stats, pool = scheduler.stats, kv.pool
     return EngineSnapshot(
@@ -50,7 +46,7 @@ def build_snapshot(
         num_running=len(running),
         num_waiting=len(scheduler.waiting),
         block_states=pool.states(),
-        block_owners=owners,
+        block_owners=_owners(scheduler, running[:MAX_LISTED]),
         num_used_blocks=pool.num_used,
         num_cached_blocks=pool.num_cached,
         num_free_blocks=pool.num_free - pool.num_cached,
@@ -85,25 +81,49 @@ def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -
     return "token budget spent" if plan and plan.total_tokens >= budget else "next step"
 
 
-def _running_view(scheduler: Scheduler, slot: int, scheduled: int, now: int) -> RequestView:
+def _owners(scheduler: Scheduler, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """[num_blocks] place in `slots` [rows] of one owner of each block, -1 for none."""
+    kv = scheduler.kv
+    owners = np.full(kv.pool.num_blocks, -1, np.int32)
+    if len(slots):
+        counts = kv.num_blocks[slots]
+        rows = zip(slots.tolist(), counts.tolist(), strict=True)
+        blocks = np.concatenate([kv.block_table[slot, :count] for slot, count in rows])
+        owners[blocks] = np.repeat(np.arange(len(slots), dtype=np.int32), counts)
+    return owners
+
+
+def _running_views(
+    scheduler: Scheduler, slots: npt.NDArray[np.int32], scheduled: dict[int, int], now: int
+) -> list[RequestView]:
+    """Numbers are taken from the table by whole columns: this is the engine's time."""
     table = scheduler.slots
-    request = table.request_at(slot)
-    num_tokens = int(table.num_tokens[slot])
-    # All but the newest known token computed: from here on it is one token a step.
-    is_decoding = int(table.num_computed[slot]) >= num_tokens - 1 and scheduled <= 1
-    return RequestView(
-        request_id=request.request_id,
-        status="decode" if is_decoding and num_tokens > request.num_prompt_tokens else "prefill",
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_cached_tokens=request.num_cached_tokens,
-        num_computed_tokens=int(table.num_computed[slot]),
-        num_output_tokens=num_tokens - request.num_prompt_tokens,
-        num_blocks=int(scheduler.kv.num_blocks[slot]),
-        num_scheduled_tokens=scheduled,
-        age_s=(now - request.arrival_ns) / 1e9,
-        num_preemptions=request.num_preemptions,
-        priority=request.priority,
-    )
+    columns = (slots, table.num_tokens[slots], table.num_computed[slots])
+    numbers = (*columns, scheduler.kv.num_blocks[slots])
+    views = []
+    for slot, num_tokens, num_computed, num_blocks in zip(
+        *(column.tolist() for column in numbers), strict=True
+    ):
+        request, now_tokens = table.request_at(slot), scheduled.get(slot, 0)
+        # All but the newest known token computed: from here on it is one token a step.
+        is_decoding = num_computed >= num_tokens - 1 and now_tokens <= 1
+        num_output = num_tokens - request.num_prompt_tokens
+        views.append(
+            RequestView(
+                request_id=request.request_id,
+                status="decode" if is_decoding and num_output > 0 else "prefill",
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=request.num_cached_tokens,
+                num_computed_tokens=num_computed,
+                num_output_tokens=num_output,
+                num_blocks=num_blocks,
+                num_scheduled_tokens=now_tokens,
+                age_s=(now - request.arrival_ns) / 1e9,
+                num_preemptions=request.num_preemptions,
+                priority=request.priority,
+            )
+        )
+    return views
 
 
 def _waiting_view(request: Request, now: int) -> RequestView:
