@@ -1,14 +1,22 @@
-"""Builds the engine's snapshot for screens, on the engine thread between two steps."""
+"""The engine's snapshot for screens: copied on the engine thread between two steps, made elsewhere.
+
+What is computed of 100,000 blocks lets go of the GIL at every turn, and the engine would wait for
+its return each time, so the engine thread only copies.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.events import EngineSnapshot, RequestView, StepRecord
+from termgen.engine.kv_cache import PoolCopy
 from termgen.engine.request import Request, RequestStatus
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.step import GraphStatus, StepPlan
@@ -16,7 +24,26 @@ from termgen.engine.step import GraphStatus, StepPlan
 MAX_LISTED = 256
 
 
-def build_snapshot(
+@dataclass(frozen=True, slots=True, eq=False)
+class StateCopy:
+    """The engine at one moment. Any thread may make the snapshot of it."""
+
+    pool: PoolCopy
+    owned: tuple[npt.NDArray[np.int32], ...]
+    """The blocks of each running request that is listed."""
+    rest: Callable[..., EngineSnapshot]
+    """Makes a snapshot, given the map of the blocks."""
+
+    def snapshot(self) -> EngineSnapshot:
+        states = self.pool.states()
+        owners = np.full(len(states), -1, np.int32)
+        if self.owned:
+            places = np.arange(len(self.owned), dtype=np.int32)
+            owners[np.concatenate(self.owned)] = np.repeat(places, [*map(len, self.owned)])
+        return self.rest(block_states=states, block_owners=owners)
+
+
+def copy_state(
     scheduler: Scheduler,
     *,
     record: StepRecord | None,
@@ -25,7 +52,7 @@ def build_snapshot(
     graphs: GraphStatus,
     paused: bool,
     sleep_level: int,
-) -> EngineSnapshot:
+) -> StateCopy:
     """`plan` is the newest plan, for the tokens each request has in it."""
     now = time.perf_counter_ns()
     table, kv = scheduler.slots, scheduler.kv
@@ -36,17 +63,19 @@ def build_snapshot(
             zip(plan.slots[current].tolist(), plan.num_tokens[current].tolist(), strict=True)
         )
     running = table.running
-    views = _running_views(scheduler, running[:MAX_LISTED], scheduled, now)
+    listed = running[:MAX_LISTED]
+    views = _running_views(scheduler, listed, scheduled, now)
     views += [_waiting_view(request, now) for request in islice(scheduler.waiting, MAX_LISTED)]
     stats, pool = scheduler.stats, kv.pool
-    return EngineSnapshot(
+    counts = zip(listed.tolist(), kv.num_blocks[listed].tolist(), strict=True)
+    owned = tuple(kv.block_table[slot, :count].copy() for slot, count in counts)
+    rest = partial(
+        EngineSnapshot,
         time_ns=now,
         step=record,
         requests=tuple(views),
         num_running=len(running),
         num_waiting=len(scheduler.waiting),
-        block_states=pool.states(),
-        block_owners=_owners(scheduler, running[:MAX_LISTED]),
         num_used_blocks=pool.num_used,
         num_cached_blocks=pool.num_cached,
         num_free_blocks=pool.num_free - pool.num_cached,
@@ -65,6 +94,7 @@ def build_snapshot(
         sleep_level=sleep_level,
         waiting_reason=_waiting_reason(scheduler, plan, paused) if len(scheduler.waiting) else "",
     )
+    return StateCopy(pool.copy(), owned, rest)
 
 
 def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -> str:
@@ -79,18 +109,6 @@ def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -
         return "not enough free KV blocks"
     budget = scheduler.config.max_num_batched_tokens
     return "token budget spent" if plan and plan.total_tokens >= budget else "next step"
-
-
-def _owners(scheduler: Scheduler, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """[num_blocks] place in `slots` [rows] of one owner of each block, -1 for none."""
-    kv = scheduler.kv
-    owners = np.full(kv.pool.num_blocks, -1, np.int32)
-    if len(slots):
-        counts = kv.num_blocks[slots]
-        rows = zip(slots.tolist(), counts.tolist(), strict=True)
-        blocks = np.concatenate([kv.block_table[slot, :count] for slot, count in rows])
-        owners[blocks] = np.repeat(np.arange(len(slots), dtype=np.int32), counts)
-    return owners
 
 
 def _running_views(

@@ -167,10 +167,10 @@ def test_snapshot_shows_who_is_in_the_step_and_which_blocks_they_hold() -> None:
     core = make_core(FakeExecutor(next_token), deliveries, max_num_seqs=2)
     for i in range(3):
         submit(core, f"r{i}", [5 + i] * 6, max_tokens=10)
-    assert core.snapshot().block_owners.max() == -1, "nobody runs yet"
+    assert core.copy_state().snapshot().block_owners.max() == -1, "nobody runs yet"
     core.step()
     core.step()
-    snapshot = core.snapshot()
+    snapshot = core.copy_state().snapshot()
     assert [(r.request_id, r.status) for r in snapshot.requests] == [
         ("r0", "decode"),
         ("r1", "decode"),
