@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from termgen.api.chat import MAX_TEMPLATE_KWARGS_BYTES
+from termgen.api.chat_prompt import MAX_TEMPLATE_KWARGS_BYTES
 from termgen.api.completions import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_PROMPTS
 from termgen.api.job import MAX_PING_INTERVAL_S, MIN_PING_INTERVAL_S
 from termgen.api.tools import MAX_TOOLS

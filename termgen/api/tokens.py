@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from termgen.api.chat import parse_prompt
+from termgen.api.chat_prompt import parse_prompt
 from termgen.api.fields import Fields, is_empty, is_int, wrong_type
 from termgen.api.sampling import MAX_INT
 from termgen.api.tools import parse_tools

@@ -11,7 +11,7 @@ import asyncio
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from termgen.client import ChatPrompt, Prompt, prompt_chars
 from termgen.engine.grammar import COMPILE_TIMEOUT_S, GrammarCompiler, named
@@ -27,6 +27,14 @@ from termgen.engine.tokenizer import Tokenizer, check_encodable
 from termgen.errors import ContextLengthError, RequestError
 
 MAX_REQUEST_ID_CHARS = 256
+
+
+class Envelope(TypedDict, total=False):
+    """What `prepare` takes beside the prompt and the parameters."""
+
+    request_id: str | None
+    priority: int
+    cache_salt: str | None
 
 
 class InputProcessor:
@@ -51,18 +59,10 @@ class InputProcessor:
         self._has_priorities = has_priorities
 
     def process(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        self, prompt: Prompt, params: SamplingParams, **envelope: Unpack[Envelope]
     ) -> GenerationRequest:
         """The request to submit. Raises RequestError before anything is queued."""
-        request = self.prepare(
-            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt
-        )
+        request = self.prepare(prompt, params, **envelope)
         wanted = params.structured_outputs
         if wanted is None:
             return request
