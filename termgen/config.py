@@ -71,6 +71,11 @@ class EngineConfig:
         minimum=2,
         maximum=MAX_INT,
     )
+    clamp_max_tokens: bool = setting(
+        False,
+        "cut max_tokens to what the context leaves, where a request that asks for more would be "
+        "refused",
+    )
     max_num_seqs: int | None = setting(
         None,
         "requests that may run at once (default: 256 on a GPU, 32 on a CPU)",

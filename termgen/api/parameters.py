@@ -125,7 +125,8 @@ LENGTH = Group(
         Parameter(
             "max_completion_tokens",
             "1 to what the context leaves",
-            "longest answer, in tokens",
+            "longest answer, in tokens. More is an error, or is cut to that with the server's "
+            "`--clamp-max-tokens`, which the response header `x-termgen-max-tokens` tells",
             "what the context leaves",
             (CHAT,),
         ),

@@ -48,15 +48,18 @@ class InputProcessor:
         *,
         eos_token_ids: Collection[int] = (),
         has_priorities: bool = True,
+        clamps_max_tokens: bool = False,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """has_priorities: the scheduler looks at them."""
+        """has_priorities: the scheduler looks at them. clamps_max_tokens: to what the context
+        leaves, where it would be an error."""
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._has_priorities = has_priorities
+        self._clamps_max_tokens = clamps_max_tokens
 
     def process(
         self, prompt: Prompt, params: SamplingParams, **envelope: Unpack[Envelope]
@@ -250,6 +253,8 @@ class InputProcessor:
         if room < 1:
             raise self._too_long(f"{num_prompt} tokens", param)
         max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > room and self._clamps_max_tokens:
+            max_tokens = room
         if max_tokens > room:
             where = "messages" if param == "messages" else "prompt"
             raise ContextLengthError(

@@ -99,7 +99,10 @@ def _cross_origin(config: ServerConfig) -> list[Middleware]:
             allow_origins=[origin.rstrip("/") for origin in config.allowed_origin],
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-termgen-ignored", "retry-after", "retry-after-ms"],
+            expose_headers=[
+                *("x-request-id", "x-termgen-ignored", "x-termgen-max-tokens"),
+                *("retry-after", "retry-after-ms"),
+            ],
         )
     ]
 
