@@ -243,3 +243,11 @@ async def test_max_tokens_is_clamped_and_the_answer_says_so(tiny_llama_dir: Path
         assert "x-termgen-max-tokens" not in answer.headers
         answer = await client.post("/v1/completions", json={**ask, "prompt": [5] * 256})
         assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_model_that_fills_no_gaps_says_so(tiny_llama_dir: Path) -> None:
+    async with serving_tiny(tiny_llama_dir) as (client, _):
+        for stream in (False, True):
+            body = {"prompt": "x", "suffix": "y", "stream": stream}
+            error = (await client.post("/v1/completions", json=body)).json()["error"]
+            assert (error["param"], error["code"]) == ("suffix", "unsupported_parameter")

@@ -8,11 +8,10 @@ name those.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from termgen.api.chat_prompt import MAX_TEMPLATE_KWARGS_BYTES
 from termgen.api.completions import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_PROMPTS
 from termgen.api.job import MAX_PING_INTERVAL_S, MIN_PING_INTERVAL_S
+from termgen.api.parameter_types import BOTH, CHAT, COMPLETIONS, Group, Parameter
 from termgen.api.tools import MAX_TOOLS
 from termgen.engine.sampling_params import (
     GREEDY_EPSILON,
@@ -26,30 +25,6 @@ from termgen.engine.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-
-CHAT = "chat"
-COMPLETIONS = "completions"
-BOTH = (CHAT, COMPLETIONS)
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One field. The texts are Markdown, each of one line."""
-
-    name: str
-    values: str
-    meaning: str
-    default: str = "off"
-    endpoints: tuple[str, ...] = BOTH
-    origin: str = "OpenAI"
-    """Whose field it is: OpenAI's, or vLLM's, which clients send in `extra_body`, or our own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    title: str
-    parameters: tuple[Parameter, ...]
-
 
 _VLLM = "vLLM"
 _OWN = "termgen"
@@ -84,6 +59,14 @@ PROMPT = Group(
             "true, false",
             "begin the answer with the prompt; with `logprobs`, those of the prompt too",
             endpoints=(COMPLETIONS,),
+        ),
+        Parameter(
+            "suffix",
+            "a string; the prompt must be text",
+            "what stands behind the answer, for models whose tokenizer has tokens for that "
+            "(fill-in-the-middle), and refused for others; excludes `echo`",
+            "none",
+            (COMPLETIONS,),
         ),
         Parameter(
             "add_generation_prompt",

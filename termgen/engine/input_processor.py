@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
-from termgen.client import ChatPrompt, Prompt, prompt_chars
+from termgen.client import ChatPrompt, FillPrompt, Prompt, prompt_chars
 from termgen.engine.grammar import COMPILE_TIMEOUT_S, GrammarCompiler, named
 from termgen.engine.request import (
     MAX_BAD_SEQUENCE_TOKENS,
@@ -21,7 +21,7 @@ from termgen.engine.request import (
     GenerationRequest,
     check_cache_salt,
 )
-from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.engine.tokenizer import Tokenizer, check_encodable
 from termgen.errors import ContextLengthError, RequestError
@@ -82,6 +82,8 @@ class InputProcessor:
     ) -> GenerationRequest:
         """The same but for its grammar, for callers that wait for it with `add_grammar`."""
         _check_envelope(request_id, priority, cache_salt)
+        if isinstance(prompt, FillPrompt):
+            params = self._stop_behind_gap(params)
         if priority and not self._has_priorities:
             raise RequestError(
                 "priority has no effect on this engine, which runs requests in order of arrival;"
@@ -110,6 +112,15 @@ class InputProcessor:
             cache_salt=cache_salt,
             bad_token_ids=bad_token_ids,
         )
+
+    def _stop_behind_gap(self, params: SamplingParams) -> SamplingParams:
+        """What models write when a gap is full are not always end-of-sequence tokens."""
+        fill = self._tokenizer.fill_tokens if self._tokenizer is not None else None
+        if fill is None or params.ignore_eos:
+            return params
+        ends = (token_id for token_id in fill.ends if token_id < self._vocab_size)
+        own = dict.fromkeys((*params.stop_token_ids, *ends))
+        return replace(params, stop_token_ids=tuple(own)[:MAX_STOP_TOKEN_IDS])
 
     def _bad_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """How the tokenizer writes each bad word: at the start of a text, and after a space."""
@@ -185,6 +196,8 @@ class InputProcessor:
             ids = self._encode_text(prompt, add_special_tokens)
         elif isinstance(prompt, ChatPrompt):
             ids = self._encode_chat(prompt)
+        elif isinstance(prompt, FillPrompt):
+            ids = self._encode_fill(prompt)
         else:
             ids = self._check_ids(prompt)
         if not ids:
@@ -197,6 +210,11 @@ class InputProcessor:
         tokenizer = self._need_tokenizer("prompt")
         self._check_size(len(text), tokenizer, "prompt")
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _encode_fill(self, prompt: FillPrompt) -> list[int]:
+        tokenizer = self._need_tokenizer("suffix")
+        self._check_size(prompt_chars(prompt), tokenizer, "prompt")
+        return tokenizer.encode_fill(prompt.prefix, prompt.suffix)
 
     def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
         tokenizer = self._need_tokenizer("messages")

@@ -17,11 +17,15 @@ from termgen.client import Message, TokenizerInfo
 from termgen.engine.chat_encoding import ChatEncoder
 from termgen.engine.detokenizer import BytesDecoder, TokenDecoder, WindowDecoder
 from termgen.engine.encode_text import encode_text
+from termgen.engine.fill_in_middle import find_fill_tokens
 from termgen.engine.tokenizer_files import TokenizerParts, read_folder
 from termgen.errors import ModelNotFoundError, RequestError
 
 SPACE_MARK = "\u2581"
 """How SentencePiece vocabularies write a space."""
+
+BEHIND = "☺"
+"""A character that no token has beside others."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -60,6 +64,8 @@ class Tokenizer:
         self._chat = ChatEncoder(backend, parts) if parts.chat_templates else None
         self.chat_templates = parts.chat_templates
         self.response_template = parts.response_template
+        self.fill_tokens = find_fill_tokens(backend.token_to_id)
+        """How prompts with a gap are written; None: this model fills none."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -82,6 +88,29 @@ class Tokenizer:
         if not add_special_tokens:
             return ids
         return [*(self._prefix_ids or ()), *ids, *(self._suffix_ids or ())]
+
+    def encode_fill(self, prefix: str, suffix: str) -> list[int]:
+        """Token ids of a prompt whose gap the model is to fill. Raises RequestError."""
+        if self.fill_tokens is None:
+            raise RequestError(
+                "suffix needs a model that fills gaps: this one has no tokens for it",
+                param="suffix",
+                code="unsupported_parameter",
+            )
+        check_encodable(suffix, param="suffix")
+        begin = self.encode("")[:1]
+        ids = self.fill_tokens.prompt_ids(
+            self.encode(prefix, add_special_tokens=False), self._encode_behind(suffix)
+        )
+        return [*begin, *ids] if begin == [self.bos_token_id] else ids
+
+    def _encode_behind(self, text: str) -> list[int]:
+        """Ids of text that follows other text: without the space that some put before any text."""
+        ids, mark = (self.encode(t, add_special_tokens=False) for t in (text, BEHIND))
+        if not mark or not self._all_bytes[mark[0]].startswith(b" "):
+            return ids
+        both = self.encode(BEHIND + text, add_special_tokens=False)
+        return both[len(mark) :] if both[: len(mark)] == mark else ids
 
     def apply_chat_template(
         self,
