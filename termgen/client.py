@@ -23,6 +23,10 @@ Message = Mapping[str, Any]
 """A chat message: `role` and `content`, as in OpenAI's API."""
 
 
+MAX_CHAT_TEMPLATE_CHARS = 65_536
+"""Of a template that comes with a prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A conversation to be rendered through the model's chat template."""
@@ -31,6 +35,8 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+    """To be used instead of the model's."""
 
 
 @dataclass(frozen=True, slots=True)

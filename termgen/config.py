@@ -281,6 +281,11 @@ class ServerConfig:
     enable_tokenizer_info: bool = setting(
         False, "answer /tokenizer_info, which shows the chat template"
     )
+    trust_request_chat_template: bool = setting(
+        False,
+        "let requests bring a `chat_template`; each is rendered in a process of its own, with "
+        "limits of time and memory",
+    )
     metrics_compat: str = setting(
         "none", "vllm: show metrics under vLLM's names too", choices=("none", "vllm")
     )

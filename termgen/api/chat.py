@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from termgen.api.chat_prompt import parse_prompt
+from termgen.api.chat_prompt import format_for, parse_prompt, parse_template
 from termgen.api.fields import Check, Fields, is_empty, never, one_of
 from termgen.api.job import (
     Job,
@@ -76,10 +76,11 @@ def parse_chat(
     force_include_usage: bool = False,
     tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
     strict_tools: bool = False,
+    trusts_template: bool = False,
 ) -> ChatRequest:
     """Check a body. `model` is the resolved served name, `defaults` the model's own sampling.
 
-    strict_tools: functions that do not say are strict.
+    strict_tools: functions that do not say are strict. trusts_template: the body may bring one.
     """
     body = Fields(data)
     body.take("model")  # resolved by the caller
@@ -95,8 +96,10 @@ def parse_chat(
         prompt_logprobs=parse_prompt_logprobs(body, stream=options.stream),
         defaults=defaults,
     )
+    chat_template = parse_template(body, is_trusted=trusts_template)
+    tool_format = format_for(tool_format, chat_template)
     tools = parse_tools(body, tool_format, strict=strict_tools)
-    prompt = parse_prompt(body, tools, tool_format)
+    prompt = parse_prompt(body, tools, tool_format, chat_template)
     wanted = constrain(tools, params.structured_outputs)
     if not tools.may_call and (wanted is not None or prompt.continue_final_message):
         tools = Tools()  # the client gives the text its form, or its beginning, not the model

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
+from termgen.api.errors import unsupported
 from termgen.api.fields import Fields, check_depth, wrong_type
 from termgen.api.parts import texts_of
 from termgen.api.tools import Tools, parse_calls, show_tools
@@ -34,10 +36,29 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 )
 
 
+def parse_template(body: Fields, *, is_trusted: bool) -> str | None:
+    """The chat template that a request brings instead of the model's."""
+    source = body.string("chat_template")
+    if source is not None and not is_trusted:
+        raise unsupported(
+            "chat_template",
+            "chat_template is taken only by servers with --trust-request-chat-template",
+        )
+    return source
+
+
+def format_for(tool_format: ToolFormat, chat_template: str | None) -> ToolFormat:
+    """How calls are written where a request brings its template: that decides who shows tools."""
+    if chat_template is None:
+        return tool_format
+    return replace(tool_format, knows_tools="tools" in chat_template)
+
+
 def parse_prompt(
     body: Fields,
     tools: Tools = Tools(),  # noqa: B008 frozen
     tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
+    chat_template: str | None = None,
 ) -> ChatPrompt:
     """The messages and how to render them."""
     value = body.take("messages")
@@ -66,6 +87,7 @@ def parse_prompt(
         add_generation_prompt=generates,
         continue_final_message=continues,
         template_kwargs={**_template_kwargs(body), **variables},
+        chat_template=chat_template,
     )
 
 

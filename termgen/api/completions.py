@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from termgen.api.fields import Check, Fields, is_empty, is_int, is_true, wrong_type
+from termgen.api.fields import Check, Fields, is_empty, is_int, is_true, never, wrong_type
 from termgen.api.job import (
     Job,
     ResponseOptions,
@@ -40,6 +40,7 @@ COMPLETION_REFUSED: dict[str, Check] = {
     **REFUSED,
     "add_special_tokens": is_true,
     "prompt_embeds": is_empty,
+    "chat_template": never,
 }
 
 

@@ -13,6 +13,7 @@ from termgen.api.completions import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_PROMPTS
 from termgen.api.job import MAX_PING_INTERVAL_S, MIN_PING_INTERVAL_S
 from termgen.api.parameter_types import BOTH, CHAT, COMPLETIONS, Group, Parameter
 from termgen.api.tools import MAX_TOOLS
+from termgen.client import MAX_CHAT_TEMPLATE_CHARS
 from termgen.engine.sampling_params import (
     GREEDY_EPSILON,
     MAX_BAD_WORD_CHARS,
@@ -89,6 +90,15 @@ PROMPT = Group(
             f"an object of at most {MAX_TEMPLATE_KWARGS_BYTES} bytes",
             "variables of the chat template; one that it does not read is refused",
             "none",
+            (CHAT,),
+            _VLLM,
+        ),
+        Parameter(
+            "chat_template",
+            f"a Jinja template of at most {MAX_CHAT_TEMPLATE_CHARS} characters",
+            "used instead of the model's; refused unless the server has "
+            "`--trust-request-chat-template`",
+            "the model's own",
             (CHAT,),
             _VLLM,
         ),

@@ -27,6 +27,8 @@ from termgen.engine.tokenizer import Tokenizer, check_encodable
 from termgen.errors import ContextLengthError, RequestError
 
 MAX_REQUEST_ID_CHARS = 256
+OPTIONS = ("add_generation_prompt", "chat_template", "continue_final_message")
+"""Of a chat prompt: no variables of its template."""
 
 
 class Envelope(TypedDict, total=False):
@@ -224,10 +226,11 @@ class InputProcessor:
             prompt.messages,
             add_generation_prompt=prompt.add_generation_prompt,
             continue_final_message=prompt.continue_final_message,
+            chat_template=prompt.chat_template,
             **variables,
         )
         if variables:
-            tokenizer.refuse_unread_variables(variables)
+            tokenizer.refuse_unread_variables(variables, prompt.chat_template)
         return ids
 
     def _check_ids(self, prompt: Sequence[int]) -> list[int]:
@@ -329,7 +332,7 @@ def _param_of(prompt: Prompt) -> str:
 
 def _template_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
     for name in variables:
-        if not isinstance(name, str) or name in ("add_generation_prompt", "continue_final_message"):
+        if not isinstance(name, str) or name in OPTIONS:
             raise RequestError(
                 f"{name!r} cannot be set as a chat template variable", param="chat_template_kwargs"
             )

@@ -61,7 +61,7 @@ class Tokenizer:
         self._text_bytes = _BytesTable(self._raw_bytes, self.special_token_ids)
         self.info = TokenizerInfo(dict(parts.named_tokens), parts.chat_templates.get("default"))
         self._max_token_chars: int | None = None
-        self._chat = ChatEncoder(backend, parts) if parts.chat_templates else None
+        self._chat = ChatEncoder(backend, parts)
         self.chat_templates = parts.chat_templates
         self.response_template = parts.response_template
         self.fill_tokens = find_fill_tokens(backend.token_to_id)
@@ -69,7 +69,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat is not None
+        return bool(self.chat_templates)
 
     @property
     def max_token_chars(self) -> int:
@@ -119,17 +119,20 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation. Nothing in the messages can become a special token.
 
-        `kwargs` are the template's variables (`tools`, `enable_thinking`). Raises RequestError.
+        `kwargs` are the template's variables (`tools`, `enable_thinking`); `chat_template` is one
+        to be used instead of the model's, in a process of its own. Raises RequestError.
         """
-        return self._need_chat().encode(
+        return self._need_chat(chat_template).encode(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=kwargs,
+            chat_template=chat_template,
         )
 
     def render_chat(
@@ -139,19 +142,23 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
         """The prompt text `apply_chat_template` encodes."""
-        return self._need_chat().render(
+        return self._need_chat(chat_template).render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=kwargs,
+            chat_template=chat_template,
         )
 
-    def refuse_unread_variables(self, variables: Mapping[str, Any]) -> None:
+    def refuse_unread_variables(
+        self, variables: Mapping[str, Any], chat_template: str | None = None
+    ) -> None:
         """Raises RequestError for a chat template variable that the template does not read."""
-        self._need_chat().refuse_unread(variables)
+        self._need_chat(chat_template).refuse_unread(variables, chat_template)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The full text of `ids`: what a `token_decoder` gives piece by piece."""
@@ -186,8 +193,8 @@ class Tokenizer:
         """The backend as the text of a tokenizer.json."""
         return self._backend.to_str()
 
-    def _need_chat(self) -> ChatEncoder:
-        if self._chat is None:
+    def _need_chat(self, chat_template: str | None) -> ChatEncoder:
+        if chat_template is None and not self.has_chat_template:
             raise RequestError(
                 "this model has no chat template; send a plain prompt instead", param="messages"
             )

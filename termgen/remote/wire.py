@@ -120,6 +120,9 @@ def prompt_fields(prompt: Prompt, dialect: Dialect) -> dict[str, Any]:
     if prompt.template_kwargs:
         _need(dialect, "chat_template_kwargs")
         fields["chat_template_kwargs"] = dict(prompt.template_kwargs)
+    if prompt.chat_template is not None:
+        _need(dialect, "chat_template")
+        fields["chat_template"] = prompt.chat_template
     return fields
 
 
