@@ -20,6 +20,7 @@ import httpx
 
 from termgen.client import (
     ChatPrompt,
+    FillPrompt,
     ModelInfo,
     PauseMode,
     Prompt,
@@ -30,7 +31,7 @@ from termgen.client import (
 from termgen.engine.events import EngineSnapshot, EventRing
 from termgen.engine.grammar_times import GrammarTotals
 from termgen.engine.sampling_params import SamplingParams
-from termgen.errors import ConfigError, EngineError, TermgenError
+from termgen.errors import ConfigError, EngineError, RequestError, TermgenError
 from termgen.remote.failures import failure_of, short
 from termgen.remote.models import (
     RemoteModel,
@@ -182,6 +183,8 @@ class RemoteClient:
         return True
 
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, FillPrompt):
+            raise RequestError("a server cannot tell the tokens of a gap", param="suffix")
         if not isinstance(prompt, (str, ChatPrompt)):
             return list(prompt)
         body = {"model": self.model.model_id, **prompt_fields(prompt, self.dialect)}
