@@ -235,7 +235,7 @@ def test_interrupt_and_broken_pipe(
     def interrupted(args: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "models_command", interrupted)
+    monkeypatch.setitem(cli.COMMANDS, "models", interrupted)
     code, out, err = run(capsys, "models")
     assert (code, out, err.strip()) == (130, "", "")
     with process("models") as child:
