@@ -163,6 +163,7 @@ class _Interrupt:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._aborting: asyncio.Future[bool] | None = None
+        """Kept here: of a task under way a loop has but a weak reference."""
         self.came = False
 
     def __enter__(self) -> _Interrupt:
