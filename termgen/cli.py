@@ -40,6 +40,7 @@ SWITCH_INTERVAL_S = 1e-4
 
 def entry() -> NoReturn:
     """Run the command line this process was started with."""
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a model writes what the locale may not have
             stream.reconfigure(errors="replace")
@@ -55,6 +56,13 @@ def entry() -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _open_missing_streams() -> None:
+    """What whoever started us has closed is empty, and not a number for the next file or socket."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

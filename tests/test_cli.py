@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -243,6 +244,24 @@ def test_interrupt_and_broken_pipe(
         child.stdout.close()
         assert child.wait(timeout=60) == 141
         assert child.stderr is not None and child.stderr.read() == ""
+
+
+def test_streams_that_are_closed_are_empty() -> None:
+    """As for jobs that a daemon starts."""
+    program = f"{shlex.quote(sys.executable)} -m termgen"
+    for command, code, said in (
+        ("models >&-", 0, ""),
+        ("models <&-", 0, "smollm2-135m"),
+        ("chat --inline <&-", 2, "no question"),
+        ("generate <&-", 2, "termgen: error:"),
+        ("chat <&-", 2, "`termgen chat` needs a terminal"),
+        ("nonsense 2>&-", 2, ""),
+    ):
+        shown = subprocess.run(
+            f"{program} {command}", shell=True, capture_output=True, text=True, timeout=60
+        )
+        assert shown.returncode == code, (command, shown.stderr)
+        assert said in shown.stdout + shown.stderr and "Traceback" not in shown.stderr, command
 
 
 def test_an_interrupt_while_modules_are_read_leaves_no_traceback() -> None:
