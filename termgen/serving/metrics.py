@@ -102,79 +102,71 @@ class ServerMetrics:
         self._model = model
         self._since_start = _SinceStart()
         self._registry.register(_SinceStartCollector(self._since_start, model))
-        self.requests = RequestMetrics(self._registry, model)
-        self._add_state()
-        self._add_facts()
-        self._add_counters()
-        self._add_histograms()
 
-    def _add_state(self) -> None:
-        """How things stand now."""
         self.num_running = self._gauge("num_requests_running", "Requests in the batch")
         self.num_waiting = self._gauge("num_requests_waiting", "Requests in the queue")
         self.paused = self._gauge("engine_paused", "1 while the engine is paused, else 0")
-        self._sleep = self._gauges(
-            "engine_sleep_state",
+        self._sleep = Gauge(
+            "termgen_engine_sleep_state",
             "1 for the state the engine is in: awake, or asleep at level 1 or 2",
-            "sleep_state",
+            ["model", "sleep_state"],
+            registry=self._registry,
         )
         self.on_sleep_level(0)
-        self.kv_usage = self._gauge("kv_cache_usage_perc", "Used share of the KV cache, 0 to 1")
-        self._kv_blocks = self._gauges("kv_blocks", "KV blocks by state", "state")
-        self._graphs = self._gauges(
-            "cuda_graphs",
-            "CUDA graphs recorded, and those still to be recorded in idle moments",
-            "state",
-        )
-        self.heartbeat = self._gauge(
-            "engine_heartbeat_timestamp_seconds",
-            "When the engine last finished a step or answered, as Unix time",
-        )
-
-    def _add_facts(self) -> None:
-        """What stays as it was when the engine was ready."""
         self.run_ahead = self._gauge(
             "engine_run_ahead_seconds", "Most work that is queued while nobody waits"
         )
-        self._memory = self._gauges(
-            "memory_bytes",
+        self.kv_usage = self._gauge("kv_cache_usage_perc", "Used share of the KV cache, 0 to 1")
+        self._kv_blocks = Gauge(
+            "termgen_kv_blocks", "KV blocks by state", ["model", "state"], registry=self._registry
+        )
+        self._memory = Gauge(
+            "termgen_memory_bytes",
             "The device's memory when the engine was ready, by what it is taken by",
-            "kind",
+            ["model", "kind"],
+            registry=self._registry,
         )
-        self._startup = self._gauges(
-            "startup_seconds", "What starting the engine took, by phase", "phase"
+        self._graphs = Gauge(
+            "termgen_cuda_graphs",
+            "CUDA graphs recorded, and those still to be recorded in idle moments",
+            ["model", "state"],
+            registry=self._registry,
         )
-        self._cache_config = self._gauges(
-            "cache_config_info",
-            "Always 1; the labels tell the size of the KV cache",
-            "block_size",
-            "num_gpu_blocks",
+        self._startup = Gauge(
+            "termgen_startup_seconds",
+            "What starting the engine took, by phase",
+            ["model", "phase"],
+            registry=self._registry,
         )
-
-    def _add_counters(self) -> None:
-        self._disconnects = self._counters(
-            "client_disconnects", "Clients that left before their answer was complete", "stage"
+        self._disconnects = Counter(
+            "termgen_client_disconnects",
+            "Clients that left before their answer was complete",
+            ["model", "stage"],
+            registry=self._registry,
         )
-        self._rejected = self._counters(
-            "rejected",
+        self._rejected = Counter(
+            "termgen_rejected",
             "Requests turned away before the engine saw them, by the code of the error",
-            "reason",
+            ["model", "reason"],
+            registry=self._registry,
         )
-        self._graph_steps = self._counters(
-            "engine_steps",
+        self._graph_steps = Counter(
+            "termgen_engine_steps",
             "Engine steps by CUDA graph mode: FULL, PIECEWISE or NONE, and why it was no more",
-            "graph_mode",
-            "reason",
+            ["model", "graph_mode", "reason"],
+            registry=self._registry,
         )
-        self._launches = self._counters(
-            "engine_launches",
+        self._launches = Counter(
+            "termgen_engine_launches",
             "Engine steps by how many were in flight when they were launched",
-            "queue_depth",
+            ["model", "queue_depth"],
+            registry=self._registry,
         )
-        device = self._counters(
-            "engine_device_seconds",
+        device = Counter(
+            "termgen_engine_device_seconds",
             "Time while there was work, by what the device did: busy with a step, or idle",
-            "state",
+            ["model", "state"],
+            registry=self._registry,
         )
         self._device_busy = device.labels(self._model, "busy")
         self._device_idle = device.labels(self._model, "idle")
@@ -183,6 +175,18 @@ class ServerMetrics:
             "engine_padded_tokens", "Tokens that steps computed for nobody, to fit a recording"
         )
         self.ignored_fields = self._counter("ignored_fields", "Unknown request fields ignored")
+        self.heartbeat = self._gauge(
+            "engine_heartbeat_timestamp_seconds",
+            "When the engine last finished a step or answered, as Unix time",
+        )
+        self._cache_config = Gauge(
+            "termgen_cache_config_info",
+            "Always 1; the labels tell the size of the KV cache",
+            ["model", "block_size", "num_gpu_blocks"],
+            registry=self._registry,
+        )
+        self.requests = RequestMetrics(self._registry, model)
+        self._add_histograms()
 
     def _add_histograms(self) -> None:
         self._steps = Histogram(
@@ -204,20 +208,19 @@ class ServerMetrics:
             for phase in ("schedule", "launch", "wait", "apply", "host", "device", "total")
         }
 
-    def _gauges(self, name: str, help_text: str, *labels: str) -> Gauge:
-        """One for each value of these labels."""
-        names = ["model", *labels]
-        return Gauge(f"termgen_{name}", help_text, names, registry=self._registry)
-
-    def _counters(self, name: str, help_text: str, *labels: str) -> Counter:
-        names = ["model", *labels]
-        return Counter(f"termgen_{name}", help_text, names, registry=self._registry)
-
     def _gauge(self, name: str, help_text: str) -> Gauge:
-        return self._gauges(name, help_text).labels(self._model)
+        gauge = Gauge(f"termgen_{name}", help_text, ["model"], registry=self._registry)
+        return gauge.labels(self._model)
 
     def _counter(self, name: str, help_text: str) -> Counter:
-        return self._counters(name, help_text).labels(self._model)
+        counter = Counter(f"termgen_{name}", help_text, ["model"], registry=self._registry)
+        return counter.labels(self._model)
+
+    def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> Histogram:
+        histogram = Histogram(
+            f"termgen_{name}", help_text, ["model"], buckets=tuple(buckets), registry=self._registry
+        )
+        return histogram.labels(self._model)
 
     def disconnected(self, stage: str) -> None:
         """`stage`: `queue`, `prefill` or `decode`."""
