@@ -161,6 +161,9 @@ def test_what_was_deleted_is_gone_after_a_day(tmp_path: Path) -> None:
     assert [s.title for s in database.sessions()] == ["two"]
     assert not database.sessions("one") and database.sessions("two")
     database.close()
+    raw = sqlite3.connect(path)
+    assert raw.execute("SELECT question FROM turns").fetchall() == [("two",)], "what was said, too"
+    raw.close()
 
 
 def test_migrations_bring_an_old_file_up_to_date(tmp_path: Path) -> None:
