@@ -6,6 +6,7 @@ import random
 import re
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,21 @@ def test_any_tree_comes_back_as_it_was(tmp_path: Path) -> None:
         assert again.system_prompt == talk.system_prompt and again.title == talk.title
         assert len(database.sessions()) == number + 1
         database.close()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_turns_that_are_above_each_other_are_a_tree_all_the_same(order: tuple[int, ...]) -> None:
+    """As a failing disk or an export made by hand may have them. None is left out."""
+    talk = talk_of("one", "two", "three")
+    records = [turn_record(talk, turn) for turn in talk.turns]
+    records[0] = replace(records[0], parent_id=records[2].turn_id)
+    mixed = [records[i] for i in order]
+    again = conversation_of(session_record(talk, PARAMS), mixed)
+    again.check_integrity()
+    assert {turn.question for turn in all_turns(again)} == {"one", "two", "three"}
+    alone = replace(records[1], parent_id=records[1].turn_id)
+    again = conversation_of(session_record(talk, PARAMS), [alone])
+    assert [turn.question for turn in again.turns] == ["two"]
 
 
 def test_figures_and_parameters_come_back(tmp_path: Path) -> None:
