@@ -10,6 +10,7 @@ from typing import BinaryIO
 from termgen.config import UIConfig
 from termgen.errors import ConfigError
 from termgen.exit_codes import OK
+from termgen.tui import themes
 from termgen.tui.attach import DEFAULT_URL, RemoteFeed
 from termgen.tui.feed import StreamFeed
 from termgen.tui.replay import ReplayFeed
@@ -81,7 +82,7 @@ def _close_recording(recording: BinaryIO) -> None:
 
 
 def _show(open_feed: Callable[[], Awaitable[StreamFeed]], ui: UIConfig) -> int:
-    TopApp.check_settings(ui)
+    themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
     app = TopApp(open_feed, ui=ui)
     app.run()
     return app.return_code or OK
