@@ -8,7 +8,6 @@ here: that is its event stream, which `tui.attach` reads.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import itertools
 import json
 import time
@@ -28,6 +27,7 @@ from termgen.client import (
     TokenDelta,
     TokenizerInfo,
 )
+from termgen.config import is_loopback
 from termgen.engine.events import EngineSnapshot, EventRing
 from termgen.engine.grammar_times import GrammarTotals
 from termgen.engine.sampling_params import SamplingParams
@@ -331,15 +331,8 @@ def _http_client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         base_url=url,
         timeout=httpx.Timeout(CONNECT_S, read=SILENCE_S),
-        trust_env=not _is_local(httpx.URL(url).host),  # a proxy does not reach this machine
+        trust_env=not is_loopback(httpx.URL(url).host),  # a proxy does not reach this machine
     )
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _headers(key: str | None) -> dict[str, str]:

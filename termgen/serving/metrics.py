@@ -147,6 +147,10 @@ class ServerMetrics:
             ["model", "phase"],
             registry=self._registry,
         )
+        self._add_counts(model)
+
+    def _add_counts(self, model: str) -> None:
+        """What is counted from the start on, and what is made of these."""
         self._disconnects = Counter(
             "termgen_client_disconnects",
             "Clients that left before their answer was complete",
