@@ -12,7 +12,7 @@ from textual.widgets import Footer
 
 from termgen.client import EngineClient
 from termgen.tui import commands
-from termgen.tui.conversation import Conversation, sampling_params
+from termgen.tui.conversation import Conversation
 from termgen.tui.key_hints import brief_key_of, key_of
 from termgen.tui.messages import ModelsWanted, PromptEdited, PromptSubmitted
 from termgen.tui.render.chat import ChatStatus, empty_rows, status_row
@@ -53,7 +53,7 @@ class ChatScreen(SessionScreen):
         self._client, model = client, client.model
         self.tokens.clear()  # its tokens may be others
         self._show_when_empty()
-        self.use_defaults(sampling_params(model.default_params, self._ui))
+        self.use_defaults()
         if failure is not None:
             hint = f"{clean_line(model.model_id)} answers as before."
             self.transcript.add(NoticeEntry(failure, role="bad", sign="✗", hint=hint))
@@ -190,10 +190,10 @@ class ChatScreen(SessionScreen):
 
     def _set_system(self, argument: str) -> None:
         if argument == "off":
-            self.conversation.system_prompt = None
+            self.set_system_prompt(None)
             self.note("The system prompt is removed.")
         elif argument:
-            self.conversation.system_prompt = argument
+            self.set_system_prompt(argument)
             self.note(f"System prompt: {argument}")
         elif self.conversation.system_prompt:
             self.note(f"System prompt: {self.conversation.system_prompt}")
