@@ -71,7 +71,12 @@ class TermgenApp(KeyedApp):
     BINDINGS = [
         Binding("f1", "help", "Help", id="app.help", tooltip="Every key and command"),
         Binding(
-            "ctrl+p", "command_palette", "Actions", id="app.palette", tooltip="Every action by name"
+            "ctrl+p",
+            "command_palette",
+            "Actions",
+            id="app.palette",
+            tooltip="Every action of the screen by name",
+            priority=True,
         ),
         Binding("ctrl+q", "quit", "Quit", id="app.quit", tooltip="Leave termgen", priority=True),
         Binding(

@@ -6,7 +6,7 @@ The dialogue is made on top of it; the chat screen binds the keys and reads the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.errors import RequestError
 from termgen.tui import attachments as files
 from termgen.tui.answer_form import KINDS, as_markdown, form_words, parse_form
+from termgen.tui.answer_links import links_of
 from termgen.tui.attachments import Attachment
 from termgen.tui.chat_keeper import ChatKeeper
 from termgen.tui.chat_records import restored_params
@@ -31,8 +32,9 @@ from termgen.tui.markdown import code_blocks
 from termgen.tui.messages import EntryClicked, LargePaste
 from termgen.tui.render.chat import attachment_words
 from termgen.tui.sampling_fields import FIELDS, changes, without
-from termgen.tui.sanitize import clean_line
+from termgen.tui.sanitize import clean, clean_line
 from termgen.tui.screens.base import ThemedScreen
+from termgen.tui.screens.links import LinkChoice, LinksPanel
 from termgen.tui.screens.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
 from termgen.tui.spans import cut
 from termgen.tui.widgets.canvas import Canvas
@@ -48,6 +50,7 @@ class ChatTools(ThemedScreen):
     status = getters.query_one("#status", Canvas)
     conversation: Conversation
     keeper: ChatKeeper
+    _cursor: Turn | None
     _entries: dict[Turn, tuple[QuestionEntry, AnswerEntry]]
 
     def __init__(self, client: EngineClient, ui: UIConfig) -> None:
@@ -75,6 +78,8 @@ class ChatTools(ThemedScreen):
             self._attach_file(argument)
         elif name == "sampling":
             self.action_sampling()
+        elif name == "links":
+            self.action_links()
         else:
             return False
         return True
@@ -93,13 +98,18 @@ class ChatTools(ThemedScreen):
     # thoughts and code blocks
 
     def action_fold_thoughts(self) -> None:
-        """Of the last answer that has any."""
-        for turn in reversed(self.conversation.turns):
+        """Of the marked answer, else of the last that has any."""
+        for turn in self._turns_meant():
             entry = self._entries[turn][1]
             if entry.has_thoughts:
                 self._fold(entry)
                 return
-        self.notify("no answer has thoughts to show", severity="warning")
+        which = "no answer has" if self._cursor is None else "this answer has no"
+        self.notify(f"{which} thoughts to show", severity="warning")
+
+    def _turns_meant(self) -> Iterable[Turn]:
+        """The marked one; where none is, all of them from the last on."""
+        return (self._cursor,) if self._cursor is not None else reversed(self.conversation.turns)
 
     def _fold(self, entry: AnswerEntry) -> None:
         entry.fold_thoughts()
@@ -120,6 +130,26 @@ class ChatTools(ThemedScreen):
         else:
             return
         self.prompt.focus()  # which the click took away
+
+    def action_links(self) -> None:
+        """Of the marked answer, else of the last that has any."""
+        answers = (as_markdown(turn.form, turn.answer) for turn in self._turns_meant())
+        links = next((found for answer in answers if (found := links_of(clean(answer)))), None)
+        if links is None:
+            which = "no answer has a link" if self._cursor is None else "this answer has no link"
+            self.notify(which, severity="warning")
+            return
+
+        def use(choice: LinkChoice | None) -> None:
+            if choice is None:
+                return
+            if choice.is_copied:
+                self.copy(choice.address)
+                self.notify(f"copied: {choice.address}", markup=False)
+            else:
+                self._open_link(choice.address)
+
+        self.app.push_screen(LinksPanel(links), use)
 
     @work(group="links")
     async def _open_link(self, address: str) -> None:

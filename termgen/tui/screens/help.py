@@ -43,8 +43,11 @@ def help_rows(
 
 def _entry(key: str, text: str, width: int) -> list[Row]:
     lines = wrap([(text, "text")], max(10, width - _KEY_WIDTH - 2))
-    first = (("  " + key.ljust(_KEY_WIDTH), "accent"), *lines[0])
-    return [first, *(((" " * (_KEY_WIDTH + 2), "text"), *line) for line in lines[1:])]
+    rows: list[Row] = [((" " * (_KEY_WIDTH + 2), "text"), *line) for line in lines]
+    if len(key) >= _KEY_WIDTH:
+        return [(("  " + key, "accent"),), *rows]
+    rows[0] = (("  " + key.ljust(_KEY_WIDTH), "accent"), *lines[0])
+    return rows
 
 
 class HelpText(Canvas):
