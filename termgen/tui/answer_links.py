@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import NamedTuple
 
 from termgen.tui.markdown import render
@@ -19,8 +20,8 @@ def links_of(source: str) -> list[Link]:
     """In their order, each address once."""
     texts: dict[str, str] = {}
     for row in render(source, WIDTH):
-        for text, role in row:
-            address = role.partition(" ")[2]
+        for address, spans in groupby(row, lambda span: span[1].partition(" ")[2]):
             if address:
-                texts.setdefault(address, text)
+                text = "".join(text for text, role in spans if not role.startswith("muted"))
+                texts.setdefault(address, text or address)
     return [Link(text, address) for address, text in texts.items()]

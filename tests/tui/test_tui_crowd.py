@@ -141,8 +141,8 @@ async def test_a_crowd_is_shown_and_can_be_walked(size: tuple[int, int]) -> None
         await pilot.pause()
         batch = fits(app, "page")
         assert "490 decode + 320 prefill of 2.0k  pad 22" in batch
-        place = re.search(r"requests · \d+ steps · (\d+) to (\d+) of 500", batch)
-        assert place is not None
+        place = re.search(r"requests · (\d+)–(\d+) of 500", batch)
+        assert place is not None and "█ prefill  █ decode  ✂ preempted" in batch
         lanes = re.findall(r"^│?\s*(▸ )?\s*(chatcmpl-\d+)", batch, re.MULTILINE)
         running_lanes = [lane for _, lane in lanes if int(lane[-4:]) < NUM_RUNNING]
         assert running_lanes == [name(i) for i in range(int(place[1]) - 1, int(place[2]))]

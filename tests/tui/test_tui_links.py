@@ -29,7 +29,7 @@ https://code.example
 
 def test_links_are_found_as_they_are_shown() -> None:
     assert links_of(ANSWER) == [
-        Link("the ", "https://example.org/m?a=1"),
+        Link("the manual", "https://example.org/m?a=1"),
         Link("https://a.example/x", "https://a.example/x"),
         Link("bank", "https://evil.example"),
     ]

@@ -97,7 +97,7 @@ def lanes_panel(
     at = next((i for i, h in enumerate(present) if h.request_id == selected), 0)
     first = max(0, min(at - room + 1, len(present) - room))
     if len(present) > room:
-        title.append((f" · {first + 1} to {first + room} of {len(present)}", "muted"))
+        title[1] = (f" · {first + 1}–{first + room} of {len(present)}", "muted")
     body = [
         _lane_row(h, shown, marked, width, glyphs, is_selected=h.request_id == selected)
         for h in present[first : first + room]
