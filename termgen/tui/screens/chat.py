@@ -46,7 +46,6 @@ class ChatScreen(SessionScreen):
 
     def on_mount(self) -> None:
         self._show_when_empty()
-        self.prompt.border_subtitle = self._hint
         self.watch(self.transcript, "scroll_y", self.status.repaint, init=False)
 
     def set_client(self, client: EngineClient, *, failure: str | None) -> None:
@@ -108,6 +107,7 @@ class ChatScreen(SessionScreen):
             hint = f"/{matches[0].name} {matches[0].argument}".rstrip() + f"  {matches[0].help}"
         else:
             hint = "  ".join(f"/{command.name}" for command in matches)
+        self.label_prompt(self._label)
         # as content: what a command takes may look like markup
         self.prompt.border_subtitle = Content(cut(hint, max(8, self.prompt.size.width - 4)))
 
