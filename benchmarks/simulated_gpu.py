@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +119,7 @@ class SimulatedStep:
         """Wait for the device, with the GIL released."""
         while (left_ns := self._result.ended_ns - time.perf_counter_ns()) > 0:
             time.sleep(left_ns / 1e9)
-        return replace(self._result, seen_ns=time.perf_counter_ns())
+        return self._result._replace(seen_ns=time.perf_counter_ns())
 
 
 @contextmanager

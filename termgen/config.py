@@ -32,6 +32,7 @@ QUANTIZATIONS = ("int8",)
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_BACKENDS = ("triton", "torch_reference", "flashinfer", "flash_attn")
+DEVICE_WAITS = ("auto", "spin", "sleep")
 CUDAGRAPH_MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 MAX_INT = 2**31 - 1
 
@@ -134,6 +135,12 @@ class EngineConfig:
         "wait so long. 0: never more than two steps",
         minimum=0.0,
         maximum=1000.0,
+    )
+    device_wait: str = setting(
+        "auto",
+        "how the engine's thread waits for a GPU. spin: a CPU is busy while there is work, and the "
+        "thread goes on sooner; sleep: the CPU is left to others; auto: spin where there are four",
+        choices=DEVICE_WAITS,
     )
     attention_backend: str | None = setting(
         None,

@@ -87,6 +87,7 @@ class EngineCore:
         self._closed: EngineError | None = None
         self._wake = threading.Event()
         self._in_flight: deque[_InFlight] = deque()
+        self._ones = np.ones(scheduler.config.max_num_seqs, np.int32)
         self._started: list[StartedRow] = []
         self._finished: list[FinishedRow] = []
         self.control = EngineControl(
@@ -207,9 +208,10 @@ class EngineCore:
         self._tell_preempted("out of KV blocks")
         if plan is None:
             return False
-        self._publisher.started(self.scheduler.started, planned_ns)
-        self._started += self.scheduler.started
-        self.scheduler.started.clear()
+        if self.scheduler.started:
+            self._publisher.started(self.scheduler.started, planned_ns)
+            self._started += self.scheduler.started
+            self.scheduler.started.clear()
         submitted_ns = time.perf_counter_ns()
         handle = self.executor.submit(plan)
         launched_ns = time.perf_counter_ns()
@@ -273,8 +275,9 @@ class EngineCore:
                 continue
 
     def _tell_preempted(self, why: str) -> None:
-        self._publisher.preempted(self.scheduler.preempted, why)
-        self.scheduler.preempted.clear()
+        if self.scheduler.preempted:
+            self._publisher.preempted(self.scheduler.preempted, why)
+            self.scheduler.preempted.clear()
 
     # -- inbox -----------------------------------------------------------------------------
 
@@ -365,7 +368,7 @@ class EngineCore:
                 started=started,
                 slots=applied.slots,
                 epochs=applied.epochs,
-                num_tokens=np.ones_like(applied.slots),
+                num_tokens=self._ones[: len(applied.slots)],
                 token_ids=applied.token_ids,
                 logprobs=logprobs,
                 finished=finished,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from fake_executor import FakeExecutor, make_core
@@ -58,7 +56,7 @@ class Scoring(FakeExecutor):
         ranks = plan.slots.copy()
         scores = np.zeros((plan.num_rows, 1), np.float32)
         logprobs = StepLogprobs(ranks[:, None].copy(), scores, ranks)
-        handle._result = replace(result, logprobs=logprobs)
+        handle._result = result._replace(logprobs=logprobs)
         return handle
 
 

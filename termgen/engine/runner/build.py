@@ -95,6 +95,7 @@ def build_runner(
             max_model_len=limits.max_model_len,
             block_size=shape.block_size,
             num_eos_ids=MAX_EOS_IDS,
+            spins=resolve.resolve_wait(config.device_wait),
             debug=config.debug,
         )
     info = _size_and_warm_up(config, runner, limits, memory, on_progress)
