@@ -59,8 +59,8 @@ def test_smollm2_answers_as_with_an_exact_cache(smollm2_gguf: Path, device: str)
     fp8 = make_engine(smollm2_gguf, device)
     blocks = [len(engine.snapshot().block_states) for engine in (exact, fp8)]
     assert blocks[1] // 4 == blocks[0], "float32 to 8 bits: four times the blocks in the same bytes"
-    expected = greedy(exact, prompts, 16)
-    answers = greedy(fp8, prompts, 16)
+    expected = greedy(exact, prompts, 12)
+    answers = greedy(fp8, prompts, 12)
     assert "Paris" in tokenizer.decode(answers[0])
     # Each token after the exact engine's own: an early difference counts once. 94% was measured.
     told = [p + e[:i] for p, e in zip(prompts, expected, strict=True) for i in range(len(e))]
