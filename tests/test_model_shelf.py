@@ -163,7 +163,7 @@ async def test_names_that_are_typed(machine: Path) -> None:
 
 
 async def test_fetching_can_be_stopped(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, ended = threading.Event(), threading.Event()
+    began, may_end, ended = threading.Event(), threading.Event(), threading.Event()
 
     def pull(name: str, on_progress: Progress) -> None:
         try:
@@ -172,6 +172,7 @@ async def test_fetching_can_be_stopped(machine: Path, monkeypatch: pytest.Monkey
                 began.set()
                 ended.wait(0.005)
         finally:
+            may_end.wait(5)
             ended.set()
 
     monkeypatch.setattr(catalog, "pull", pull)
@@ -180,9 +181,11 @@ async def test_fetching_can_be_stopped(machine: Path, monkeypatch: pytest.Monkey
     task = asyncio.create_task(shelf.fetch("m", lambda *report: reports.append(report)))
     await asyncio.to_thread(began.wait, 5)
     task.cancel()
+    await asyncio.sleep(0.01)
+    may_end.set()  # the loop goes on while what is half there is taken away
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert ended.wait(5) and reports[0] == ("fetching m", 0.5)
+    assert ended.is_set() and reports[0] == ("fetching m", 0.5)
 
     def refuse(name: str, on_progress: Progress) -> None:
         raise DownloadError("no network")
