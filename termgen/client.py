@@ -213,6 +213,8 @@ class ModelInfo:
     """Completions that may run at once; 0 where only the other end knows."""
     run_ahead_ms: float = 0.0
     """How much work is queued at most while nobody waits; 0 where steps do not run ahead so far."""
+    untold_params: tuple[str, ...] = ()
+    """Sampling parameters that it cannot be told, as a server elsewhere knows fewer of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,12 @@ EXTRAS = (
 LLAMA_CPP_NAMES = {"top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repeat_penalty"}
 
 
+def untold_params(dialect: Dialect) -> tuple[str, ...]:
+    """Sampling parameters that `build_call` refuses for such a server."""
+    told = LLAMA_CPP_NAMES if dialect is Dialect.LLAMA_CPP else {}
+    return () if dialect.knows_all else tuple(name for name in EXTRAS if name not in told)
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One POST."""

@@ -105,10 +105,11 @@ def with_files(question: str, attachments: Sequence[Attachment]) -> str:
 
     Files come first, so that another question on the same files finds them in the prefix cache.
     """
-    return "\n\n".join([*map(_block, attachments), question])
+    return "\n\n".join([*map(with_name, attachments), question])
 
 
-def _block(attachment: Attachment) -> str:
+def with_name(attachment: Attachment) -> str:
+    """A fenced block below the file's name."""
     return fenced(attachment.name, attachment.text, _language(attachment.name))
 
 

@@ -18,7 +18,7 @@ class PromptSubmitted(Message):
 
 @dataclass
 class PromptEdited(Message):
-    """The prompt's text changed. A later one replaces an earlier one that was not handled yet."""
+    """The prompt's text or size changed. A later one replaces an earlier one not handled yet."""
 
     text: str
 
