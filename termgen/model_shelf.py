@@ -68,7 +68,7 @@ class LocalShelf:
             await asyncio.wrap_future(done)
         except asyncio.CancelledError:
             stopped.set()
-            thread.join(STOP_WAIT_S)
+            await asyncio.to_thread(thread.join, STOP_WAIT_S)  # it takes away what is half there
             raise
 
     async def switch(self, name: str, report: Report) -> Switch:

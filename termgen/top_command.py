@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from termgen.config import UIConfig, is_loopback
 from termgen.errors import ConfigError
 from termgen.exit_codes import OK
-from termgen.tui import themes
 from termgen.tui.attach import DEFAULT_URL, RemoteFeed
 from termgen.tui.feed import StreamFeed
 from termgen.tui.replay import ReplayFeed
@@ -109,7 +108,7 @@ def _close_recording(recording: BinaryIO) -> None:
 def _show(
     open_feed: Callable[[], Awaitable[StreamFeed]], ui: UIConfig, *, beside_engine: bool = False
 ) -> int:
-    themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
+    TopApp.check_settings(ui)
     if beside_engine:
         let_others_first()
     app = TopApp(open_feed, ui=ui)

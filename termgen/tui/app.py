@@ -148,8 +148,7 @@ class TermgenApp(KeyedApp):
 
     @classmethod
     def check_settings(cls, ui: UIConfig) -> None:
-        """On the plain terminal: a notice on the loading screen is gone before anybody reads it.
-        Raises ConfigError."""
+        """Raises ConfigError: a notice on the loading screen is gone before anybody reads it."""
         themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
         cls.read_keys(ui)
 

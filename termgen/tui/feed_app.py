@@ -16,7 +16,6 @@ from textual.screen import Screen
 from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.tui.app import TermgenApp
-from termgen.tui.attach import RemoteFeed
 from termgen.tui.commands import SlashCommand
 from termgen.tui.feed import StreamFeed
 from termgen.tui.screens.help import HelpScreen, HelpSection
@@ -78,7 +77,7 @@ class FeedApp(TermgenApp):
 
     async def _close_feed(self) -> None:
         feed, self._feed = self._feed, None
-        if isinstance(feed, RemoteFeed):
+        if feed is not None:
             await feed.close()
 
 
