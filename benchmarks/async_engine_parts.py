@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +165,12 @@ def idle(core: EngineCore, sizes: Sizes, ms: float, *, can_profile: bool) -> dic
                 "gap_p99_us": float(np.percentile(gaps, 99)),
                 "queue_depth": statistics.median(r.queue_depth for r in records),
             }
-            if can_profile:
-                cell |= profiled_gaps(lambda: decode.run(NUM_PROFILED))
         cells.append(cell)
-    return {"decode": cells, "job": job(core, sizes, depth("ahead", ms))}
+    found = {"decode": cells, "job": job(core, sizes, depth("ahead", ms))}
+    for cell in cells if can_profile else ():
+        with Decode(core, cell["batch"], sizes, depth("ahead", ms)) as decode:
+            cell |= profiled_gaps(partial(decode.run, NUM_PROFILED))
+    return found
 
 
 def job(core: EngineCore, sizes: Sizes, policy: RunAhead) -> dict[str, Any]:

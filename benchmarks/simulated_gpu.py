@@ -56,7 +56,6 @@ class SimulatedGpu:
             block_size=16,
             max_model_len=config.max_model_len or 32_768,
             vocab_size=simulation.vocab_size,
-            load_seconds=0.0,
             attention_backend="none",
             architecture="none",
             max_num_seqs=simulation.max_num_seqs,

@@ -72,6 +72,11 @@ class EngineConfig:
         minimum=2,
         maximum=MAX_INT,
     )
+    clamp_max_tokens: bool = setting(
+        False,
+        "cut max_tokens to what the context leaves, where a request that asks for more would be "
+        "refused",
+    )
     max_num_seqs: int | None = setting(
         None,
         "requests that may run at once (default: 256 on a GPU, 32 on a CPU)",
@@ -282,6 +287,11 @@ class ServerConfig:
     )
     enable_tokenizer_info: bool = setting(
         False, "answer /tokenizer_info, which shows the chat template"
+    )
+    trust_request_chat_template: bool = setting(
+        False,
+        "let requests bring a `chat_template`; each is rendered in a process of its own, with "
+        "limits of time and memory",
     )
     metrics_compat: str = setting(
         "none", "vllm: show metrics under vLLM's names too", choices=("none", "vllm")

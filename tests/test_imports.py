@@ -63,6 +63,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "__init__",
         "__main__",
         "cli",
+        "arguments",
         "settings",
         "progress",
         "launch",

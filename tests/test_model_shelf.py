@@ -15,7 +15,13 @@ from termgen import catalog
 from termgen.config import EngineConfig
 from termgen.engine.memory_ledger import GIB
 from termgen.engine.sampling_params import SamplingParams
-from termgen.errors import DownloadError, EngineDeadError, EngineError, ModelNotFoundError
+from termgen.errors import (
+    DownloadError,
+    EngineDeadError,
+    EngineError,
+    ModelError,
+    ModelNotFoundError,
+)
 from termgen.fetch import Progress
 from termgen.launch import EngineHolder
 from termgen.local_models import find_others
@@ -97,6 +103,26 @@ async def test_the_list(machine: Path) -> None:
     # memory is not known: no verdict
     choices = await LocalShelf(holder_of(str(here), FakeEngine())).choices()
     assert {choice.fits for choice in choices} == {None}
+
+
+async def test_what_is_gone_does_not_break_the_list(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = put_in_hub(machine, "org/linked")
+    snapshot = repository / "snapshots" / "c0ffee"
+    (snapshot / "old.safetensors").symlink_to("../../blobs/removed")
+    here = put_gguf(machine / "mine" / "a.gguf")
+    shelf = LocalShelf(holder_of(str(here)))
+    found = {choice.name: choice.size_bytes for choice in await shelf.choices()}
+    assert found["org/linked"] == 1000
+
+    def vanish(model: catalog.LocalModel) -> int:
+        raise FileNotFoundError(2, "No such file or directory", str(model.path))
+
+    monkeypatch.setattr("termgen.model_shelf.size_of", vanish)
+    for ask in (shelf.choices(), shelf.look_up("org/linked")):
+        with pytest.raises(ModelError, match="No such file or directory"):
+            await ask
 
 
 @pytest.mark.parametrize(

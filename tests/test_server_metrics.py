@@ -292,6 +292,30 @@ def test_a_pause_is_told() -> None:
         assert value(metrics.render().decode(), "engine_paused") == paused
 
 
+def test_what_requests_wait_for_is_told() -> None:
+    metrics = ServerMetrics("fake/model-1", vllm_names=True)
+    for paused, counts in ((False, (3, 0)), (True, (0, 3)), (False, (3, 0))):
+        metrics.on_snapshot(make_snapshot(num_waiting=3, paused=paused))
+        text = metrics.render().decode()
+        for reason, count in zip(("capacity", "deferred"), counts, strict=True):
+            assert value(text, "num_requests_waiting_by_reason", reason=reason) == count
+            labels = {"model_name": "fake/model-1", "engine": "0", "reason": reason}
+            name = "vllm:num_requests_waiting_by_reason"
+            assert samples(text)[name, frozenset(labels.items())] == count
+
+
+async def test_the_longest_completion_of_a_request_is_counted_once() -> None:
+    engine = FakeEngine()
+    async with app_client(engine, metrics_compat="vllm") as client:
+        await client.post("/v1/chat/completions", json=chat_body(n=3, max_tokens=4))
+        await client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 2})
+        text = (await client.get("/metrics")).text
+    assert value(text, "request_max_num_generation_tokens_count") == 1 + 2
+    assert value(text, "request_max_num_generation_tokens_sum") == 4 + 2 + 2
+    assert value(text, "request_generation_tokens_count") == 3 + 2
+    assert "vllm:request_max_num_generation_tokens_count{" in text
+
+
 async def test_a_sleep_is_told() -> None:
     engine = FakeEngine()
     async with app_client(engine, metrics_compat="vllm") as client:
@@ -316,7 +340,7 @@ def test_every_metric_is_described() -> None:
     table = page.partition("| metric | |")[2].partition("\n\n")[0]
     described = set(re.findall(r"`([a-z0-9_]+)(?:\{[a-z_,]+\})?`", table))
     words = {"schedule", "launch", "wait", "apply", "host", "busy", "idle"}
-    words |= {"queue", "prefill", "decode"}
+    words |= {"queue", "prefill", "decode", "capacity", "deferred"}
     assert shown == described - words
 
 
@@ -336,4 +360,5 @@ def test_labels_are_closed_sets() -> None:
                 "phase",
                 "stage",
                 "finished_reason",
+                "reason",
             }

@@ -190,7 +190,6 @@ class DeviceInfo:
     block_size: int
     max_model_len: int
     vocab_size: int
-    load_seconds: float
     attention_backend: str
     architecture: str
     max_num_seqs: int

@@ -32,6 +32,8 @@ STEP_BUCKETS = (
 )
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """By sleep level, in vLLM's words."""
+WAITING_REASONS = ("capacity", "deferred")
+"""vLLM's: nothing is free for them, or something else than that holds them back for a while."""
 STEP_TOKEN_BUCKETS = tuple(float(2**i) for i in range(15))  # 1 .. 16384
 
 
@@ -105,6 +107,13 @@ class ServerMetrics:
 
         self.num_running = self._gauge("num_requests_running", "Requests in the batch")
         self.num_waiting = self._gauge("num_requests_waiting", "Requests in the queue")
+        self._waiting_by_reason = Gauge(
+            "termgen_num_requests_waiting_by_reason",
+            "Requests in the queue, by what they wait for: capacity, or deferred by a pause",
+            ["model", "reason"],
+            registry=self._registry,
+        )
+        self._is_paused = False
         self.paused = self._gauge("engine_paused", "1 while the engine is paused, else 0")
         self._sleep = Gauge(
             "termgen_engine_sleep_state",
@@ -138,6 +147,10 @@ class ServerMetrics:
             ["model", "phase"],
             registry=self._registry,
         )
+        self._add_counts(model)
+
+    def _add_counts(self, model: str) -> None:
+        """What is counted from the start on, and what is made of these."""
         self._disconnects = Counter(
             "termgen_client_disconnects",
             "Clients that left before their answer was complete",
@@ -279,6 +292,7 @@ class ServerMetrics:
         self._cache_config.labels(*labels).set(1)
 
     def on_snapshot(self, snapshot: EngineSnapshot) -> None:
+        self._is_paused = snapshot.paused
         self._on_state(snapshot)
         self._on_heartbeat(max(snapshot.time_ns, snapshot.last_progress_ns))
         self.paused.set(snapshot.paused)
@@ -296,6 +310,9 @@ class ServerMetrics:
     def _on_state(self, state: StepRecord | EngineSnapshot) -> None:
         self.num_running.set(state.num_running)
         self.num_waiting.set(state.num_waiting)
+        for reason in WAITING_REASONS:
+            is_it = self._is_paused == (reason == "deferred")
+            self._waiting_by_reason.labels(self._model, reason).set(is_it * state.num_waiting)
         blocks = {
             "used": state.num_used_blocks,
             "cached": state.num_cached_blocks,

@@ -147,6 +147,13 @@ class TermgenApp(KeyedApp):
         self.client: EngineClient | None = None
 
     @classmethod
+    def check_settings(cls, ui: UIConfig) -> None:
+        """On the plain terminal: a notice on the loading screen is gone before anybody reads it.
+        Raises ConfigError."""
+        themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
+        cls.read_keys(ui)
+
+    @classmethod
     def read_keys(cls, ui: UIConfig) -> Keymap:
         """Raises ConfigError for keys that cannot be."""
         return read_keymap(ui.keys, actions.scopes(cls.BINDINGS))

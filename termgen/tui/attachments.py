@@ -109,11 +109,15 @@ def with_files(question: str, attachments: Sequence[Attachment]) -> str:
 
 
 def with_name(attachment: Attachment) -> str:
-    """A fenced block below the file's name."""
-    longest = max((len(ticks) for ticks in _FENCE.findall(attachment.text)), default=2)
+    return fenced(attachment.name, attachment.text, _language(attachment.name))
+
+
+def fenced(name: str, text: str, language: str = "") -> str:
+    """A text below its name, in a fence that none within it ends."""
+    longest = max((len(ticks) for ticks in _FENCE.findall(text)), default=2)
     fence = "`" * (longest + 1)
-    text = attachment.text.removesuffix("\n")
-    return f"{attachment.name}:\n{fence}{_language(attachment.name)}\n{text}\n{fence}"
+    text = text.removesuffix("\n")
+    return f"{name}:\n{fence}{language}\n{text}\n{fence}"
 
 
 def _language(name: str) -> str:

@@ -59,10 +59,3 @@ class ModelsWanted(Message):
     """The user asked for the list of models, or for one by its name."""
 
     name: str
-
-
-@dataclass
-class StartupFailed(Message):
-    """The engine could not be started."""
-
-    error: Exception

@@ -13,7 +13,7 @@ from termgen.api.chat import parse_chat
 from termgen.api.completions import parse_completion
 from termgen.api.document import IGNORED, REFUSED, taken
 from termgen.api.errors import reply_for
-from termgen.api.parameters import CHAT, COMPLETIONS
+from termgen.api.parameter_types import CHAT, COMPLETIONS
 from termgen.engine.input_processor import InputProcessor
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import RequestError
@@ -25,6 +25,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "stream": ("stream_options", "prompt_logprobs", "sse_ping_interval"),
     "add_generation_prompt": ("continue_final_message",),
     "n": ("best_of",),
+    "echo": ("suffix",),
 }
 """Fields that a wrong value of another is told of: the two do not go together."""
 

@@ -9,9 +9,9 @@ import stat
 from pathlib import Path
 
 import pytest
+from chat_store_harness import keep, talk_of
 from fake_engine import Script
 from test_tui_chat import shown
-from test_tui_chat_store import keep, talk_of
 from test_tui_sessions import app_with, messages
 from textual import events
 from textual.widgets import Input, TextArea
@@ -212,7 +212,7 @@ async def test_a_row_that_is_broken_is_told(tmp_path: Path, column: str, value: 
 
 
 def test_an_import_with_impossible_figures_is_refused(tmp_path: Path) -> None:
-    from test_tui_chat_store import PARAMS
+    from chat_store_harness import PARAMS
 
     from termgen.tui.chat_records import as_json, session_record, turn_record
 

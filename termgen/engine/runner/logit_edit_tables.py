@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from termgen.engine.request import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES
-from termgen.engine.runner.uploads import Uploads
 from termgen.engine.sampling.logit_edits import NOTHING, LogitEdits
 from termgen.engine.sampling_params import MAX_LOGIT_BIAS
 from termgen.engine.step import AddedRow
@@ -19,8 +18,7 @@ from termgen.engine.step import AddedRow
 class LogitEditTables:
     """R rows, of which each is neutral until it is set."""
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device, uploads: Uploads) -> None:
-        self._uploads = uploads
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self._edited: set[int] = set()
         """Slots whose rows are not neutral."""
@@ -67,7 +65,10 @@ class LogitEditTables:
         return np.packbits(may, bitorder="little")
 
     def _write(self, table: torch.Tensor, slot: int, values: np.ndarray) -> None:
-        table[slot].copy_(self._uploads.pinned(values), non_blocking=True)
+        host = torch.from_numpy(values)
+        if table.device.type == "cuda":
+            host = host.pin_memory()
+        table[slot].copy_(host, non_blocking=True)
 
     def gather(
         self,

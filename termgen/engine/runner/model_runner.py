@@ -183,7 +183,7 @@ class ModelRunner:
         """
         runner = weakref.proxy(self)
         size, pad_row = max(1, dispatcher.max_rows), self.state.pad_row
-        header = RowHeader(size, pad_row=pad_row, device=self.device, uploads=self.state.uploads)
+        header = RowHeader(size, pad_row=pad_row, device=self.device)
         pieces = PiecewiseGraphs(
             self.model,
             self.attention,
@@ -241,7 +241,6 @@ class ModelRunner:
         Between two steps of the same rows lies no more than this, so it calls little of torch.
         """
         started_ns = time.perf_counter_ns()
-        self.state.uploads.next_step()
         # A busy device comes to the rows without a pause; one at rest begins with the step.
         clock = self._clock
         start = None

@@ -15,7 +15,6 @@ import torch
 from termgen.engine.kernels import why_unusable
 from termgen.engine.runner.logit_edit_tables import LogitEditTables
 from termgen.engine.runner.token_ring import TokenRing
-from termgen.engine.runner.uploads import Uploads
 from termgen.engine.sampling.logit_edits import edit_logits as edit_gathered
 from termgen.engine.sampling.token_mask import TokenMasks
 from termgen.engine.sampling_params import MAX_STOP_TOKEN_IDS
@@ -37,8 +36,6 @@ class RequestState:
     ) -> None:
         rows = max_num_seqs + 1
         self.device = device
-        self.uploads = Uploads(device)
-        self.upload = self.uploads.to_device
         self.vocab_size = vocab_size
         self.pad_row = max_num_seqs
         self.fused = not why_unusable(device)
@@ -104,6 +101,13 @@ class RequestState:
         """slots: [B] int64."""
         return TokenMasks(slots, self.has_grammar, self.token_masks)
 
+    def upload(self, values: np.ndarray) -> torch.Tensor:
+        """Host array to device without waiting."""
+        tensor = torch.from_numpy(values)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
     def _add(self, added: Sequence[AddedRow]) -> None:
         """Few copies for all rows: each costs the host as much as the launch of a kernel."""
         params = [row.params for row in added]
@@ -164,8 +168,7 @@ class RequestState:
         self.prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
 
     def make_edit_tables(self) -> None:
-        rows = len(self.total_len)
-        self.edits = LogitEditTables(rows, self.vocab_size, self.device, self.uploads)
+        self.edits = LogitEditTables(len(self.total_len), self.vocab_size, self.device)
 
     def edit_logits(self, slots: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """New logits [B, V] of the same type, where rows have edits; slots [B] int64."""

@@ -10,20 +10,19 @@ import numpy as np
 import torch
 
 from termgen.engine.request import IntArray
-from termgen.engine.runner.uploads import Uploads
 from termgen.engine.step import StepPlan
 
 
 class RowHeader:
     """Row i of a step is slot `tensor[0, i]` and `tensor[1, i]` tokens; the rest is padding."""
 
-    def __init__(self, size: int, *, pad_row: int, device: torch.device, uploads: Uploads) -> None:
+    def __init__(self, size: int, *, pad_row: int, device: torch.device) -> None:
         """size: the most rows of any recording; pad_row: the slot that is nobody's."""
         self.tensor = torch.zeros((2, size), dtype=torch.int64, device=device)
         self.tensor[0] = pad_row
         self.num_uploads = 0
         self._pad_row = pad_row
-        self._uploads = uploads
+        self._device = device
         self._rows_on_device: tuple[IntArray, IntArray] = (np.zeros(0, np.int32),) * 2
         self._size_on_device = 0
 
@@ -50,7 +49,10 @@ class RowHeader:
         header[0] = self._pad_row
         header[0, : plan.num_rows] = plan.slots
         header[1, : plan.num_rows] = plan.num_tokens
+        host = torch.from_numpy(header)
+        if self._device.type == "cuda":
+            host = host.pin_memory()
         with torch.inference_mode():
-            self.tensor[:, :size].copy_(self._uploads.pinned(header), non_blocking=True)
+            self.tensor[:, :size].copy_(host, non_blocking=True)
         self._rows_on_device, self._size_on_device = (plan.slots, plan.num_tokens), size
         self.num_uploads += 1

@@ -183,7 +183,7 @@ def _edit_logits(runner: ModelRunner) -> None:
     state = runner.state
     slots = torch.zeros(1, dtype=torch.int64, device=runner.device)
     tables = state.edits
-    state.edits = LogitEditTables(1, state.vocab_size, runner.device, state.uploads)
+    state.edits = LogitEditTables(1, state.vocab_size, runner.device)
     try:
         for dtype in {runner.dtype, torch.float32}:
             logits = torch.zeros((1, state.vocab_size), dtype=dtype, device=runner.device)

@@ -324,7 +324,7 @@ class DialogueScreen(ChatTools):
         """Open the lens on the answer at the cursor; a branch that it gives back is answered."""
         turn = self.cursor_turn
         if self.is_streaming:
-            self.notify("an answer is being written; esc stops it", severity="warning")
+            self.say_streaming()
         elif turn is None or not (turn.answer or self.tokens.get(turn.turn_id)):
             self.notify("no answer to look at yet", severity="warning")
         else:

@@ -13,7 +13,6 @@ require_triton()
 
 from termgen.engine.kernels.edit_logits import edit_logits, edit_logits_reference  # noqa: E402
 from termgen.engine.runner.logit_edit_tables import LogitEditTables  # noqa: E402
-from termgen.engine.runner.uploads import Uploads  # noqa: E402
 
 devices_and_dtypes = pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
 ROWS = 7
@@ -25,7 +24,7 @@ def test_rows_are_edited_as_by_hand(device: str, dtype: torch.dtype, vocab: int)
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
-    tables = LogitEditTables(ROWS, vocab, torch.device(device), Uploads(torch.device(device)))
+    tables = LogitEditTables(ROWS, vocab, torch.device(device))
     token_ids = torch.full((ROWS, LENGTH), 1, dtype=torch.int32)  # what lay there before
     for _ in range(4):
         rows = [random_row(rng, slot, vocab) for slot in range(ROWS - 1)]

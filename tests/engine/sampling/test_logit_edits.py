@@ -10,10 +10,8 @@ import torch
 from logit_edit_rows import LENGTH, added, edited_by_hand, random_row
 
 from termgen.engine.runner.logit_edit_tables import LogitEditTables
-from termgen.engine.runner.uploads import Uploads
 from termgen.engine.sampling.logit_edits import edit_logits
 
-CPU = torch.device("cpu")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS, VOCAB = 6, 67
 
@@ -25,7 +23,7 @@ def test_rows_are_edited_as_by_hand(
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
-    tables = LogitEditTables(ROWS, VOCAB, torch.device(device), Uploads(torch.device(device)))
+    tables = LogitEditTables(ROWS, VOCAB, torch.device(device))
     token_ids = torch.full((ROWS, LENGTH), 1, dtype=torch.int32)  # what lay there before
     for _ in range(12):
         rows = [random_row(rng, slot, VOCAB) for slot in range(ROWS)]  # over old ones
@@ -48,7 +46,7 @@ def test_rows_are_edited_as_by_hand(
 
 
 def test_a_row_without_edits_costs_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = LogitEditTables(2, VOCAB, CPU, Uploads(CPU))
+    tables = LogitEditTables(2, VOCAB, torch.device("cpu"))
     writes: list[int] = []
     monkeypatch.setattr(tables, "_set", lambda row: writes.append(row.slot))
     for row in (added(0, [1], 1), added(1, [1], 1, logit_bias={3: 1.0}), added(1, [1], 1)):
