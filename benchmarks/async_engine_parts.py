@@ -35,7 +35,7 @@ from termgen.engine.startup import build_engine
 WARM_STEPS = 48
 """Enough for a queue of 20 ms to fill."""
 HOLD_US, HOLD_EVERY_S = 20_000, 0.1
-NUM_PROFILED = 24
+NUM_PROFILED = 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,18 +212,19 @@ def profiled_gaps(work: Callable[[], object]) -> dict[str, float]:
         events = json.loads(file.read_text())["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     found = sorted((e for e in events if e.get("cat") in kinds), key=lambda e: float(e["ts"]))
-    return gaps_between_replays(found)
+    return gaps_between_replays(found, skip=4)
 
 
-def gaps_between_replays(events: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """events: of the device, by their begin; `ts` and `dur` in microseconds."""
+def gaps_between_replays(events: Sequence[dict[str, Any]], *, skip: int = 0) -> dict[str, float]:
+    """events: of the device, by their begin; `ts` and `dur` in microseconds. skip: so many replays
+    at the begin, for nothing is launched while a profiler starts."""
     replays: dict[int | None, list[float]] = {}
     for event in events:
         begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
         span = replays.setdefault(event.get("args", {}).get("correlation"), [begin, end, 0.0])
         span[1], span[2] = max(span[1], end), span[2] + 1
     replays.pop(None, None)
-    steps = sorted(span for span in replays.values() if span[2] > 8)
+    steps = sorted(span for span in replays.values() if span[2] > 8)[skip:]
     if len(steps) < 3:
         return {"profiled_gap_us": float("nan"), "profiled_idle_share": float("nan")}
     idles = []

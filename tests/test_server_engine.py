@@ -24,7 +24,8 @@ WORDS = "the model reads a prompt and 👋 writes Grüße über 你好 to everyo
 async def serving_tiny(
     folder: Path, **config: Any
 ) -> AsyncGenerator[tuple[httpx.AsyncClient, AsyncEngine], None]:
-    settings = {"model": str(folder), "device": "cpu", "max_model_len": 256, **config}
+    settings = {"model": str(folder), "device": "cpu", "max_model_len": 256, "kv_cache_gib": 0.01}
+    settings |= config
     engine = await AsyncEngine.start(EngineConfig(**settings))
     try:
         async with serving(engine, served_model_name=("tiny",)) as server:
@@ -48,7 +49,7 @@ def random_body(rng: random.Random) -> dict[str, Any]:
     content = " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 12)))
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": content}],
-        "max_tokens": rng.randint(1, 24),
+        "max_tokens": rng.randint(1, 16),
         "seed": rng.randrange(10**6),
         "temperature": rng.choice((0, 0.7, 1.5)),
         "ignore_eos": rng.random() < 0.5,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from fake_engine import (
     make_snapshot,
     make_step_record,
 )
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from server_harness import app_client, chat_body, eventually
 
@@ -25,6 +27,7 @@ from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.startup_phases import StartupPhase
 from termgen.errors import EngineDeadError, RequestError
 from termgen.serving.metrics import ServerMetrics
+from termgen.serving.step_metrics import STEP_BUCKETS, STEP_TOKEN_BUCKETS
 
 MODEL = {"model": "fake/model-1"}
 
@@ -167,6 +170,42 @@ async def test_steps_are_timed_by_phase() -> None:
     assert value(text, "engine_step_seconds_sum", phase="schedule") == pytest.approx(0.0003)
     assert value(text, "engine_step_seconds_sum", phase="apply") == pytest.approx(0.0006)
     assert value(text, "engine_step_seconds_sum", phase="total") == pytest.approx(0.0135)
+
+
+def test_steps_added_together_count_as_the_library_counts_each() -> None:
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    metrics, registry = ServerMetrics("fake/model-1"), CollectorRegistry()
+    options: dict[str, Any] = {"buckets": STEP_BUCKETS, "registry": registry}
+    phases = Histogram("termgen_engine_step_seconds", "", ["model", "phase"], **options)
+    options["buckets"] = STEP_TOKEN_BUCKETS
+    sizes = Histogram("termgen_iteration_tokens_total", "", ["model"], **options)
+    edges = [*STEP_BUCKETS, 0.0, 9.0]
+    for _ in range(3):
+        steps = []
+        for _ in range(rng.randint(1, 40)):
+            wait_s, device_s = rng.choice(edges), rng.choice([*edges, rng.random()])
+            began_ns, rows = 10**18 + rng.randrange(10**9), rng.choice((1, 2, 3, 20_000))
+            ended_ns = began_ns + round(device_s * 1e9)
+            steps.append(
+                make_step_record(
+                    wait_us=wait_s * 1e6,
+                    started_ns=began_ns,
+                    ended_ns=ended_ns,
+                    num_decode_rows=rows,
+                )
+            )
+            phases.labels("fake/model-1", "wait").observe(wait_s * 1e6 / 1e6)
+            phases.labels("fake/model-1", "device").observe((ended_ns - began_ns) / 1e9)
+            sizes.labels("fake/model-1").observe(rows)
+        metrics.on_events(steps)
+    told = samples(metrics.render().decode())
+    wanted = samples(generate_latest(registry).decode())
+    assert len(wanted) > 60
+    for key, number in wanted.items():
+        if not key[0].endswith("_created"):
+            assert told[key] == pytest.approx(number), key
 
 
 async def test_steps_are_counted_by_graph_and_reason() -> None:

@@ -21,13 +21,13 @@ import numpy as np
 from termgen.engine.control import EngineControl, end_failed, finish_all
 from termgen.engine.delivery import FinishedRow, PromptLogprobs, StartedRow, StepDelivery
 from termgen.engine.event_publisher import EventPublisher, StepTimes
-from termgen.engine.events import EngineSnapshot, EventBus, StepRecord
+from termgen.engine.events import EventBus, StepRecord
 from termgen.engine.executor import Executor, StepHandle
 from termgen.engine.request import FinishReason, GenerationRequest, Request
 from termgen.engine.run_ahead import RunAhead
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import AppliedStep
-from termgen.engine.snapshot import build_snapshot
+from termgen.engine.snapshot import StateCopy, copy_state
 from termgen.engine.step import StepLogprobs, StepPlan
 from termgen.errors import EngineError, RequestError, StepError, TermgenError
 
@@ -383,9 +383,9 @@ class EngineCore:
             empty = AppliedStep(nothing, nothing, nothing, nothing)
             self._deliver(-1, time.perf_counter_ns(), empty, None)
 
-    def snapshot(self) -> EngineSnapshot:
-        """Present state for screens. Engine thread only; others use `call(core.snapshot)`."""
-        return build_snapshot(
+    def copy_state(self) -> StateCopy:
+        """Present state for screens. Engine thread only; others use `call(core.copy_state)`."""
+        return copy_state(
             self.scheduler,
             record=self._last_record,
             plan=self._last_plan if self._in_flight else self._idle_plan(),

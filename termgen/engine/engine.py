@@ -36,6 +36,7 @@ from termgen.engine.pulse import Pulse
 from termgen.engine.request import GenerationRequest
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.sleep import fall_asleep, wake_up
+from termgen.engine.snapshot import StateCopy
 from termgen.engine.startup import EngineParts, Progress, build_engine
 from termgen.engine.stream import DeltaStream
 from termgen.engine.sync_engine import Settled, SyncEngine
@@ -216,8 +217,8 @@ class AsyncEngine:
         if self._death is not None:
             raise self._death
         core = self.parts.core
-        snapshot: EngineSnapshot = await asyncio.wrap_future(core.call(core.snapshot))
-        return snapshot
+        state: StateCopy = await asyncio.wrap_future(core.call(core.copy_state))
+        return state.snapshot()
 
     def events(self, capacity: int = 4096) -> EventRing:
         return self.parts.core.bus.subscribe(capacity)

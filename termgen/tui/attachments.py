@@ -109,6 +109,7 @@ def with_files(question: str, attachments: Sequence[Attachment]) -> str:
 
 
 def with_name(attachment: Attachment) -> str:
+    """A fenced block below the file's name."""
     return fenced(attachment.name, attachment.text, _language(attachment.name))
 
 

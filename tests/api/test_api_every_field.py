@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lengths import scaled
 
 from termgen.api.chat import parse_chat
 from termgen.api.completions import parse_completion
@@ -45,7 +46,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(keys, inner, max_size=4),
     max_leaves=8,
 )
-quick = settings(max_examples=400, deadline=None, print_blob=True)
+quick = settings(max_examples=scaled(120), deadline=None, print_blob=True)
 
 
 def process(endpoint: str, body: dict[str, Any]) -> None:

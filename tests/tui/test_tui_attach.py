@@ -193,7 +193,7 @@ def test_a_recording_that_cannot_be_finished_is_one_line(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(top_command, "_open_recording", lambda _path: Full())
-    monkeypatch.setattr(top_command, "_show", lambda *_: 0)
+    monkeypatch.setattr(top_command, "_show", lambda *_, **__: 0)
     with pytest.raises(ConfigError, match=r"run\.events: No space left"):
         top_command.run_top(None, UIConfig(), record="x", key_file=None)
 
