@@ -67,6 +67,7 @@ class TermgenApp(KeyedApp):
     CSS_PATH = Path(__file__).with_name("termgen.tcss")
     ENABLE_COMMAND_PALETTE = True
     COMMAND_PALETTE_BINDING = "ctrl+p"
+    slash_commands: Sequence[SlashCommand] = COMMANDS
 
     BINDINGS = [
         Binding("f1", "help", "Help", id="app.help", tooltip="Every key and command"),
@@ -329,11 +330,6 @@ class TermgenApp(KeyedApp):
             return
         sections = [(t, self._keymap_now.applied(b)) for t, b in self.help_sections()]
         self.push_screen(HelpScreen(sections, self.slash_commands))
-
-    @property
-    def slash_commands(self) -> Sequence[SlashCommand]:
-        """Those that the help lists."""
-        return COMMANDS
 
     @property
     def everywhere(self) -> list[BindingType]:

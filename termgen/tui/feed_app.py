@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from textual.screen import Screen
 from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.tui.app import TermgenApp
-from termgen.tui.commands import SlashCommand
 from termgen.tui.feed import StreamFeed
 from termgen.tui.screens.help import HelpScreen, HelpSection
 from termgen.tui.screens.theme_chooser import ThemeChooser
@@ -25,6 +24,7 @@ from termgen.tui.screens.theme_chooser import ThemeChooser
 class FeedApp(TermgenApp):
     """A feed, once there is one, takes the place of the engine."""
 
+    slash_commands = ()
     interrupt_help: str
     """What ctrl+c does here."""
 
@@ -45,10 +45,6 @@ class FeedApp(TermgenApp):
         if action == "show" and parameters == ("chat",):
             return False
         return super().check_action(action, parameters)
-
-    @property
-    def slash_commands(self) -> Sequence[SlashCommand]:
-        return ()
 
     @property
     def everywhere(self) -> list[BindingType]:

@@ -13,6 +13,7 @@ from tui_harness import FrozenApp, ask, chat_engine, pieces, ready, wait_until
 from termgen.tui.answer_links import Link, links_of
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.links import LinksPanel
+from termgen.tui.widgets.prompt import Prompt
 
 SIZE = (80, 24)
 ANSWER = """See [the *manual*](https://example.org/m?a=1), https://a.example/x. and
@@ -76,6 +77,6 @@ async def test_links_are_listed_opened_and_copied(monkeypatch: pytest.MonkeyPatc
         await listed(app, pilot)
         await pilot.click(OptionList, offset=(3, 0))
         await wait_until(pilot, lambda: opened[1:] == ["https://example.org/m?a=1"])
-        assert app.focused is app.chat.prompt
+        await wait_until(pilot, lambda: isinstance(app.focused, Prompt))
         said = [note.message for note in app._notifications]
         assert "no answer has a link" in said and "this answer has no link" in said
