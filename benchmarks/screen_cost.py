@@ -5,7 +5,8 @@
 dashboard-4, dashboard-10   the dashboard in the engine's process, at 4 and at 10 Hz
 chat                        an answer at 200 tokens/s in the chat
 stalled                     the dashboard at 10 Hz on a terminal that nobody reads
-attached                    `termgen top` at 4 Hz in a process of its own
+attached                    `termgen top` at 4 Hz in a process of its own; the server is there
+                            without it too
 memory                      an hour of steps of 5 ms with 64 requests through the dashboard
 
 The simulated engine is the real one over a device that computes nothing: steps of 1 ms, 64
@@ -37,6 +38,7 @@ from contextlib import (
     nullcontext,
 )
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,14 +204,24 @@ async def chat(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Counter
 
 
 @asynccontextmanager
-async def attached(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Counter]:
-    """A server in this process, and `termgen top` in another, on the terminal."""
+async def served(engine: AsyncEngine) -> AsyncIterator[str]:
+    """The URL of a server in this process."""
     from termgen.server import Server
 
     server = Server(engine, ServerConfig(port=0))
     serving = asyncio.create_task(server.serve())
     await server.started()
-    command = [sys.executable, "-m", "termgen", "top", server.url, "--dashboard-hz", "4"]
+    try:
+        yield server.url
+    finally:
+        await server.stop(drain_timeout=0)
+        await serving
+
+
+@asynccontextmanager
+async def attached(url: str, terminal: Terminal) -> AsyncIterator[Counter]:
+    """`termgen top` in another process, on the terminal."""
+    command = [sys.executable, "-m", "termgen", "top", url, "--dashboard-hz", "4"]
     with terminal.installed():
         top = await asyncio.create_subprocess_exec(*command, stdin=0, stdout=2, stderr=2)
     try:
@@ -218,8 +230,6 @@ async def attached(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Cou
     finally:
         top.terminate()
         await top.wait()
-        await server.stop(drain_timeout=0)
-        await serving
 
 
 SCREENS: dict[str, Callable[[AsyncEngine, Terminal], Any]] = {
@@ -227,7 +237,6 @@ SCREENS: dict[str, Callable[[AsyncEngine, Terminal], Any]] = {
     "dashboard-10": lambda engine, terminal: dashboard(engine, terminal, 10.0),
     "chat": chat,
     "stalled": stalled,
-    "attached": attached,
 }
 SETTLES_S = {"stalled": STALLED_S, "attached": 4.0}
 
@@ -248,8 +257,13 @@ async def part(name: str, config: EngineConfig, settings: Settings) -> list[dict
         terminal = Terminal(ROWS, COLUMNS)
         stack.callback(terminal.close)
         bench = Bench(engine, settings, sizes)
+        if name == "attached":
+            url = await stack.enter_async_context(served(engine))
+            screen: Callable[[], Any] = partial(attached, url, terminal)
+        else:
+            screen = partial(SCREENS[name], engine, terminal)
         return await bench.pairs(
-            lambda: SCREENS[name](engine, terminal),
+            screen,
             SETTLES_S.get(name, SETTLE_S),
             is_chat=name == "chat",
         )

@@ -51,14 +51,20 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert shown.stdout.strip() == "[]"
 
 
+def lines_of(file: str) -> list[str]:
+    lines = (ROOT / file).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def test_constraints_pin_every_dependency() -> None:
-    pins = dict(
-        line.lower().split("==")
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if line and not line.startswith("#")
-    )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    check_pins("constraints.txt", wanted)
+    check_pins("constraints-clients.txt", lines_of("tests/other_clients.txt"))
+
+
+def check_pins(file: str, wanted: list[str]) -> None:
+    pins = dict(line.lower().split("==") for line in lines_of(file))
     for requirement in wanted:
         name = re.match(r"[\w-]+", requirement)
         assert name is not None
@@ -71,4 +77,9 @@ def test_ci_installs_and_tests_what_the_readme_says() -> None:
     readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
     install, run = "install -c constraints.txt -e '.[test]'", "python -m pytest"
     assert f".venv/bin/pip {install} && .venv/bin/{run}" in readme
-    assert install in ci.replace("--quiet ", "") and re.search(r'/python" -m pytest', ci)
+    others = "install -c constraints-clients.txt -r tests/other_clients.txt"
+    assert f".venv-clients/bin/pip {others}" in readme
+    assert "npm install --prefix tests/node" in readme
+    ci = ci.replace("--quiet ", "").replace("--silent ", "")
+    assert install in ci and others in ci and "npm install --prefix tests/node" in ci
+    assert re.search(r'TERMGEN_CLIENTS_PYTHON="\$clients/bin/python" .*/python" -m pytest', ci)

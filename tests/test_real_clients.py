@@ -1,12 +1,8 @@
 """Other people's clients against the real server with a real model, over a socket.
 
-Each must get the words that a plain request gets. openai-node is tested where Node and its package
-are: `npm install --prefix tests/node`. litellm and instructor cannot be installed beside the newest
-of the others (the one wants an older huggingface-hub, the other an older jiter), so they are tested
-where TERMGEN_CLIENTS_PYTHON names a Python that has them:
-
-    python -m venv .clients && .clients/bin/pip install -r tests/other_clients.txt
-    TERMGEN_CLIENTS_PYTHON=.clients/bin/python python -m pytest tests/test_real_clients.py
+Each must get the words that a plain request gets. litellm and instructor cannot be installed beside
+the newest of the others; they run in `.venv-clients`, or where TERMGEN_CLIENTS_PYTHON says, and
+openai-node runs where Node and its package are. The README says how to install these three.
 """
 
 from __future__ import annotations
@@ -24,6 +20,7 @@ import openai
 import pytest
 
 NODE = Path(__file__).parent / "node"
+CLIENTS_PYTHON = Path(__file__).parents[1] / ".venv-clients" / "bin" / "python"
 QUESTION = "Name the capital of France."
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 GREEDY = {"temperature": 0}
@@ -249,7 +246,9 @@ def printed_by_others(program: str, *arguments: str) -> Any:
     """The last line, JSON, of a program that wants clients which do not go with ours."""
     python = os.environ.get("TERMGEN_CLIENTS_PYTHON")
     if python is None:
-        pytest.skip("needs TERMGEN_CLIENTS_PYTHON, a Python with tests/other_clients.txt")
+        if not CLIENTS_PYTHON.exists():
+            pytest.skip("needs .venv-clients with tests/other_clients.txt; see the README")
+        python = str(CLIENTS_PYTHON)
     environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
     asked = subprocess.run(
         [python, "-c", program, *arguments],

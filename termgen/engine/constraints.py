@@ -153,7 +153,7 @@ def grammar_of(request: Request) -> GrammarState:
     return request.grammar
 
 
-def _error(cause: Exception | None) -> EngineError:
+def _error(cause: BaseException | None) -> EngineError:
     if isinstance(cause, EngineError):
         return cause
     error = EngineError(f"the grammar failed: {type(cause).__name__}: {cause}")
