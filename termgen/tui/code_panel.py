@@ -11,11 +11,14 @@ from functools import lru_cache
 from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len
 
-from termgen.tui.highlight import highlight
+from termgen.tui.highlight import MAX_HIGHLIGHTED_CHARS, highlight
 from termgen.tui.spans import Row, Span, fit, wrap_hard
 
 COPY_ROLE = "link@code"
 """Of the words in a header that copy the block; no text has this role."""
+COLOURED_AS_ONE = 12_000
+"""Characters up to which a complete block is coloured anew, as a whole: it takes as long as a frame
+may. A longer one stays as it was while it grew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ def code_rows(node: SyntaxTreeNode, width: int, *, live: bool) -> list[Row]:
     language = language_of(node)
     code = node.content.removesuffix("\n")
     rows: list[Row] = [_code_header(language, node.meta["number"], width)]
-    if live:
+    if live or COLOURED_AS_ONE < len(code) <= MAX_HIGHLIGHTED_CHARS:
         for line in code.split("\n"):
             rows += _open_code_line(line, language, width)
     else:
@@ -60,7 +63,7 @@ def code_rows(node: SyntaxTreeNode, width: int, *, live: bool) -> list[Row]:
 
 @lru_cache(maxsize=4096)
 def _open_code_line(line: str, language: str, width: int) -> tuple[Row, ...]:
-    """A line of a block that still grows is coloured once, on its own."""
+    """A line of a block that still grows, or is long, is coloured once, on its own."""
     return tuple(_code_line(highlight(line, language)[0], width))
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
-from termgen.tui.markdown import StreamingMarkdown
+from termgen.tui.markdown_stream import StreamingMarkdown
 from termgen.tui.sanitize import StreamCleaner
 from termgen.tui.spans import Row, row_text, row_width
 

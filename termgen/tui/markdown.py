@@ -1,8 +1,8 @@
-"""Markdown to rows, and a stream of it that costs the same however long it has become.
+"""Markdown to rows.
 
-CommonMark with tables and strikethrough; raw HTML is text. `StreamingMarkdown` freezes the rows
-of every block that later text cannot change any more and renders only the open tail. Its text is
-already safe for the terminal (`sanitize`). No Textual.
+CommonMark with tables and strikethrough; raw HTML is text. What is given is already safe for the
+terminal (`sanitize`). A text that still grows is `markdown_stream`'s, which renders it unit by
+unit. No Textual.
 """
 
 from __future__ import annotations
@@ -23,108 +23,33 @@ BULLETS = "•◦▪"
 MIN_COLUMN = 4
 NUMBER_INDENT = 4
 
-_parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+_blocks = MarkdownIt("commonmark", {"html": False}).enable("table")
+_blocks.core.ruler.disable("inline")
 
 
 def render(source: str, width: int) -> list[Row]:
     """The whole of `source` at once."""
     rows: list[Row] = []
-    for unit in _units(source, {}):
-        _add(rows, unit, width, live=False)
+    for unit in units_of(source, {}):
+        add_unit(rows, unit, width, live=False)
     return rows
 
 
 def code_blocks(source: str) -> list[CodeBlock]:
     """In the order of the numbers in their headers."""
-    root = SyntaxTreeNode(_parser.parse(source, {}))
+    root = SyntaxTreeNode(parser.parse(source, {}))
     return [CodeBlock(language_of(node), node.content) for node in root.walk() if is_code(node)]
 
 
-class StreamingMarkdown:
-    """Append text, ask for `rows(width)` as often as the screen is drawn.
-
-    Invariant: after `finish`, `rows(width) == render(source, width)`; before it they differ at
-    most in references that are defined later and in the colours of an open code block.
-    """
-
-    def __init__(self) -> None:
-        self.source = ""
-        self.finished = False
-        self._reset(0)
-
-    def append(self, text: str) -> None:
-        assert not self.finished
-        self.source += text
-
-    def finish(self) -> None:
-        """No more text will come."""
-        if not self.finished:
-            self.finished = True
-            self._reset(self._width)
-
-    def rows(self, width: int) -> list[Row]:
-        if width != self._width:
-            self._reset(width)
-        if self._rendered_chars != len(self.source):
-            self._update()
-        return self._frozen + self._tail
-
-    @property
-    def num_frozen_rows(self) -> int:
-        """Leading rows that stay as they are at this width; all of them once finished."""
-        return len(self._frozen)
-
-    def _reset(self, width: int) -> None:
-        self._width = width
-        self._frozen: list[Row] = []
-        self._tail: list[Row] = []
-        self._frozen_chars = self._seen_newline = 0
-        self._rendered_chars = -1
-        self._gap = False
-        self._number: int | None = None  # before the tail's first unit, and its number
-        self._num_code_blocks = 0  # in what is frozen
-        self._env: dict[str, Any] = {}
-
-    def _update(self) -> None:
-        self._rendered_chars = len(self.source)
-        if self.finished:
-            self._frozen = render(self.source, self._width)
-            return
-        newline = self.source.rfind("\n") + 1
-        if newline > self._seen_newline:
-            self._seen_newline = newline
-            self._freeze(newline)
-        # A copy of the references: those of a tail that still changes must not stay.
-        env = {key: dict(value) for key, value in self._env.items()}
-        text, blocks = self.source[self._frozen_chars :], self._num_code_blocks
-        units = _units(text, env, number=self._number, code_blocks=blocks)
-        self._tail = [()] if self._frozen and self._gap and units else []
-        for unit in units:
-            gap = unit is not units[0] and unit.gap
-            _add(self._tail, replace(unit, gap=gap), self._width, live=unit is units[-1])
-
-    def _freeze(self, end: int) -> None:
-        """Freeze all units of the complete lines but the last: that one may still grow.
-
-        Only complete lines are looked at, since half a line may be taken for something else.
-        """
-        text = self.source[self._frozen_chars : end]
-        blocks = self._num_code_blocks
-        units = _units(text, self._env, number=self._number, code_blocks=blocks)
-        if len(units) < 2:
-            return
-        first, last = units[0], units[-1]
-        for unit in units[:-1]:
-            gap = self._gap if unit is first else unit.gap
-            _add(self._frozen, replace(unit, gap=gap), self._width, live=False)
-            self._num_code_blocks += sum(map(is_code, unit.node.walk()))
-        lines = text.split("\n")
-        self._frozen_chars += sum(len(line) + 1 for line in lines[: last.line])
-        self._gap, self._number = last.gap, last.number
+def block_types(source: str) -> list[str]:
+    """Of the top-level blocks, without a look into their text."""
+    tokens = _blocks.parse(source)
+    return [token.type for token in tokens if not token.level and token.nesting >= 0]
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
+class Unit:
     """What is frozen at once: a top-level block, or one item of a top-level list."""
 
     node: SyntaxTreeNode
@@ -137,20 +62,20 @@ class _Unit:
     """Its number in an ordered list."""
 
 
-def _units(
+def units_of(
     source: str, env: dict[str, Any], *, number: int | None = None, code_blocks: int = 0
-) -> list[_Unit]:
+) -> list[Unit]:
     """What comes before `source` has so many code blocks, and ends with a list whose next item
     would have this number, if it is given."""
     lines = source.split("\n")
-    units: list[_Unit] = []
-    root = SyntaxTreeNode(_parser.parse(source, env))
+    units: list[Unit] = []
+    root = SyntaxTreeNode(parser.parse(source, env))
     for index, node in enumerate(filter(is_code, root.walk()), code_blocks + 1):
         node.meta["number"] = index
     for node in root.children:
         line = node.map[0] if node.map else 0
         if node.type not in ("bullet_list", "ordered_list"):
-            units.append(_Unit(node, line, True, lines))
+            units.append(Unit(node, line, True, lines))
             continue
         items = _items(node, lines, number=None if units else number)
         units.append(replace(items[0], gap=True))
@@ -158,18 +83,18 @@ def _units(
     return units
 
 
-def _items(node: SyntaxTreeNode, lines: Sequence[str], *, number: int | None = None) -> list[_Unit]:
+def _items(node: SyntaxTreeNode, lines: Sequence[str], *, number: int | None = None) -> list[Unit]:
     ordered = node.type == "ordered_list"
     start = int(node.attrs.get("start", 1)) if number is None else number
-    items: list[_Unit] = []
+    items: list[Unit] = []
     for index, item in enumerate(node.children):
         line = item.map[0] if item.map else 0
         gap = index > 0 and not lines[line - 1].strip(" >")
-        items.append(_Unit(item, line, gap, lines, start + index if ordered else None))
+        items.append(Unit(item, line, gap, lines, start + index if ordered else None))
     return items
 
 
-def _add(rows: list[Row], unit: _Unit, width: int, *, live: bool) -> None:
+def add_unit(rows: list[Row], unit: Unit, width: int, *, live: bool) -> None:
     if rows and unit.gap:
         rows.append(())
     if unit.node.type == "list_item":
@@ -208,7 +133,7 @@ def _quote(node: SyntaxTreeNode, lines: Sequence[str], width: int, *, live: bool
     return [(("▎ ", "faint"), *_recolour(row, "muted")) for row in rows or [()]]
 
 
-def _item(unit: _Unit, width: int, *, live: bool, depth: int) -> list[Row]:
+def _item(unit: Unit, width: int, *, live: bool, depth: int) -> list[Row]:
     bullet = BULLETS[min(depth, len(BULLETS) - 1)]
     mark = f"{unit.number}. ".rjust(NUMBER_INDENT) if unit.number is not None else f"{bullet} "
     indent = len(mark)
@@ -227,14 +152,14 @@ def _item(unit: _Unit, width: int, *, live: bool, depth: int) -> list[Row]:
 
 
 def _paragraph(node: SyntaxTreeNode, width: int) -> list[Row]:
-    return wrap(_inline_children(node, "text", ""), width)
+    return wrap(inline_spans(node, "text", ""), width)
 
 
 def _heading(node: SyntaxTreeNode, width: int) -> list[Row]:
     level = int(node.tag[1:])
     flags = {1: "bu", 2: "b"}.get(level, "bi" if level > 3 else "b")
     role = "heading" if level <= 3 else "text"
-    return wrap(_inline_children(node, role, flags), width)
+    return wrap(inline_spans(node, role, flags), width)
 
 
 def _rule(node: SyntaxTreeNode, width: int) -> list[Row]:
@@ -242,25 +167,33 @@ def _rule(node: SyntaxTreeNode, width: int) -> list[Row]:
 
 
 def _table(node: SyntaxTreeNode, width: int) -> list[Row]:
-    """Columns as wide as their content, shrunk in proportion when the line is too short."""
+    return table_rows(node, width)[0]
+
+
+def table_rows(
+    node: SyntaxTreeNode, width: int, widths: list[int] | None = None
+) -> tuple[list[Row], list[int]]:
+    """Columns as wide as their content, shrunk in proportion when the line is too short; or of
+    these widths. And their widths."""
     lines = [row for part in node.children for row in part.children]
     heads = [_table_cell(cell, "b") for cell in lines[0].children]
     body = [[_table_cell(cell, "") for cell in line.children] for line in lines[1:]]
     aligns = [str(cell.attrs.get("style", "")) for cell in lines[0].children]
-    wanted = [
-        max(MIN_COLUMN, *(_widest(line[i]) for line in [heads, *body] if i < len(line)))
-        for i in range(len(heads))
-    ]
-    widths = _column_widths(wanted, width - 3 * (len(heads) - 1))
+    if widths is None:
+        wanted = [
+            max(MIN_COLUMN, *(_widest(line[i]) for line in [heads, *body] if i < len(line)))
+            for i in range(len(heads))
+        ]
+        widths = _column_widths(wanted, width - 3 * (len(heads) - 1))
     rows = _table_line(heads, widths, aligns)
     rows.append(merge([("─┼─".join("─" * w for w in widths), "border")]))
     for line in body:
         rows += _table_line(line, widths, aligns)
-    return [fit(row, width) if row_width(row) > width else row for row in rows]
+    return [fit(row, width) if row_width(row) > width else row for row in rows], widths
 
 
 def _table_cell(cell: SyntaxTreeNode, flags: str) -> list[Span]:
-    return list(_inline_children(cell, "text", flags))
+    return list(inline_spans(cell, "text", flags))
 
 
 def _widest(spans: Sequence[Span]) -> int:
@@ -296,7 +229,7 @@ def _aligned(row: Row, width: int, align: str) -> Row:
     return fit(((" " * left, "text"), *row), width)
 
 
-def _inline_children(node: SyntaxTreeNode, role: str, flags: str) -> list[Span]:
+def inline_spans(node: SyntaxTreeNode, role: str, flags: str) -> list[Span]:
     spans: list[Span] = []
     for inline in node.children:
         for child in inline.children:

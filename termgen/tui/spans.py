@@ -24,7 +24,7 @@ def row_text(row: Row) -> str:
     return "".join(text for text, _ in row)
 
 
-def row_width(row: Row) -> int:
+def row_width(row: Sequence[Span]) -> int:
     return sum(cell_len(text) for text, _ in row)
 
 
@@ -98,7 +98,11 @@ def _words(spans: Iterable[Span]) -> Iterator[tuple[str, list[Span]]]:
 
 def wrap(spans: Iterable[Span], width: int) -> list[Row]:
     """Word-wrap to `width` cells; words longer than a line are broken; `\\n` breaks the line."""
-    width = max(1, width)
+    width, spans = max(1, width), list(spans)
+    return [merge(spans)] if _is_a_line(spans, width) else _wrap(spans, width)
+
+
+def _wrap(spans: Sequence[Span], width: int) -> list[Row]:
     rows: list[Row] = []
     line: list[Span] = []
     space: list[Span] = []
@@ -144,9 +148,17 @@ def wrap(spans: Iterable[Span], width: int) -> list[Row]:
     return rows
 
 
+def _is_a_line(spans: Sequence[Span], width: int) -> bool:
+    """Whether it needs no wrapping."""
+    text = "".join(text for text, _ in spans)
+    return "\n" not in text and text == text.rstrip() and row_width(spans) <= width
+
+
 def wrap_hard(spans: Iterable[Span], width: int) -> list[Row]:
     """Break at the cell where the line is full, as for code: blanks are kept."""
-    width = max(1, width)
+    width, spans = max(1, width), list(spans)
+    if row_width(spans) <= width:
+        return [merge(spans)]
     rows: list[Row] = []
     line: list[Span] = []
     used = 0

@@ -9,7 +9,8 @@ import pytest
 from termgen.tui import code_panel, markdown
 from termgen.tui.code_panel import COPY_ROLE, CodeBlock
 from termgen.tui.highlight import highlight
-from termgen.tui.markdown import StreamingMarkdown, code_blocks, render
+from termgen.tui.markdown import code_blocks, render
+from termgen.tui.markdown_stream import StreamingMarkdown
 from termgen.tui.spans import Row, row_text, row_width
 
 PARTS = (
@@ -175,13 +176,13 @@ def test_another_width_is_rendered_anew() -> None:
 )
 def test_only_the_open_tail_is_parsed_again(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[int] = []
-    parse = markdown._parser.parse
+    parse = markdown.parser.parse
 
     def counting(source: str, env: dict[str, object]) -> object:
         parsed.append(len(source))
         return parse(source, env)
 
-    monkeypatch.setattr(markdown._parser, "parse", counting)
+    monkeypatch.setattr(markdown.parser, "parse", counting)
     stream = StreamingMarkdown()
     for _ in range(300):
         stream.append(line)

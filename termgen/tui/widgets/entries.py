@@ -9,7 +9,7 @@ from termgen.client import ModelInfo
 from termgen.tui.answer_form import as_markdown, json_opening
 from termgen.tui.conversation import AnswerState, Turn
 from termgen.tui.key_hints import KeyOf
-from termgen.tui.markdown import StreamingMarkdown
+from termgen.tui.markdown_stream import StreamingMarkdown
 from termgen.tui.render.chat import (
     answer_footer,
     answer_header,

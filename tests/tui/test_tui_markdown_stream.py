@@ -1,0 +1,228 @@
+"""A stream of markdown: it ends as a full parse would, and no frame of it costs much."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_engine import make_model_info
+from textual.app import App, ComposeResult
+from textual.strip import Strip
+
+from termgen.tui import code_panel, markdown, markdown_stream
+from termgen.tui.conversation import Turn
+from termgen.tui.markdown import render
+from termgen.tui.markdown_stream import LONG_BLOCK, StreamingMarkdown
+from termgen.tui.palette import Palette
+from termgen.tui.spans import Row, row_text
+from termgen.tui.themes import DEFAULT_THEME, load_theme, shipped_folder
+from termgen.tui.widgets.entries import AnswerEntry
+from termgen.tui.widgets.transcript import Transcript
+
+WIDTH = 60
+TABLE = "| name | value | note |\n|---|--:|---|\n" + "".join(
+    f"| row {i} | {7 * i} | some `text` of {i} |\n" for i in range(1000, 1300)
+)
+PARAGRAPH = " ".join(f"word{i} **bold{i}** `code`" for i in range(500))
+SECTION = (
+    "## A heading\n\nSome prose with **words** in it, and `code` too, that is longer than a line "
+    "and goes on.\n\n- an item\n- another\n\n```python\nreturn 1\n```\n\n"
+    "| a | b |\n|---|---|\n| c | d |\n\n"
+)
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many characters each parse was of."""
+    lengths: list[int] = []
+
+    def counting(parse: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(source: str, *args: Any) -> Any:
+            lengths.append(len(source))
+            return parse(source, *args)
+
+        return counted
+
+    for parser in (markdown.parser, markdown._blocks):
+        monkeypatch.setattr(parser, "parse", counting(parser.parse))
+    return lengths
+
+
+def text_of(rows: list[Row]) -> list[str]:
+    return [row_text(row).rstrip() for row in rows]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [TABLE, PARAGRAPH, "Before.\n\n" + TABLE, "- a\n\n" + PARAGRAPH],
+    ids=["table", "paragraph", "a table later", "a paragraph later"],
+)
+def test_a_long_block_costs_its_end_in_each_frame(source: str, parsed: list[int]) -> None:
+    stream = StreamingMarkdown()
+    for at in range(0, len(source), 200):
+        stream.append(source[at : at + 200])
+        rows = stream.rows(WIDTH)
+    assert max(parsed) <= LONG_BLOCK + 200
+    assert text_of(rows) == text_of(render(source, WIDTH))
+    stream.finish()
+    assert stream.rows(WIDTH) == render(source, WIDTH)
+
+
+def test_a_reference_that_is_defined_twice_is_the_first() -> None:
+    stream = StreamingMarkdown()
+    for line in ("[x]: one\n\n", "[x]: two\n\n", "see [x]\n\n", "more\n\n", "end"):
+        stream.append(line)
+        stream.rows(WIDTH)
+    stream.finish()
+    assert text_of(stream.rows(WIDTH)) == ["see x (one)", "", "more", "", "end"]
+
+
+def test_a_paragraph_is_wrapped_on_over_what_is_set_aside() -> None:
+    source = " ".join(f"plain{i}" for i in range(700))
+    stream = StreamingMarkdown()
+    for at in range(0, len(source), 333):
+        stream.append(source[at : at + 333])
+        assert stream.rows(WIDTH) == render(stream.source, WIDTH)
+
+
+def test_a_table_keeps_the_columns_it_began_with_until_it_is_complete() -> None:
+    stream = StreamingMarkdown()
+    stream.append(TABLE)
+    before = stream.rows(WIDTH)
+    stream.append(f"| x | {'1' * 30} | y |\n")
+    rows = stream.rows(WIDTH)
+    assert rows[: len(before)] == before
+    assert "".join("".join(text_of(rows[len(before) :])).split()).count("1") == 30
+    stream.append("\nafter\n")
+    assert stream.rows(WIDTH) == render(stream.source, WIDTH)
+    assert stream.num_frozen_rows > 300
+
+
+@pytest.mark.parametrize(
+    "after", ["\n# Head\n", "\n***\n", "\n> quote\n", "\n===\n", "\n\n- item\n- b\n"]
+)
+def test_what_ends_a_long_block_is_seen(after: str) -> None:
+    stream = StreamingMarkdown()
+    stream.append(PARAGRAPH)
+    stream.rows(WIDTH)
+    for char in after:
+        stream.append(char)
+        shown = "".join(text_of(stream.rows(WIDTH)))
+        assert "word499" in shown and "word250" in shown
+    assert text_of(stream.rows(WIDTH)) == text_of(render(stream.source, WIDTH))
+
+
+def test_the_end_equals_a_full_parse_wherever_blocks_are_set_aside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(markdown_stream, "LONG_BLOCK", 40)
+    monkeypatch.setattr(markdown_stream, "KEPT_OPEN", 12)
+    seed, num_long = random.randrange(2**32), 0
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    parts = [
+        *SECTION.splitlines(keepends=True),
+        TABLE[:300],
+        PARAGRAPH[:200],
+        "[x]: u\n",
+        "\n",
+        "[x]",
+    ]
+    for _ in range(60):
+        source = "".join(rng.choice(parts) for _ in range(rng.randrange(1, 12)))
+        stream, at = StreamingMarkdown(), 0
+        while at < len(source):
+            size = rng.randrange(1, 20)
+            stream.append(source[at : at + size])
+            at += size
+            stream.rows(WIDTH)
+            num_long += stream._long is not None
+        stream.finish()
+        assert stream.rows(WIDTH) == render(source, WIDTH), source
+    assert num_long > 100
+
+
+def test_the_end_of_a_long_answer_costs_its_last_block(parsed: list[int]) -> None:
+    stream = StreamingMarkdown()
+    for _ in range(100):
+        stream.append(SECTION)
+        stream.rows(WIDTH)
+    parsed.clear()
+    stream.finish()
+    rows = stream.rows(WIDTH)
+    assert max(parsed) <= len(SECTION)
+    assert rows == render(stream.source, WIDTH)
+
+
+def test_a_long_code_block_is_not_coloured_again_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coloured: list[int] = []
+    highlight = code_panel.highlight
+
+    def counting(code: str, language: str) -> list[Row]:
+        coloured.append(len(code))
+        return highlight(code, language)
+
+    monkeypatch.setattr(code_panel, "highlight", counting)
+    code_panel._open_code_line.cache_clear()
+    stream = StreamingMarkdown()
+    stream.append("```python\n")
+    for number in range(900):
+        stream.append(f"x{number} = f({number})  # {number}\n")
+        stream.rows(WIDTH)
+    stream.append("```\n\nafter\n")
+    stream.rows(WIDTH)
+    stream.finish()
+    rows = stream.rows(WIDTH)
+    assert max(coloured) < 40 and len(coloured) <= 903
+    assert rows == render(stream.source, WIDTH)
+    assert any(role.startswith("syn-number") for _, role in rows[-5])
+
+
+class Sheet(App[None]):
+    """A transcript alone, and how many of its rows were drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_drawn = 0
+
+    def compose(self) -> ComposeResult:
+        yield Transcript()
+
+    def on_mount(self) -> None:
+        app = self
+
+        class Counting(Palette):
+            def strip(self, row: Row, width: int, *, background: str = "background") -> Strip:
+                app.num_drawn += 1
+                return super().strip(row, width, background=background)
+
+        theme = load_theme(shipped_folder() / f"{DEFAULT_THEME}.toml")
+        variables = {**theme.to_color_system().generate(), **theme.variables}
+        self.query_one(Transcript).set_palette(Counting(variables))
+
+
+async def test_a_frame_at_the_end_of_a_long_answer_costs_what_it_did_at_the_start(
+    parsed: list[int],
+) -> None:
+    app, turn = Sheet(), Turn("q")
+    turn.stats.output_tokens = 1
+    entry = AnswerEntry(turn, make_model_info(), lambda action: "x")
+    async with app.run_test(size=(80, 24)) as pilot:
+        sheet = app.query_one(Transcript)
+        sheet.add(entry)
+        work: list[tuple[int, int]] = []
+        for _ in range(40):
+            parsed.clear()
+            app.num_drawn = 0
+            for at in range(0, len(SECTION), 40):
+                entry.feed(SECTION[at : at + 40])
+                sheet.update(entry)
+                await pilot.pause()
+            work.append((sum(parsed), app.num_drawn))
+    assert len(sheet._rows) > 500
+    assert {chars for chars, _ in work[5:]} == {work[5][0]}
+    assert max(drawn for _, drawn in work[-5:]) <= 1.1 * max(drawn for _, drawn in work[5:10])
