@@ -8,7 +8,6 @@ through pip.
 from __future__ import annotations
 
 import functools
-import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,11 +61,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def pytest_collection_finish() -> None:
-    """Modules and tests stay until the end: later collections of garbage need not walk them."""
-    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
