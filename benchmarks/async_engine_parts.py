@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from termgen.engine.startup import build_engine
 WARM_STEPS = 48
 """Enough for a queue of 20 ms to fill."""
 HOLD_US, HOLD_EVERY_S = 20_000, 0.1
-NUM_PROFILED = 24
+NUM_PROFILED = 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +165,12 @@ def idle(core: EngineCore, sizes: Sizes, ms: float, *, can_profile: bool) -> dic
                 "gap_p99_us": float(np.percentile(gaps, 99)),
                 "queue_depth": statistics.median(r.queue_depth for r in records),
             }
-            if can_profile:
-                cell |= profiled_gaps(lambda: decode.run(NUM_PROFILED))
         cells.append(cell)
-    return {"decode": cells, "job": job(core, sizes, depth("ahead", ms))}
+    found = {"decode": cells, "job": job(core, sizes, depth("ahead", ms))}
+    for cell in cells if can_profile else ():
+        with Decode(core, cell["batch"], sizes, depth("ahead", ms)) as decode:
+            cell |= profiled_gaps(partial(decode.run, NUM_PROFILED))
+    return found
 
 
 def job(core: EngineCore, sizes: Sizes, policy: RunAhead) -> dict[str, Any]:
@@ -209,18 +212,19 @@ def profiled_gaps(work: Callable[[], object]) -> dict[str, float]:
         events = json.loads(file.read_text())["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     found = sorted((e for e in events if e.get("cat") in kinds), key=lambda e: float(e["ts"]))
-    return gaps_between_replays(found)
+    return gaps_between_replays(found, skip=4)
 
 
-def gaps_between_replays(events: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """events: of the device, by their begin; `ts` and `dur` in microseconds."""
+def gaps_between_replays(events: Sequence[dict[str, Any]], *, skip: int = 0) -> dict[str, float]:
+    """events: of the device, by their begin; `ts` and `dur` in microseconds. skip: so many replays
+    at the begin, for nothing is launched while a profiler starts."""
     replays: dict[int | None, list[float]] = {}
     for event in events:
         begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
         span = replays.setdefault(event.get("args", {}).get("correlation"), [begin, end, 0.0])
         span[1], span[2] = max(span[1], end), span[2] + 1
     replays.pop(None, None)
-    steps = sorted(span for span in replays.values() if span[2] > 8)
+    steps = sorted(span for span in replays.values() if span[2] > 8)[skip:]
     if len(steps) < 3:
         return {"profiled_gap_us": float("nan"), "profiled_idle_share": float("nan")}
     idles = []

@@ -5,7 +5,8 @@
 dashboard-4, dashboard-10   the dashboard in the engine's process, at 4 and at 10 Hz
 chat                        an answer at 200 tokens/s in the chat
 stalled                     the dashboard at 10 Hz on a terminal that nobody reads
-attached                    `termgen top` at 4 Hz in a process of its own
+attached                    `termgen top` at 4 Hz in a process of its own; the server is there
+                            without it too
 memory                      an hour of steps of 5 ms with 64 requests through the dashboard
 
 The simulated engine is the real one over a device that computes nothing: steps of 1 ms, 64
@@ -14,8 +15,9 @@ on this machine's cores, with 4 requests, which share them with the screen.
 
 A step is the time between two landings. Every part tells how much of its speed without a screen
 the engine keeps, and mean, 99th percentile and longest step with and without; the device's idle
-time shows whether the wait was the device's too. `ms/frame` is all that the screen's thread does
-beyond what it does without, per frame; `bytes/frame` what the terminal gets.
+time shows whether the wait was the device's too. A frame of the dashboard is told in processor time
+of the screen's thread, with its drawing apart, and in bytes that the terminal gets. pages-N: every
+page at N frames a second, of an engine that computes nothing.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ from contextlib import (
     nullcontext,
 )
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from async_engine_parts import idle_share
 from async_screen_parts import FrontSizes, Terminal, dashboard, reading
+from frame_cost import HEAD, FrameCosts, figures, line
 from machine import machine_facts
 from made_up_model import write_tiny, write_tokenizer
 from simulated_gpu import Simulation, installed
@@ -50,7 +54,10 @@ from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.engine.engine import AsyncEngine
 from termgen.engine.events import StepRecord
 
-PARTS = ("dashboard-4", "dashboard-10", "chat", "stalled", "attached", "memory")
+PARTS = (
+    *("dashboard-4", "dashboard-10", "pages-4", "pages-10"),
+    *("chat", "stalled", "attached", "memory"),
+)
 ROWS, COLUMNS = 40, 120
 SWITCH_INTERVAL_S = 1e-4  # as the command line sets it
 SETTLE_S = 1.0
@@ -59,6 +66,7 @@ STALLED_S = 5.0
 """After so long a terminal that is not read has stopped whoever draws on it."""
 CHAT_STEP_MS = 5.0  # 200 tokens/s
 VOCAB = 2048
+PAGE_FRAMES = 60
 HOUR_STEPS = 720_000  # of 5 ms
 
 
@@ -83,30 +91,6 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Bytes:
-    """Counts what is written to the terminal."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> Bytes:
-        from termgen.tui.patient_driver import PatientDriver
-
-        self._real = real = PatientDriver.write
-
-        def write(driver: PatientDriver, data: str) -> None:
-            self.count += len(data.encode())
-            real(driver, data)
-
-        PatientDriver.write = write  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        from termgen.tui.patient_driver import PatientDriver
-
-        PatientDriver.write = self._real  # type: ignore[method-assign]
-
-
 Counter = Callable[[], int]
 """Frames drawn so far."""
 
@@ -119,13 +103,13 @@ class Bench:
         self._settings = settings
         self._sizes = sizes
         self._ring = engine.events(200_000)
-        self._bytes = Bytes()
+        self._costs = FrameCosts()
 
     async def pairs(
         self, screen: Callable[[], Any], settle_s: float, *, is_chat: bool
     ) -> list[dict[str, Any]]:
         cells = []
-        with self._bytes:
+        with self._costs:
             for _ in range(self._settings.rounds):
                 async with self._requests():
                     cells.append({"on": False, **await self._cell(settle_s, None)})
@@ -150,7 +134,7 @@ class Bench:
         while not self._steps():
             await asyncio.sleep(0.02)
         cpu_s, began_s = time.thread_time(), time.perf_counter()
-        num_frames, num_bytes = frames() if frames else 0, self._bytes.count
+        num_frames, first = frames() if frames else 0, len(self._costs.frames)
         await asyncio.sleep(self._settings.seconds)
         cpu_s, span_s = time.thread_time() - cpu_s, time.perf_counter() - began_s
         records = self._steps()
@@ -165,7 +149,7 @@ class Bench:
             "idle_share": idle_share(records),
             "loop_share": cpu_s / span_s,
             "frames_per_s": drawn / span_s,
-            "bytes_per_frame": (self._bytes.count - num_bytes) / drawn if drawn else 0.0,
+            "frames": figures(self._costs.frames[first:-1]) if drawn else {},
         }
 
     def _steps(self) -> list[StepRecord]:
@@ -220,14 +204,24 @@ async def chat(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Counter
 
 
 @asynccontextmanager
-async def attached(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Counter]:
-    """A server in this process, and `termgen top` in another, on the terminal."""
+async def served(engine: AsyncEngine) -> AsyncIterator[str]:
+    """The URL of a server in this process."""
     from termgen.server import Server
 
     server = Server(engine, ServerConfig(port=0))
     serving = asyncio.create_task(server.serve())
     await server.started()
-    command = [sys.executable, "-m", "termgen", "top", server.url, "--dashboard-hz", "4"]
+    try:
+        yield server.url
+    finally:
+        await server.stop(drain_timeout=0)
+        await serving
+
+
+@asynccontextmanager
+async def attached(url: str, terminal: Terminal) -> AsyncIterator[Counter]:
+    """`termgen top` in another process, on the terminal."""
+    command = [sys.executable, "-m", "termgen", "top", url, "--dashboard-hz", "4"]
     with terminal.installed():
         top = await asyncio.create_subprocess_exec(*command, stdin=0, stdout=2, stderr=2)
     try:
@@ -236,8 +230,6 @@ async def attached(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Cou
     finally:
         top.terminate()
         await top.wait()
-        await server.stop(drain_timeout=0)
-        await serving
 
 
 SCREENS: dict[str, Callable[[AsyncEngine, Terminal], Any]] = {
@@ -245,7 +237,6 @@ SCREENS: dict[str, Callable[[AsyncEngine, Terminal], Any]] = {
     "dashboard-10": lambda engine, terminal: dashboard(engine, terminal, 10.0),
     "chat": chat,
     "stalled": stalled,
-    "attached": attached,
 }
 SETTLES_S = {"stalled": STALLED_S, "attached": 4.0}
 
@@ -266,8 +257,13 @@ async def part(name: str, config: EngineConfig, settings: Settings) -> list[dict
         terminal = Terminal(ROWS, COLUMNS)
         stack.callback(terminal.close)
         bench = Bench(engine, settings, sizes)
+        if name == "attached":
+            url = await stack.enter_async_context(served(engine))
+            screen: Callable[[], Any] = partial(attached, url, terminal)
+        else:
+            screen = partial(SCREENS[name], engine, terminal)
         return await bench.pairs(
-            lambda: SCREENS[name](engine, terminal),
+            screen,
             SETTLES_S.get(name, SETTLE_S),
             is_chat=name == "chat",
         )
@@ -305,8 +301,8 @@ def median(cells: list[dict[str, Any]], name: str, *, on: bool) -> float:
     return statistics.median(cell[name] for cell in cells if cell["on"] is on)
 
 
-def summary(cells: list[dict[str, Any]]) -> dict[str, float]:
-    figures = {
+def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    step_figures = {
         f"{name}_{'on' if on else 'off'}": median(cells, name, on=on)
         for name in ("steps_per_s", "mean_ms", "p99_ms", "max_ms", "idle_share", "loop_share")
         for on in (False, True)
@@ -314,26 +310,33 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, float]:
     pairs = zip(cells[::2], cells[1::2], strict=True)
     kept = statistics.median(on["steps_per_s"] / off["steps_per_s"] for off, on in pairs)
     frames = median(cells, "frames_per_s", on=True)
-    drawing_s = figures["loop_share_on"] - figures["loop_share_off"]
-    return {
-        "kept": kept,
-        **figures,
-        "frames_per_s": frames,
-        "ms_per_frame": 1e3 * drawing_s / frames if frames else float("nan"),
-        "bytes_per_frame": median(cells, "bytes_per_frame", on=True),
-    }
+    told = [cell["frames"] for cell in cells if cell["frames"]]
+    a_frame = {name: statistics.median(f[name] for f in told) for name in (told[0] if told else ())}
+    return {"kept": kept, **step_figures, "frames_per_s": frames, "frame": a_frame}
 
 
-def print_part(name: str, s: dict[str, float]) -> None:
+def print_part(name: str, s: dict[str, Any]) -> None:
     print(
         f"{name:>13}{100 * s['kept']:8.2f}%"
         f"{s['mean_ms_off']:9.2f}{s['mean_ms_on']:8.2f}"
         f"{s['p99_ms_off']:9.2f}{s['p99_ms_on']:8.2f}"
         f"{s['max_ms_off']:9.1f}{s['max_ms_on']:8.1f}"
         f"{100 * s['idle_share_off']:9.2f}{100 * s['idle_share_on']:8.2f}"
-        f"{s['frames_per_s']:9.1f}{s['ms_per_frame']:10.1f}{s['bytes_per_frame']:12.0f}",
+        f"{s['frames_per_s']:9.1f}",
         flush=True,
     )
+    if s["frame"]:
+        print(HEAD, line(name, s["frame"]), sep="\n", flush=True)
+
+
+def print_pages(hz: float) -> dict[str, Any]:
+    from screen_events import pages_cost
+
+    print(f"{hz:g} Hz\n{HEAD}")
+    found = pages_cost(hz, PAGE_FRAMES, rows=64)
+    for page, costs in found.items():
+        print(line(page, costs), flush=True)
+    return found
 
 
 def main() -> None:
@@ -346,11 +349,14 @@ def main() -> None:
     results: dict[str, Any] = {}
     print(
         f"{'part':>13}{'kept':>9}{'mean off':>9}{'on':>8}{'p99 off':>9}{'on':>8}{'max off':>9}"
-        f"{'on':>8}{'idle off':>9}{'on':>8}{'frames/s':>9}{'ms/frame':>10}{'bytes/frame':>12}"
+        f"{'on':>8}{'idle off':>9}{'on':>8}{'frames/s':>9}"
     )
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(args, Path(folder))
         for name in args.parts:
+            if name.startswith("pages-"):
+                results[name] = print_pages(float(name.removeprefix("pages-")))
+                continue
             if name == "memory":
                 results[name] = memory_part()
                 print(f"memory: {results[name]}")

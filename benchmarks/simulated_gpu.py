@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +56,6 @@ class SimulatedGpu:
             block_size=16,
             max_model_len=config.max_model_len or 32_768,
             vocab_size=simulation.vocab_size,
-            load_seconds=0.0,
             attention_backend="none",
             architecture="none",
             max_num_seqs=simulation.max_num_seqs,
@@ -124,7 +123,7 @@ class SimulatedStep:
         """Wait for the device, with the GIL released."""
         while (left_ns := self._result.ended_ns - time.perf_counter_ns()) > 0:
             time.sleep(left_ns / 1e9)
-        return replace(self._result, seen_ns=time.perf_counter_ns())
+        return self._result._replace(seen_ns=time.perf_counter_ns())
 
 
 @contextmanager

@@ -34,7 +34,6 @@ from termgen.config import UIConfig
 from termgen.errors import EngineError
 from termgen.exit_codes import INTERRUPTED, OK
 from termgen.top_command import read_key
-from termgen.tui import themes
 from termgen.tui.attach import RemoteFeed
 from termgen.tui.bench_app import BenchApp
 from termgen.tui.bench_view import BenchView, Plane, Section, Series, Spread, Target, TimesRow
@@ -172,8 +171,7 @@ def _show(
     ui: UIConfig,
     measure: Measure,
 ) -> int:
-    themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
-    BenchApp.read_keys(ui)
+    BenchApp.check_settings(ui)
     return asyncio.run(_show_and_measure(watch, ui, measure))
 
 

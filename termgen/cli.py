@@ -14,34 +14,22 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-import termgen
-from termgen.bench.compare_options import CompareOptions
+from termgen.arguments import CHAT_ONLY, build_parser
 from termgen.bench.options import LatencyOptions, ThroughputOptions, check_seed
 from termgen.bench.serve_options import ServeOptions
 from termgen.bench.sweep_options import SweepOptions
 from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.errors import ConfigError, TermgenError
 from termgen.exit_codes import BROKEN_PIPE, INTERRUPTED, OK, TERMINATED, USAGE_ERROR
-from termgen.generate import add_generate_flags
-from termgen.settings import FlagParser, SettingLayers, add_flags, flag_of
+from termgen.settings import SettingLayers, flag_of
 
-DESCRIPTION = "Chat with, serve and watch a local language model."
-EPILOG = """\
-settings come from flags, then TERMGEN_* variables (TERMGEN_MAX_MODEL_LEN=4096), then the config
-file ([engine], [server] and [chat] tables with the same names; [keys]), then defaults.
-"""
 ENGINE_THREAD = "termgen-engine"
 """Name of the thread that `AsyncEngine` starts."""
-
-POSITIONAL = {"chat": " [--inline question]", "generate": " [prompt]", "top": " [URL]"}
-
-CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens", "chat_db")
-"""Settings of the chat that are no flags of `serve`: its requests bring their own."""
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """What writing to standard output fails with when it is redirected to a file."""
@@ -52,6 +40,7 @@ SWITCH_INTERVAL_S = 1e-4
 
 def entry() -> NoReturn:
     """Run the command line this process was started with."""
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a model writes what the locale may not have
             stream.reconfigure(errors="replace")
@@ -67,6 +56,13 @@ def entry() -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _open_missing_streams() -> None:
+    """What whoever started us has closed is empty, and not a number for the next file or socket."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,162 +98,16 @@ def _silence_output() -> None:
 def _run(argv: Sequence[str]) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
-    command = getattr(args, "run", None)
-    if command is None:
+    name = getattr(args, "run", None)
+    if name is None:
         args.help_of.print_help()
         return OK
     signal.signal(signal.SIGTERM, _terminate)
-    code: int = command(args)
-    return code
+    return COMMANDS[name](args)
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:
     raise SystemExit(TERMINATED)  # unwinds through every `finally`
-
-
-def build_parser() -> FlagParser:
-    parser = FlagParser(
-        prog="termgen",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"termgen {termgen.__version__}")
-    parser.set_defaults(help_of=parser)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-
-    chat = _command(commands, "chat", "chat with a model in the terminal", chat_command)
-    _add_chat_flags(chat)
-    add_flags(chat, UIConfig, title="chat")
-    chosen = chat.add_argument_group("earlier chats").add_mutually_exclusive_group()
-    chosen.add_argument(
-        "--continue", dest="continue_last", action="store_true", help="go on with the last chat"
-    )
-    chosen.add_argument(
-        "--session", metavar="ID|TITLE", help="go on with this chat (its title may be shortened)"
-    )
-    _add_engine_flags(chat)
-
-    serve = _command(commands, "serve", "serve a model over HTTP, as OpenAI's API", serve_command)
-    add_flags(serve, ServerConfig, title="server")
-    add_flags(serve, UIConfig, title="dashboard", omit=CHAT_ONLY)
-    _add_engine_flags(serve)
-
-    generate = _command(commands, "generate", "answer one prompt, for scripts", generate_command)
-    add_generate_flags(generate)
-    _add_engine_flags(generate)
-
-    _add_top(commands)
-    _add_bench(commands)
-
-    text = "list known models and those on disk"
-    models = commands.add_parser("models", help=text, description=text)
-    models.add_argument("--json", action="store_true", help="print JSON")
-    models.set_defaults(run=models_command)
-
-    _add_themes(commands)
-    _add_keys(commands)
-
-    pull = commands.add_parser("pull", help="fetch a model", description="fetch a model")
-    pull.add_argument("name", help="name from `termgen models`, or a hub id such as org/name")
-    pull.set_defaults(run=pull_command)
-    return parser
-
-
-def _command(commands: Any, name: str, text: str, run: Any) -> FlagParser:
-    usage = f"%(prog)s [options]{POSITIONAL.get(name, '')}"
-    parser: FlagParser = commands.add_parser(name, help=text, description=text, usage=usage)
-    parser.add_argument(
-        "--config", metavar="FILE", help="config file (default: config.toml in the user's folder)"
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, EngineConfig, title="model and engine")
-
-
-def _add_chat_flags(chat: argparse.ArgumentParser) -> None:
-    chat.add_argument("question", nargs="?", help=argparse.SUPPRESS)
-    chat.add_argument(
-        "--inline",
-        action="store_true",
-        help="answer one question here, without a screen; what is piped in goes with it",
-    )
-    group = chat.add_argument_group("a server elsewhere")
-    group.add_argument(
-        "--url",
-        metavar="URL",
-        help="chat with this OpenAI-compatible server instead of an engine of its own; --model "
-        "chooses among its models",
-    )
-    group.add_argument("--api-key", metavar="KEY", help="its key (default: OPENAI_API_KEY)")
-
-
-def _add_top(commands: Any) -> None:
-    top = _command(commands, "top", "watch a running server, or a recording of one", top_command)
-    top.add_argument(
-        "url", nargs="?", metavar="URL", help="the server (default: http://127.0.0.1:8000)"
-    )
-    group = top.add_argument_group("recordings and access")
-    group.add_argument("--record", metavar="FILE", help="write all events to a file as they come")
-    group.add_argument("--replay", metavar="FILE", help="show such a file instead of a server")
-    group.add_argument(
-        "--admin-key-file",
-        metavar="FILE",
-        help="file whose first line is the server's admin key (default: TERMGEN_ADMIN_KEY)",
-    )
-    add_flags(top, UIConfig, title="dashboard", omit=CHAT_ONLY)
-
-
-def _add_bench(commands: Any) -> None:
-    text = "measure speed"
-    bench = commands.add_parser("bench", help=text, description=text)
-    bench.set_defaults(help_of=bench)
-    kinds = bench.add_subparsers(title="benches", metavar="BENCH")
-    for name, options, run in (
-        ("serve", ServeOptions, load_test_command),
-        ("sweep", SweepOptions, load_test_command),
-        ("latency", LatencyOptions, bench_command),
-        ("throughput", ThroughputOptions, bench_command),
-    ):
-        text = (options.__doc__ or "").strip().removesuffix(".")
-        text = text[:1].lower() + text[1:]
-        parser = _command(kinds, name, text, run)
-        parser.set_defaults(bench=name)
-        add_flags(parser, options, title=name)
-        _add_engine_flags(parser)
-    text = "compare two result files, with intervals"
-    compare = kinds.add_parser("compare", help=text, description=text)
-    compare.add_argument("before", metavar="A", help="result file to compare with")
-    compare.add_argument("after", metavar="B", help="result file to judge")
-    add_flags(compare, CompareOptions, title="compare", omit=("before", "after"))
-    compare.set_defaults(run=compare_command, config=None)
-
-
-def _add_themes(commands: Any) -> None:
-    text = "list, check and begin colour themes"
-    themes = commands.add_parser("themes", help=text, description=text)
-    themes.set_defaults(run=themes_command, action="list")
-    actions = themes.add_subparsers(title="actions", metavar="ACTION")
-    text = "say what is wrong with a theme file, and what is hard to read"
-    check = actions.add_parser("check", help=text, description=text)
-    check.add_argument("file", metavar="FILE")
-    check.set_defaults(action="check")
-    text = "write a commented theme file into your config folder"
-    new = actions.add_parser("new", help=text, description=text)
-    new.add_argument("name", metavar="NAME")
-    new.add_argument(
-        "--like", metavar="THEME", default="termgen-dark", help="colours to begin with"
-    )
-    new.set_defaults(action="new")
-
-
-def _add_keys(commands: Any) -> None:
-    keys = _command(commands, "keys", "list every action of the screens and its keys", keys_command)
-    omit = [f.name for f in fields(UIConfig) if f.name != "keys"]
-    add_flags(keys, UIConfig, title="keys", omit=omit)
 
 
 def _layers(args: argparse.Namespace) -> SettingLayers:
@@ -420,3 +270,20 @@ def _need_terminal(command: str, instead: str) -> None:
     # Textual reads standard input and paints on standard error
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise ConfigError(f"`{command}` needs a terminal; {instead}")
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "chat": chat_command,
+    "serve": serve_command,
+    "generate": generate_command,
+    "top": top_command,
+    "bench serve": load_test_command,
+    "bench sweep": load_test_command,
+    "bench latency": bench_command,
+    "bench throughput": bench_command,
+    "bench compare": compare_command,
+    "models": models_command,
+    "pull": pull_command,
+    "themes": themes_command,
+    "keys": keys_command,
+}

@@ -23,6 +23,10 @@ Message = Mapping[str, Any]
 """A chat message: `role` and `content`, as in OpenAI's API."""
 
 
+MAX_CHAT_TEMPLATE_CHARS = 65_536
+"""Of a template that comes with a prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A conversation to be rendered through the model's chat template."""
@@ -31,17 +35,29 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+    """To be used instead of the model's."""
 
 
-Prompt = str | Sequence[int] | ChatPrompt
-"""Raw text, token ids, or a conversation."""
+@dataclass(frozen=True, slots=True)
+class FillPrompt:
+    """Text on both sides of a gap that the model is to fill."""
+
+    prefix: str
+    suffix: str
 
 
-def prompt_chars(prompt: str | ChatPrompt) -> int:
+Prompt = str | Sequence[int] | ChatPrompt | FillPrompt
+"""Raw text, token ids, a conversation, or text with a gap."""
+
+
+def prompt_chars(prompt: str | ChatPrompt | FillPrompt) -> int:
     """Characters of all that a chat template is given to show: contents, reasoning, tool calls and
     tools. Whatever their shapes, which are judged later."""
     if isinstance(prompt, str):
         return len(prompt)
+    if isinstance(prompt, FillPrompt):
+        return len(prompt.prefix) + len(prompt.suffix)
     messages = prompt.messages if isinstance(prompt.messages, Sequence) else ()
     fields = [m.items() for m in messages if isinstance(m, Mapping)]
     shown = [value for items in fields for name, value in items if name != "role"]
@@ -197,6 +213,8 @@ class ModelInfo:
     """Completions that may run at once; 0 where only the other end knows."""
     run_ahead_ms: float = 0.0
     """How much work is queued at most while nobody waits; 0 where steps do not run ahead so far."""
+    untold_params: tuple[str, ...] = ()
+    """Sampling parameters that it cannot be told, as a server elsewhere knows fewer of them."""
 
 
 @dataclass(frozen=True, slots=True)

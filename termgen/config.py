@@ -32,6 +32,7 @@ QUANTIZATIONS = ("int8",)
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_BACKENDS = ("triton", "torch_reference", "flashinfer", "flash_attn")
+DEVICE_WAITS = ("auto", "spin", "sleep")
 CUDAGRAPH_MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 MAX_INT = 2**31 - 1
 
@@ -70,6 +71,11 @@ class EngineConfig:
         "longest prompt plus answer, in tokens (default: the model's, if the KV cache holds it)",
         minimum=2,
         maximum=MAX_INT,
+    )
+    clamp_max_tokens: bool = setting(
+        False,
+        "cut max_tokens to what the context leaves, where a request that asks for more would be "
+        "refused",
     )
     max_num_seqs: int | None = setting(
         None,
@@ -134,6 +140,12 @@ class EngineConfig:
         "wait so long. 0: never more than two steps",
         minimum=0.0,
         maximum=1000.0,
+    )
+    device_wait: str = setting(
+        "auto",
+        "how the engine's thread waits for a GPU. spin: a CPU is busy while there is work, and the "
+        "thread goes on sooner; sleep: the CPU is left to others; auto: spin where there are four",
+        choices=DEVICE_WAITS,
     )
     attention_backend: str | None = setting(
         None,
@@ -275,6 +287,11 @@ class ServerConfig:
     )
     enable_tokenizer_info: bool = setting(
         False, "answer /tokenizer_info, which shows the chat template"
+    )
+    trust_request_chat_template: bool = setting(
+        False,
+        "let requests bring a `chat_template`; each is rendered in a process of its own, with "
+        "limits of time and memory",
     )
     metrics_compat: str = setting(
         "none", "vllm: show metrics under vLLM's names too", choices=("none", "vllm")

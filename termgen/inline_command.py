@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import sys
 import time
@@ -31,7 +30,6 @@ Progress = Callable[[str, float], None]
 REQUEST_ID = "inline"
 MAX_PIPED_BYTES = 2 * 2**20
 """About half a million tokens."""
-_FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
 
 
 def check_flags(layers: SettingLayers) -> None:
@@ -53,11 +51,10 @@ def read_question(words: str | None) -> str:
         raise ConfigError("the question is not UTF-8 text")
     if not piped.strip():
         return words
-    longest = max((len(ticks) for ticks in _FENCE.findall(piped)), default=2)
-    fence = "`" * (longest + 1)
-    text = piped.removesuffix("\n")
+    from termgen.tui.attachments import fenced
+
     # it comes first, so that another question about the same text finds it in the prefix cache
-    return f"standard input:\n{fence}\n{text}\n{fence}\n\n{words}"
+    return f"{fenced('standard input', piped)}\n\n{words}"
 
 
 def _read_piped() -> str:
@@ -163,6 +160,7 @@ class _Interrupt:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._aborting: asyncio.Future[bool] | None = None
+        """Kept here: of a task under way a loop has but a weak reference."""
         self.came = False
 
     def __enter__(self) -> _Interrupt:

@@ -92,9 +92,10 @@ def run_chat(
 
     `given` are settings from the command line, which count more than those it was held with.
     """
-    _check_screen(ui)
+    from termgen.tui.app import TermgenApp
     from termgen.tui.chat_store import chats_to_begin_with
 
+    TermgenApp.check_settings(ui)
     chats, resume = chats_to_begin_with(ui.chat_db, session, given)
     with _progress() as progress:
         find_model(config, progress)
@@ -114,7 +115,9 @@ def run_chat(
 
 def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -> int:
     if server_config.dashboard:
-        _check_screen(ui)
+        from termgen.tui.app import TermgenApp
+
+        TermgenApp.check_settings(ui)
     with _progress() as progress:
         find_model(config, progress)
     holder = EngineHolder(config)
@@ -194,15 +197,6 @@ def _run_app(
     if chats.trouble:
         print(f"termgen: error: {chats.trouble}", file=sys.stderr)
     return app.return_code or OK
-
-
-def _check_screen(ui: UIConfig) -> None:
-    """On a plain terminal: a notice on the loading screen is gone before anybody reads it."""
-    from termgen.tui import themes
-    from termgen.tui.app import TermgenApp
-
-    themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
-    TermgenApp.read_keys(ui)
 
 
 def _progress() -> TerminalProgress:

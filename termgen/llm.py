@@ -91,8 +91,10 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or each of several, through the model's chat template."""
+        """Answer one conversation or each of several, through the model's chat template, or through
+        `chat_template`."""
         conversations = [messages] if _is_conversation(messages) else messages
         inputs = [
             _Input(
@@ -101,6 +103,7 @@ class LLM:
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     template_kwargs=dict(chat_template_kwargs or {}),
+                    chat_template=chat_template,
                 )
             )
             for conversation in conversations

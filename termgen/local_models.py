@@ -6,6 +6,7 @@ model in use. Reads names and sizes only.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def size_of(model: LocalModel) -> int:
     """Bytes of its weights."""
     folder = model.path.parent if model.path.suffix == ".json" else model.path
     files = [folder] if folder.is_file() else folder.glob("*.safetensors")
-    return sum(file.stat().st_size for file in files)
+    # a snapshot of the hub may have links to nothing
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _known_paths() -> set[Path]:
@@ -59,7 +61,8 @@ def _hub_names() -> Iterator[str]:
 
 def _names_in(folder: Path) -> Iterator[str]:
     for path in _listed(folder):
-        if path.suffix.lower() == ".gguf" or (path / "config.json").is_file():
+        # of a folder that may not be read `os` says that there is no such file; `Path` raises
+        if path.suffix.lower() == ".gguf" or os.path.isfile(path / "config.json"):
             yield str(path)
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from termgen import catalog
 from termgen.config import EngineConfig
-from termgen.errors import DownloadError, EngineError, ModelNotFoundError, TermgenError
+from termgen.errors import DownloadError, EngineError, ModelError, ModelNotFoundError, TermgenError
 from termgen.launch import EngineHolder
 from termgen.local_models import find_others, size_of
 from termgen.tui.model_choice import ModelChoice, Report, Switch
@@ -33,10 +35,12 @@ class LocalShelf:
         self._holder = holder
 
     async def choices(self) -> list[ModelChoice]:
-        return await asyncio.to_thread(self._list)
+        with _named_faults():
+            return await asyncio.to_thread(self._list)
 
     async def look_up(self, name: str) -> ModelChoice:
-        return await asyncio.to_thread(self._look_up, name)
+        with _named_faults():
+            return await asyncio.to_thread(self._look_up, name)
 
     async def fetch(self, name: str, report: Report) -> None:
         stopped = threading.Event()
@@ -48,7 +52,8 @@ class LocalShelf:
             report(stage, share)
 
         def work() -> None:
-            done.set_running_or_notify_cancel()
+            if not done.set_running_or_notify_cancel():
+                return  # it was stopped before it began
             try:
                 catalog.pull(name, on_progress)
             except BaseException as error:  # thread top: whoever awaits it is told
@@ -63,7 +68,7 @@ class LocalShelf:
             await asyncio.wrap_future(done)
         except asyncio.CancelledError:
             stopped.set()
-            thread.join(STOP_WAIT_S)
+            await asyncio.to_thread(thread.join, STOP_WAIT_S)  # it takes away what is half there
             raise
 
     async def switch(self, name: str, report: Report) -> Switch:
@@ -155,6 +160,15 @@ class LocalShelf:
             memory.free_below_limit_bytes,
         )
         return sum(own)
+
+
+@contextmanager
+def _named_faults() -> Iterator[None]:
+    """What goes while it is looked at is a line in the picker, not the end of the chat."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"{error.filename}: {error.strerror or error}") from error
 
 
 def weights_bytes(path: Path | None, size: int, config: EngineConfig, device: str) -> int:

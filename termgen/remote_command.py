@@ -127,11 +127,10 @@ def run_remote_chat(
     target: RemoteTarget, ui: UIConfig, *, session: str | None, given: Mapping[str, Any]
 ) -> int:
     """Until the person quits. `session` and `given` are those of `run_chat`."""
-    from termgen.tui import themes
     from termgen.tui.chat_store import chats_to_begin_with
     from termgen.tui.remote_app import RemoteApp
 
-    themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
+    RemoteApp.check_settings(ui)
     chats, resume = chats_to_begin_with(ui.chat_db, session, given)
     holder = RemoteHolder(target)
     app = RemoteApp(

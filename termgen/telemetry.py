@@ -14,7 +14,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-import json
 import math
 import types
 import typing
@@ -25,6 +24,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
+import orjson
 
 from termgen.client import ModelInfo
 from termgen.engine.events import EngineEvent, EngineSnapshot, RequestEvent, StepRecord
@@ -106,6 +106,10 @@ EVENT_TYPES: dict[str, type[StepRecord] | type[RequestEvent]] = {
     "step": StepRecord,
     "request": RequestEvent,
 }
+_TOPIC_OF: dict[type, str] = {kind: topic for topic, kind in EVENT_TYPES.items()}
+
+MAX_ROWS = 512
+"""Of one frame. Whoever makes it lets no other thread of its process run meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,7 @@ class Frame:
 
 
 def topic_of(event: EngineEvent) -> str:
-    return "step" if isinstance(event, StepRecord) else "request"
+    return _TOPIC_OF[type(event)]
 
 
 # -- to the wire ---------------------------------------------------------------------------
@@ -133,27 +137,36 @@ def topic_of(event: EngineEvent) -> str:
 
 def encode(message: Opening | Cache | Model, frame_id: str) -> Frame:
     name = {Opening: "snapshot", Cache: "cache", Model: "model"}[type(message)]
-    return Frame(name, frame_id, _dumps(_plain(message)))
+    return Frame(name, frame_id, _dumps(message))
+
+
+def encode_snapshot(snapshot: EngineSnapshot) -> bytes:
+    """The most of a `cache` frame: the same bytes for whoever is told."""
+    return _dumps(snapshot)
+
+
+def encode_cache(encoded: bytes, *, dropped: int, frame_id: str) -> Frame:
+    """A `cache` frame around what `encode_snapshot` made."""
+    body = {"dropped": dropped, "snapshot": orjson.Fragment(encoded)}
+    return Frame("cache", frame_id, _dumps(body))
 
 
 def encode_events(
     events: Sequence[EngineEvent], *, stream: str, first: int, dropped: int, topics: frozenset[str]
 ) -> Iterator[Frame]:
-    """One frame for each run of records of a kind. first: the number of the first event.
+    """Frames of at most `MAX_ROWS` records of one kind, in order. first: the number of the first
+    event.
 
     A frame's id is the number of its last event, so that a reader can go on behind it.
     """
-    numbered = enumerate(events, start=first)
-    for topic, run in groupby(numbered, key=lambda item: topic_of(item[1])):
-        records = list(run)
-        if topic not in topics:
-            continue
-        body = {
-            "dropped": dropped,
-            "columns": EVENT_TYPES[topic]._fields,
-            "rows": [list(record) for _, record in records],
-        }
-        yield Frame(topic, frame_id(stream, records[-1][0]), _dumps(body))
+    last = first - 1
+    for topic, run in groupby(events, key=topic_of):
+        columns = EVENT_TYPES[topic]._fields
+        while rows := list(map(tuple, itertools.islice(run, MAX_ROWS))):
+            last += len(rows)
+            if topic in topics:
+                body = {"dropped": dropped, "columns": columns, "rows": rows}
+                yield Frame(topic, frame_id(stream, last), _dumps(body))
 
 
 def frame_id(stream: str, number: int) -> str:
@@ -168,32 +181,24 @@ def parse_frame_id(text: str) -> tuple[str, int] | None:
 
 
 def _dumps(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return orjson.dumps(value, default=_plain)
 
 
 def _plain(value: Any) -> Any:
-    """JSON values for anything the annotated classes hold."""
-    if isinstance(value, enum.Enum):
-        return value.value
+    """JSON values for what the annotated classes hold beside plain values and dataclasses."""
     if isinstance(value, np.ndarray):
-        packed = zlib.compress(np.ascontiguousarray(value).tobytes(), 1)
+        packed = zlib.compress(np.ascontiguousarray(value).data, 1)
         return {
             "dtype": value.dtype.str,
-            "shape": list(value.shape),
+            "shape": value.shape,
             "zlib": base64.b64encode(packed).decode(),
         }
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {name: _plain(item) for name, item in value._asdict().items()}
+        return value._asdict()
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if callable(value):  # code stays where it is
-        return None
-    assert value is None or isinstance(value, (bool, int, float, str)), type(value)
-    return value
+        return dict(value)
+    assert callable(value), type(value)  # code stays where it is
+    return None
 
 
 # -- from the wire -------------------------------------------------------------------------
@@ -202,7 +207,7 @@ def _plain(value: Any) -> Any:
 def decode(frame: Frame) -> Message | None:
     """What a frame says; None for a kind this version does not know. Raises TelemetryError."""
     try:
-        body = json.loads(frame.data)
+        body = orjson.loads(frame.data)
         if frame.event in EVENT_TYPES:
             events = _rows(EVENT_TYPES[frame.event], body)
             _check_prompts(events)
@@ -263,11 +268,13 @@ def _rows(kind: type[T], body: Mapping[str, Any]) -> tuple[T, ...]:
 
 
 def _column(hint: Any, values: tuple[Any, ...]) -> Sequence[Any]:
-    if hint in _PLAIN and set(map(type, values)) == {hint}:
-        extremes = (min(values), max(values)) if hint is int else values if hint is float else ()
-        for value in extremes:
-            _plain_value(hint, value)
+    kinds = set(map(type, values))
+    if kinds == {hint} and hint in _PLAIN:
+        if hint is int:
+            _plain_value(int, max(values))  # what is too small is no int to the parser
         return values
+    if kinds == {list} and typing.get_origin(hint) is tuple and not any(values):
+        return [()] * len(values)
     return [_typed(hint, value) for value in values]
 
 
@@ -283,6 +290,17 @@ def _build(kind: type[T], value: Mapping[str, Any]) -> T:
     return kind(
         **{name: _typed(hints[name], item) for name, item in value.items() if name in hints}
     )
+
+
+def _objects(kind: Any, values: list[Any]) -> tuple[Any, ...]:
+    """Many of one class, by whole columns where each has all of its fields."""
+    hints = _hints(kind)
+    try:
+        columns = [tuple([value[name] for value in values]) for name in hints]
+    except KeyError:
+        return tuple(_build(kind, value) for value in values)
+    checked = (_column(hint, column) for hint, column in zip(hints.values(), columns, strict=True))
+    return tuple(map(kind, *checked))
 
 
 @functools.cache
@@ -304,6 +322,8 @@ def _typed(hint: Any, value: Any) -> Any:
     if origin is tuple:
         if not isinstance(value, list):
             raise TypeError(f"{value!r:.40} is no list")
+        if dataclasses.is_dataclass(arguments[0]):
+            return _objects(arguments[0], value)
         return tuple(_typed(arguments[0], item) for item in value)
     if origin is Mapping:
         if not isinstance(value, dict):

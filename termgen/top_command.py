@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import urlsplit
 
-from termgen.config import UIConfig
+from termgen.config import UIConfig, is_loopback
 from termgen.errors import ConfigError
 from termgen.exit_codes import OK
-from termgen.tui import themes
 from termgen.tui.attach import DEFAULT_URL, RemoteFeed
 from termgen.tui.feed import StreamFeed
 from termgen.tui.replay import ReplayFeed
 from termgen.tui.top_app import TopApp
 
 KEY_VARIABLE = "TERMGEN_ADMIN_KEY"
+
+NICENESS = 10
+"""A tenth of a busy core is left then, enough for keys to be answered."""
 
 
 def run_top(url: str | None, ui: UIConfig, *, record: str | None, key_file: str | None) -> int:
@@ -30,10 +35,29 @@ def run_top(url: str | None, ui: UIConfig, *, record: str | None, key_file: str 
         )
 
     try:
-        return _show(connect, ui)
+        return _show(connect, ui, beside_engine=is_here(url or DEFAULT_URL))
     finally:
         if recording is not None:
             _close_recording(recording)
+
+
+def is_here(url: str) -> bool:
+    """Whether the engine shares this machine's processors with whoever watches it."""
+    try:
+        host = urlsplit(url if "://" in url else f"http://{url}").hostname
+    except ValueError:
+        return False  # connecting says what is wrong with it
+    return host is not None and is_loopback(host)
+
+
+def let_others_first() -> None:
+    """Give way to the engine: on few cores, a picture that is drawn would make its steps wait."""
+    if sys.platform != "win32":
+        os.nice(NICENESS)
+    if sys.platform == "linux":
+        with suppress(OSError):  # where a sandbox forbids it
+            # Waking up, this process interrupts nobody, whatever session the engine runs in.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def run_replay(path: Path, ui: UIConfig) -> int:
@@ -81,8 +105,12 @@ def _close_recording(recording: BinaryIO) -> None:
         ) from error
 
 
-def _show(open_feed: Callable[[], Awaitable[StreamFeed]], ui: UIConfig) -> int:
-    themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
+def _show(
+    open_feed: Callable[[], Awaitable[StreamFeed]], ui: UIConfig, *, beside_engine: bool = False
+) -> int:
+    TopApp.check_settings(ui)
+    if beside_engine:
+        let_others_first()
     app = TopApp(open_feed, ui=ui)
     app.run()
     return app.return_code or OK

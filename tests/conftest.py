@@ -7,6 +7,8 @@ through pip.
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +17,6 @@ from typing import Any
 import pytest
 
 # Read when torch and the tokenizers library are imported, which is later than this.
-os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the engine sets it, which is too late here
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
@@ -44,6 +45,13 @@ Grüße aus München; voilà, ça marche; привет, мир; 你好，世界;
 """
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """xdist's workers share the cores: they inherit this, and more threads would only contend."""
+    num_workers = len(getattr(config.option, "tx", None) or ()) or 1
+    num_threads = max(1, min(2, (os.cpu_count() or 1) // num_workers))
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))  # read when torch is imported
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` need a CUDA device; without one they are skipped, and say so."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -54,6 +62,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay until the end: later collections of garbage need not walk them."""
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from file_order import SharedStarts
+
+    return SharedStarts(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -114,16 +136,20 @@ def smollm2_url(smollm2_gguf: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def smollm2_reference(smollm2_gguf: Path) -> Any:
-    """transformers' own model of the same GGUF file, in float32. Takes about 15 s: mark users slow.
+    """transformers' own model of the same GGUF file, in float32. Takes about 10 s: mark users slow.
 
     The steps of from_pretrained(gguf_file=...), without the package it demands for device maps.
     """
+    import gguf
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    settings = load_gguf_checkpoint(str(smollm2_gguf))["config"]
-    model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
-    read = load_gguf_checkpoint(str(smollm2_gguf), return_tensors=True, model_to_load=model)
+    with pytest.MonkeyPatch.context() as patch:
+        # Asked for twice, and half of the time is its reading of the vocabulary.
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        settings = load_gguf_checkpoint(str(smollm2_gguf))["config"]
+        model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+        read = load_gguf_checkpoint(str(smollm2_gguf), return_tensors=True, model_to_load=model)
     result = model.load_state_dict(read["tensors"], strict=False)
     assert result.missing_keys == ["lm_head.weight"] and not result.unexpected_keys
     model.tie_weights()

@@ -24,6 +24,7 @@ import numpy as np
 
 from termgen.client import (
     ChatPrompt,
+    FillPrompt,
     ModelInfo,
     PauseMode,
     Prompt,
@@ -194,6 +195,8 @@ def render(prompt: Prompt) -> list[int]:
         if prompt.add_generation_prompt:
             text += "assistant: "
         return list(text.encode())
+    if isinstance(prompt, FillPrompt):
+        return list(f"{prompt.prefix}_{prompt.suffix}".encode())
     return list(prompt)
 
 

@@ -58,7 +58,7 @@ def test_intervals_hold_the_true_change_about_as_often_as_they_say(tmp_path: Pat
         files = [
             serve_file(tmp_path / f"{i}.json", 0.1, seed=seed * 2 + i, count=40) for i in (0, 1)
         ]
-        changes = compared(*files, resamples=300).changes
+        changes = compared(*files, resamples=100).changes
         low, high = next(c.interval for c in changes if c.name == "mean ttft")
         missed += not low <= 0 <= high
     assert 0 < missed <= 9, missed

@@ -14,10 +14,13 @@ from fake_engine import FakeEngine, GenerateCall, Script, make_model_info
 from server_harness import serving
 
 from termgen.bench import serve_report
+from termgen.bench.load import LoadPlan
+from termgen.bench.load_process import run_in_process
 from termgen.bench.serve import ServeBench, ServeRun, document
 from termgen.bench.serve_options import ServeOptions
 from termgen.bench.serve_result import make_result
 from termgen.bench.server_api import ServerApi, choose_model, read_counts
+from termgen.bench.stream_client import Target
 from termgen.errors import ConfigError, EngineError
 
 FIRST_S, GAP_S, TOKENS = 0.25, 0.04, 16
@@ -298,3 +301,17 @@ def test_doubts_are_said() -> None:
         assert words in said
     calm = make_result(ServeOptions(), measured(answer(0.0, 0.1, [0.2])), [9])
     assert calm.warnings() == []
+
+
+async def test_a_load_generator_that_ends_at_once_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a broken pipe of the bench's own, however much it would have been told."""
+    program = tmp_path / "ends"
+    program.write_text("#!/bin/sh\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("termgen.bench.load_process.sys.executable", str(program))
+    bodies = ({"prompt": "x" * 2**22},)
+    plan = LoadPlan(Target("127.0.0.1", 1, "/"), bodies, (0.0,), max_concurrency=None, timeout_s=1)
+    with pytest.raises(EngineError, match="ended early, with code 9"):
+        await run_in_process(plan)

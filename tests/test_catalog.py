@@ -235,6 +235,7 @@ def test_paths(tmp_path: Path) -> None:
 def test_what_does_not_exist() -> None:
     not_found("./absent.gguf", r"no such file or folder: \./absent\.gguf")
     not_found("models/absent.gguf", "no such file or folder")
+    not_found("~no such user/model", "no such file or folder: ~no such user")
     not_found("smollm2-135", "unknown model 'smollm2-135': did you mean smollm2-135m")
     not_found("qwen", "`termgen models` lists names")
     with pytest.raises(ModelNotFoundError, match="unknown model"):
@@ -244,7 +245,7 @@ def test_what_does_not_exist() -> None:
 
 
 def test_list_models(index: list[Path], lay_out: Callable[..., Path]) -> None:
-    assert all(not entry.on_disk and entry.size_bytes is None for entry in list_models())
+    assert all(entry.path is entry.size_bytes is None for entry in list_models())
     pull(DEFAULT_MODEL)
     snapshot = lay_out("Qwen/Qwen3-4B", shards=2)
     entries = {entry.name: entry for entry in list_models()}
@@ -253,7 +254,7 @@ def test_list_models(index: list[Path], lay_out: Callable[..., Path]) -> None:
     assert entries["qwen3-4b"].path == snapshot
     size = entries["qwen3-4b"].size_bytes
     assert size is not None and size > 2 * len("weights")
-    assert sum(entry.on_disk for entry in entries.values()) == 2
+    assert sum(entry.path is not None for entry in entries.values()) == 2
 
 
 def test_progress_is_passed_on(index: list[Path]) -> None:

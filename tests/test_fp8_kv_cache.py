@@ -24,7 +24,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def make_engine(model: Path, device: str, **options: object) -> SyncEngine:
     options = {"dtype": "float32", "max_num_seqs": 16, "kv_cache_dtype": "fp8", **options}
     if "num_gpu_blocks_override" not in options:
-        options["kv_cache_gib"] = 0.1
+        # Some hundred blocks: `check_integrity` walks them all after every step.
+        options["kv_cache_gib"] = 0.1 if model.is_file() else 0.004
     return SyncEngine(EngineConfig(model=str(model), device=device, **options))  # type: ignore[arg-type]
 
 
@@ -58,8 +59,8 @@ def test_smollm2_answers_as_with_an_exact_cache(smollm2_gguf: Path, device: str)
     fp8 = make_engine(smollm2_gguf, device)
     blocks = [len(engine.snapshot().block_states) for engine in (exact, fp8)]
     assert blocks[1] // 4 == blocks[0], "float32 to 8 bits: four times the blocks in the same bytes"
-    expected = greedy(exact, prompts, 16)
-    answers = greedy(fp8, prompts, 16)
+    expected = greedy(exact, prompts, 12)
+    answers = greedy(fp8, prompts, 12)
     assert "Paris" in tokenizer.decode(answers[0])
     # Each token after the exact engine's own: an early difference counts once. 94% was measured.
     told = [p + e[:i] for p, e in zip(prompts, expected, strict=True) for i in range(len(e))]

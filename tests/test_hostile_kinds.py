@@ -1,5 +1,5 @@
-"""The kinds of requests that `benchmarks/hostile_load.py` times: each is answered as documented, and
-a good stream beside them gets all of its tokens. A small version, without times."""
+"""The kinds of requests that `benchmarks/hostile_load.py` times: each is answered as
+documented, and a good stream beside them gets all its tokens. A small version, without times."""
 
 from __future__ import annotations
 

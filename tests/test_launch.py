@@ -114,16 +114,22 @@ def test_a_port_in_use_is_one_line(tiny_llama_dir: Path, environment: dict[str, 
 
 
 class Terminal:
-    """A program in a pseudo-terminal of 100 x 30."""
+    """A program in a pseudo-terminal of 100 x 30, which is the one that controls it."""
 
     def __init__(self, argv: list[str], environment: dict[str, str]) -> None:
         main, side = pty.openpty()
         fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
         self.child = subprocess.Popen(
-            argv, stdin=side, stdout=side, stderr=side, env=environment, start_new_session=True
+            argv,
+            stdin=side,
+            stdout=side,
+            stderr=side,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(side)
-        self._main = main
+        self._main: int | None = main
         self.shown = ""
 
     def wait_for(self, is_there: Callable[[str], object]) -> None:
@@ -132,7 +138,13 @@ class Terminal:
             assert time.monotonic() < end, self.shown[-2000:]
             self._read(0.5)
 
+    @property
+    def plain(self) -> str:
+        """Without colours and moves, which may stand between letters drawn at two times."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.shown)
+
     def send(self, keys: str) -> None:
+        assert self._main is not None
         os.write(self._main, keys.encode())
 
     def wait(self) -> int:
@@ -143,13 +155,21 @@ class Terminal:
         self._read(0.2)
         return self.child.returncode
 
+    def vanish(self) -> None:
+        """As a window that is closed."""
+        if self._main is not None:
+            os.close(self._main)
+        self._main = None
+
     def close(self) -> None:
         self.child.kill()
         self.child.wait()
-        os.close(self._main)
+        self.vanish()
 
     def _read(self, timeout_s: float) -> None:
-        if select.select([self._main], [], [], timeout_s)[0]:
+        if self._main is None:
+            time.sleep(timeout_s)
+        elif select.select([self._main], [], [], timeout_s)[0]:
             try:
                 self.shown += os.read(self._main, 65536).decode(errors="replace")
             except OSError:  # the program has closed its side
@@ -209,22 +229,18 @@ def test_a_bench_is_watched_stopped_and_reported(
     terminal: Callable[..., Terminal], tiny_llama_dir: Path, tmp_path: Path
 ) -> None:
     """Its own server, the engine of that, ctrl+c in the middle, the report, and the files."""
-
-    def plain(shown: str) -> str:
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
-
     load = ("--num-prompts", "900", "--request-rate", "8", "--num-warmups", "1")
     lengths = ("--random-input-len", "8", "--random-output-len", "4")
     files = ("--result-dir", str(tmp_path), "--save-result")
     engine = ("--model", str(tiny_llama_dir), *ENGINE)
     screen = terminal("bench", "serve", "--watch", *load, *lengths, *files, *engine)
-    screen.wait_for(lambda shown: "measuring" in plain(shown) and "answers/s" in plain(shown))
+    screen.wait_for(lambda _: "measuring" in screen.plain and "answers/s" in screen.plain)
     screen.send("2")
-    screen.wait_for(lambda shown: "KV blocks" in plain(shown))
+    screen.wait_for(lambda _: "KV blocks" in screen.plain)
     screen.send("1")
     time.sleep(1.0)  # a few answers more
     screen.send("\x03")
-    screen.wait_for(lambda shown: "report written to" in plain(shown))
+    screen.wait_for(lambda _: "report written to" in screen.plain)
     screen.send("q")
     assert screen.wait() == 0
     after = screen.shown.rpartition("\x1b[?1049l")[2]
@@ -243,8 +259,7 @@ def test_serve_with_its_dashboard(terminal: Callable[..., Terminal], tiny_llama_
         port = str(free.getsockname()[1])
     flags = ("--dashboard", "--model", str(tiny_llama_dir), "--port", port)
     screen = terminal("serve", *flags, *ENGINE)
-    # Without colours and moves, which may stand between letters that were drawn at two times.
-    screen.wait_for(lambda shown: "KV blocks" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
+    screen.wait_for(lambda _shown: "KV blocks" in screen.plain)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=LIMIT_S) as answer:
         assert json.load(answer)["data"][0]["max_model_len"] == 256
     os.kill(screen.child.pid, signal.SIGTERM)

@@ -14,7 +14,7 @@ from fake_engine import FakeEngine, GenerateCall, Script
 from foreign_server import ForeignServer, chunk, done, event, foreign_server
 from server_harness import eventually, serving
 
-from termgen.client import ChatPrompt, TokenDelta
+from termgen.client import ChatPrompt, FillPrompt, TokenDelta
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.structured_outputs import StructuredOutputsParams
@@ -256,6 +256,8 @@ async def test_a_foreign_server_gets_nothing_but_openais_fields() -> None:
 
 def test_other_dialects() -> None:
     params = SamplingParams(top_k=5, min_p=0.1, repetition_penalty=1.1)
+    gap = build_call(FillPrompt("a", "b"), PARAMS, model="m", dialect=Dialect.OPENAI)
+    assert not gap.is_chat and (gap.body["prompt"], gap.body["suffix"]) == ("a", "b")
     body = build_call(CHAT, params, model="m", dialect=Dialect.LLAMA_CPP).body
     assert (body["top_k"], body["min_p"], body["repeat_penalty"]) == (5, 0.1, 1.1)
     with pytest.raises(RequestError, match="ignore_eos"):

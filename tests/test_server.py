@@ -20,7 +20,7 @@ from server_harness import (
     read_events,
 )
 
-from termgen.client import ChatPrompt
+from termgen.client import ChatPrompt, FillPrompt
 from termgen.config import ServerConfig
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import EngineDeadError, StepError
@@ -564,3 +564,15 @@ async def test_two_servers_in_one_process_share_nothing() -> None:
 
 def test_an_app_can_be_made_outside_a_loop() -> None:
     assert create_app(None, ServerConfig()).routes
+
+
+async def test_a_prompt_with_a_gap_reaches_the_engine() -> None:
+    engine = FakeEngine()
+    async with app_client(engine) as client:
+        body = {"prompt": "def f():", "suffix": "return x", "max_tokens": 3}
+        whole = (await client.post("/v1/completions", json=body)).json()
+        streamed = await client.post("/v1/completions", json={**body, "stream": True})
+        assert completion_text(read_events(streamed.content)) == whole["choices"][0]["text"]
+        refused = await client.post("/v1/completions", json={**body, "echo": True})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "suffix"
+    assert [call.prompt for call in engine.calls] == [FillPrompt("def f():", "return x")] * 2

@@ -14,6 +14,7 @@ import pytest
 from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lengths import scaled
 from server_harness import app_client, chat_body, serving, socket_client
 from starlette.applications import Starlette
 from starlette.routing import Route
@@ -371,7 +372,7 @@ odd_values = st.binary(max_size=40) | st.sampled_from(
     headers=st.dictionaries(st.sampled_from(HEADERS), odd_values, max_size=5),
     path=st.sampled_from(["/v1/models", "/pause", "/health", "/v1/completions", "/nothing"]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 def test_any_header_is_answered_with_reason(headers: dict[str, bytes], path: str) -> None:
     config: dict[str, Any] = {"api_key": ("k",), "log_requests": True}
     config["allowed_origin"] = ("https://chat.example",)

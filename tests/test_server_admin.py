@@ -268,6 +268,8 @@ async def test_wrong_options_change_nothing() -> None:
             ("/sleep?level=1&mode=x", "mode"),
             ("/reset_prefix_cache?force=yes", "force"),
             ("/pause?mood=wait", "mood"),
+            ("/resume?mode=wait", "mode"),
+            ("/wake_up?tags=weights", "tags"),  # vLLM's, which wakes a part of the engine
         ):
             answer = await client.post(path)
             assert answer.status_code == 400 and answer.json()["error"]["param"] == param

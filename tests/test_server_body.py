@@ -14,6 +14,7 @@ import pytest
 from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lengths import scaled
 from server_harness import app_client, serving
 
 from termgen.api.fields import parse_json
@@ -43,7 +44,7 @@ def weight_of(value: Any) -> int:
 
 
 @given(value=json_values, ascii_only=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(120), deadline=None)
 def test_counting_agrees_with_parsing(value: Any, ascii_only: bool) -> None:
     raw = json.dumps(value, ensure_ascii=ascii_only).encode()
     expected = weight_of(value) + raw.count(b"\\") // 4
@@ -60,7 +61,7 @@ def test_counting_agrees_with_parsing(value: Any, ascii_only: bool) -> None:
 
 
 @given(raw=st.binary(max_size=200) | st.text('"\\[],{} ', max_size=60).map(str.encode))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(120), deadline=None)
 def test_counting_ends_whatever_the_bytes(raw: bytes) -> None:
     check_weight(raw)
 

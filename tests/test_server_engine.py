@@ -24,7 +24,8 @@ WORDS = "the model reads a prompt and 👋 writes Grüße über 你好 to everyo
 async def serving_tiny(
     folder: Path, **config: Any
 ) -> AsyncGenerator[tuple[httpx.AsyncClient, AsyncEngine], None]:
-    settings = {"model": str(folder), "device": "cpu", "max_model_len": 256, **config}
+    settings = {"model": str(folder), "device": "cpu", "max_model_len": 256, "kv_cache_gib": 0.01}
+    settings |= config
     engine = await AsyncEngine.start(EngineConfig(**settings))
     try:
         async with serving(engine, served_model_name=("tiny",)) as server:
@@ -48,7 +49,7 @@ def random_body(rng: random.Random) -> dict[str, Any]:
     content = " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 12)))
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": content}],
-        "max_tokens": rng.randint(1, 24),
+        "max_tokens": rng.randint(1, 16),
         "seed": rng.randrange(10**6),
         "temperature": rng.choice((0, 0.7, 1.5)),
         "ignore_eos": rng.random() < 0.5,
@@ -224,3 +225,30 @@ async def test_health_and_models_of_a_real_engine(tiny_llama_dir: Path) -> None:
         assert Path(model["root"]).is_dir()
         await engine.shutdown()
         assert (await client.get("/health")).status_code == 503
+
+
+async def test_max_tokens_is_clamped_and_the_answer_says_so(tiny_llama_dir: Path) -> None:
+    ask = {"prompt": [5] * 250, "max_tokens": 300, "ignore_eos": True}
+    async with serving_tiny(tiny_llama_dir, clamp_max_tokens=True) as (client, _):
+        for body in (ask, {**ask, "stream": True}, {**ask, "prompt": [[5] * 250, [5] * 9]}):
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            if "stream" not in body:
+                assert answer.json()["choices"][0]["finish_reason"] == "length"
+                assert answer.headers["x-termgen-max-tokens"] == "6"
+            else:
+                assert answer.headers["x-termgen-max-tokens"] == "6"
+                assert len(read_events(answer.content)) >= 1
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+        answer = await client.post("/v1/chat/completions", json=chat)
+        assert "x-termgen-max-tokens" not in answer.headers
+        answer = await client.post("/v1/completions", json={**ask, "prompt": [5] * 256})
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_model_that_fills_no_gaps_says_so(tiny_llama_dir: Path) -> None:
+    async with serving_tiny(tiny_llama_dir) as (client, _):
+        for stream in (False, True):
+            body = {"prompt": "x", "suffix": "y", "stream": stream}
+            error = (await client.post("/v1/completions", json=body)).json()["error"]
+            assert (error["param"], error["code"]) == ("suffix", "unsupported_parameter")

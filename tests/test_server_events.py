@@ -16,8 +16,16 @@ from fake_engine import FakeEngine, make_snapshot, make_step_record
 from server_harness import chat_body, eventually, serving, socket_client
 from test_server_engine import serving_tiny
 
-from termgen.engine.events import EventRing, RequestEvent, RequestEventKind, StepRecord
+from termgen.engine.events import (
+    EngineSnapshot,
+    EventRing,
+    RequestEvent,
+    RequestEventKind,
+    RequestView,
+    StepRecord,
+)
 from termgen.serving import event_hub, event_routes
+from termgen.serving.engine_pictures import Picture, Pictures
 from termgen.telemetry import Cache, Events, Frame, FrameReader, Message, Model, Opening, decode
 
 FAST = {"hz": "20"}
@@ -231,6 +239,50 @@ async def test_listeners_are_few_and_leave_nothing_behind(
         async with listening(client):
             assert len(rings()) == before + 1
         await eventually(lambda: len(rings()) == before)
+
+
+async def test_the_engine_is_asked_once_for_all_who_listen() -> None:
+    asked, gate = 0, asyncio.Event()
+
+    class CountingEngine(FakeEngine):
+        async def snapshot(self) -> EngineSnapshot:
+            nonlocal asked
+            asked += 1
+            await gate.wait()
+            return make_snapshot(num_finished=asked)
+
+    pictures = Pictures(CountingEngine())
+    looking = [asyncio.create_task(pictures.look()) for _ in range(3)]
+    await asyncio.sleep(0)
+    looking[0].cancel()  # who leaves takes nothing from the others
+    await asyncio.sleep(0)
+    gate.set()
+    one, other = await looking[1], await looking[2]
+    assert asked == 1 and one is not None and one is other
+    assert await pictures.look(max_age_s=60) is one
+    new = await pictures.look(max_age_s=0)
+    assert asked == 2 and new is not None and not new.shows_as(one)
+    pictures.forget()
+    await pictures.look(max_age_s=60)
+    assert asked == 3
+
+
+def test_a_state_is_the_same_while_only_time_passes() -> None:
+    view = RequestView("r", "decode", 5, 0, 9, 4, 1, 1, 0.5, 0, 0)
+    old = make_snapshot(requests=(view,), num_running=1)
+    states = old.block_states.copy()
+    states[3] = 1
+    later = replace(old, time_ns=old.time_ns + 9, requests=(replace(view, age_s=0.9),))
+    assert Picture(later).shows_as(Picture(old))
+    assert not Picture(old).shows_as(None)
+    for changed in (
+        replace(old, num_waiting=1),
+        replace(old, block_states=states),
+        replace(old, block_owners=old.block_owners + 1),
+        replace(old, requests=()),
+        replace(old, requests=(replace(view, num_output_tokens=5),)),
+    ):
+        assert not Picture(changed).shows_as(Picture(old))
 
 
 async def test_a_client_that_does_not_read_holds_up_nobody() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from fake_engine import (
     make_snapshot,
     make_step_record,
 )
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from server_harness import app_client, chat_body, eventually
 
@@ -25,6 +27,7 @@ from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.startup_phases import StartupPhase
 from termgen.errors import EngineDeadError, RequestError
 from termgen.serving.metrics import ServerMetrics
+from termgen.serving.step_metrics import STEP_BUCKETS, STEP_TOKEN_BUCKETS
 
 MODEL = {"model": "fake/model-1"}
 
@@ -169,6 +172,42 @@ async def test_steps_are_timed_by_phase() -> None:
     assert value(text, "engine_step_seconds_sum", phase="total") == pytest.approx(0.0135)
 
 
+def test_steps_added_together_count_as_the_library_counts_each() -> None:
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    metrics, registry = ServerMetrics("fake/model-1"), CollectorRegistry()
+    options: dict[str, Any] = {"buckets": STEP_BUCKETS, "registry": registry}
+    phases = Histogram("termgen_engine_step_seconds", "", ["model", "phase"], **options)
+    options["buckets"] = STEP_TOKEN_BUCKETS
+    sizes = Histogram("termgen_iteration_tokens_total", "", ["model"], **options)
+    edges = [*STEP_BUCKETS, 0.0, 9.0]
+    for _ in range(3):
+        steps = []
+        for _ in range(rng.randint(1, 40)):
+            wait_s, device_s = rng.choice(edges), rng.choice([*edges, rng.random()])
+            began_ns, rows = 10**18 + rng.randrange(10**9), rng.choice((1, 2, 3, 20_000))
+            ended_ns = began_ns + round(device_s * 1e9)
+            steps.append(
+                make_step_record(
+                    wait_us=wait_s * 1e6,
+                    started_ns=began_ns,
+                    ended_ns=ended_ns,
+                    num_decode_rows=rows,
+                )
+            )
+            phases.labels("fake/model-1", "wait").observe(wait_s * 1e6 / 1e6)
+            phases.labels("fake/model-1", "device").observe((ended_ns - began_ns) / 1e9)
+            sizes.labels("fake/model-1").observe(rows)
+        metrics.on_events(steps)
+    told = samples(metrics.render().decode())
+    wanted = samples(generate_latest(registry).decode())
+    assert len(wanted) > 60
+    for key, number in wanted.items():
+        if not key[0].endswith("_created"):
+            assert told[key] == pytest.approx(number), key
+
+
 async def test_steps_are_counted_by_graph_and_reason() -> None:
     engine = FakeEngine()
     async with app_client(engine) as client:
@@ -292,6 +331,30 @@ def test_a_pause_is_told() -> None:
         assert value(metrics.render().decode(), "engine_paused") == paused
 
 
+def test_what_requests_wait_for_is_told() -> None:
+    metrics = ServerMetrics("fake/model-1", vllm_names=True)
+    for paused, counts in ((False, (3, 0)), (True, (0, 3)), (False, (3, 0))):
+        metrics.on_snapshot(make_snapshot(num_waiting=3, paused=paused))
+        text = metrics.render().decode()
+        for reason, count in zip(("capacity", "deferred"), counts, strict=True):
+            assert value(text, "num_requests_waiting_by_reason", reason=reason) == count
+            labels = {"model_name": "fake/model-1", "engine": "0", "reason": reason}
+            name = "vllm:num_requests_waiting_by_reason"
+            assert samples(text)[name, frozenset(labels.items())] == count
+
+
+async def test_the_longest_completion_of_a_request_is_counted_once() -> None:
+    engine = FakeEngine()
+    async with app_client(engine, metrics_compat="vllm") as client:
+        await client.post("/v1/chat/completions", json=chat_body(n=3, max_tokens=4))
+        await client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 2})
+        text = (await client.get("/metrics")).text
+    assert value(text, "request_max_num_generation_tokens_count") == 1 + 2
+    assert value(text, "request_max_num_generation_tokens_sum") == 4 + 2 + 2
+    assert value(text, "request_generation_tokens_count") == 3 + 2
+    assert "vllm:request_max_num_generation_tokens_count{" in text
+
+
 async def test_a_sleep_is_told() -> None:
     engine = FakeEngine()
     async with app_client(engine, metrics_compat="vllm") as client:
@@ -316,7 +379,7 @@ def test_every_metric_is_described() -> None:
     table = page.partition("| metric | |")[2].partition("\n\n")[0]
     described = set(re.findall(r"`([a-z0-9_]+)(?:\{[a-z_,]+\})?`", table))
     words = {"schedule", "launch", "wait", "apply", "host", "busy", "idle"}
-    words |= {"queue", "prefill", "decode"}
+    words |= {"queue", "prefill", "decode", "capacity", "deferred"}
     assert shown == described - words
 
 
@@ -336,4 +399,5 @@ def test_labels_are_closed_sets() -> None:
                 "phase",
                 "stage",
                 "finished_reason",
+                "reason",
             }

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fake_engine import FakeEngine, Script
 from hypothesis import HealthCheck, settings
+from lengths import scaled
 from server_harness import app_client, read_events
 
 from termgen.config import ServerConfig
@@ -64,7 +65,10 @@ schema = schemathesis.pytest.from_fixture("api").exclude(path="/sleep")  # nothi
 
 @schema.parametrize()
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=False
+    max_examples=scaled(7),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=False,
 )
 def test_whatever_the_description_allows_or_forbids(case: Any, served: ThreadedServer) -> None:
     response = case.call()

@@ -6,6 +6,7 @@ enforced. One engine serves all of it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -76,17 +77,20 @@ async def real_server(gguf: Path) -> AsyncGenerator[str, None]:
 
 
 async def test_clients_get_the_structure_they_ask_for(smollm2_gguf: Path) -> None:
-    """One test: starting the model takes longer than all the answers."""
+    """One test, and all of it at once: a step of many requests costs as much as that of one."""
     async with real_server(smollm2_gguf) as url:
         async with openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60
         ) as client:
-            await parse_helper(client)
-            await kinds_of_vllm(client)
-            await bad_ones_are_refused(client)
-            await tools(client)
-            await the_result_of_a_call(client)
-        await pydantic_ai(url)
+            await asyncio.gather(
+                parse_helper(client),
+                streamed_helper(client),
+                kinds_of_vllm(client),
+                bad_ones_are_refused(client),
+                tools(client),
+                the_result_of_a_call(client),
+                pydantic_ai(url),
+            )
 
 
 async def parse_helper(client: openai.AsyncOpenAI) -> None:
@@ -95,6 +99,9 @@ async def parse_helper(client: openai.AsyncOpenAI) -> None:
     )
     assert isinstance(answer.choices[0].message.parsed, Cat)
     assert answer.choices[0].finish_reason == "stop"
+
+
+async def streamed_helper(client: openai.AsyncOpenAI) -> None:
     async with client.chat.completions.stream(
         model=MODEL, messages=USER, response_format=Cat, max_tokens=60, seed=1
     ) as stream:

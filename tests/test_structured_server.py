@@ -25,8 +25,10 @@ from server_harness import MESSAGES, chat_text, read_events, serving
 from termgen.config import EngineConfig
 from termgen.engine import grammar_source
 from termgen.engine.engine import AsyncEngine
+from termgen.engine.events import RequestEventKind
 from termgen.engine.structured_outputs import StructuredOutputsParams
 
+FINISHED = RequestEventKind.FINISHED
 NUM_BOTH_WAYS = int(os.environ.get("TERMGEN_BOTH_WAYS", "15"))
 
 SCHEMA: dict[str, Any] = {
@@ -268,6 +270,7 @@ async def test_a_client_that_leaves_a_constrained_stream(long_llama_dir: Path) -
     async with tiny_server(long_llama_dir) as (client, engine):
         body = {"messages": MESSAGES, "stream": True, "max_tokens": 400, "ignore_eos": True}
         body["structured_outputs"] = {"regex": "[a-z]{300,}"}
+        ring = engine.events()
         async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
             async for line in reply.aiter_lines():
                 if "content" in line:
@@ -275,6 +278,8 @@ async def test_a_client_that_leaves_a_constrained_stream(long_llama_dir: Path) -
         async with asyncio.timeout(20):
             while (await engine.snapshot()).num_running:
                 await asyncio.sleep(0.01)
+        ended = [e.detail for e in ring.drain() if getattr(e, "kind", None) is FINISHED]
+        assert ended == ["abort"], "it did not run to its end for nobody"
 
 
 async def test_without_a_tokenizer_there_is_nothing_to_constrain(tiny_llama_dir: Path) -> None:

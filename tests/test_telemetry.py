@@ -22,6 +22,7 @@ from termgen.engine.events import (
 )
 from termgen.engine.startup_phases import StartupPhase
 from termgen.telemetry import (
+    MAX_ROWS,
     TOPICS,
     Cache,
     Events,
@@ -32,7 +33,9 @@ from termgen.telemetry import (
     TelemetryError,
     decode,
     encode,
+    encode_cache,
     encode_events,
+    encode_snapshot,
     frame_id,
     parse_frame_id,
     topic_of,
@@ -125,6 +128,27 @@ def test_every_event_comes_back_in_order() -> None:
         assert {topic_of(e) for e in message.events} == {frame.event}
 
 
+def test_long_runs_are_cut_into_frames_that_are_quickly_made() -> None:
+    events: list[EngineEvent] = [
+        make_step_record(step_id=number) for number in range(2 * MAX_ROWS + 3)
+    ]
+    frames = list(encode_events(events, stream="s", first=1, dropped=0, topics=ALL))
+    told = [message for frame in frames if isinstance(message := decode(frame), Events)]
+    assert [len(message.events) for message in told] == [MAX_ROWS, MAX_ROWS, 3]
+    assert [frame.id for frame in frames] == [
+        f"s-{number}" for number in (MAX_ROWS, 2 * MAX_ROWS, 2 * MAX_ROWS + 3)
+    ]
+    assert [event for message in told for event in message.events] == events
+
+
+def test_a_state_encoded_once_is_told_to_each_as_if_it_were_theirs() -> None:
+    snapshot = any_snapshot(random.Random(5), make_step_record())
+    encoded = encode_snapshot(snapshot)
+    for dropped in (0, 7):
+        shared = encode_cache(encoded, dropped=dropped, frame_id="s-4")
+        assert shared == encode(Cache(dropped=dropped, snapshot=snapshot), "s-4")
+
+
 def test_a_topic_that_was_not_chosen_is_not_sent() -> None:
     rng = random.Random(3)
     events = [any_of(rng, kind) for kind in (StepRecord, RequestEvent, StepRecord)]
@@ -213,7 +237,8 @@ def altered(frame: Frame, *path: Any, to: Any) -> Frame:
 
 def test_values_of_another_type_are_told() -> None:
     (steps,) = encode_events([make_step_record()], stream="s", first=1, dropped=0, topics=ALL)
-    cache = encode(Cache(dropped=0, snapshot=make_snapshot()), "s-1")
+    request = RequestView("r", "decode", 5, 0, 9, 4, 1, 1, 0.5, 0, 0)
+    cache = encode(Cache(dropped=0, snapshot=make_snapshot(requests=(request,))), "s-1")
     model = encode(Model(status="ok", model=make_model_info()), "s-1")
     column = StepRecord._fields.index
     for frame, path, value in (
@@ -237,7 +262,13 @@ def test_values_of_another_type_are_told() -> None:
         (steps, ("rows", 0, column("prefill_ids")), ["a", "b"]),
         (steps, ("rows", 0, column("step_id")), 10**400),
         (steps, ("rows", 0, column("publish_us")), float("nan")),
+        (steps, ("rows", 0, column("step_id")), 2**63),
+        (steps, ("rows", 0, column("step_id")), -(2**63) - 1),
         (cache, ("snapshot", "num_free_blocks"), 2**63),
+        (cache, ("snapshot", "requests", 0), [1]),
+        (cache, ("snapshot", "requests", 0), {"request_id": "r"}),
+        (cache, ("snapshot", "requests", 0, "num_blocks"), "7"),
+        (cache, ("snapshot", "requests", 0, "age_s"), None),
         (steps, ("rows", 0), 5),
         (steps, ("dropped",), "x"),
     ):

@@ -11,7 +11,7 @@ from termgen.api.chat import ChatRequest
 from termgen.api.chat_bridge import parse_as_chat, shared_fields
 from termgen.api.errors import unsupported
 from termgen.api.fields import Check, Fields, check_depth, is_empty, one_of, wrong_type
-from termgen.api.parts import texts_of, unsupported_part
+from termgen.api.parts import parts_of, texts_of, unsupported_part
 from termgen.api.sampling import MAX_INT
 from termgen.errors import RequestError
 
@@ -144,13 +144,8 @@ def _blocks(value: Any, where: str) -> list[tuple[str, dict[str, Any], str]]:
     """(type, block, its name) of each content block; a string is a block of text."""
     if isinstance(value, str):
         return [("text", {"text": value}, where)]
-    if not isinstance(value, list):
-        raise wrong_type(where, "a string or a list of blocks", value)
     blocks = []
-    for i, block in enumerate(value):
-        at = f"{where}[{i}]"
-        if not isinstance(block, dict):
-            raise wrong_type(at, "an object", block)
+    for at, block in parts_of(value, where, "a string or a list of blocks"):
         kind = block.get("type")
         if kind == "text" and not isinstance(block.get("text"), str):
             raise wrong_type(f"{at}.text", "a string", block.get("text"))

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from termgen.api.fields import (
-    Check,
-    Fields,
-    check_depth,
-    is_empty,
-    never,
-    one_of,
-    wrong_type,
-)
+from termgen.api.chat_prompt import format_for, parse_prompt, parse_template
+from termgen.api.fields import Check, Fields, is_empty, never, one_of
 from termgen.api.job import (
     Job,
     ResponseOptions,
@@ -25,7 +17,6 @@ from termgen.api.job import (
     parse_priority,
 )
 from termgen.api.logprobs import chat_logprobs_object, prompt_logprobs_list
-from termgen.api.parts import texts_of
 from termgen.api.sampling import (
     HARMLESS,
     MAX_INT,
@@ -35,33 +26,16 @@ from termgen.api.sampling import (
     parse_sampling,
 )
 from termgen.api.sse import TextTemplate
-from termgen.api.tool_calls import deltas_of, finish_reason_of, message_fields, new_parser
-from termgen.api.tools import Tools, constrain, parse_calls, parse_tools, show_tools
-from termgen.client import ChatPrompt, TokenDelta, TokenLogprob
-from termgen.engine.structured_outputs import is_longer
-from termgen.engine.tool_format import ToolFormat
-from termgen.errors import RequestError
-
-ROLES = ("system", "user", "assistant", "tool")
-MAX_MESSAGES = 4096
-MAX_TEMPLATE_KWARGS_BYTES = 4096
-RESERVED_TEMPLATE_KWARGS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "messages",
-        "padding",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
+from termgen.api.tool_calls import (
+    CallParser,
+    deltas_of,
+    finish_reason_of,
+    message_fields,
+    new_parser,
 )
+from termgen.api.tools import Tools, constrain, parse_tools
+from termgen.client import ChatPrompt, TokenDelta, TokenLogprob
+from termgen.engine.tool_format import ToolFormat
 
 CHAT_HARMLESS = HARMLESS
 CHAT_REFUSED: dict[str, Check] = {
@@ -86,6 +60,13 @@ class ChatRequest:
     ignored: tuple[str, ...]
     tools: Tools
 
+    @property
+    def begins_answers(self) -> bool:
+        """The prompt ends with the beginning of an answer."""
+        prompt = self.job.prompt
+        assert isinstance(prompt, ChatPrompt)
+        return prompt.add_generation_prompt or prompt.continue_final_message
+
 
 def parse_chat(
     data: Mapping[str, Any],
@@ -95,10 +76,11 @@ def parse_chat(
     force_include_usage: bool = False,
     tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
     strict_tools: bool = False,
+    trusts_template: bool = False,
 ) -> ChatRequest:
     """Check a body. `model` is the resolved served name, `defaults` the model's own sampling.
 
-    strict_tools: functions that do not say are strict.
+    strict_tools: functions that do not say are strict. trusts_template: the body may bring one.
     """
     body = Fields(data)
     body.take("model")  # resolved by the caller
@@ -114,8 +96,10 @@ def parse_chat(
         prompt_logprobs=parse_prompt_logprobs(body, stream=options.stream),
         defaults=defaults,
     )
+    chat_template = parse_template(body, is_trusted=trusts_template)
+    tool_format = format_for(tool_format, chat_template)
     tools = parse_tools(body, tool_format, strict=strict_tools)
-    prompt = parse_prompt(body, tools, tool_format)
+    prompt = parse_prompt(body, tools, tool_format, chat_template)
     wanted = constrain(tools, params.structured_outputs)
     if not tools.may_call and (wanted is not None or prompt.continue_final_message):
         tools = Tools()  # the client gives the text its form, or its beginning, not the model
@@ -135,97 +119,14 @@ def parse_chat(
     return ChatRequest(job, options, ignored, tools)
 
 
-def parse_prompt(
-    body: Fields,
-    tools: Tools = Tools(),  # noqa: B008 frozen
-    tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
-) -> ChatPrompt:
-    """The messages and how to render them."""
-    value = body.take("messages")
-    if not isinstance(value, list):
-        raise wrong_type("messages", "a list of messages", value)
-    if not value:
-        raise RequestError("messages must not be empty", param="messages")
-    if len(value) > MAX_MESSAGES:
-        raise RequestError(f"at most {MAX_MESSAGES} messages are allowed", param="messages")
-    messages = tuple(_parse_message(m, f"messages[{i}]") for i, m in enumerate(value))
-    continues = body.boolean("continue_final_message")
-    generates = body.boolean("add_generation_prompt", not continues)
-    if continues and generates:
-        raise RequestError(
-            "continue_final_message and add_generation_prompt exclude each other",
-            param="continue_final_message",
-        )
-    if continues and messages[-1]["role"] != "assistant":
-        raise RequestError(
-            "continue_final_message needs an assistant message at the end",
-            param="continue_final_message",
-        )
-    shown, variables = show_tools(messages, tools, tool_format)
-    return ChatPrompt(
-        messages=shown,
-        add_generation_prompt=generates,
-        continue_final_message=continues,
-        template_kwargs={**_template_kwargs(body), **variables},
-    )
-
-
-def _template_kwargs(body: Fields) -> dict[str, Any]:
-    value = body.take("chat_template_kwargs")
-    if value is not None and not isinstance(value, dict):
-        raise wrong_type("chat_template_kwargs", "an object", value)
-    kwargs: dict[str, Any] = dict(value or {})
-    for name in kwargs:
-        if name in RESERVED_TEMPLATE_KWARGS:
-            raise RequestError(
-                f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs"
-            )
-    is_long = is_longer(kwargs, MAX_TEMPLATE_KWARGS_BYTES)  # then nothing else looks at all of it
-    if not is_long:
-        check_depth("chat_template_kwargs", kwargs)
-    if is_long or len(json.dumps(kwargs)) > MAX_TEMPLATE_KWARGS_BYTES:
-        raise RequestError(
-            f"chat_template_kwargs may have at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON",
-            param="chat_template_kwargs",
-        )
-    effort = body.string("reasoning_effort")
-    if effort is not None:
-        kwargs.setdefault("reasoning_effort", effort)
-    return kwargs
-
-
-def _parse_message(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise wrong_type(where, "an object", value)
-    message = Fields(value, where + ".")
-    role = message.string("role")
-    role = "system" if role == "developer" else role
-    if role not in ROLES:
-        raise wrong_type(f"{where}.role", "system, developer, user, assistant or tool", role)
-    tool_calls = parse_calls(message.take("tool_calls"), where) if role == "assistant" else []
-    given, content = message.take("content"), None
-    if given is not None or not tool_calls:
-        content = "\n".join(texts_of(given, f"{where}.content"))
-    parsed: dict[str, Any] = {"role": role, "content": content}
-    if tool_calls:
-        parsed["tool_calls"] = tool_calls
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        text = message.string(name)
-        if text is not None:
-            parsed[name] = text
-    reasoning = message.string("reasoning")  # the newer name of the same thing
-    if reasoning is not None:
-        parsed.setdefault("reasoning_content", reasoning)
-    return parsed
-
-
 class _Choice:
     """What one streamed choice still owes: logprobs and ids of tokens whose text is held back."""
 
     __slots__ = ("logprobs", "parser", "started", "template", "token_ids")
 
-    def __init__(self, tools: Tools) -> None:
-        self.parser = new_parser(tools) if tools.needs_parser else None
+    def __init__(self) -> None:
+        self.parser: CallParser | None = None
+        """From the first delta on, where the text is more than content."""
         self.started = False
         self.template: TextTemplate | None = None
         self.logprobs: list[TokenLogprob] = []
@@ -243,14 +144,31 @@ class ChatStream:
         adds = self._wants_logprobs or o.return_token_ids or o.continuous_usage
         self._is_plain = not (adds or request.tools.needs_parser)
         self._tally = Tally(request.job.params.n)
-        self._choices = [_Choice(request.tools) for _ in range(request.job.params.n)]
+        self._choices = [_Choice() for _ in range(request.job.params.n)]
         self._num_open = request.job.params.n
         self._prompt_token_ids: tuple[int, ...] | None = None
         """Until a chunk has carried them."""
+        self._begun_by: Sequence[int] | None = None if request.tools.needs_prompt else ()
+        """The prompt, where it may have begun the answers; None until it is known."""
+        self._begins_answers = request.begins_answers
+        self._held: list[tuple[int, TokenDelta]] = []
+        """What came before it was."""
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
         """Chunks for one delta. None while its text is held back."""
+        if self._begun_by is not None:
+            return self._feed(index, delta)
+        self._held.append((index, delta))
+        if index:
+            return []  # the first delta of the first choice tells
+        self._begun_by = (delta.prompt_token_ids or ()) if self._begins_answers else ()
+        held, self._held = self._held, []
+        return [chunk for later in held for chunk in self._feed(*later)]
+
+    def _feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
         choice = self._choices[index]
+        if choice.parser is None and self._tools.needs_parser:
+            choice.parser = new_parser(self._tools, self._begun_by or ())
         self._tally.add(index, delta)
         choice.logprobs.extend(delta.logprobs or ())
         if self._options.return_token_ids:
@@ -351,12 +269,13 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
     """The whole response. `answers[i]` is choice i as one merged delta."""
     o, params, tools = request.options, request.job.params, request.tools
     tally = Tally(params.n)
+    begun_by = (answers[0].prompt_token_ids or ()) if request.begins_answers else ()
     choices = []
     for index, answer in enumerate(answers):
         tally.add(index, answer)
         fields: dict[str, Any] = {"content": answer.text}
         if tools.needs_parser:
-            fields = message_fields(new_parser(tools), answer.text)
+            fields = message_fields(new_parser(tools, begun_by), answer.text)
         choice: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", **fields, "refusal": None},

@@ -21,6 +21,7 @@ SHARED_FIELDS = (
     *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("allowed_token_ids", "bad_words", "seed", "min_tokens", "ignore_eos", "stop_token_ids"),
     *("structured_outputs", "chat_template_kwargs", "priority", "cache_salt", "sse_ping_interval"),
+    "chat_template",
 )
 """Fields of a chat that both endpoints take as they are: none changes the shape of an answer."""
 

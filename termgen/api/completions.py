@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from termgen.api.fields import Check, Fields, is_empty, is_int, is_true, wrong_type
+from termgen.api.fields import Check, Fields, is_empty, is_int, is_true, never, wrong_type
 from termgen.api.job import (
     Job,
     ResponseOptions,
@@ -27,7 +27,7 @@ from termgen.api.sampling import (
     parse_sampling,
 )
 from termgen.api.sse import TextTemplate
-from termgen.client import Prompt, TokenDelta, TokenLogprob
+from termgen.client import FillPrompt, Prompt, TokenDelta, TokenLogprob
 from termgen.engine.sampling_params import MAX_LOGPROBS
 from termgen.errors import RequestError
 
@@ -38,9 +38,9 @@ DEFAULT_MAX_TOKENS = 16
 
 COMPLETION_REFUSED: dict[str, Check] = {
     **REFUSED,
-    "suffix": is_empty,
     "add_special_tokens": is_true,
     "prompt_embeds": is_empty,
+    "chat_template": never,
 }
 
 
@@ -89,6 +89,9 @@ def parse_completion(
     )
     prompts = _parse_prompts(body.take("prompt"))
     echo = body.boolean("echo")
+    suffix = body.string("suffix")
+    if suffix:
+        prompts = _with_gap(prompts, suffix, echo=echo)
     logprobs = body.integer("logprobs", low=0, high=MAX_LOGPROBS)
     prompt_logprobs = parse_prompt_logprobs(body, stream=options.stream)
     wants_prompt_logprobs = prompt_logprobs is not None
@@ -146,6 +149,16 @@ def _parse_prompts(value: Any) -> Sequence[Prompt]:
     if not all(value):
         raise RequestError("prompt must not hold an empty list", param="prompt")
     return [tuple(item) for item in value]
+
+
+def _with_gap(prompts: Sequence[Prompt], suffix: str, *, echo: bool) -> Sequence[Prompt]:
+    """Each prompt with a gap between it and the suffix."""
+    if echo:
+        raise RequestError("suffix and echo exclude each other", param="suffix")
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise RequestError("suffix needs a prompt of text, not of token ids", param="suffix")
+    return [FillPrompt(text, suffix) for text in texts]
 
 
 def _is_token_list(value: list[Any]) -> bool:

@@ -15,7 +15,8 @@ from termgen.api.chat import CHAT_HARMLESS, CHAT_REFUSED
 from termgen.api.chat_bridge import SHARED_FIELDS
 from termgen.api.completions import COMPLETION_REFUSED
 from termgen.api.fields import Check
-from termgen.api.parameters import CHAT, COMPLETIONS, GROUPS, Group, Parameter, described
+from termgen.api.parameter_types import CHAT, COMPLETIONS, Group, Parameter
+from termgen.api.parameters import GROUPS, described
 from termgen.api.sampling import HARMLESS
 
 REFUSED: Mapping[str, Mapping[str, Check]] = {CHAT: CHAT_REFUSED, COMPLETIONS: COMPLETION_REFUSED}

@@ -8,12 +8,12 @@ name those.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from termgen.api.chat import MAX_TEMPLATE_KWARGS_BYTES
+from termgen.api.chat_prompt import MAX_TEMPLATE_KWARGS_BYTES
 from termgen.api.completions import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_PROMPTS
 from termgen.api.job import MAX_PING_INTERVAL_S, MIN_PING_INTERVAL_S
+from termgen.api.parameter_types import BOTH, CHAT, COMPLETIONS, Group, Parameter
 from termgen.api.tools import MAX_TOOLS
+from termgen.client import MAX_CHAT_TEMPLATE_CHARS
 from termgen.engine.sampling_params import (
     GREEDY_EPSILON,
     MAX_BAD_WORD_CHARS,
@@ -26,30 +26,6 @@ from termgen.engine.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-
-CHAT = "chat"
-COMPLETIONS = "completions"
-BOTH = (CHAT, COMPLETIONS)
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One field. The texts are Markdown, each of one line."""
-
-    name: str
-    values: str
-    meaning: str
-    default: str = "off"
-    endpoints: tuple[str, ...] = BOTH
-    origin: str = "OpenAI"
-    """Whose field it is: OpenAI's, or vLLM's, which clients send in `extra_body`, or our own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    title: str
-    parameters: tuple[Parameter, ...]
-
 
 _VLLM = "vLLM"
 _OWN = "termgen"
@@ -86,6 +62,14 @@ PROMPT = Group(
             endpoints=(COMPLETIONS,),
         ),
         Parameter(
+            "suffix",
+            "a string; the prompt must be text",
+            "what stands behind the answer, for models whose tokenizer has tokens for that "
+            "(fill-in-the-middle), and refused for others; excludes `echo`",
+            "none",
+            (COMPLETIONS,),
+        ),
+        Parameter(
             "add_generation_prompt",
             "true, false",
             "end the prompt with the beginning of an answer",
@@ -110,6 +94,15 @@ PROMPT = Group(
             _VLLM,
         ),
         Parameter(
+            "chat_template",
+            f"a Jinja template of at most {MAX_CHAT_TEMPLATE_CHARS} characters",
+            "used instead of the model's; refused unless the server has "
+            "`--trust-request-chat-template`",
+            "the model's own",
+            (CHAT,),
+            _VLLM,
+        ),
+        Parameter(
             "reasoning_effort",
             "a string",
             "the template variable of this name; refused where the template does not read it",
@@ -125,7 +118,8 @@ LENGTH = Group(
         Parameter(
             "max_completion_tokens",
             "1 to what the context leaves",
-            "longest answer, in tokens",
+            "longest answer, in tokens. More is an error, or is cut to that with the server's "
+            "`--clamp-max-tokens`, which the response header `x-termgen-max-tokens` tells",
             "what the context leaves",
             (CHAT,),
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from termgen.api.errors import unsupported
@@ -12,17 +12,23 @@ from termgen.errors import RequestError
 TEXT_PARTS: Mapping[str, str] = {"text": "text"}
 
 
-def texts_of(value: Any, where: str, keys: Mapping[str, str] = TEXT_PARTS) -> list[str]:
-    """The texts of a string or a list of parts. keys: by type of part, the field with its text."""
-    if isinstance(value, str):
-        return [value]
+def parts_of(value: Any, where: str, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each part of a list with its name. wanted: what a fault says there should be."""
     if not isinstance(value, list):
-        raise wrong_type(where, "a string or a list of text parts", value)
-    texts = []
+        raise wrong_type(where, wanted, value)
     for i, part in enumerate(value):
         at = f"{where}[{i}]"
         if not isinstance(part, dict):
             raise wrong_type(at, "an object", part)
+        yield at, part
+
+
+def texts_of(value: Any, where: str, keys: Mapping[str, str] = TEXT_PARTS) -> list[str]:
+    """The texts of a string or a list of parts. keys: by type of part, the field with its text."""
+    if isinstance(value, str):
+        return [value]
+    texts = []
+    for at, part in parts_of(value, where, "a string or a list of text parts"):
         kind = part.get("type")
         key = keys.get(kind) if isinstance(kind, str) else None
         if key is None:

@@ -50,7 +50,6 @@ REFUSED: dict[str, Check] = {
     "truncate_prompt_tokens": never,
     "logits_processors": is_empty,
     "kv_transfer_params": is_empty,
-    "chat_template": never,
 }
 """Known fields that would change the answer and are not done yet: value check -> harmless?"""
 

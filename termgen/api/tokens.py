@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from termgen.api.chat import parse_prompt
+from termgen.api.chat_prompt import format_for, parse_prompt, parse_template
 from termgen.api.fields import Fields, is_empty, is_int, wrong_type
 from termgen.api.sampling import MAX_INT
 from termgen.api.tools import parse_tools
@@ -17,6 +17,7 @@ from termgen.errors import RequestError
 MAX_IDS = 1_000_000
 
 REFUSED = {"mm_processor_kwargs": is_empty, "chat_template": is_empty}
+"""The latter beside a prompt; messages may bring one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,9 @@ class DetokenizeRequest:
     ignored: tuple[str, ...]
 
 
-def parse_tokenize(data: Mapping[str, Any], tool_format: ToolFormat) -> TokenizeRequest:
+def parse_tokenize(
+    data: Mapping[str, Any], tool_format: ToolFormat, *, trusts_template: bool = False
+) -> TokenizeRequest:
     body = Fields(data)
     body.take("model")  # resolved by the caller
     text = body.string("prompt")
@@ -45,7 +48,11 @@ def parse_tokenize(data: Mapping[str, Any], tool_format: ToolFormat) -> Tokenize
         raise RequestError("send a prompt or messages", param="prompt")
     if text is not None and data.get("messages") is not None:
         raise RequestError("prompt and messages exclude each other", param="messages")
-    prompt = text if text is not None else _parse_chat(body, tool_format)
+    prompt: str | ChatPrompt
+    if text is not None:
+        prompt = text
+    else:
+        prompt = _parse_chat(body, tool_format, trusts_template=trusts_template)
     if special and not isinstance(prompt, str):
         raise RequestError(
             "add_special_tokens is for a prompt; messages get theirs from the chat template",
@@ -59,9 +66,11 @@ def parse_tokenize(data: Mapping[str, Any], tool_format: ToolFormat) -> Tokenize
     )
 
 
-def _parse_chat(body: Fields, tool_format: ToolFormat) -> ChatPrompt:
+def _parse_chat(body: Fields, tool_format: ToolFormat, *, trusts_template: bool) -> ChatPrompt:
     """The prompt that a chat with these messages and tools would have."""
-    return parse_prompt(body, parse_tools(body, tool_format), tool_format)
+    chat_template = parse_template(body, is_trusted=trusts_template)
+    tool_format = format_for(tool_format, chat_template)
+    return parse_prompt(body, parse_tools(body, tool_format), tool_format, chat_template)
 
 
 def parse_detokenize(data: Mapping[str, Any]) -> DetokenizeRequest:

@@ -61,11 +61,11 @@ class CallParser(Protocol):
     def finish(self) -> list[Part]: ...
 
 
-def new_parser(tools: Tools) -> CallParser:
-    """For the text of one choice."""
+def new_parser(tools: Tools, prompt_ids: Sequence[int] = ()) -> CallParser:
+    """For the text of one choice. prompt_ids: of a prompt that may have begun the answer."""
     names = frozenset(function.name for function in tools.functions)
     if tools.format.new_parser is not None and not tools.must_call:
-        return DeclaredParser(tools.format.new_parser(), reads_calls=tools.may_call)
+        return DeclaredParser(tools.format.new_parser(prompt_ids), reads_calls=tools.may_call)
     return StyleParser(tools.format.style, names)
 
 
@@ -255,20 +255,30 @@ class DeclaredParser:
         self._unread = ""
         """The text before all that the files declare."""
         self._has_read = False
+        self._is_broken = False
+        """The parser could make nothing of a call: the rest is content."""
 
     def feed(self, text: str) -> list[Part]:
         if not self._has_read:
             self._unread += text
-        return self._read(self._parser.feed(text))
+        return self._read(lambda: self._parser.feed(text), text)
 
     def finish(self) -> list[Part]:
-        parts = self._read(self._parser.finalize()[1])
+        parts = self._read(lambda: self._parser.finalize()[1], "")
         if self._has_read or not self._unread:
             return parts
         return [Content(self._unread)]  # not as the files declare: better than no answer
 
-    def _read(self, events: Sequence[dict[str, Any]]) -> list[Part]:
+    def _read(self, read: Callable[[], list[dict[str, Any]]], text: str) -> list[Part]:
         parts: list[Part] = []
+        if self._is_broken:
+            return [Content(text)] if text else []
+        try:
+            events = read()
+        except (AttributeError, LookupError, TypeError, ValueError):
+            rest = text if self._has_read else self._unread
+            self._is_broken = self._has_read = True
+            return [Content(rest)] if rest else []
         for event in events:
             if event["type"] == "region_chunk" and event["field"] == "content":
                 parts.append(Content(event["text"]))

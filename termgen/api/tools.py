@@ -50,6 +50,11 @@ class Tools:
         return self.may_call or self.format.new_parser is not None
 
     @property
+    def needs_prompt(self) -> bool:
+        """Whether how the prompt ended decides what the model's text is."""
+        return self.format.new_parser is not None and not self.must_call
+
+    @property
     def may_call(self) -> bool:
         return self.choice != "none"
 
@@ -60,8 +65,7 @@ class Tools:
     @property
     def needs_special_tokens(self) -> bool:
         """Whether the parts of the text are told apart by words that text usually leaves out."""
-        declared = self.format.new_parser is not None and not self.must_call
-        return declared or (self.may_call and bool(self.format.special_tokens))
+        return self.needs_prompt or (self.may_call and bool(self.format.special_tokens))
 
 
 def parse_tools(body: Fields, tool_format: ToolFormat, *, strict: bool = False) -> Tools:

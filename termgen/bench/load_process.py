@@ -6,6 +6,7 @@ The other end is `termgen.bench.load`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -48,8 +49,9 @@ async def run_in_process(
     assert process.stdin is not None and process.stdout is not None
     is_stopped = False
     try:
-        process.stdin.write(plan.as_json().encode() + b"\n")
-        await process.stdin.drain()
+        with contextlib.suppress(ConnectionError):  # it has ended; its code is told below
+            process.stdin.write(plan.as_json().encode() + b"\n")
+            await process.stdin.drain()
         process.stdin.close()
         async for line in process.stdout:
             told: dict[str, Any] = json.loads(line)

@@ -18,6 +18,7 @@ after construction but caches.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import secrets
@@ -33,6 +34,7 @@ from termgen.engine.chat_mask import Chat, Mask, alphabets, strings, unused_char
 from termgen.engine.chat_messages import count_chars, normalise_messages, plain
 from termgen.engine.chat_template import ChatTemplate, last_text, select_template, template_error
 from termgen.engine.encode_text import encode_text
+from termgen.engine.request_template import RequestTemplate, TemplateWorkers
 from termgen.engine.tokenizer_files import TokenizerParts
 from termgen.errors import RequestError
 
@@ -44,6 +46,10 @@ RESERVED_VARIABLES = (
     "tokenize",
 )
 
+
+Template = ChatTemplate | RequestTemplate
+NUM_KEPT_TEMPLATES = 16
+"""Of those that came with requests."""
 
 STANDARD_VARIABLES = frozenset({"tools", "documents"})
 """What callers of any template may give it; a template that reads neither is no mistake of theirs.
@@ -67,6 +73,8 @@ class ChatEncoder:
         self._named_tokens = dict(parts.named_tokens)
         self._sources = dict(parts.chat_templates)
         self._guards: dict[str, _Guard] = {}
+        self._workers = TemplateWorkers()
+        self._request_guard = functools.lru_cache(NUM_KEPT_TEMPLATES)(self._make_request_guard)
 
     def render(
         self,
@@ -75,10 +83,11 @@ class ChatEncoder:
         add_generation_prompt: bool,
         continue_final_message: bool,
         variables: Mapping[str, Any],
+        chat_template: str | None = None,
     ) -> str:
-        """The prompt as text."""
+        """The prompt as text. chat_template: instead of the model's."""
         chat = _check(messages, add_generation_prompt, continue_final_message, variables)
-        return self._render(self._guard(chat).template, chat)
+        return self._render(self._guard_for(chat.variables, chat_template).template, chat)
 
     def encode(
         self,
@@ -87,10 +96,11 @@ class ChatEncoder:
         add_generation_prompt: bool,
         continue_final_message: bool,
         variables: Mapping[str, Any],
+        chat_template: str | None = None,
     ) -> list[int]:
         """The prompt as token ids, control tokens only where the template wrote them."""
         chat = _check(messages, add_generation_prompt, continue_final_message, variables)
-        guard = self._guard(chat)
+        guard = self._guard_for(chat.variables, chat_template)
         text = self._render(guard.template, chat)
         encoding = encode_text(self._backend, text, add_special_tokens=False)
         controls = guard.controls(encoding, text)
@@ -110,28 +120,31 @@ class ChatEncoder:
                 return guard.encode_guarded(text, masked)
         return guard.encode_compared(chat, encoding, controls, masked)
 
-    def refuse_unread(self, variables: Mapping[str, Any]) -> None:
+    def refuse_unread(self, variables: Mapping[str, Any], chat_template: str | None = None) -> None:
         """A variable that changes nothing, such as a misspelt one, is an error and not ignored."""
-        read = self._guard_for(variables).template.variables
+        read = self._guard_for(variables, chat_template).template.variables
         for name in variables:
             if name not in read and name not in STANDARD_VARIABLES:
                 raise RequestError(
-                    f"{name} has no effect on this model: its chat template does not read it",
+                    f"{name} has no effect here: the chat template does not read it",
                     param=name if name == "reasoning_effort" else "chat_template_kwargs",
                     code="unsupported_parameter",
                 )
 
-    def _guard(self, chat: Chat) -> _Guard:
-        return self._guard_for(chat.variables)
-
-    def _guard_for(self, variables: Mapping[str, Any]) -> _Guard:
+    def _guard_for(self, variables: Mapping[str, Any], chat_template: str | None) -> _Guard:
+        if chat_template is not None:
+            return self._request_guard(chat_template)
         name = select_template(self._sources, variables)
         guard = self._guards.get(name)
         if guard is None:
             guard = self._guards[name] = _Guard(self._backend, ChatTemplate(self._sources[name]))
         return guard
 
-    def _render(self, template: ChatTemplate, chat: Chat) -> str:
+    def _make_request_guard(self, source: str) -> _Guard:
+        _refuse_surrogates(source)
+        return _Guard(self._backend, RequestTemplate(source, self._workers))
+
+    def _render(self, template: Template, chat: Chat) -> str:
         text = template.render(
             {
                 **self._named_tokens,
@@ -204,7 +217,7 @@ def _cut(text: str, end: str) -> str:
 class _Guard:
     """One template with the control tokens that only it may write."""
 
-    def __init__(self, backend: Backend, template: ChatTemplate) -> None:
+    def __init__(self, backend: Backend, template: Template) -> None:
         self._backend = backend
         self.template = template
         added = backend.get_added_tokens_decoder()

@@ -50,8 +50,10 @@ def template_error(message: str) -> RequestError:
 class ChatTemplate:
     """One compiled template."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, *, whose: str = "the model's chat template") -> None:
+        """whose: how faults call it."""
         self.source = source
+        self._whose = whose
         environment = _environment()
         try:
             tree = environment.parse(source)
@@ -60,7 +62,7 @@ class ChatTemplate:
             """Names that it reads."""
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise template_error(f"the model's chat template is broken: {_line(error)}") from error
+            raise template_error(f"{whose} is broken: {_line(error)}") from error
 
     def render(self, variables: Mapping[str, Any], *, num_input_chars: int) -> str:
         """The prompt text. `variables` must be plain JSON data: see `plain`."""
@@ -72,14 +74,12 @@ class ChatTemplate:
                 length += len(part)
                 if length > cap:
                     raise template_error(
-                        f"the chat template wrote more than {cap} characters for"
+                        f"{self._whose} wrote more than {cap} characters for"
                         f" {num_input_chars} characters of input"
                     )
                 parts.append(part)
         except TEMPLATE_ERRORS as error:
-            raise template_error(
-                f"the model's chat template refuses these messages: {_line(error)}"
-            ) from error
+            raise template_error(f"{self._whose} refuses these messages: {_line(error)}") from error
         return "".join(parts)
 
 

@@ -154,10 +154,12 @@ def grammar_of(request: Request) -> GrammarState:
     return request.grammar
 
 
-def _error(request: Request, cause: Exception | None) -> TermgenError:
+def _error(request: Request, cause: BaseException | None) -> TermgenError:
     if isinstance(cause, RequestError):  # what was asked for is to blame
         wanted = request.params.structured_outputs
         return cause if wanted is None else named(cause, wanted)
+    if isinstance(cause, EngineError):
+        return cause
     error = EngineError(f"the grammar failed: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error

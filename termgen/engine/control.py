@@ -57,7 +57,9 @@ class EngineControl:
     @property
     def may_launch(self) -> bool:
         """False while the steps in flight are to be the last for now."""
-        return self._mode in (None, "wait") and not any(r.force for r in self._resets)
+        if self._mode not in (None, "wait"):
+            return False
+        return not (self._resets and any(reset.force for reset in self._resets))
 
     def pause(self, mode: PauseMode) -> Future[None]:
         """See `EngineClient.pause`. A later mode takes the place of an earlier one."""

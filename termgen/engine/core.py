@@ -21,13 +21,13 @@ import numpy as np
 from termgen.engine.control import EngineControl, end_failed, finish_all
 from termgen.engine.delivery import FinishedRow, PromptLogprobs, StartedRow, StepDelivery
 from termgen.engine.event_publisher import EventPublisher, StepTimes
-from termgen.engine.events import EngineSnapshot, EventBus, StepRecord
+from termgen.engine.events import EventBus, StepRecord
 from termgen.engine.executor import Executor, StepHandle
 from termgen.engine.request import FinishReason, GenerationRequest, Request
 from termgen.engine.run_ahead import RunAhead
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import AppliedStep
-from termgen.engine.snapshot import build_snapshot
+from termgen.engine.snapshot import StateCopy, copy_state
 from termgen.engine.step import StepLogprobs, StepPlan
 from termgen.errors import EngineError, RequestError, StepError, TermgenError
 
@@ -87,6 +87,7 @@ class EngineCore:
         self._closed: EngineError | None = None
         self._wake = threading.Event()
         self._in_flight: deque[_InFlight] = deque()
+        self._ones = np.ones(scheduler.config.max_num_seqs, np.int32)
         self._started: list[StartedRow] = []
         self._finished: list[FinishedRow] = []
         self.control = EngineControl(
@@ -207,9 +208,10 @@ class EngineCore:
         self._tell_preempted("out of KV blocks")
         if plan is None:
             return False
-        self._publisher.started(self.scheduler.started, planned_ns)
-        self._started += self.scheduler.started
-        self.scheduler.started.clear()
+        if self.scheduler.started:
+            self._publisher.started(self.scheduler.started, planned_ns)
+            self._started += self.scheduler.started
+            self.scheduler.started.clear()
         submitted_ns = time.perf_counter_ns()
         handle = self.executor.submit(plan)
         launched_ns = time.perf_counter_ns()
@@ -273,8 +275,9 @@ class EngineCore:
                 continue
 
     def _tell_preempted(self, why: str) -> None:
-        self._publisher.preempted(self.scheduler.preempted, why)
-        self.scheduler.preempted.clear()
+        if self.scheduler.preempted:
+            self._publisher.preempted(self.scheduler.preempted, why)
+            self.scheduler.preempted.clear()
 
     # -- inbox -----------------------------------------------------------------------------
 
@@ -365,7 +368,7 @@ class EngineCore:
                 started=started,
                 slots=applied.slots,
                 epochs=applied.epochs,
-                num_tokens=np.ones_like(applied.slots),
+                num_tokens=self._ones[: len(applied.slots)],
                 token_ids=applied.token_ids,
                 logprobs=logprobs,
                 finished=finished,
@@ -380,9 +383,9 @@ class EngineCore:
             empty = AppliedStep(nothing, nothing, nothing, nothing)
             self._deliver(-1, time.perf_counter_ns(), empty, None)
 
-    def snapshot(self) -> EngineSnapshot:
-        """Present state for screens. Engine thread only; others use `call(core.snapshot)`."""
-        return build_snapshot(
+    def copy_state(self) -> StateCopy:
+        """Present state for screens. Engine thread only; others use `call(core.copy_state)`."""
+        return copy_state(
             self.scheduler,
             record=self._last_record,
             plan=self._last_plan if self._in_flight else self._idle_plan(),

@@ -116,7 +116,7 @@ class DecodeStep:
         one for the first of these. False, with nothing done, where they do not."""
         table, kv, rows = self._table, self._kv, self._rows
         facts = table.facts.take(rows, axis=1)  # [num facts, num_rows]
-        num_tokens, num_pending, num_computed, limit, epochs, _ = facts
+        num_tokens, num_pending, limit, _, num_computed, epochs = facts
         known = num_tokens + num_pending
         steps = int(np.minimum.reduce(limit - known))
         if steps <= 0 or np.count_nonzero(known - num_computed != 1):

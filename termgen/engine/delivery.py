@@ -7,6 +7,7 @@ step's tokens. Vocabulary: no torch, no scheduler.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from termgen.engine.request import FinishReason, IntArray
 from termgen.engine.step import StepLogprobs, StepPlan, StepResult
@@ -69,8 +70,7 @@ class PromptLogprobs:
         return tuple(parts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepDelivery:
+class StepDelivery(NamedTuple):
     """One step's news. Apply in this order: `started`, `prompt_logprobs`, tokens, `finished`."""
 
     step_id: int

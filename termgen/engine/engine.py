@@ -14,9 +14,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
-from termgen.client import ModelInfo, PauseMode, Prompt, SleepLevel, TokenDelta, TokenizerInfo
+from termgen.client import (
+    ChatPrompt,
+    ModelInfo,
+    PauseMode,
+    Prompt,
+    SleepLevel,
+    TokenDelta,
+    TokenizerInfo,
+)
 from termgen.config import EngineConfig
 from termgen.engine.control import EngineControl, check_level
 from termgen.engine.delivery import StepDelivery
@@ -26,6 +36,7 @@ from termgen.engine.pulse import Pulse
 from termgen.engine.request import GenerationRequest
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.sleep import fall_asleep, wake_up
+from termgen.engine.snapshot import StateCopy
 from termgen.engine.startup import EngineParts, Progress, build_engine
 from termgen.engine.stream import DeltaStream
 from termgen.engine.sync_engine import Settled, SyncEngine
@@ -43,6 +54,9 @@ FULL_COLLECTIONS = 20
 MOST_BEHIND = 1000
 """Steps whose tokens the loop has not taken yet. With more, the engine waits for it."""
 HOLD_S = 0.001
+TEMPLATE_THREADS = 2
+
+Made = TypeVar("Made")
 
 
 class AsyncEngine:
@@ -63,6 +77,7 @@ class AsyncEngine:
         self._stopping = False
         self._death: EngineDeadError | None = None
         self._pulse = Pulse()
+        self._template_threads = ThreadPoolExecutor(TEMPLATE_THREADS, "termgen-template")
         self._thread = threading.Thread(target=self._run, name="termgen-engine", daemon=True)
 
     @classmethod
@@ -85,6 +100,7 @@ class AsyncEngine:
     async def shutdown(self) -> None:
         """Stop the engine thread; whatever still runs or waits ends with `EngineDeadError`."""
         self._stop()
+        self._template_threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._thread.join)
         self._end(EngineDeadError("the engine was shut down"))
 
@@ -116,7 +132,7 @@ class AsyncEngine:
         """See `EngineClient.generate`."""
         arrival_ns = time.perf_counter_ns()
         processor = self.parts.input_processor
-        prepared = await asyncio.to_thread(
+        prepare = partial(
             processor.prepare,
             prompt,
             params,
@@ -124,6 +140,7 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
         )
+        prepared = await self._on_thread(prompt, prepare)
         request = await processor.add_grammar(prepared)
         stream = self._open(request, arrival_ns)
         try:
@@ -131,6 +148,13 @@ class AsyncEngine:
                 yield delta
         finally:
             self._close(request.request_id)
+
+    async def _on_thread(self, prompt: Prompt, work: Callable[[], Made]) -> Made:
+        """Make tokens of a prompt. A template that a request brought may take its time: it has
+        threads of its own, so that it takes none from others."""
+        has_template = isinstance(prompt, ChatPrompt) and prompt.chat_template is not None
+        threads = self._template_threads if has_template else None
+        return await self._loop.run_in_executor(threads, work)
 
     def _new_id(self) -> str:
         while (request_id := f"req-{next(self._ids)}") in self._streams:
@@ -157,9 +181,9 @@ class AsyncEngine:
         return bool(ids)
 
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        return await asyncio.to_thread(
-            self.parts.input_processor.tokenize, prompt, add_special_tokens=add_special_tokens
-        )
+        tokenize = self.parts.input_processor.tokenize
+        work = partial(tokenize, prompt, add_special_tokens=add_special_tokens)
+        return await self._on_thread(prompt, work)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         tokenizer = self._tokenizer_for(token_ids)
@@ -193,8 +217,8 @@ class AsyncEngine:
         if self._death is not None:
             raise self._death
         core = self.parts.core
-        snapshot: EngineSnapshot = await asyncio.wrap_future(core.call(core.snapshot))
-        return snapshot
+        state: StateCopy = await asyncio.wrap_future(core.call(core.copy_state))
+        return state.snapshot()
 
     def events(self, capacity: int = 4096) -> EventRing:
         return self.parts.core.bus.subscribe(capacity)

@@ -156,10 +156,19 @@ class GrammarCompiler:
             if future.set_running_or_notify_cancel():
                 future.set_result(self.times.measure(self._compile, wanted))
         except BaseException as error:  # goes to whoever waits for the grammar
+            if not isinstance(error, RequestError):
+                self._forget(wanted, future)
             future.set_exception(error)
         finally:
             with self._lock:
                 lane.num_waiting -= 1
+
+    def _forget(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> None:
+        """The grammar is not to blame, but a machine without processes or memory left: whoever asks
+        next tries again."""
+        with self._lock:
+            if self._cache.get(_key(wanted)) is future:
+                del self._cache[_key(wanted)]
 
     def _compile(self, wanted: StructuredOutputsParams) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits

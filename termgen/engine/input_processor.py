@@ -11,9 +11,9 @@ import asyncio
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
-from termgen.client import ChatPrompt, Prompt, prompt_chars
+from termgen.client import ChatPrompt, FillPrompt, Prompt, prompt_chars
 from termgen.engine.grammar import COMPILE_TIMEOUT_S, GrammarCompiler, named
 from termgen.engine.request import (
     MAX_BAD_SEQUENCE_TOKENS,
@@ -21,12 +21,22 @@ from termgen.engine.request import (
     GenerationRequest,
     check_cache_salt,
 )
-from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.engine.tokenizer import Tokenizer, check_encodable
 from termgen.errors import ContextLengthError, RequestError
 
 MAX_REQUEST_ID_CHARS = 256
+OPTIONS = ("add_generation_prompt", "chat_template", "continue_final_message")
+"""Of a chat prompt: no variables of its template."""
+
+
+class Envelope(TypedDict, total=False):
+    """What `prepare` takes beside the prompt and the parameters."""
+
+    request_id: str | None
+    priority: int
+    cache_salt: str | None
 
 
 class InputProcessor:
@@ -40,29 +50,24 @@ class InputProcessor:
         *,
         eos_token_ids: Collection[int] = (),
         has_priorities: bool = True,
+        clamps_max_tokens: bool = False,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """has_priorities: the scheduler looks at them."""
+        """has_priorities: the scheduler looks at them. clamps_max_tokens: to what the context
+        leaves, where it would be an error."""
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._has_priorities = has_priorities
+        self._clamps_max_tokens = clamps_max_tokens
 
     def process(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        self, prompt: Prompt, params: SamplingParams, **envelope: Unpack[Envelope]
     ) -> GenerationRequest:
         """The request to submit. Raises RequestError before anything is queued."""
-        request = self.prepare(
-            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt
-        )
+        request = self.prepare(prompt, params, **envelope)
         wanted = params.structured_outputs
         if wanted is None:
             return request
@@ -79,6 +84,8 @@ class InputProcessor:
     ) -> GenerationRequest:
         """The same but for its grammar, for callers that wait for it with `add_grammar`."""
         _check_envelope(request_id, priority, cache_salt)
+        if isinstance(prompt, FillPrompt):
+            params = self._stop_behind_gap(params)
         if priority and not self._has_priorities:
             raise RequestError(
                 "priority has no effect on this engine, which runs requests in order of arrival;"
@@ -107,6 +114,15 @@ class InputProcessor:
             cache_salt=cache_salt,
             bad_token_ids=bad_token_ids,
         )
+
+    def _stop_behind_gap(self, params: SamplingParams) -> SamplingParams:
+        """What models write when a gap is full are not always end-of-sequence tokens."""
+        fill = self._tokenizer.fill_tokens if self._tokenizer is not None else None
+        if fill is None or params.ignore_eos:
+            return params
+        ends = (token_id for token_id in fill.ends if token_id < self._vocab_size)
+        own = dict.fromkeys((*params.stop_token_ids, *ends))
+        return replace(params, stop_token_ids=tuple(own)[:MAX_STOP_TOKEN_IDS])
 
     def _bad_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """How the tokenizer writes each bad word: at the start of a text, and after a space."""
@@ -182,6 +198,8 @@ class InputProcessor:
             ids = self._encode_text(prompt, add_special_tokens)
         elif isinstance(prompt, ChatPrompt):
             ids = self._encode_chat(prompt)
+        elif isinstance(prompt, FillPrompt):
+            ids = self._encode_fill(prompt)
         else:
             ids = self._check_ids(prompt)
         if not ids:
@@ -195,6 +213,11 @@ class InputProcessor:
         self._check_size(len(text), tokenizer, "prompt")
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
+    def _encode_fill(self, prompt: FillPrompt) -> list[int]:
+        tokenizer = self._need_tokenizer("suffix")
+        self._check_size(prompt_chars(prompt), tokenizer, "prompt")
+        return tokenizer.encode_fill(prompt.prefix, prompt.suffix)
+
     def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
         tokenizer = self._need_tokenizer("messages")
         self._check_size(prompt_chars(prompt), tokenizer, "messages")
@@ -203,10 +226,11 @@ class InputProcessor:
             prompt.messages,
             add_generation_prompt=prompt.add_generation_prompt,
             continue_final_message=prompt.continue_final_message,
+            chat_template=prompt.chat_template,
             **variables,
         )
         if variables:
-            tokenizer.refuse_unread_variables(variables)
+            tokenizer.refuse_unread_variables(variables, prompt.chat_template)
         return ids
 
     def _check_ids(self, prompt: Sequence[int]) -> list[int]:
@@ -250,6 +274,8 @@ class InputProcessor:
         if room < 1:
             raise self._too_long(f"{num_prompt} tokens", param)
         max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > room and self._clamps_max_tokens:
+            max_tokens = room
         if max_tokens > room:
             where = "messages" if param == "messages" else "prompt"
             raise ContextLengthError(
@@ -306,7 +332,7 @@ def _param_of(prompt: Prompt) -> str:
 
 def _template_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
     for name in variables:
-        if not isinstance(name, str) or name in ("add_generation_prompt", "continue_final_message"):
+        if not isinstance(name, str) or name in OPTIONS:
             raise RequestError(
                 f"{name!r} cannot be set as a chat template variable", param="chat_template_kwargs"
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,27 @@ def hash_blocks(token_ids: IntArray, block_size: int, chain: list[bytes], salt: 
         parent = chain[i - 1] if i else hashlib.sha256(f"termgen:{salt or ''}".encode()).digest()
         block = tokens[i * block_size : (i + 1) * block_size].tobytes()
         chain.append(hashlib.sha256(parent + block).digest())
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCopy:
+    """What every block is used for, at one moment."""
+
+    ref_counts: bytes
+    """[num_blocks] int32."""
+    is_hashed: bytes
+    """[num_blocks] 1 where a block holds a findable prefix."""
+
+    def states(self) -> npt.NDArray[np.uint8]:
+        """[num_blocks] BlockState of every block."""
+        refs = np.frombuffer(self.ref_counts, dtype=np.int32)
+        hashed = np.frombuffer(self.is_hashed, dtype=np.uint8)
+        # In bytes, which is several times as fast: 0, 1 or 2 users are FREE, ACTIVE and SHARED.
+        used = np.minimum(refs, 2).astype(np.uint8)
+        states: npt.NDArray[np.uint8] = used + (used != 0)
+        states += hashed & (used == 0)  # FREE to CACHED
+        states[NULL_BLOCK] = BlockState.NULL
+        return states
 
 
 class BlockPool:
@@ -116,15 +138,8 @@ class BlockPool:
                     self._forget(block)
         return not self._by_hash
 
-    def states(self) -> npt.NDArray[np.uint8]:
-        """[num_blocks] BlockState of every block."""
-        refs = np.frombuffer(self._ref_counts, dtype=np.int32)
-        hashed = np.frombuffer(self._is_hashed, dtype=np.uint8)
-        states = np.where(refs == 0, np.where(hashed, BlockState.CACHED, BlockState.FREE), refs)
-        states = np.where(refs == 1, BlockState.ACTIVE, states)
-        states = np.where(refs > 1, BlockState.SHARED, states).astype(np.uint8)
-        states[NULL_BLOCK] = BlockState.NULL
-        return states
+    def copy(self) -> PoolCopy:
+        return PoolCopy(self._ref_counts.tobytes(), bytes(self._is_hashed))
 
     @property
     def num_used(self) -> int:

@@ -1,13 +1,22 @@
-"""Builds the engine's snapshot for screens, on the engine thread between two steps."""
+"""The engine's snapshot for screens: copied on the engine thread between two steps, made elsewhere.
+
+What is computed of 100,000 blocks lets go of the GIL at every turn, and the engine would wait for
+its return each time, so the engine thread only copies.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 
 from termgen.engine.events import EngineSnapshot, RequestView, StepRecord
+from termgen.engine.kv_cache import PoolCopy
 from termgen.engine.request import Request, RequestStatus
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.step import GraphStatus, StepPlan
@@ -15,7 +24,26 @@ from termgen.engine.step import GraphStatus, StepPlan
 MAX_LISTED = 256
 
 
-def build_snapshot(
+@dataclass(frozen=True, slots=True, eq=False)
+class StateCopy:
+    """The engine at one moment. Any thread may make the snapshot of it."""
+
+    pool: PoolCopy
+    owned: tuple[npt.NDArray[np.int32], ...]
+    """The blocks of each running request that is listed."""
+    rest: Callable[..., EngineSnapshot]
+    """Makes a snapshot, given the map of the blocks."""
+
+    def snapshot(self) -> EngineSnapshot:
+        states = self.pool.states()
+        owners = np.full(len(states), -1, np.int32)
+        if self.owned:
+            places = np.arange(len(self.owned), dtype=np.int32)
+            owners[np.concatenate(self.owned)] = np.repeat(places, [*map(len, self.owned)])
+        return self.rest(block_states=states, block_owners=owners)
+
+
+def copy_state(
     scheduler: Scheduler,
     *,
     record: StepRecord | None,
@@ -24,7 +52,7 @@ def build_snapshot(
     graphs: GraphStatus,
     paused: bool,
     sleep_level: int,
-) -> EngineSnapshot:
+) -> StateCopy:
     """`plan` is the newest plan, for the tokens each request has in it."""
     now = time.perf_counter_ns()
     table, kv = scheduler.slots, scheduler.kv
@@ -34,23 +62,20 @@ def build_snapshot(
         scheduled = dict(
             zip(plan.slots[current].tolist(), plan.num_tokens[current].tolist(), strict=True)
         )
-    running = table.running.tolist()
-    owners = np.full(kv.pool.num_blocks, -1, np.int32)
-    for i, slot in enumerate(running):
-        owners[kv.block_table[slot, : kv.num_blocks[slot]]] = i if i < MAX_LISTED else -1
-    views = [
-        _running_view(scheduler, slot, scheduled.get(slot, 0), now) for slot in running[:MAX_LISTED]
-    ]
+    running = table.running
+    listed = running[:MAX_LISTED]
+    views = _running_views(scheduler, listed, scheduled, now)
     views += [_waiting_view(request, now) for request in islice(scheduler.waiting, MAX_LISTED)]
     stats, pool = scheduler.stats, kv.pool
-    return EngineSnapshot(
+    counts = zip(listed.tolist(), kv.num_blocks[listed].tolist(), strict=True)
+    owned = tuple(kv.block_table[slot, :count].copy() for slot, count in counts)
+    rest = partial(
+        EngineSnapshot,
         time_ns=now,
         step=record,
         requests=tuple(views),
         num_running=len(running),
         num_waiting=len(scheduler.waiting),
-        block_states=pool.states(),
-        block_owners=owners,
         num_used_blocks=pool.num_used,
         num_cached_blocks=pool.num_cached,
         num_free_blocks=pool.num_free - pool.num_cached,
@@ -69,6 +94,7 @@ def build_snapshot(
         sleep_level=sleep_level,
         waiting_reason=_waiting_reason(scheduler, plan, paused) if len(scheduler.waiting) else "",
     )
+    return StateCopy(pool.copy(), owned, rest)
 
 
 def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -> str:
@@ -85,25 +111,37 @@ def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -
     return "token budget spent" if plan and plan.total_tokens >= budget else "next step"
 
 
-def _running_view(scheduler: Scheduler, slot: int, scheduled: int, now: int) -> RequestView:
+def _running_views(
+    scheduler: Scheduler, slots: npt.NDArray[np.int32], scheduled: dict[int, int], now: int
+) -> list[RequestView]:
+    """Numbers are taken from the table by whole columns: this is the engine's time."""
     table = scheduler.slots
-    request = table.request_at(slot)
-    num_tokens = int(table.num_tokens[slot])
-    # All but the newest known token computed: from here on it is one token a step.
-    is_decoding = int(table.num_computed[slot]) >= num_tokens - 1 and scheduled <= 1
-    return RequestView(
-        request_id=request.request_id,
-        status="decode" if is_decoding and num_tokens > request.num_prompt_tokens else "prefill",
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_cached_tokens=request.num_cached_tokens,
-        num_computed_tokens=int(table.num_computed[slot]),
-        num_output_tokens=num_tokens - request.num_prompt_tokens,
-        num_blocks=int(scheduler.kv.num_blocks[slot]),
-        num_scheduled_tokens=scheduled,
-        age_s=(now - request.arrival_ns) / 1e9,
-        num_preemptions=request.num_preemptions,
-        priority=request.priority,
-    )
+    columns = (slots, table.num_tokens[slots], table.num_computed[slots])
+    numbers = (*columns, scheduler.kv.num_blocks[slots])
+    views = []
+    for slot, num_tokens, num_computed, num_blocks in zip(
+        *(column.tolist() for column in numbers), strict=True
+    ):
+        request, now_tokens = table.request_at(slot), scheduled.get(slot, 0)
+        # All but the newest known token computed: from here on it is one token a step.
+        is_decoding = num_computed >= num_tokens - 1 and now_tokens <= 1
+        num_output = num_tokens - request.num_prompt_tokens
+        views.append(
+            RequestView(
+                request_id=request.request_id,
+                status="decode" if is_decoding and num_output > 0 else "prefill",
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=request.num_cached_tokens,
+                num_computed_tokens=num_computed,
+                num_output_tokens=num_output,
+                num_blocks=num_blocks,
+                num_scheduled_tokens=now_tokens,
+                age_s=(now - request.arrival_ns) / 1e9,
+                num_preemptions=request.num_preemptions,
+                priority=request.priority,
+            )
+        )
+    return views
 
 
 def _waiting_view(request: Request, now: int) -> RequestView:

@@ -116,6 +116,7 @@ def _assemble(
             info.vocab_size,
             eos_token_ids=eos,
             has_priorities=config.scheduling_policy == "priority",
+            clamps_max_tokens=config.clamp_max_tokens,
             grammars=grammars,
         ),
         output_processor=OutputProcessor(tokenizer, tuple(eos)),

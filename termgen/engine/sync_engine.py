@@ -84,7 +84,7 @@ class SyncEngine:
         return settled.result()
 
     def snapshot(self) -> EngineSnapshot:
-        return self.core.snapshot()
+        return self.core.copy_state().snapshot()
 
     def pause(self, mode: PauseMode = "wait") -> None:
         """See `EngineClient.pause`."""

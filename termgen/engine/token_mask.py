@@ -62,7 +62,7 @@ class GrammarState:
         self._ends_at_eos = ends_at_eos
         self._matcher: TokenMatcher | None = None
         self._mask: IntArray | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         """Why there is no mask, and never will be one."""
         self.is_ready = False
         """The mask is filled, or there is an error."""
@@ -83,7 +83,7 @@ class GrammarState:
             bits = np.zeros(self._matcher.num_words, np.int32)
             self._matcher.fill(bits)
             self._mask = bits
-        except Exception as cause:  # whatever a grammar engine may raise; it ends the request
+        except BaseException as cause:  # a panic in llguidance is no Exception; it ends the request
             self.error = cause
 
     def accept(self, token_id: int) -> bool:

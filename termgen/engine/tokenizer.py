@@ -17,11 +17,15 @@ from termgen.client import Message, TokenizerInfo
 from termgen.engine.chat_encoding import ChatEncoder
 from termgen.engine.detokenizer import BytesDecoder, TokenDecoder, WindowDecoder
 from termgen.engine.encode_text import encode_text
+from termgen.engine.fill_in_middle import find_fill_tokens
 from termgen.engine.tokenizer_files import TokenizerParts, read_folder
 from termgen.errors import ModelNotFoundError, RequestError
 
 SPACE_MARK = "\u2581"
 """How SentencePiece vocabularies write a space."""
+
+BEHIND = "☺"
+"""A character that no token has beside others."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -57,13 +61,15 @@ class Tokenizer:
         self._text_bytes = _BytesTable(self._raw_bytes, self.special_token_ids)
         self.info = TokenizerInfo(dict(parts.named_tokens), parts.chat_templates.get("default"))
         self._max_token_chars: int | None = None
-        self._chat = ChatEncoder(backend, parts) if parts.chat_templates else None
+        self._chat = ChatEncoder(backend, parts)
         self.chat_templates = parts.chat_templates
         self.response_template = parts.response_template
+        self.fill_tokens = find_fill_tokens(backend.token_to_id)
+        """How prompts with a gap are written; None: this model fills none."""
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat is not None
+        return bool(self.chat_templates)
 
     @property
     def max_token_chars(self) -> int:
@@ -83,6 +89,29 @@ class Tokenizer:
             return ids
         return [*(self._prefix_ids or ()), *ids, *(self._suffix_ids or ())]
 
+    def encode_fill(self, prefix: str, suffix: str) -> list[int]:
+        """Token ids of a prompt whose gap the model is to fill. Raises RequestError."""
+        if self.fill_tokens is None:
+            raise RequestError(
+                "suffix needs a model that fills gaps: this one has no tokens for it",
+                param="suffix",
+                code="unsupported_parameter",
+            )
+        check_encodable(suffix, param="suffix")
+        begin = self.encode("")[:1]
+        ids = self.fill_tokens.prompt_ids(
+            self.encode(prefix, add_special_tokens=False), self._encode_behind(suffix)
+        )
+        return [*begin, *ids] if begin == [self.bos_token_id] else ids
+
+    def _encode_behind(self, text: str) -> list[int]:
+        """Ids of text that follows other text: without the space that some put before any text."""
+        ids, mark = (self.encode(t, add_special_tokens=False) for t in (text, BEHIND))
+        if not mark or not self._all_bytes[mark[0]].startswith(b" "):
+            return ids
+        both = self.encode(BEHIND + text, add_special_tokens=False)
+        return both[len(mark) :] if both[: len(mark)] == mark else ids
+
     def apply_chat_template(
         self,
         messages: Sequence[Message],
@@ -90,17 +119,20 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation. Nothing in the messages can become a special token.
 
-        `kwargs` are the template's variables (`tools`, `enable_thinking`). Raises RequestError.
+        `kwargs` are the template's variables (`tools`, `enable_thinking`); `chat_template` is one
+        to be used instead of the model's, in a process of its own. Raises RequestError.
         """
-        return self._need_chat().encode(
+        return self._need_chat(chat_template).encode(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=kwargs,
+            chat_template=chat_template,
         )
 
     def render_chat(
@@ -110,19 +142,23 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
         """The prompt text `apply_chat_template` encodes."""
-        return self._need_chat().render(
+        return self._need_chat(chat_template).render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=kwargs,
+            chat_template=chat_template,
         )
 
-    def refuse_unread_variables(self, variables: Mapping[str, Any]) -> None:
+    def refuse_unread_variables(
+        self, variables: Mapping[str, Any], chat_template: str | None = None
+    ) -> None:
         """Raises RequestError for a chat template variable that the template does not read."""
-        self._need_chat().refuse_unread(variables)
+        self._need_chat(chat_template).refuse_unread(variables, chat_template)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The full text of `ids`: what a `token_decoder` gives piece by piece."""
@@ -157,8 +193,8 @@ class Tokenizer:
         """The backend as the text of a tokenizer.json."""
         return self._backend.to_str()
 
-    def _need_chat(self) -> ChatEncoder:
-        if self._chat is None:
+    def _need_chat(self, chat_template: str | None) -> ChatEncoder:
+        if chat_template is None and not self.has_chat_template:
             raise RequestError(
                 "this model has no chat template; send a plain prompt instead", param="messages"
             )

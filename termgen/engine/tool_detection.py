@@ -7,8 +7,7 @@ then what its chat template contains.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from termgen.engine.tool_format import ResponseParser, ToolFormat, ToolStyle
@@ -17,6 +16,9 @@ if TYPE_CHECKING:
     from termgen.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+FIRST_LOOK_TOKENS = 64
+"""The end of a prompt in which the beginning of the answer is looked for first."""
 
 WORDS = {
     ToolStyle.HERMES: ("<tool_call>", "</tool_call>"),
@@ -40,7 +42,7 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat:
         style=style,
         knows_tools="tools" in source,
         special_tokens=special,
-        new_parser=_declared(tokenizer.response_template),
+        new_parser=_declared(tokenizer),
     )
 
 
@@ -52,7 +54,8 @@ def _style(source: str) -> ToolStyle:
     return ToolStyle.HERMES
 
 
-def _declared(declared: Mapping[str, Any] | None) -> Callable[[], ResponseParser] | None:
+def _declared(tokenizer: Tokenizer) -> Callable[[Sequence[int]], ResponseParser] | None:
+    declared = tokenizer.response_template
     if declared is None:
         return None
     try:
@@ -63,4 +66,27 @@ def _declared(declared: Mapping[str, Any] | None) -> Callable[[], ResponseParser
     except (ImportError, ValueError) as error:
         logger.warning("the model's response_template is not used: %s", error)
         return None
-    return partial(Parser, template, prefix="")
+    for field in template.fields.values():  # an answer that is cut short or malformed is one too
+        field.optional = True
+        if field.content == "json":
+            field.content_args = {**field.content_args, "allow_non_json": True}
+
+    def new_parser(prompt_ids: Sequence[int]) -> ResponseParser:
+        prefix = _begun_answer(template.start_anchor_re, tokenizer, prompt_ids)
+        parser: ResponseParser = Parser(template, prefix=prefix)
+        return parser
+
+    return new_parser
+
+
+def _begun_answer(anchor: Any, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
+    """What the prompt has of the answer: the text behind the last place where one begins."""
+    num_tokens = FIRST_LOOK_TOKENS
+    while True:
+        text = tokenizer.decode(prompt_ids[-num_tokens:], skip_special_tokens=False)
+        ends = [match.end() for match in anchor.finditer(text)]
+        if ends:
+            return text[ends[-1] :]
+        if num_tokens >= len(prompt_ids):
+            return ""
+        num_tokens *= 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,5 +39,6 @@ class ToolFormat:
     """The chat template shows tools to the model."""
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     """Ids of those words of the style that are special tokens, which text usually leaves out."""
-    new_parser: Callable[[], ResponseParser] | None = None
-    """Where the model declares how its responses are parsed; the style is that of forced calls."""
+    new_parser: Callable[[Sequence[int]], ResponseParser] | None = None
+    """Where the model declares how its responses are parsed; the style is that of forced calls.
+    Takes the token ids of the prompt, which may have begun the answer: with `<think>`, say."""

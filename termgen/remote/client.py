@@ -8,7 +8,6 @@ here: that is its event stream, which `tui.attach` reads.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import itertools
 import json
 import time
@@ -20,6 +19,7 @@ import httpx
 
 from termgen.client import (
     ChatPrompt,
+    FillPrompt,
     ModelInfo,
     PauseMode,
     Prompt,
@@ -27,10 +27,11 @@ from termgen.client import (
     TokenDelta,
     TokenizerInfo,
 )
+from termgen.config import is_loopback
 from termgen.engine.events import EngineSnapshot, EventRing
 from termgen.engine.grammar_times import GrammarTotals
 from termgen.engine.sampling_params import SamplingParams
-from termgen.errors import ConfigError, EngineError, TermgenError
+from termgen.errors import ConfigError, EngineError, RequestError, TermgenError
 from termgen.remote.failures import failure_of, short
 from termgen.remote.models import (
     RemoteModel,
@@ -182,6 +183,8 @@ class RemoteClient:
         return True
 
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, FillPrompt):
+            raise RequestError("a server cannot tell the tokens of a gap", param="suffix")
         if not isinstance(prompt, (str, ChatPrompt)):
             return list(prompt)
         body = {"model": self.model.model_id, **prompt_fields(prompt, self.dialect)}
@@ -328,15 +331,8 @@ def _http_client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         base_url=url,
         timeout=httpx.Timeout(CONNECT_S, read=SILENCE_S),
-        trust_env=not _is_local(httpx.URL(url).host),  # a proxy does not reach this machine
+        trust_env=not is_loopback(httpx.URL(url).host),  # a proxy does not reach this machine
     )
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _headers(key: str | None) -> dict[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from termgen.client import ChatPrompt, Prompt
+from termgen.client import ChatPrompt, FillPrompt, Prompt
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import RequestError
 
@@ -56,6 +56,12 @@ EXTRAS = (
     "bad_words",
 )
 LLAMA_CPP_NAMES = {"top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repeat_penalty"}
+
+
+def untold_params(dialect: Dialect) -> tuple[str, ...]:
+    """Sampling parameters that `build_call` refuses for such a server."""
+    told = LLAMA_CPP_NAMES if dialect is Dialect.LLAMA_CPP else {}
+    return () if dialect.knows_all else tuple(name for name in EXTRAS if name not in told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +112,8 @@ def build_call(
 
 def prompt_fields(prompt: Prompt, dialect: Dialect) -> dict[str, Any]:
     """The prompt as a body carries it."""
+    if isinstance(prompt, FillPrompt):
+        return {"prompt": prompt.prefix, "suffix": prompt.suffix}
     if not isinstance(prompt, ChatPrompt):
         return {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
     fields: dict[str, Any] = {"messages": [dict(message) for message in prompt.messages]}
@@ -118,6 +126,9 @@ def prompt_fields(prompt: Prompt, dialect: Dialect) -> dict[str, Any]:
     if prompt.template_kwargs:
         _need(dialect, "chat_template_kwargs")
         fields["chat_template_kwargs"] = dict(prompt.template_kwargs)
+    if prompt.chat_template is not None:
+        _need(dialect, "chat_template")
+        fields["chat_template"] = prompt.chat_template
     return fields
 
 

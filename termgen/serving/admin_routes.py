@@ -52,6 +52,7 @@ async def pause(request: Request) -> Response:
 
 
 async def resume(request: Request) -> Response:
+    _Options(request).finish()
     await state_of(request).require_engine().resume()
     return JSONReply({"status": "resumed"})
 
@@ -67,6 +68,7 @@ async def sleep(request: Request) -> Response:
 
 
 async def wake_up(request: Request) -> Response:
+    _Options(request).finish()
     await _beyond_the_client(state_of(request).require_engine().wake_up())
     return JSONReply({"status": "awake"})
 

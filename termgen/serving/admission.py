@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from termgen.api.job import Job
-from termgen.client import ChatPrompt, Prompt, prompt_chars
+from termgen.client import ChatPrompt, FillPrompt, Prompt, prompt_chars
 from termgen.config import ServerConfig
 from termgen.engine.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
 from termgen.errors import OverloadedError
@@ -197,13 +197,13 @@ class AdmissionControl:
 
     def on_prompt(self, prompt: Prompt, num_tokens: int) -> None:
         """How long a prompt turned out to be."""
-        if num_tokens and isinstance(prompt, (str, ChatPrompt)):
+        if num_tokens and isinstance(prompt, (str, ChatPrompt, FillPrompt)):
             ratio = min(16.0, max(0.5, prompt_chars(prompt) / num_tokens))
             self._chars_per_token += RATIO_WEIGHT * (ratio - self._chars_per_token)
 
     def estimate(self, prompt: Prompt) -> int:
         """Prompt tokens, without tokenising."""
-        if isinstance(prompt, (str, ChatPrompt)):
+        if isinstance(prompt, (str, ChatPrompt, FillPrompt)):
             return int(prompt_chars(prompt) / self._chars_per_token) + 1
         return len(prompt)
 

@@ -99,7 +99,10 @@ def _cross_origin(config: ServerConfig) -> list[Middleware]:
             allow_origins=[origin.rstrip("/") for origin in config.allowed_origin],
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-termgen-ignored", "retry-after", "retry-after-ms"],
+            expose_headers=[
+                *("x-request-id", "x-termgen-ignored", "x-termgen-max-tokens"),
+                *("retry-after", "retry-after-ms"),
+            ],
         )
     ]
 
@@ -140,7 +143,12 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 async def chat_completions(request: Request) -> ASGIApp:
     state, engine = state_of(request), state_of(request).require_engine()
     parse = partial(parse_chat, tool_format=engine.model.tool_format)
-    chat = await parse_body(request, parse, force_include_usage=state.config.force_include_usage)
+    chat = await parse_body(
+        request,
+        parse,
+        force_include_usage=state.config.force_include_usage,
+        trusts_template=state.config.trust_request_chat_template,
+    )
     return answer(
         request,
         [chat.job],

@@ -90,9 +90,13 @@ def _renaming(app: ASGIApp, names: Mapping[str, str]) -> ASGIApp:
 
 
 async def _parse(request: Request, parse: Callable[..., T], **options: bool) -> T:
-    tool_format = state_of(request).require_engine().model.tool_format
+    state = state_of(request)
     return await parse_body(
-        request, partial(parse, tool_format=tool_format), force_include_usage=False, **options
+        request,
+        partial(parse, tool_format=state.require_engine().model.tool_format),
+        force_include_usage=False,
+        trusts_template=state.config.trust_request_chat_template,
+        **options,
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from termgen.client import EngineClient
 from termgen.engine.events import EngineEvent, EventRing
 from termgen.errors import OverloadedError
+from termgen.serving.engine_pictures import Pictures
 
 HISTORY = 16_384
 """Events kept: half a minute of a busy GPU, hours of an idle one."""
@@ -52,6 +53,8 @@ class EventHub:
         self._ring: EventRing | None = None
         self._num_lost = 0
         self._linger: asyncio.TimerHandle | None = None
+        self.pictures = Pictures(engine)
+        """What they are told of the engine's state."""
         self.stream = ""
         """Names this numbering."""
         self.closing = asyncio.Event()
@@ -98,8 +101,10 @@ class EventHub:
         if listener.cursor < oldest:
             listener.dropped += oldest - listener.cursor
             listener.cursor = oldest
-        begin = listener.cursor - oldest
-        events = list(itertools.islice(self._history, begin, begin + MAX_BATCH))
+        behind = self._newest - listener.cursor
+        # From the new end: what is new is little, and the way to it from the old end long.
+        newest_first = itertools.islice(reversed(self._history), max(0, behind - MAX_BATCH), behind)
+        events = list(newest_first)[::-1]
         first = listener.cursor + 1
         listener.cursor += len(events)
         return first, events
@@ -116,6 +121,7 @@ class EventHub:
             self._engine.close_events(self._ring)
             self._ring = None
         self._history.clear()
+        self.pictures.forget()
 
     def _move(self) -> None:
         if self._ring is None:

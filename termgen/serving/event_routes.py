@@ -6,29 +6,29 @@ import asyncio
 import math
 import time
 from contextlib import suppress
-from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from termgen.api import sse
 from termgen.client import EngineClient, ModelInfo
-from termgen.engine.events import EngineEvent, EngineSnapshot
-from termgen.errors import EngineError, RequestError
+from termgen.engine.events import EngineEvent
+from termgen.errors import RequestError
 from termgen.serving.access import AdminRoute
+from termgen.serving.engine_pictures import Picture
 from termgen.serving.event_hub import EventHub, Listener
 from termgen.serving.reading import state_of
 from termgen.serving.responses import EventWriter, until_disconnect
-from termgen.serving.state import SNAPSHOT_TIMEOUT_S, ServerState
+from termgen.serving.state import ServerState
 from termgen.telemetry import (
     MAX_HZ,
     MAX_SILENCE_S,
     MIN_HZ,
     TOPICS,
-    Cache,
     Model,
     Opening,
     encode,
+    encode_cache,
     encode_events,
     frame_id,
     parse_frame_id,
@@ -116,7 +116,9 @@ class EventsResponse:
             write_chunk=None,
         )
         try:
-            source = _Source(self._state, self._engine, self._hub, listener, self._topics)
+            source = _Source(
+                self._state, self._engine, self._hub, listener, self._topics, 1 / self._hz
+            )
             await writer.write(await source.opening(resumed))
             while not await self._closes_within(1 / self._hz):
                 data = await source.news()
@@ -143,14 +145,16 @@ class _Source:
         hub: EventHub,
         listener: Listener,
         topics: frozenset[str],
+        interval_s: float,
     ) -> None:
         self._state = state
         self._engine = engine
         self._hub = hub
         self._listener = listener
         self._topics = topics
+        self._interval_s = interval_s
         self._told_model: tuple[str, ModelInfo] = (self._status, engine.model)
-        self._told: EngineSnapshot | None = None
+        self._told: Picture | None = None
         self._looked_at = -math.inf
 
     @property
@@ -162,7 +166,7 @@ class _Source:
         return frame_id(self._hub.stream, self._listener.cursor)
 
     async def opening(self, resumed: bool) -> bytes:
-        self._told = await self._snapshot()
+        self._told = await self._look(0.0)
         opening = Opening(
             stream=self._hub.stream,
             resumed=resumed,
@@ -171,7 +175,7 @@ class _Source:
             dropped=self._listener.dropped,
             status=self._told_model[0],
             model=self._told_model[1],
-            snapshot=self._told,
+            snapshot=self._told.snapshot if self._told is not None else None,
         )
         return bytes(encode(opening, self._id))
 
@@ -187,11 +191,12 @@ class _Source:
             )
         )
         if "cache" in self._topics and self._may_have_changed(found):
-            snapshot = await self._snapshot()
-            if snapshot is not None and not _same(snapshot, self._told):
-                self._told = snapshot
-                message = Cache(dropped=self._listener.dropped, snapshot=snapshot)
-                frames.append(encode(message, self._id))
+            picture = await self._look(self._interval_s / 2)
+            if picture is not None and not picture.shows_as(self._told):
+                self._told = picture
+                frames.append(
+                    encode_cache(picture.encoded, dropped=self._listener.dropped, frame_id=self._id)
+                )
         model = (self._status, self._engine.model)
         if "model" in self._topics and model != self._told_model:
             self._told_model = model
@@ -200,33 +205,14 @@ class _Source:
 
     def _may_have_changed(self, found: list[EngineEvent]) -> bool:
         """Building a snapshot is the engine's time: an idle one is seldom asked."""
-        told = self._told
+        told = self._told.snapshot if self._told is not None else None
         is_busy = told is None or told.num_running or told.num_waiting
         waited_s = time.monotonic() - self._looked_at
         return bool(found or (is_busy and not self._engine.is_paused) or waited_s > IDLE_SNAPSHOT_S)
 
-    async def _snapshot(self) -> EngineSnapshot | None:
+    async def _look(self, max_age_s: float) -> Picture | None:
         self._looked_at = time.monotonic()
-        with suppress(TimeoutError, EngineError):
-            async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
-                return await self._engine.snapshot()
-        return None
-
-
-def _same(new: EngineSnapshot, old: EngineSnapshot | None) -> bool:
-    """Whether only time has passed."""
-    if old is None or (new.block_states != old.block_states).any():
-        return False
-    if (new.block_owners != old.block_owners).any():
-        return False
-    return _timeless(new) == _timeless(old)
-
-
-def _timeless(snapshot: EngineSnapshot) -> tuple[object, ...]:
-    requests = tuple(replace(view, age_s=0.0) for view in snapshot.requests)
-    fields = type(snapshot).__dataclass_fields__
-    others = fields.keys() - {"time_ns", "requests", "block_states", "block_owners"}
-    return (requests, *(getattr(snapshot, name) for name in sorted(others)))
+        return await self._hub.pictures.look(max_age_s)
 
 
 EVENT_ROUTES = (AdminRoute("/v1/events", events, include_in_schema=False),)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
@@ -63,6 +63,8 @@ class Generation:
         self._scope: Scope = {}
         self._began_ns = time.perf_counter_ns()
         self._meters: list[RequestMeter] = []
+        self._room: int | None = None
+        """Tokens that the context left of a longer answer."""
         self.num_choices = self._num_open
         self.num_output_tokens = 0
 
@@ -105,6 +107,11 @@ class Generation:
             return "decode"
         has_begun = self._ticket is not None and self._ticket.has_begun
         return "prefill" if has_begun else "queue"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What the engine has changed of the request, once the first delta is there."""
+        return {} if self._room is None else {"x-termgen-max-tokens": str(self._room)}
 
     @property
     def is_complete(self) -> bool:
@@ -193,6 +200,7 @@ class Generation:
                 if is_new:
                     is_new = False
                     self._state.admission.on_prompt(job.prompt, delta.num_prompt_tokens)
+                    self._note_room(job, delta.num_prompt_tokens)
                 meter.on_delta(delta)
                 if ticket.num_waiting:
                     ticket.begin(job.request_id, delta.index)
@@ -201,6 +209,12 @@ class Generation:
                     ticket.end(job.request_id, delta.index)
                     delta = await self._end_choice(first_choice, delta, take)
                 await take(first_choice + delta.index, delta)
+
+    def _note_room(self, job: Job, num_prompt_tokens: int) -> None:
+        """An engine that does not clamp would have refused what it has no room for."""
+        room = self._engine.model.max_model_len - num_prompt_tokens
+        if job.max_tokens is not None and job.max_tokens > room:
+            self._room = room if self._room is None else min(self._room, room)
 
     def _generate(self, job: Job, params: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
         assert self.caller is not None

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -22,17 +22,15 @@ from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.startup_phases import StartupPhase
 from termgen.serving.grammar_metrics import GrammarMetrics
 from termgen.serving.request_metrics import RequestMetrics
+from termgen.serving.step_metrics import StepMetrics
 from termgen.serving.vllm_metrics import VLLMNames
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-STEP_BUCKETS = (
-    *(0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02),
-    *(0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5),
-)
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """By sleep level, in vLLM's words."""
-STEP_TOKEN_BUCKETS = tuple(float(2**i) for i in range(15))  # 1 .. 16384
+WAITING_REASONS = ("capacity", "deferred")
+"""vLLM's: nothing is free for them, or something else than that holds them back for a while."""
 
 
 @dataclass(slots=True)
@@ -105,6 +103,13 @@ class ServerMetrics:
 
         self.num_running = self._gauge("num_requests_running", "Requests in the batch")
         self.num_waiting = self._gauge("num_requests_waiting", "Requests in the queue")
+        self._waiting_by_reason = Gauge(
+            "termgen_num_requests_waiting_by_reason",
+            "Requests in the queue, by what they wait for: capacity, or deferred by a pause",
+            ["model", "reason"],
+            registry=self._registry,
+        )
+        self._is_paused = False
         self.paused = self._gauge("engine_paused", "1 while the engine is paused, else 0")
         self._sleep = Gauge(
             "termgen_engine_sleep_state",
@@ -138,6 +143,10 @@ class ServerMetrics:
             ["model", "phase"],
             registry=self._registry,
         )
+        self._add_counts(model)
+
+    def _add_counts(self, model: str) -> None:
+        """What is counted from the start on, and what is made of these."""
         self._disconnects = Counter(
             "termgen_client_disconnects",
             "Clients that left before their answer was complete",
@@ -149,30 +158,6 @@ class ServerMetrics:
             "Requests turned away before the engine saw them, by the code of the error",
             ["model", "reason"],
             registry=self._registry,
-        )
-        self._graph_steps = Counter(
-            "termgen_engine_steps",
-            "Engine steps by CUDA graph mode: FULL, PIECEWISE or NONE, and why it was no more",
-            ["model", "graph_mode", "reason"],
-            registry=self._registry,
-        )
-        self._launches = Counter(
-            "termgen_engine_launches",
-            "Engine steps by how many were in flight when they were launched",
-            ["model", "queue_depth"],
-            registry=self._registry,
-        )
-        device = Counter(
-            "termgen_engine_device_seconds",
-            "Time while there was work, by what the device did: busy with a step, or idle",
-            ["model", "state"],
-            registry=self._registry,
-        )
-        self._device_busy = device.labels(self._model, "busy")
-        self._device_idle = device.labels(self._model, "idle")
-        self.step_tokens = self._counter("engine_step_tokens", "Tokens that steps computed")
-        self.padded_tokens = self._counter(
-            "engine_padded_tokens", "Tokens that steps computed for nobody, to fit a recording"
         )
         self.ignored_fields = self._counter("ignored_fields", "Unknown request fields ignored")
         self.heartbeat = self._gauge(
@@ -186,27 +171,8 @@ class ServerMetrics:
             registry=self._registry,
         )
         self.requests = RequestMetrics(self._registry, model)
-        self._add_histograms()
-
-    def _add_histograms(self) -> None:
-        self._steps = Histogram(
-            "termgen_engine_step_seconds",
-            "Time of an engine step by phase",
-            ["model", "phase"],
-            buckets=STEP_BUCKETS,
-            registry=self._registry,
-        )
-        self.iteration_tokens = Histogram(
-            "termgen_iteration_tokens_total",
-            "Tokens that one step computed",
-            ["model"],
-            buckets=STEP_TOKEN_BUCKETS,
-            registry=self._registry,
-        ).labels(self._model)
-        self._step_phases = {
-            phase: self._steps.labels(self._model, phase)
-            for phase in ("schedule", "launch", "wait", "apply", "host", "device", "total")
-        }
+        self._steps = StepMetrics(model)
+        self._registry.register(self._steps)
 
     def _gauge(self, name: str, help_text: str) -> Gauge:
         gauge = Gauge(f"termgen_{name}", help_text, ["model"], registry=self._registry)
@@ -215,12 +181,6 @@ class ServerMetrics:
     def _counter(self, name: str, help_text: str) -> Counter:
         counter = Counter(f"termgen_{name}", help_text, ["model"], registry=self._registry)
         return counter.labels(self._model)
-
-    def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> Histogram:
-        histogram = Histogram(
-            f"termgen_{name}", help_text, ["model"], buckets=tuple(buckets), registry=self._registry
-        )
-        return histogram.labels(self._model)
 
     def disconnected(self, stage: str) -> None:
         """`stage`: `queue`, `prefill` or `decode`."""
@@ -233,29 +193,10 @@ class ServerMetrics:
     def on_events(self, events: Iterable[EngineEvent], *, num_dropped: int = 0) -> None:
         """Account for what the engine published since the last call."""
         self._since_start.num_dropped = num_dropped
-        newest: StepRecord | None = None
-        phases = self._step_phases
-        for event in events:
-            if not isinstance(event, StepRecord):
-                continue
-            newest = event
-            phases["schedule"].observe(event.schedule_us / 1e6)
-            phases["launch"].observe(event.launch_us / 1e6)
-            self._launches.labels(self._model, str(event.queue_depth)).inc()
-            phases["wait"].observe(event.wait_us / 1e6)
-            phases["apply"].observe(event.apply_us / 1e6)
-            phases["host"].observe(event.host_us / 1e6)
-            device_s = max(0, event.ended_ns - event.started_ns) / 1e9
-            phases["device"].observe(device_s)
-            self._device_busy.inc(device_s)
-            self._device_idle.inc(event.idle_us / 1e6)
-            phases["total"].observe(max(0, event.applied_ns - event.planned_ns) / 1e9)
-            self._graph_steps.labels(self._model, event.graph_mode, event.graph_reason).inc()
-            num_tokens = event.num_decode_rows + event.num_prefill_tokens
-            self.step_tokens.inc(num_tokens)
-            self.iteration_tokens.observe(num_tokens)
-            self.padded_tokens.inc(event.num_padded_tokens)
-        if newest is not None:
+        steps = [event for event in events if isinstance(event, StepRecord)]
+        if steps:
+            self._steps.add(steps)
+            newest = steps[-1]
             self._since_start.num_late_compiles = newest.num_late_compiles
             self._since_start.num_wasted_tokens = newest.num_wasted_tokens
             self._on_state(newest)
@@ -279,6 +220,7 @@ class ServerMetrics:
         self._cache_config.labels(*labels).set(1)
 
     def on_snapshot(self, snapshot: EngineSnapshot) -> None:
+        self._is_paused = snapshot.paused
         self._on_state(snapshot)
         self._on_heartbeat(max(snapshot.time_ns, snapshot.last_progress_ns))
         self.paused.set(snapshot.paused)
@@ -296,6 +238,9 @@ class ServerMetrics:
     def _on_state(self, state: StepRecord | EngineSnapshot) -> None:
         self.num_running.set(state.num_running)
         self.num_waiting.set(state.num_waiting)
+        for reason in WAITING_REASONS:
+            is_it = self._is_paused == (reason == "deferred")
+            self._waiting_by_reason.labels(self._model, reason).set(is_it * state.num_waiting)
         blocks = {
             "used": state.num_used_blocks,
             "cached": state.num_cached_blocks,

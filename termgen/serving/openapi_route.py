@@ -21,27 +21,29 @@ from termgen.api.responses_input import parse_responses
 from termgen.serving.responses import JSONReply
 
 
-def _checked(parse: Callable[..., object]) -> Parser:
+def _checked(parse: Callable[..., object], **options: bool) -> Parser:
     """The parser as routes use it; any name of a model will do."""
 
     def check(data: Mapping[str, Any]) -> object:
         model = resolve_model(data.get("model"), (str(data.get("model")),))
-        return parse(data, model=model, defaults={})
+        return parse(data, model=model, defaults={}, **options)
 
     return check
 
 
-BODIES: Mapping[str, Body] = {
-    "/v1/chat/completions": Body(
-        _checked(parse_chat), {"messages": [{"role": "user", "content": "x"}]}
-    ),
-    "/v1/completions": Body(_checked(parse_completion), {"prompt": "x"}),
-    "/v1/messages": Body(
-        _checked(parse_messages), {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    ),
-    "/v1/responses": Body(_checked(parse_responses), {"input": "x"}),
-}
-"""What is known of the bodies of POST routes; of others only that they are objects."""
+def _bodies(**options: bool) -> Mapping[str, Body]:
+    """What is known of the bodies of POST routes; of others only that they are objects. options: of
+    the parsers of chats."""
+    messages = [{"role": "user", "content": "x"}]
+    return {
+        "/v1/chat/completions": Body(_checked(parse_chat, **options), {"messages": messages}),
+        "/v1/completions": Body(_checked(parse_completion), {"prompt": "x"}),
+        "/v1/messages": Body(
+            _checked(parse_messages, **options), {"messages": messages, "max_tokens": 1}
+        ),
+        "/v1/responses": Body(_checked(parse_responses, **options), {"input": "x"}),
+    }
+
 
 WITHOUT_BODY = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache"})
 
@@ -62,8 +64,9 @@ class OpenAPI:
 
 
 def describe_app(app: Starlette) -> dict[str, Any]:
+    bodies = _bodies(trusts_template=app.state.server.config.trust_request_chat_template)
     endpoints = [
-        Endpoint(route.path, method, _summary(route), _body(route.path, method))
+        Endpoint(route.path, method, _summary(route), _body(bodies, route.path, method))
         for route in app.routes
         if isinstance(route, Route) and route.include_in_schema
         for method in sorted((route.methods or set()) - {"HEAD"})
@@ -76,7 +79,7 @@ def _summary(route: Route) -> str:
     return text or route.name.replace("_", " ")
 
 
-def _body(path: str, method: str) -> Body | None:
+def _body(bodies: Mapping[str, Body], path: str, method: str) -> Body | None:
     if method != "POST" or path in WITHOUT_BODY or path.endswith("/cancel"):
         return None
-    return BODIES.get(path, Body())
+    return bodies.get(path, Body())

@@ -118,6 +118,11 @@ class RequestMetrics:
             SIZE_BUCKETS,
         )
         self.output_size = add("request_generation_tokens", "Tokens generated", SIZE_BUCKETS)
+        self.longest_size = add(
+            "request_max_num_generation_tokens",
+            "Tokens of the longest completion of a request",
+            SIZE_BUCKETS,
+        )
         self.params_n = add("request_params_n", "Completions asked for", N_BUCKETS)
         self.params_max_tokens = add(
             "request_params_max_tokens", "Tokens asked for, where a limit was set", SIZE_BUCKETS
@@ -174,13 +179,17 @@ class RequestMeter:
     """Watches the deltas of one engine request, all its completions."""
 
     __slots__ = (
-        *("_is_computed", "_last_token_at", "_metrics", "_tokens", "finish_reasons"),
-        *("num_cached_tokens", "num_output_tokens", "num_prompt_tokens", "timings"),
+        *("_is_computed", "_last_token_at", "_longest", "_metrics", "_num_open", "_tokens"),
+        *("finish_reasons", "num_cached_tokens", "num_output_tokens", "num_prompt_tokens"),
+        "timings",
     )
 
     def __init__(self, metrics: RequestMetrics, job: Job) -> None:
         self._metrics = metrics
         self._is_computed = job.is_computed
+        self._num_open = job.params.n
+        self._longest = 0
+        """Tokens of the longest completion that has ended."""
         self._tokens = metrics.tokens
         self._last_token_at: dict[int, float] = {}
         self.num_prompt_tokens: int | None = None
@@ -214,6 +223,10 @@ class RequestMeter:
         self.finish_reasons.append(str(delta.finish_reason))
         self._metrics.finished(str(delta.finish_reason))
         self._metrics.output_size.observe(delta.num_output_tokens)
+        self._longest = max(self._longest, delta.num_output_tokens)
+        self._num_open -= 1
+        if not self._num_open:
+            self._metrics.longest_size.observe(self._longest)
         if delta.timings is not None:
             self.timings = delta.timings
             self._metrics.on_timings(delta.timings, delta.num_output_tokens)

@@ -134,7 +134,8 @@ class CompleteResponse:
 
             await generation.run(keep)
         body = self._build([merge_deltas(deltas) for deltas in parts])
-        await JSONReply(body, headers=self._headers)(scope, receive, send)
+        headers = {**self._headers, **generation.headers}
+        await JSONReply(body, headers=headers)(scope, receive, send)
 
 
 class EventStreamResponse:
@@ -178,6 +179,8 @@ class EventStreamResponse:
 
             async def write(choice: int, delta: TokenDelta) -> None:
                 data = self._data(choice, delta)
+                if not writer.has_started:
+                    writer.headers = {**self._headers, **generation.headers}
                 if generation.is_complete:
                     data += self._frames(self._chunks.end()) + self._wire.done
                     await writer.write(data, is_last=True)
@@ -226,7 +229,8 @@ class EventWriter:
         self._send = send
         self._write_chunk = write_chunk
         self._ping_frame = ping
-        self._headers = headers
+        self.headers = headers
+        """Of no effect once it has started."""
         self._ping_interval_s = ping_interval_s
         self._loop = asyncio.get_running_loop()
         self._wrote_at = self._loop.time()
@@ -263,7 +267,7 @@ class EventWriter:
 
     async def _start(self) -> None:
         self.has_started = True
-        raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in self._headers.items()]
+        raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in self.headers.items()]
         await self._send({"type": "http.response.start", "status": 200, "headers": raw})
 
     def _look(self) -> None:

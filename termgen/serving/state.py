@@ -13,13 +13,13 @@ from termgen.engine.events import EventRing
 from termgen.errors import EngineDeadError, EngineError
 from termgen.serving.access import Caller, KeyRing, Role
 from termgen.serving.admission import AdmissionControl
+from termgen.serving.engine_pictures import SNAPSHOT_TIMEOUT_S
 from termgen.serving.event_hub import EventHub
 from termgen.serving.json_process import JSONProcess
 from termgen.serving.metrics import ServerMetrics
 from termgen.serving.request_report import ReportSink, RequestLog, RequestReport
 
 EVENT_RING_CAPACITY = 16_384
-SNAPSHOT_TIMEOUT_S = 1.0
 
 
 class Cancellable(Protocol):

@@ -25,7 +25,8 @@ async def tokenize(request: Request) -> Response:
     state.admission.check_room()
     data = await read_json(request)
     resolve_model(data.get("model"), state.names_for(engine))
-    asked = parse_tokenize(data, engine.model.tool_format)
+    trusts = state.config.trust_request_chat_template
+    asked = parse_tokenize(data, engine.model.tool_format, trusts_template=trusts)
 
     async def work() -> tuple[list[int], list[str] | None]:
         ids = await engine.tokenize(asked.prompt, add_special_tokens=asked.add_special_tokens)

@@ -15,7 +15,8 @@ from prometheus_client.samples import Sample
 
 SAME_NAMES = frozenset(
     {
-        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+        *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason"),
+        "kv_cache_usage_perc",
         *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
         *("prompt_tokens", "prompt_tokens_cached", "prompt_tokens_by_source"),
         *("generation_tokens", "request_success", "iteration_tokens_total"),
@@ -24,6 +25,7 @@ SAME_NAMES = frozenset(
         *("request_queue_time_seconds", "request_inference_time_seconds"),
         *("request_prefill_time_seconds", "request_decode_time_seconds"),
         *("request_prompt_tokens", "request_generation_tokens"),
+        "request_max_num_generation_tokens",
         *("request_prefill_kv_computed_tokens", "request_params_n", "request_params_max_tokens"),
         *("cache_config_info", "engine_sleep_state"),
     }

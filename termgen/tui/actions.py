@@ -16,6 +16,7 @@ from termgen.tui.screens.bench import BenchEngineScreen, BenchScreen, bench_engi
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.screens.help import HelpScreen
+from termgen.tui.screens.links import LinksPanel
 from termgen.tui.screens.models import ModelScreen
 from termgen.tui.screens.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
 from termgen.tui.screens.silent import SilentScreen
@@ -29,13 +30,15 @@ BOXES = (
     SamplingPanel,
     SystemPromptPanel,
     HistoryPanel,
+    LinksPanel,
     LensScreen,
     ModelScreen,
     ThemeChooser,
     HelpScreen,
     SilentScreen,
 )
-"""What shows over a screen or in its place; nothing behind a box can be reached."""
+"""What shows over a screen or in its place; nothing behind a box can be reached but what the app
+binds with priority."""
 
 Group = tuple[Callable[[], DOMNode], Sequence[BindingType]]
 """Who runs the actions, and their bindings."""
@@ -44,18 +47,20 @@ Group = tuple[Callable[[], DOMNode], Sequence[BindingType]]
 def scopes(app: Sequence[BindingType]) -> list[Scope]:
     """`app` are the bindings that are there on every screen."""
     every = Screen.BINDINGS
+    first = [binding for binding in app if isinstance(binding, Binding) and binding.priority]
     return [
         Scope("chat", [*Prompt.BINDINGS, *ChatScreen.BINDINGS, *app], TextArea.BINDINGS + every),
         Scope("chat", [*Transcript.BINDINGS, *ChatScreen.BINDINGS, *app], every),
         Scope("chat", [*SessionList.BINDINGS, *ChatScreen.BINDINGS, *app], every),
         Scope("engine", [*DashboardScreen.BINDINGS, *app], every),
-        Scope("help", HelpScreen.BINDINGS, every),
-        Scope("themes", ThemeChooser.BINDINGS, every),
-        Scope("models", ModelScreen.BINDINGS, every),
-        Scope("tokens", LensScreen.BINDINGS, every),
-        Scope("sampling", SamplingPanel.BINDINGS, Input.BINDINGS + every),
-        Scope("system prompt", SystemPromptPanel.BINDINGS, TextArea.BINDINGS + every),
-        Scope("earlier prompts", HistoryPanel.BINDINGS, Input.BINDINGS + every),
+        Scope("help", [*HelpScreen.BINDINGS, *first], every),
+        Scope("themes", [*ThemeChooser.BINDINGS, *first], every),
+        Scope("models", [*ModelScreen.BINDINGS, *first], every),
+        Scope("tokens", [*LensScreen.BINDINGS, *first], every),
+        Scope("links", [*LinksPanel.BINDINGS, *first], every),
+        Scope("sampling", [*SamplingPanel.BINDINGS, *first], Input.BINDINGS + every),
+        Scope("system prompt", [*SystemPromptPanel.BINDINGS, *first], TextArea.BINDINGS + every),
+        Scope("earlier prompts", [*HistoryPanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("engine", [*SilentScreen.BINDINGS, *app], every),
         Scope("bench", [*BenchScreen.BINDINGS, *app], every),
         Scope("bench's engine", [*bench_engine_keys(), *app], every),
@@ -79,8 +84,8 @@ def groups(screen: Screen[object]) -> list[Group]:
         return [(lambda: screen, bench_engine_keys())]
     if isinstance(screen, DashboardScreen):
         return [(lambda: screen, DashboardScreen.BINDINGS)]
-    if isinstance(screen, SilentScreen):
-        return [(lambda: screen, SilentScreen.BINDINGS)]
+    if isinstance(screen, BOXES):
+        return [(lambda: screen, type(screen).BINDINGS)]
     return []
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 from textual import on, work
 from textual.app import App, SystemCommand
-from textual.binding import Binding
+from textual.binding import Binding, BindingType
 from textual.dom import DOMNode
 from textual.driver import Driver
 from textual.screen import Screen
@@ -29,6 +29,7 @@ from termgen.errors import TermgenError
 from termgen.tui import actions, themes
 from termgen.tui.alt_digits import let_alt_digits_through
 from termgen.tui.chat_store import ChatStore, Resume
+from termgen.tui.commands import COMMANDS, SlashCommand
 from termgen.tui.key_hints import KeyedApp
 from termgen.tui.keymap import Keymap, read_keymap
 from termgen.tui.messages import ModelsWanted
@@ -66,11 +67,17 @@ class TermgenApp(KeyedApp):
     CSS_PATH = Path(__file__).with_name("termgen.tcss")
     ENABLE_COMMAND_PALETTE = True
     COMMAND_PALETTE_BINDING = "ctrl+p"
+    slash_commands: Sequence[SlashCommand] = COMMANDS
 
     BINDINGS = [
         Binding("f1", "help", "Help", id="app.help", tooltip="Every key and command"),
         Binding(
-            "ctrl+p", "command_palette", "Actions", id="app.palette", tooltip="Every action by name"
+            "ctrl+p",
+            "command_palette",
+            "Actions",
+            id="app.palette",
+            tooltip="Every action of the screen by name",
+            priority=True,
         ),
         Binding("ctrl+q", "quit", "Quit", id="app.quit", tooltip="Leave termgen", priority=True),
         Binding(
@@ -139,6 +146,12 @@ class TermgenApp(KeyedApp):
         self._signals: list[signal.Signals] = []
         self._dashboard: DashboardScreen | SilentScreen | None = None
         self.client: EngineClient | None = None
+
+    @classmethod
+    def check_settings(cls, ui: UIConfig) -> None:
+        """Raises ConfigError: a notice on the loading screen is gone before anybody reads it."""
+        themes.check_name(ui.theme, themes.shipped_folder(), themes.user_folder())
+        cls.read_keys(ui)
 
     @classmethod
     def read_keys(cls, ui: UIConfig) -> Keymap:
@@ -315,8 +328,13 @@ class TermgenApp(KeyedApp):
     def action_help(self) -> None:
         if self._dashboard is None or isinstance(self.screen, HelpScreen):
             return
-        sections = self.help_sections()
-        self.push_screen(HelpScreen([(t, self._keymap_now.applied(b)) for t, b in sections]))
+        sections = [(t, self._keymap_now.applied(b)) for t, b in self.help_sections()]
+        self.push_screen(HelpScreen(sections, self.slash_commands))
+
+    @property
+    def everywhere(self) -> list[BindingType]:
+        """What is bound on every screen, with what it does here."""
+        return list(self.BINDINGS)
 
     def help_sections(self) -> list[HelpSection]:
         """What is shown first comes first."""
@@ -334,7 +352,7 @@ class TermgenApp(KeyedApp):
             *here,
             ("Transcript", Transcript.BINDINGS),
             ("List of chats", SessionList.BINDINGS),
-            ("Everywhere", self.BINDINGS),
+            ("Everywhere", self.everywhere),
             ("Lists and notices", [binding for one in actions.BOXES for binding in one.BINDINGS]),
         ]
 
@@ -364,7 +382,7 @@ class TermgenApp(KeyedApp):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Every action, for the command palette."""
-        groups: list[actions.Group] = [(lambda: self, self.BINDINGS)]
+        groups: list[actions.Group] = [(lambda: self, self.everywhere)]
         if self._dashboard is not None:
             groups = [*actions.groups(screen), *groups]
         for command in actions.commands(groups, self._keymap_now, self._run_command):

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 import httpx
 
+from termgen.config import is_loopback
 from termgen.errors import TermgenError
 from termgen.telemetry import (
     MAX_HZ,
@@ -125,7 +126,9 @@ class _Stream:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._record = record
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(CONNECT_S, read=SILENCE_S), follow_redirects=True
+            timeout=httpx.Timeout(CONNECT_S, read=SILENCE_S),
+            follow_redirects=True,
+            trust_env=not _is_here(self._url),  # a proxy does not reach this machine
         )
         self._response: httpx.Response | None = None
         self.last_id: str | None = None
@@ -200,6 +203,13 @@ class _Stream:
         response, self._response = self._response, None
         if response is not None:
             await response.aclose()
+
+
+def _is_here(url: str) -> bool:
+    try:
+        return is_loopback(httpx.URL(url).host)
+    except httpx.InvalidURL:  # told when it is opened
+        return False
 
 
 def _refusal(url: str, response: httpx.Response) -> str:

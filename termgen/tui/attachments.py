@@ -105,14 +105,20 @@ def with_files(question: str, attachments: Sequence[Attachment]) -> str:
 
     Files come first, so that another question on the same files finds them in the prefix cache.
     """
-    return "\n\n".join([*map(_block, attachments), question])
+    return "\n\n".join([*map(with_name, attachments), question])
 
 
-def _block(attachment: Attachment) -> str:
-    longest = max((len(ticks) for ticks in _FENCE.findall(attachment.text)), default=2)
+def with_name(attachment: Attachment) -> str:
+    """A fenced block below the file's name."""
+    return fenced(attachment.name, attachment.text, _language(attachment.name))
+
+
+def fenced(name: str, text: str, language: str = "") -> str:
+    """A text below its name, in a fence that none within it ends."""
+    longest = max((len(ticks) for ticks in _FENCE.findall(text)), default=2)
     fence = "`" * (longest + 1)
-    text = attachment.text.removesuffix("\n")
-    return f"{attachment.name}:\n{fence}{_language(attachment.name)}\n{text}\n{fence}"
+    text = text.removesuffix("\n")
+    return f"{name}:\n{fence}{language}\n{text}\n{fence}"
 
 
 def _language(name: str) -> str:

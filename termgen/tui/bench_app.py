@@ -7,25 +7,22 @@ somebody first looks at it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from textual.app import SystemCommand
-from textual.screen import Screen
-
-from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import TermgenError
-from termgen.tui.app import TermgenApp
-from termgen.tui.attach import RemoteFeed
 from termgen.tui.bench_view import BenchView
 from termgen.tui.feed import StreamFeed
+from termgen.tui.feed_app import FeedApp
 from termgen.tui.screens.bench import BenchEngineScreen, BenchScreen, bench_engine_keys
 from termgen.tui.screens.help import HelpSection
 from termgen.tui.screens.silent import SilentScreen
 
 
-class BenchApp(TermgenApp):
+class BenchApp(FeedApp):
+    interrupt_help = "Stop the run and keep what is measured; leave when there is none"
+
     def __init__(
         self,
         read: Callable[[], BenchView],
@@ -36,17 +33,10 @@ class BenchApp(TermgenApp):
         ui: UIConfig,
         theme_folders: tuple[Path, ...] | None = None,
     ) -> None:
-        super().__init__(
-            self._start_nothing,
-            stop_engine=self._close_feed,
-            ui=ui,
-            start_screen="bench",
-            theme_folders=theme_folders,
-        )
+        super().__init__(ui=ui, start_screen="bench", theme_folders=theme_folders)
         self.bench = BenchScreen(read, stop=stop, hz=ui.dashboard_hz)
         self._begin = begin
         self._open_feed = open_feed
-        self._feed: StreamFeed | None = None
 
     async def open_screens(self, report: Callable[[str, float], None]) -> None:
         self.add_mode("bench", lambda: self.bench)
@@ -73,12 +63,6 @@ class BenchApp(TermgenApp):
         else:
             self.exit()
 
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Keys that lead to a chat do nothing, and the footer leaves them out."""
-        if action == "show" and parameters == ("chat",):
-            return False
-        return super().check_action(action, parameters)
-
     def help_sections(self) -> list[HelpSection]:
         here: list[HelpSection] = [
             ("Bench", BenchScreen.BINDINGS),
@@ -86,17 +70,4 @@ class BenchApp(TermgenApp):
         ]
         if self._shown == "dashboard":
             here.reverse()
-        return [*here, ("Everywhere", self.BINDINGS)]
-
-    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        for command in super().get_system_commands(screen):
-            if command.title != "Chat":
-                yield command
-
-    async def _start_nothing(self, _report: Callable[[str, float], None]) -> EngineClient:
-        raise AssertionError("a bench that is watched has no engine of its own here")
-
-    async def _close_feed(self) -> None:
-        feed, self._feed = self._feed, None
-        if isinstance(feed, RemoteFeed):
-            await feed.close()
+        return self.help_of(here)

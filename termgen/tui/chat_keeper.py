@@ -27,9 +27,16 @@ class ChatKeeper:
         self._unsaved: tuple[Conversation, Turn] | None = None
         """Whose text has grown since it was saved."""
 
-    def asked(self, conversation: Conversation, turn: Turn, params: SamplingParams) -> None:
-        """A turn was added to the path."""
-        self.save_session(conversation, params)
+    def asked(
+        self,
+        conversation: Conversation,
+        turn: Turn,
+        params: SamplingParams,
+        *,
+        own: SamplingParams | None = None,
+    ) -> None:
+        """A turn was added to the path. `own` is what `session_record` takes by this name."""
+        self.save_session(conversation, params, own=own)
         self._save_turn(conversation, turn)
         self.chose(conversation, turn)
         self._saved_s = self._clock()
@@ -75,17 +82,25 @@ class ChatKeeper:
         )
         self._store.put(("chosen", parent_id or conversation.session_id), write)
 
-    def save_session(self, conversation: Conversation, params: SamplingParams) -> None:
-        session = session_record(conversation, params)
+    def save_session(
+        self, conversation: Conversation, params: SamplingParams, *, own: SamplingParams | None
+    ) -> None:
+        session = session_record(conversation, params, own=own)
         self._put_about(
             session.session_id, "session", partial(ChatDatabase.save_session, session=session)
         )
 
-    def save_all(self, conversation: Conversation, params: SamplingParams) -> None:
+    def save_all(
+        self,
+        conversation: Conversation,
+        params: SamplingParams,
+        *,
+        own: SamplingParams | None = None,
+    ) -> None:
         """Into a new file, or of an import."""
         turns = all_turns(conversation)
         if turns:
-            self.save_session(conversation, params)
+            self.save_session(conversation, params, own=own)
         for turn in turns:
             self._save_turn(conversation, turn)
 

@@ -5,7 +5,9 @@ Pure translation between `Conversation` and plain values. No files here, and no 
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,9 +16,13 @@ from typing import Any, TypeVar
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ChatStoreError, RequestError
+from termgen.tui.attachments import Attachment, with_name
 from termgen.tui.conversation import AnswerState, AnswerStats, Conversation, Turn
+from termgen.tui.thoughts import Thought
 from termgen.tui.turn_extras import MAX_TIME_S, extras_of, plain_text, restore_extras, seconds
 
+_DETAILS = re.compile(r"<(?=/?details\b)", re.IGNORECASE)
+"""What would end the fold, or begin another."""
 FORMAT = "termgen-chat"
 VERSION = 1
 PARAM_NAMES = (
@@ -33,6 +39,8 @@ PARAM_NAMES = (
     "min_tokens",
 )
 """Sampling parameters that are kept with a chat."""
+SET_BY_HAND = "set"
+"""Beside them in `SessionRecord.params`: the names of those that somebody set."""
 
 
 R = TypeVar("R", "SessionRecord", "TurnRecord")
@@ -65,8 +73,13 @@ class TurnRecord:
     files and form of answer, where there are any."""
 
 
-def session_record(conversation: Conversation, params: SamplingParams) -> SessionRecord:
-    """As of now."""
+def session_record(
+    conversation: Conversation, params: SamplingParams, *, own: SamplingParams | None = None
+) -> SessionRecord:
+    """As of now. `own` are the parameters of the model itself: what differs was set by somebody."""
+    held: dict[str, Any] = {name: getattr(params, name) for name in PARAM_NAMES}
+    if own is not None:
+        held[SET_BY_HAND] = [name for name in PARAM_NAMES if held[name] != getattr(own, name)]
     now_s = time.time()
     turns = conversation.turns
     return SessionRecord(
@@ -76,7 +89,7 @@ def session_record(conversation: Conversation, params: SamplingParams) -> Sessio
         updated_s=now_s,
         model_id=turns[-1].model_id if turns else "",
         system_prompt=conversation.system_prompt,
-        params={name: getattr(params, name) for name in PARAM_NAMES},
+        params=held,
     )
 
 
@@ -180,11 +193,14 @@ def _turn_of(record: TurnRecord) -> Turn:
 
 
 def restored_params(kept: Mapping[str, Any], now: SamplingParams) -> SamplingParams:
-    """The parameters a chat was held with; what it does not tell is as now."""
+    """The parameters that were set in a chat, or all it was held with where it does not tell which
+    these are; the others are as now."""
+    by_hand = kept.get(SET_BY_HAND)
+    names = by_hand if isinstance(by_hand, list) else PARAM_NAMES
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in kept.items()
-        if name in PARAM_NAMES
+        if name in PARAM_NAMES and name in names
     }
     try:
         return replace(now, **values)
@@ -255,13 +271,35 @@ def record_of(record_class: type[R], given: Any, where: str) -> R:
 
 
 def as_markdown(session: SessionRecord, conversation: Conversation) -> str:
-    """The path, for people to read."""
+    """The path, for people to read. Files and thoughts are folded."""
     parts = [f"# {session.title}"]
     if conversation.system_prompt:
         quoted = "\n".join(f"> {line}" for line in conversation.system_prompt.splitlines())
         parts.append(f"System prompt:\n\n{quoted}")
     for turn in conversation.turns:
-        parts += ["## You", turn.question.rstrip()]
+        parts += ["## You", *map(_folded_file, turn.attachments), turn.question.rstrip()]
+        if turn.answer or turn.thought.text:
+            parts.append(f"## {turn.model_id or session.model_id or 'Answer'}")
+        if turn.thought.text:
+            parts.append(_folded_thought(turn.thought))
         if turn.answer:
-            parts += [f"## {turn.model_id or session.model_id or 'Answer'}", turn.answer.rstrip()]
+            parts.append(turn.answer.rstrip())
     return "\n\n".join(parts) + "\n"
+
+
+def _folded_file(file: Attachment) -> str:
+    """As the model was given it."""
+    return _folded(f"Attached: {file.name} ({file.num_bytes:,} bytes)", with_name(file))
+
+
+def _folded_thought(thought: Thought) -> str:
+    """Quoted, so that a fence it has left open ends with it."""
+    text = _DETAILS.sub("&lt;", thought.text.strip())
+    quoted = "\n".join(f"> {line}".rstrip() for line in text.splitlines())
+    summary = f"Thought for {thought.seconds:.1f} s, {thought.num_tokens:,} tokens"
+    return _folded(summary, quoted)
+
+
+def _folded(summary: str, text: str) -> str:
+    shown = html.escape(" ".join(summary.split()), quote=False)
+    return f"<details>\n<summary>{shown}</summary>\n\n{text}\n\n</details>"

@@ -27,6 +27,7 @@ COMMANDS = (
     SlashCommand("retry", "answer the last question again, beside its answer"),
     SlashCommand("edit", "edit the last question; sending it makes a branch"),
     SlashCommand("tokens", "how likely the answer's tokens were; branch from one"),
+    SlashCommand("links", "list the links of the last answer, to open or copy one"),
     SlashCommand("sessions", "list, search and open earlier chats"),
     SlashCommand("rename", "give this chat a name", "NAME"),
     SlashCommand("export", "write this chat to a file; -f replaces one", "[-f] [md|json] PATH"),

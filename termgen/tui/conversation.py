@@ -108,7 +108,7 @@ class Turn:
     model_id: str = ""
     """Who answers; empty where it is not known."""
     num_kept_tokens: int = 0
-    """Of another answer's beginning, with which this one began. Not saved."""
+    """Of another answer's beginning, with which this one began."""
     parent: Turn | None = field(default=None, repr=False)
     children: list[Turn] = field(default_factory=list, repr=False)
     chosen: Turn | None = field(default=None, repr=False)

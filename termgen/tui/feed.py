@@ -66,6 +66,9 @@ class StreamFeed:
     def close_events(self, ring: EventRing) -> None:
         self._bus.unsubscribe(ring)
 
+    async def close(self) -> None:
+        """Nothing is to come any more. May be called again."""
+
     def take(self, message: Message) -> None:
         """Pass one message on."""
         if isinstance(message, Events):

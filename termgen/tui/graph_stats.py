@@ -1,17 +1,23 @@
 """Counts of what ran from a CUDA graph and what did not, since the dashboard began to listen.
 
-Fed by the store with every step; the graphs page draws the frozen `GraphFigures`. No Textual.
+Fed by the store with the steps of a frame; the graphs page draws the frozen `GraphFigures`. No
+Textual.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from termgen.engine.events import StepRecord
 
 MAX_SIZES = 512
 """Sizes and reasons kept apart; an engine records far fewer."""
+_KIND = attrgetter(
+    "graph_mode", "graph_reason", "num_decode_rows", "num_prefill_tokens", "num_padded_tokens"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +59,26 @@ class GraphStats:
         self._reasons: Counter[tuple[str, str]] = Counter()
         self._figures: GraphFigures | None = GraphFigures()
 
-    def add(self, step: StepRecord) -> None:
+    def add(self, steps: Sequence[StepRecord]) -> None:
+        """Many steps are alike: those are counted at once."""
         self._figures = None
-        mode = step.graph_mode
-        self._modes[mode] += 1
-        if step.graph_reason:
-            self._count_reason(mode, step.graph_reason)
-        if mode == "NONE":
-            return
-        tokens = step.num_decode_rows + step.num_prefill_tokens
-        key = (mode, tokens + step.num_padded_tokens)
-        if key not in self._sizes and len(self._sizes) >= MAX_SIZES:
-            return
-        counts = self._sizes.setdefault(key, [0, 0, 0])
-        for i, more in enumerate((1, tokens, step.num_padded_tokens)):
-            counts[i] += more
+        for (mode, reason, decode, prefill, padded), number in Counter(map(_KIND, steps)).items():
+            self._modes[mode] += number
+            if reason:
+                self._count_reason(mode, reason, number)
+            tokens = decode + prefill
+            key = (mode, tokens + padded)
+            if mode == "NONE" or (key not in self._sizes and len(self._sizes) >= MAX_SIZES):
+                continue
+            counts = self._sizes.setdefault(key, [0, 0, 0])
+            for i, more in enumerate((1, tokens, padded)):
+                counts[i] += number * more
 
-    def _count_reason(self, mode: str, reason: str) -> None:
+    def _count_reason(self, mode: str, reason: str, number: int) -> None:
         key = (mode, reason)
         self._reasons[
             key if key in self._reasons or len(self._reasons) < MAX_SIZES else (mode, "other")
-        ] += 1
+        ] += number
 
     @property
     def figures(self) -> GraphFigures:

@@ -13,7 +13,7 @@ from typing import Protocol, TextIO
 
 from termgen.tui.markdown import StreamingMarkdown
 from termgen.tui.sanitize import StreamCleaner
-from termgen.tui.spans import Row, row_width
+from termgen.tui.spans import Row, row_text, row_width
 
 MAX_WIDTH = 100
 REDRAW_S = 1 / 15
@@ -142,7 +142,7 @@ class MarkdownWriter:
 
 def _used(row: Row) -> int:
     """Cells, without blanks at the end."""
-    text = "".join(text for text, _ in row)
+    text = row_text(row)
     return row_width(row) - (len(text) - len(text.rstrip(" ")))
 
 

@@ -10,16 +10,18 @@ ends or is preempted. Fed by the store. No Textual.
 from __future__ import annotations
 
 import enum
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from termgen.engine.events import EngineSnapshot, RequestEvent, RequestEventKind, StepRecord
 
 MAX_REQUESTS = 2048
 MAX_RUNS = 4096
 """Of one request; the oldest are forgotten."""
+_step_id = attrgetter("step_id")
 
 
 class Doing(enum.IntEnum):
@@ -71,6 +73,14 @@ class History:
     def lane(self, step_ids: Sequence[int]) -> list[Doing]:
         return [self.doing(step_id) for step_id in step_ids]
 
+    def spans(self, doing: Doing, first_id: int) -> Iterator[tuple[int, int | None]]:
+        """The steps from `first_id` on in which it does this: from one up to another, or None."""
+        begin = max(0, bisect_right(self.run_starts, first_id) - 1)
+        for i in range(begin, len(self.run_starts)):
+            if self.run_kinds[i] is doing:
+                is_last = i + 1 == len(self.run_starts)
+                yield self.run_starts[i], None if is_last else self.run_starts[i + 1]
+
     @property
     def state(self) -> Doing:
         return self.run_kinds[-1] if self.run_kinds else Doing.WAITING
@@ -114,6 +124,13 @@ class LaneBook:
 
     def get(self, request_id: str | None) -> History | None:
         return self._histories.get(request_id) if request_id is not None else None
+
+    def add_steps(self, steps: Sequence[StepRecord]) -> None:
+        """A step without prompts changes nobody's lane, unless the one before had some."""
+        for step in steps:
+            if step.prefill_ids or self._in_prefill:
+                self.add_step(step)
+        self._step_id = steps[-1].step_id
 
     def add_step(self, step: StepRecord) -> None:
         self._step_id = step.step_id
@@ -187,11 +204,9 @@ class LaneBook:
 
 def token_times(history: History, steps: Sequence[StepRecord]) -> list[int]:
     """When its tokens came: the first, then one with each decode of the steps that are kept."""
-    known = history.first_token_ns > 1
-    times = [history.first_token_ns] if known else []
-    times += [
-        step.landed_ns or step.applied_ns
-        for step in steps
-        if history.doing(step.step_id) is Doing.DECODE
-    ]
+    times = [history.first_token_ns] if history.first_token_ns > 1 else []
+    for first, end in history.spans(Doing.DECODE, steps[0].step_id if steps else 0):
+        begin = bisect_left(steps, first, key=_step_id)
+        stop = len(steps) if end is None else bisect_left(steps, end, key=_step_id)
+        times += [step.landed_ns or step.applied_ns for step in steps[begin:stop]]
     return times

@@ -7,12 +7,11 @@ text of requests is in neither. No Textual.
 from __future__ import annotations
 
 import enum
-import itertools
 import logging
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -22,7 +21,9 @@ KEPT = 4096
 """Of the lines below WARNING, and once more of the others: a busy engine has thousands a minute of
 which nobody needs to hear, and an error must outlast them."""
 TAPPED = 1024
-SLOW_STEP_MS = 1000.0
+MAX_CHARS = 4096
+"""Of one logged line; the rest of it is not kept, and cannot be searched for."""
+SLOW_STEP_NS = 1_000_000_000
 LOGGERS = ("termgen", "uvicorn")
 
 
@@ -48,20 +49,33 @@ class LogBook:
     """Lines in the order in which they came."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count(1)
+        self._num_lines = 0
         self._usual: deque[Line] = deque(maxlen=KEPT)
         self._serious: deque[Line] = deque(maxlen=KEPT)
         self._late_compiles: int | None = None
         self._reason = ""
+        self._asked: tuple[Level, str, int] | None = None
+        """What was looked for last, in how many lines; it is asked for in every frame."""
+        self._found: list[Line] = []
 
     def add(self, line: Line) -> None:
         lines = self._serious if line.level >= Level.WARNING else self._usual
-        lines.append(line._replace(number=next(self._numbers)))
+        self._num_lines += 1
+        lines.append(line._replace(number=self._num_lines))
+
+    def add_steps(self, steps: Iterable[StepRecord]) -> None:
+        """Most are worth no line."""
+        for step in steps:
+            if (
+                step.ended_ns - step.started_ns >= SLOW_STEP_NS
+                or step.num_late_compiles != self._late_compiles
+                or (step.graph_reason and step.graph_reason != self._reason)
+            ):
+                self.add_step(step)
 
     def add_step(self, step: StepRecord) -> None:
-        """Most steps are worth no line."""
         took_ms = (step.ended_ns - step.started_ns) / 1e6
-        if took_ms >= SLOW_STEP_MS:
+        if step.ended_ns - step.started_ns >= SLOW_STEP_NS:
             tokens = step.num_decode_rows + step.num_prefill_tokens
             text = f"step {step.step_id} took {took_ms:.0f} ms for {tokens} tokens"
             self.add(Line(step.applied_ns, Level.WARNING, text))
@@ -90,16 +104,20 @@ class LogBook:
 
     def matching(self, level: Level, words: str, until_ns: int) -> Sequence[Line]:
         """Lines of at least this level, with these words in them, up to a moment."""
-        wanted = words.casefold()
+        asked = (level, words.casefold(), self._num_lines)
+        if asked != self._asked:
+            self._asked, self._found = asked, self._search(level, words.casefold())
+        if all(line.time_ns <= until_ns for line in self._found):
+            return self._found
+        return [line for line in self._found if line.time_ns <= until_ns]
+
+    def _search(self, level: Level, wanted: str) -> list[Line]:
+        books = (self._usual, self._serious) if level < Level.WARNING else (self._serious,)
         found = [
             line
-            for lines in (
-                (self._usual, self._serious) if level < Level.WARNING else (self._serious,)
-            )
+            for lines in books
             for line in lines
-            if line.level >= level
-            and line.time_ns <= until_ns
-            and (not wanted or wanted in line.text.casefold())
+            if line.level >= level and (not wanted or wanted in line.text.casefold())
         ]
         found.sort(key=_number)
         return found
@@ -147,7 +165,7 @@ class LogTap(logging.Handler):
         if logging.WARNING <= record.levelno < logging.ERROR:
             level = Level.WARNING
         try:
-            text = " ".join(record.getMessage().split())
+            text = " ".join(_shortened(record.getMessage()).split())
         except Exception:  # as every handler: whoever logs, the engine's thread too, goes on
             self.handleError(record)
             return
@@ -163,3 +181,9 @@ class LogTap(logging.Handler):
         for name in LOGGERS:
             logging.getLogger(name).removeHandler(self)
         super().close()
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MAX_CHARS:
+        return text
+    return f"{text[:MAX_CHARS]}… ({len(text):,} characters)"

@@ -18,7 +18,7 @@ class PromptSubmitted(Message):
 
 @dataclass
 class PromptEdited(Message):
-    """The prompt's text changed. A later one replaces an earlier one that was not handled yet."""
+    """The prompt's text or size changed. A later one replaces an earlier one not handled yet."""
 
     text: str
 
@@ -59,10 +59,3 @@ class ModelsWanted(Message):
     """The user asked for the list of models, or for one by its name."""
 
     name: str
-
-
-@dataclass
-class StartupFailed(Message):
-    """The engine could not be started."""
-
-    error: Exception

@@ -11,7 +11,6 @@ from typing import Any
 
 from termgen.errors import TermgenError
 from termgen.tui.app import TermgenApp
-from termgen.tui.attach import RemoteFeed
 from termgen.tui.feed import StreamFeed
 from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.screens.silent import SilentScreen
@@ -43,5 +42,5 @@ class RemoteApp(TermgenApp):
 
     async def on_unmount(self) -> None:
         feed, self._feed = self._feed, None
-        if isinstance(feed, RemoteFeed):
+        if feed is not None:
             await feed.close()

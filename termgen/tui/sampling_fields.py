@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +68,16 @@ def changes(params: SamplingParams, defaults: SamplingParams) -> list[str]:
     """What was set to something else than the default: `T 0.2`, `seed 7`."""
     changed = [name for name in FIELDS if getattr(params, name) != getattr(defaults, name)]
     return [f"{'T' if name == 'temperature' else name} {_shown(params, name)}" for name in changed]
+
+
+def without(params: SamplingParams, names: Iterable[str]) -> tuple[SamplingParams, tuple[str, ...]]:
+    """The parameters with these as if nobody had set them, and what is left out so: `top_k 40`."""
+    nothing = SamplingParams()
+    left_out = [name for name in names if getattr(params, name) != getattr(nothing, name)]
+    if not left_out:
+        return params, ()
+    fewer = replace(params, **{name: getattr(nothing, name) for name in left_out})
+    return fewer, tuple(f"{name} {_shown(params, name)}" for name in left_out)
 
 
 def _shown(params: SamplingParams, name: str) -> str:

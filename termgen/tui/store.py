@@ -7,10 +7,12 @@ The dashboard screen feeds it and passes the resulting `DashboardView` to the re
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from termgen.engine.events import (
     EngineEvent,
@@ -22,9 +24,8 @@ from termgen.engine.events import (
 from termgen.tui.graph_stats import GraphFigures, GraphStats
 from termgen.tui.lanes import LaneBook
 from termgen.tui.log import LogBook
+from termgen.tui.step_figures import BUCKET_NS, LONGEST_MS, StepFigures
 
-BUCKET_NS = 250_000_000
-"""Width of one point of the series."""
 HISTORY_BUCKETS = 480
 RATE_BUCKETS = 4
 """Rates are averages over the last full second."""
@@ -33,12 +34,9 @@ STEP_WINDOW_NS = 30_000_000_000
 LATENCY_SAMPLES = 256
 FINISHED_KEPT = 64
 TRACKED_REQUESTS = 2048
-MAX_STEP_BUCKETS = 40
-"""A step longer than this many buckets is charged to the last of them only."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRow:
+class RequestRow(NamedTuple):
     """One request of the table."""
 
     request_id: str
@@ -123,30 +121,6 @@ class _Track:
     first_token_ns: int = 0
 
 
-class _Series:
-    """Sums or maxima per time bucket, for the last `HISTORY_BUCKETS` buckets."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, float] = {}
-
-    def add(self, bucket: int, value: float) -> None:
-        self._values[bucket] = self._values.get(bucket, 0.0) + value
-        self._trim(bucket)
-
-    def peak(self, bucket: int, value: float) -> None:
-        self._values[bucket] = max(self._values.get(bucket, 0.0), value)
-        self._trim(bucket)
-
-    def window(self, last: int, count: int) -> tuple[float, ...]:
-        get = self._values.get
-        return tuple(get(bucket, 0.0) for bucket in range(last - count + 1, last + 1))
-
-    def _trim(self, newest: int) -> None:
-        if len(self._values) > 2 * HISTORY_BUCKETS:
-            oldest = newest - HISTORY_BUCKETS
-            self._values = {b: v for b, v in self._values.items() if b > oldest}
-
-
 class DashboardStore:
     """Feed it with `apply` and `set_snapshot`, read it with `view`."""
 
@@ -154,13 +128,12 @@ class DashboardStore:
         self.started_ns = started_ns
         self.num_dropped = 0
         self._steps: deque[StepRecord] = deque(maxlen=STEP_HISTORY)
-        self._decode = _Series()
-        self._prefill = _Series()
-        self._step_ms = _Series()
+        self._figures = StepFigures(kept_buckets=2 * HISTORY_BUCKETS, kept_steps=STEP_HISTORY)
         self._ttft_ms: deque[float] = deque(maxlen=LATENCY_SAMPLES)
         self._live: OrderedDict[str, _Track] = OrderedDict()
         self._finished: deque[tuple[int, RequestRow]] = deque(maxlen=FINISHED_KEPT)
-        self._last_rows: dict[str, RequestRow] = {}
+        self._num_preempted: dict[str, int] = {}
+        """How often each request of the last snapshot was."""
         self._num_finished = 0
         self._graphs = GraphStats()
         self.lanes = LaneBook()
@@ -169,31 +142,32 @@ class DashboardStore:
         self._snapshot: EngineSnapshot | None = None
 
     def apply(self, events: Iterable[EngineEvent]) -> None:
+        """Steps are counted together; only what tells of a request is looked at one by one."""
+        steps: list[StepRecord] = []
+        told = 0  # of the steps, what lanes and log know
         for event in events:
             if isinstance(event, StepRecord):
-                self._apply_step(event)
-            else:
-                self._apply_request(event)
+                steps.append(event)
+                continue
+            if told < len(steps):  # in the order in which they came
+                self._tell(steps[told:])
+                told = len(steps)
+            self._apply_request(event)
+        if told < len(steps):
+            self._tell(steps[told:])
+        if steps:
+            self._steps.extend(steps)
+            self._graphs.add(steps)
+            self._figures.add(steps)
+
+    def _tell(self, steps: Sequence[StepRecord]) -> None:
+        self.lanes.add_steps(steps)
+        self.log.add_steps(steps)
 
     def set_snapshot(self, snapshot: EngineSnapshot) -> None:
         self._snapshot = snapshot
         self.lanes.add_snapshot(snapshot)
-        self._last_rows = {
-            row.request_id: row for row in self._live_rows(snapshot, snapshot.time_ns)
-        }
-
-    def _apply_step(self, step: StepRecord) -> None:
-        self._steps.append(step)
-        self._graphs.add(step)
-        self.lanes.add_step(step)
-        self.log.add_step(step)
-        last = step.ended_ns // BUCKET_NS
-        first = max(step.started_ns // BUCKET_NS, last - MAX_STEP_BUCKETS)
-        share = 1 / (last - first + 1)
-        for bucket in range(first, last + 1):
-            self._decode.add(bucket, step.num_sampled_tokens * share)
-            self._prefill.add(bucket, step.num_prefill_tokens * share)
-        self._step_ms.peak(last, step_ms(step))
+        self._num_preempted = {r.request_id: r.num_preemptions for r in snapshot.requests}
 
     def _apply_request(self, event: RequestEvent) -> None:
         self.lanes.add_event(event)
@@ -217,7 +191,6 @@ class DashboardStore:
 
     def _finish(self, event: RequestEvent, track: _Track | None) -> None:
         self._num_finished += 1
-        known = self._last_rows.pop(event.request_id, None)
         rate = None
         if track is not None and track.first_token_ns:
             rate = _rate(event.num_output_tokens, event.time_ns - track.first_token_ns)
@@ -232,7 +205,7 @@ class DashboardStore:
             blocks=0,
             age_s=0.0,
             rate=rate,
-            preemptions=known.preemptions if known else 0,
+            preemptions=self._num_preempted.get(event.request_id, 0),
             finished=True,
         )
         self._finished.appendleft((event.time_ns, row))
@@ -266,25 +239,27 @@ class DashboardStore:
         """The state at `now_ns`, ready to be drawn. Step times are those of the window."""
         newest = now_ns // BUCKET_NS - 1  # the bucket under way is not full yet
         per_second = 1e9 / BUCKET_NS
-        decode = self._decode.window(newest, HISTORY_BUCKETS)
-        prefill = self._prefill.window(newest, HISTORY_BUCKETS)
+        series = self._figures.window(newest, HISTORY_BUCKETS)
+        series[:LONGEST_MS] *= per_second
+        decode, prefill, longest = (tuple(values) for values in series.tolist())
         window_ns = STEP_WINDOW_NS if window_s is None else window_s * 1_000_000_000
-        recent = [step_ms(s) for s in self._steps if now_ns - s.ended_ns < window_ns]
+        step_p50, step_p99 = percentiles(self._figures.step_ms(now_ns - window_ns), 50, 99)
+        ttft_p50, ttft_p99 = percentiles(self._ttft_ms, 50, 99)
         step, snapshot = (self._steps[-1] if self._steps else None), self._snapshot
         newer = step if step and (not snapshot or step.applied_ns > snapshot.time_ns) else None
         counters: StepRecord | EngineSnapshot | None = newer or snapshot
         view = DashboardView(
             now_ns=now_ns,
             uptime_s=(now_ns - self.started_ns) / 1e9,
-            decode_rate=sum(decode[-RATE_BUCKETS:]) / RATE_BUCKETS * per_second,
-            prefill_rate=sum(prefill[-RATE_BUCKETS:]) / RATE_BUCKETS * per_second,
-            decode_series=tuple(v * per_second for v in decode),
-            prefill_series=tuple(v * per_second for v in prefill),
-            step_series=self._step_ms.window(newest, HISTORY_BUCKETS),
-            step_p50_ms=percentile(recent, 50),
-            step_p99_ms=percentile(recent, 99),
-            ttft_p50_ms=percentile(self._ttft_ms, 50),
-            ttft_p99_ms=percentile(self._ttft_ms, 99),
+            decode_rate=sum(decode[-RATE_BUCKETS:]) / RATE_BUCKETS,
+            prefill_rate=sum(prefill[-RATE_BUCKETS:]) / RATE_BUCKETS,
+            decode_series=decode,
+            prefill_series=prefill,
+            step_series=longest,
+            step_p50_ms=step_p50,
+            step_p99_ms=step_p99,
+            ttft_p50_ms=ttft_p50,
+            ttft_p99_ms=ttft_p99,
             num_running=0,
             num_waiting=0,
             num_finished=max(self._num_finished, snapshot.num_finished if snapshot else 0),
@@ -312,7 +287,7 @@ class DashboardStore:
         gone = {row.request_id for _, row in self._finished}
         rows = [row for row in live if row.request_id not in gone]
         rows += [
-            replace(row, age_s=max(0, now_ns - ended_ns) / 1e9) for ended_ns, row in self._finished
+            row._replace(age_s=max(0, now_ns - ended_ns) / 1e9) for ended_ns, row in self._finished
         ]
         return tuple(rows)
 
@@ -372,8 +347,17 @@ def mode_letter(mode: str) -> str:
 
 
 def percentile(values: Iterable[float], q: float) -> float | None:
-    data = np.fromiter(values, dtype=np.float64)
-    return float(np.percentile(data, q)) if data.size else None
+    return percentiles(np.fromiter(values, dtype=np.float64), q)[0]
+
+
+def percentiles(
+    values: Collection[float] | npt.NDArray[np.float64], *qs: float
+) -> Sequence[float | None]:
+    """Nones where there are no values."""
+    if not len(values):
+        return [None] * len(qs)
+    found: list[float | None] = np.percentile(np.fromiter(values, np.float64), qs).tolist()
+    return found
 
 
 def _rate(tokens: int, elapsed_ns: int) -> float | None:

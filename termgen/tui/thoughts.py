@@ -96,7 +96,7 @@ async def open_reader(
         return PlainReader()
     declared = client.model.tool_format.new_parser
     if declared is not None:
-        return DeclaredReader(declared())
+        return DeclaredReader(declared(prompt_ids))
     return ThinkReader(is_open=await _opens_a_thought(client, prompt_ids))
 
 

@@ -16,7 +16,7 @@ MAX_TIME_S = 1e11
 
 
 def extras_of(turn: Turn) -> dict[str, Any]:
-    """Thoughts, files and form, those that there are."""
+    """Thoughts, files, form and where it was branched, those that there are."""
     extras: dict[str, Any] = {}
     thought, form = turn.thought, turn.form
     if thought.text:
@@ -29,6 +29,8 @@ def extras_of(turn: Turn) -> dict[str, Any]:
         extras["files"] = [{"name": file.name, "text": file.text} for file in turn.attachments]
     if form is not None:
         extras["form"] = {form.kind: form.value}
+    if turn.num_kept_tokens:
+        extras["kept_tokens"] = turn.num_kept_tokens
     return extras
 
 
@@ -54,6 +56,10 @@ def restore_extras(turn: Turn, extras: Mapping[str, Any]) -> None:
             turn.form = StructuredOutputsParams(**values)
         except RequestError as error:
             raise ValueError(str(error)) from None
+    kept = extras.get("kept_tokens", 0)
+    if type(kept) is not int or kept < 0:
+        raise ValueError("kept_tokens is no number of tokens")
+    turn.num_kept_tokens = kept
 
 
 def _text(value: Any) -> str:

@@ -15,7 +15,7 @@ from termgen.api.completions import (
 )
 from termgen.api.logprobs import TextLogprobs
 from termgen.api.models import model_list, resolve_model, served_names
-from termgen.client import TokenDelta, TokenLogprob
+from termgen.client import FillPrompt, TokenDelta, TokenLogprob
 from termgen.engine.request import FinishReason
 from termgen.errors import RequestError
 
@@ -194,3 +194,19 @@ def test_model_names() -> None:
     listed = model_list(info, names)["data"]
     assert [m["id"] for m in listed] == ["a", "b"]
     assert all(m["root"] == "/models/fake" and m["max_model_len"] == 4096 for m in listed)
+
+
+def test_a_suffix_makes_a_gap() -> None:
+    request = parse(["a", "b"], suffix="c")
+    assert [job.prompt for job in request.jobs] == [FillPrompt("a", "c"), FillPrompt("b", "c")]
+    for nothing in (None, ""):
+        assert parse("a", suffix=nothing).jobs[0].prompt == "a"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"suffix": 5}, {"suffix": "x", "echo": True}, {"suffix": "x", "prompt": [1, 2]}]
+)
+def test_a_suffix_that_has_no_gap_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(**{"prompt": "a", **fields})
+    assert caught.value.param == "suffix"

@@ -12,7 +12,8 @@ import pytest
 from termgen.api.chat import parse_chat
 from termgen.api.completions import parse_completion
 from termgen.api.document import IGNORED, REFUSED, rewritten, taken
-from termgen.api.parameters import CHAT, COMPLETIONS, GROUPS
+from termgen.api.parameter_types import CHAT, COMPLETIONS
+from termgen.api.parameters import GROUPS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lengths import scaled
 
 from termgen.api.chat import parse_chat
 from termgen.api.completions import parse_completion
 from termgen.api.document import IGNORED, REFUSED, taken
 from termgen.api.errors import reply_for
-from termgen.api.parameters import CHAT, COMPLETIONS
+from termgen.api.parameter_types import CHAT, COMPLETIONS
 from termgen.engine.input_processor import InputProcessor
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import RequestError
@@ -25,6 +26,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "stream": ("stream_options", "prompt_logprobs", "sse_ping_interval"),
     "add_generation_prompt": ("continue_final_message",),
     "n": ("best_of",),
+    "echo": ("suffix",),
 }
 """Fields that a wrong value of another is told of: the two do not go together."""
 
@@ -44,7 +46,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(keys, inner, max_size=4),
     max_leaves=8,
 )
-quick = settings(max_examples=400, deadline=None, print_blob=True)
+quick = settings(max_examples=scaled(120), deadline=None, print_blob=True)
 
 
 def process(endpoint: str, body: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from termgen.api.chat import ChatStream, chat_response, parse_chat
 from termgen.api.responses import ResponseStream, response_object
 from termgen.api.responses_input import parse_responses
 from termgen.api.tool_calls import new_parser
-from termgen.client import TokenDelta
+from termgen.client import TokenDelta, merge_deltas
 from termgen.engine.request import FinishReason
 from termgen.engine.tool_format import ToolFormat
 
@@ -43,7 +43,9 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type":
 
 
 def context(template: dict[str, Any] = TEMPLATE) -> dict[str, Any]:
-    declared = ToolFormat(knows_tools=True, new_parser=lambda: ResponseParser(template, prefix=""))
+    declared = ToolFormat(
+        knows_tools=True, new_parser=lambda _: ResponseParser(template, prefix="")
+    )
     return {"model": "m", "defaults": {}, "tool_format": declared}
 
 
@@ -194,3 +196,91 @@ def test_a_response_has_reasoning_items() -> None:
     prompt = parse_responses({"input": again}, **context()).chat.job.prompt
     assert prompt.messages[1]["reasoning_content"] == "A river. The Rhïne?"  # type: ignore[union-attr]
     assert prompt.messages[1]["content"] == "The Rhine."  # type: ignore[union-attr]
+
+
+# -- thoughts that the prompt has opened -------------------------------------------------------
+
+OPENED = "<user>hi<assistant><think>\n"
+NOT_OPENED = "<user><think>?<assistant>"
+
+
+def opening(prompts: list[Sequence[int]]) -> dict[str, Any]:
+    """A parser that is told the prompt as characters; `prompts` gets what it was told."""
+
+    def new(prompt_ids: Sequence[int]) -> ResponseParser:
+        prompts.append(prompt_ids)
+        return ResponseParser(TEMPLATE, prefix="".join(map(chr, prompt_ids)))
+
+    return {**context(), "tool_format": ToolFormat(knows_tools=True, new_parser=new)}
+
+
+def prompted(pieces: Sequence[str], prompt: str, index: int = 0) -> list[TokenDelta]:
+    first, *rest = (replace(delta, index=index) for delta in deltas(pieces))
+    ids = tuple(map(ord, prompt)) if index == 0 else None
+    return [replace(first, prompt_token_ids=ids), *rest]
+
+
+@pytest.mark.parametrize(("prompt", "thinks"), [(OPENED, True), (NOT_OPENED, False)])
+@pytest.mark.parametrize("cut", [1, 3, 1000])
+def test_thoughts_may_begin_in_the_prompt(prompt: str, thinks: bool, cut: int) -> None:
+    text = "A river?</think>The Rhine." if thinks else "The Rhine."
+    pieces = [text[i : i + cut] for i in range(0, len(text), cut)]
+    told: list[Sequence[int]] = []
+    request = parse_chat({"messages": HI, "stream": True}, **opening(told))
+    stream = ChatStream(request)
+    events = [e for delta in prompted([*pieces, ""], prompt) for e in stream.feed(0, delta)]
+    message = chat_response(request, prompted([text], prompt))["choices"][0]["message"]
+    assert said(Told({}, events), "content") == message["content"] == "The Rhine."
+    expected = "A river?" if thinks else ""
+    assert said(Told({}, events), "reasoning_content") == expected
+    assert message.get("reasoning_content", "") == expected
+    assert told == [tuple(map(ord, prompt))] * 2
+
+
+def test_all_answers_to_one_prompt_know_how_it_ended() -> None:
+    told: list[Sequence[int]] = []
+    request = parse_chat({"messages": HI, "stream": True, "n": 2}, **opening(told))
+    stream = ChatStream(request)
+    ours = prompted(["Hm.</think>", "Yes"], OPENED)
+    others = prompted(["So?</think>", "No"], OPENED, index=1)
+    assert stream.feed(1, others[0]) == [], "only the first answer brings the prompt"
+    events = stream.feed(0, ours[0]) + stream.feed(1, others[1]) + stream.feed(0, ours[1])
+    for index, (thought, text) in enumerate([("Hm.", "Yes"), ("So?", "No")]):
+        mine = [{"choices": [c for c in e["choices"] if c["index"] == index]} for e in events]
+        assert said(Told({}, mine), "reasoning_content") == thought
+        assert said(Told({}, mine), "content") == text
+    whole = chat_response(request, [merge_deltas(ours), merge_deltas(others)])
+    messages = [choice["message"] for choice in whole["choices"]]
+    assert [m["reasoning_content"] for m in messages] == ["Hm.", "So?"]
+    assert [m["content"] for m in messages] == ["Yes", "No"]
+
+
+def test_thoughts_that_the_prompt_opened_reach_every_endpoint() -> None:
+    pieces = ["A river?</think>", "The Rhine."]
+    asked = parse_messages({"max_tokens": 9, "messages": HI, "stream": True}, **opening([]))
+    (whole,) = [merge_deltas(prompted(pieces, OPENED))]
+    thought, text = message_response(asked, [whole])["content"]
+    assert (thought["thinking"], text["text"]) == ("A river?", "The Rhine.")
+    stream = MessageStream(asked)
+    events = [e for delta in prompted(pieces, OPENED) for e in stream.feed(0, delta)]
+    starts = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
+    assert starts == ["thinking", "text"]
+    wanted = parse_responses({"input": "hi", "stream": True}, **opening([]))
+    reasoning, message = response_object(wanted, [whole])["output"]
+    assert reasoning["content"][0]["text"] == "A river?"
+    assert message["content"][0]["text"] == "The Rhine."
+
+
+def test_a_prompt_that_begins_no_answer_opens_no_thoughts() -> None:
+    told: list[Sequence[int]] = []
+    fields = {"messages": HI, "add_generation_prompt": False}
+    request = parse_chat(fields, **opening(told))
+    chat_response(request, prompted(["Yes"], OPENED))
+    assert told == [()]
+
+
+def test_a_call_that_cannot_be_read_is_content() -> None:
+    text = "Now: <call:f>{oops</call> Sorry."
+    told = chat(text)
+    message = told.whole["choices"][0]["message"]
+    assert "Sorry." in message["content"] and "Sorry." in said(told, "content")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from fake_executor import make_core
@@ -133,7 +133,7 @@ def with_logprobs(plan: StepPlan, result: StepResult) -> StepResult:
         return result
     ids = np.repeat(plan.slots[:, None], 1 + plan.max_logprobs, axis=1)
     logprobs = StepLogprobs(ids, -ids.astype(np.float32), plan.epochs.copy())
-    return replace(result, logprobs=logprobs)
+    return result._replace(logprobs=logprobs)
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from termgen.client import PauseMode
 from termgen.engine.request import FinishReason
 from termgen.engine.step import MAX_STEPS_IN_FLIGHT
 
-NUM_SCHEDULES = int(os.environ.get("TERMGEN_FUZZ_SCHEDULES", "320"))
+NUM_SCHEDULES = int(os.environ.get("TERMGEN_FUZZ_SCHEDULES", "192"))
 SCHEDULES_PER_TEST = 8
 NUM_TURNS = 40
 NUM_DEEP_SCHEDULES = NUM_SCHEDULES // 8

@@ -169,8 +169,7 @@ def test_a_plan_in_flight_does_not_change_while_later_ones_are_made(depth: int) 
     tables.append(driver.scheduler.kv.block_table)
 
     def arrays(plan: StepPlan) -> list[np.ndarray]:
-        own = [getattr(plan, f.name) for f in fields(plan)]
-        return [a for a in (*own, *(r.token_ids for r in plan.added)) if isinstance(a, np.ndarray)]
+        return [a for a in (*plan, *(r.token_ids for r in plan.added)) if isinstance(a, np.ndarray)]
 
     def copied(plan: StepPlan):
         copies[plan.step_id] = copy.deepcopy(plan)

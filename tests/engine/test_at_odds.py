@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 from constrained_harness import ConstrainedDriver, FakeGrammar
+from scheduler_harness import make_request
 from scripted_device import VOCAB
 
+from termgen.engine.at_odds import fault_of
 from termgen.engine.request import FinishReason
 from termgen.errors import RequestError
 
@@ -42,3 +45,13 @@ def test_parameters_that_leave_the_grammar_nothing_are_the_requests_fault() -> N
         assert bearer.ending.error.param == param and param in str(bearer.ending.error)
     assert kept.reason is FinishReason.STOP and kept.tokens == answer
     assert driver.scheduler.kv.pool.num_used == 0
+
+
+def test_a_least_length_that_the_grammar_ends_before_is_the_requests_fault() -> None:
+    """The mask has only the end token, which min_tokens forbids: the device drew another one."""
+    request = make_request("r", [1, 2], min_tokens=3, max_tokens=9)
+    only_end, drawn = np.asarray([1 << 5], np.int32), 7
+    fault = fault_of(request, np.asarray([6, 6, drawn], np.int32), only_end)
+    assert fault is not None and fault.param == "min_tokens" and "token 3" in str(fault)
+    assert fault_of(request, np.asarray([6, 6, 6, drawn], np.int32), only_end) is None
+    assert fault_of(request, np.asarray([6, 6, 5], np.int32), only_end) is None

@@ -103,9 +103,9 @@ def test_a_paused_engine_has_no_work_and_does_none(depth: int) -> None:
     loop.executor.num_idle_jobs = 1
     assert not loop.core.has_work and not loop.core.step()
     assert not loop.core.use_idle_time(), "rows are in the middle of their requests"
-    assert loop.core.snapshot().paused
+    assert loop.core.copy_state().snapshot().paused
     loop.resume()
-    assert loop.core.has_work and not loop.core.snapshot().paused
+    assert loop.core.has_work and not loop.core.copy_state().snapshot().paused
 
 
 @DEPTHS

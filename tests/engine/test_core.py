@@ -167,9 +167,10 @@ def test_snapshot_shows_who_is_in_the_step_and_which_blocks_they_hold() -> None:
     core = make_core(FakeExecutor(next_token), deliveries, max_num_seqs=2)
     for i in range(3):
         submit(core, f"r{i}", [5 + i] * 6, max_tokens=10)
+    assert core.copy_state().snapshot().block_owners.max() == -1, "nobody runs yet"
     core.step()
     core.step()
-    snapshot = core.snapshot()
+    snapshot = core.copy_state().snapshot()
     assert [(r.request_id, r.status) for r in snapshot.requests] == [
         ("r0", "decode"),
         ("r1", "decode"),
@@ -179,6 +180,10 @@ def test_snapshot_shows_who_is_in_the_step_and_which_blocks_they_hold() -> None:
     assert snapshot.num_used_blocks == sum(r.num_blocks for r in snapshot.requests) == 4
     owned = snapshot.block_owners[snapshot.block_owners >= 0]
     assert sorted(owned.tolist()) == [0, 0, 1, 1]
+    kv = core.scheduler.kv
+    for place, slot in enumerate(core.scheduler.slots.running):
+        held = kv.block_table[slot, : kv.num_blocks[slot]]
+        assert snapshot.block_owners[held].tolist() == [place, place]
 
 
 def test_a_full_ring_drops_the_oldest_and_says_so() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from fake_executor import FakeExecutor, make_core
@@ -58,7 +56,7 @@ class Scoring(FakeExecutor):
         ranks = plan.slots.copy()
         scores = np.zeros((plan.num_rows, 1), np.float32)
         logprobs = StepLogprobs(ranks[:, None].copy(), scores, ranks)
-        handle._result = replace(result, logprobs=logprobs)
+        handle._result = result._replace(logprobs=logprobs)
         return handle
 
 
@@ -125,10 +123,13 @@ def test_work_that_can_wait_is_done_only_without_other_work() -> None:
     while core.has_work:
         assert not core.use_idle_time()
         core.step()
-    assert (core.snapshot().num_graphs_recorded, core.snapshot().num_graphs) == (0, 2)
+    assert (
+        core.copy_state().snapshot().num_graphs_recorded,
+        core.copy_state().snapshot().num_graphs,
+    ) == (0, 2)
     assert core.use_idle_time()
     submit(core, "b")
     assert not core.use_idle_time(), "a request waits"
     run(core)
     assert core.use_idle_time() and not core.use_idle_time()
-    assert core.snapshot().num_graphs == 0
+    assert core.copy_state().snapshot().num_graphs == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import numpy as np
 import pytest
 from constrained_harness import FakeGrammar
@@ -17,18 +15,18 @@ from termgen.engine.token_mask import GrammarState
 
 
 def assert_same_plan(one: StepPlan, two: StepPlan) -> None:
-    for field in fields(StepPlan):
-        a, b = getattr(one, field.name), getattr(two, field.name)
+    for name in StepPlan._fields:
+        a, b = getattr(one, name), getattr(two, name)
         if isinstance(a, np.ndarray):
-            assert a.dtype == b.dtype and a.tolist() == b.tolist(), field.name
-        elif field.name == "added":
+            assert a.dtype == b.dtype and a.tolist() == b.tolist(), name
+        elif name == "added":
             assert [(row.slot, row.epoch) for row in a] == [(row.slot, row.epoch) for row in b]
-        elif field.name == "masks":
+        elif name == "masks":
             assert (a is None) == (b is None)
             assert a is None or a.rows.tolist() == b.rows.tolist()
             assert a is None or a.bits.tolist() == b.bits.tolist()
         else:
-            assert a == b, field.name
+            assert a == b, name
 
 
 def assert_same_state(one: Scheduler, two: Scheduler) -> None:

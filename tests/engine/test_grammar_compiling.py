@@ -158,6 +158,20 @@ def test_a_grammar_that_only_waited_for_others_is_not_blamed(
     compiler.compile(innocent)
 
 
+def test_a_failure_of_the_machine_is_not_kept(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_process(source: str) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    wanted = StructuredOutputsParams(json={"patternProperties": {"^a": {"type": "string"}}})
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_module, "try_out", no_process)
+        with pytest.raises(BlockingIOError):
+            compiler.compile(wanted)
+    assert compiler.compile(wanted) is compiler.compile(wanted)
+
+
 def test_what_can_be_refused_at_once_is_refused_before_anything_is_compiled(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:

@@ -313,3 +313,21 @@ class TestEnvelope:
     def test_stop_token_ids_must_be_in_the_vocabulary(self, processor: InputProcessor) -> None:
         with pytest.raises(RequestError, match="outside the vocabulary"):
             processor.process([1], SamplingParams(stop_token_ids=(10**6,)))
+
+
+class TestClamping:
+    """`clamp_max_tokens`: an answer has what the context leaves, instead of an error."""
+
+    @pytest.mark.parametrize(("wanted", "given"), [(1000, MAX_LEN - 3), (5, 5), (None, 197)])
+    def test_max_tokens_is_cut_to_the_room(self, wanted: int | None, given: int) -> None:
+        clamping = InputProcessor(None, MAX_LEN, 50, clamps_max_tokens=True)
+        request = clamping.process([1, 2, 3], SamplingParams(max_tokens=wanted))
+        assert request.params.max_tokens == given
+
+    def test_what_leaves_no_room_is_still_an_error(self) -> None:
+        clamping = InputProcessor(None, MAX_LEN, 50, clamps_max_tokens=True)
+        with pytest.raises(ContextLengthError):
+            clamping.process([1] * MAX_LEN, SamplingParams(max_tokens=1))
+        with pytest.raises(RequestError, match="exceeds the 197 tokens") as caught:
+            clamping.process([1, 2, 3], SamplingParams(max_tokens=500, min_tokens=400))
+        assert caught.value.param == "min_tokens"

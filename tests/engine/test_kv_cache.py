@@ -74,7 +74,7 @@ def test_hit_shares_blocks_and_counts_users() -> None:
 
     take(kv, 1, run_of(0, 16) + [77, 78])
     assert blocks_of(kv, 1) == [1, 2, 3, 4, 6]
-    states = kv.pool.states()
+    states = kv.pool.copy().states()
     assert (states[[1, 2, 3, 4]] == BlockState.SHARED).all()
     assert (states[[5, 6]] == BlockState.ACTIVE).all()
     assert kv.pool.num_used == 6 and kv.pool.num_free == 4
@@ -181,10 +181,10 @@ def test_a_failed_admission_changes_nothing() -> None:
     take(kv, 0, run_of(0, 8))
     give_back(kv, 0)
     take(kv, 1, run_of(50, 8))
-    order, states = free_order(kv.pool), kv.pool.states()
+    order, states = free_order(kv.pool), kv.pool.copy().states()
     table = kv.block_table.copy()
     assert kv.try_fit(make_request("x", run_of(0, 12))) is None
-    assert free_order(kv.pool) == order and (kv.pool.states() == states).all()
+    assert free_order(kv.pool) == order and (kv.pool.copy().states() == states).all()
     assert (kv.block_table == table).all()
     kv.pool.check_integrity(users_of(kv))
 
@@ -355,8 +355,8 @@ def test_states_name_every_block() -> None:
         BlockState.CACHED,
         BlockState.FREE,
     ]
-    assert kv.pool.states().dtype == np.uint8
-    assert kv.pool.states().tolist() == expected
+    assert kv.pool.copy().states().dtype == np.uint8
+    assert kv.pool.copy().states().tolist() == expected
     assert kv.pool.num_used == 4 and kv.pool.num_cached == 2 and kv.pool.num_free == 3
 
 

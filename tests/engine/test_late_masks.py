@@ -155,6 +155,10 @@ def test_an_abort_while_the_mask_is_filled(
     driver.assert_drained()
 
 
+class Panic(BaseException):
+    """As libraries written in Rust raise it."""
+
+
 class Breaking(FakeGrammar):
     """Fails at one place."""
 
@@ -184,6 +188,8 @@ class BreakingMatcher(FakeMatcher):
     def fill(self, bits: IntArray) -> None:
         if self.place == "limit" and len(self.tokens) == 2:
             raise RequestError("the grammar is too complex: broken at limit")
+        if self.place == "panic":
+            raise Panic("broken at panic")
         if self.place == "fill" or (self.place == "fill 2" and len(self.tokens) == 2):
             raise RuntimeError("broken at fill")
         super().fill(bits)
@@ -191,7 +197,8 @@ class BreakingMatcher(FakeMatcher):
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("place", "num_tokens"), [("start", 0), ("fill", 0), ("fill 2", 2), ("limit", 2), ("accept", 3)]
+    ("place", "num_tokens"),
+    [("start", 0), ("fill", 0), ("panic", 0), ("fill 2", 2), ("limit", 2), ("accept", 3)],
 )
 def test_a_grammar_that_fails_ends_its_own_request_with_an_error(
     place: str, num_tokens: int, depth: int

@@ -5,8 +5,6 @@ Over a scripted device, see scheduler_harness.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from scheduler_harness import (
@@ -245,7 +243,7 @@ def test_requests_outside_the_failed_step_are_preempted_in_order() -> None:
     before = {name: list(driver.outputs[name]) for name in names}
     only = np.flatnonzero(plan.slots == driver.records["long"].slot)
     columns = ("slots", "epochs", "num_tokens", "num_draft_tokens", "num_computed")
-    partial = replace(plan, **{name: getattr(plan, name)[only] for name in columns})
+    partial = plan._replace(**{name: getattr(plan, name)[only] for name in columns})
     driver.in_flight[0] = (partial, None, set())
     driver.land()
     assert driver.reasons == {"long": FinishReason.ERROR}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,8 +88,8 @@ def test_who_joins_or_reads_a_prompt_ends_the_run_ahead() -> None:
     plans = decode_plans(12)
     assert depths(policy, plans[:8], 1.0)[-1] == 9
     changes: list[Callable[[StepPlan], StepPlan]] = [
-        lambda plan: replace(plan, num_tokens=plan.num_tokens + 1, num_decode_rows=0),
-        lambda plan: replace(plan, added=plans[0].added),
+        lambda plan: plan._replace(num_tokens=plan.num_tokens + 1, num_decode_rows=0),
+        lambda plan: plan._replace(added=plans[0].added),
     ]
     for change in changes:
         policy.planned(change(plans[9]))
@@ -158,7 +157,7 @@ class _Paced:
         executor.in_flight.popleft()
         start = executor.clock_ns
         executor.clock_ns += executor.step_ns
-        return replace(self._handle.result(), started_ns=start, ended_ns=executor.clock_ns)
+        return self._handle.result()._replace(started_ns=start, ended_ns=executor.clock_ns)
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -274,7 +273,7 @@ class Machine(FakeExecutor):
         start = max(self.now_ns, self.free_ns)
         self.idle_ns += start - self.free_ns if self.free_ns else 0
         self.free_ns = start + MS
-        return _Landing(self, replace(result, started_ns=start, ended_ns=self.free_ns))
+        return _Landing(self, result._replace(started_ns=start, ended_ns=self.free_ns))
 
 
 class _Landing:

@@ -46,7 +46,7 @@ def test_kept_requests_are_computed_again_and_lose_nothing() -> None:
     ring = core.bus.subscribe()
     fall_asleep(core, 1)
     assert executor.slept == ["sleep 1", "give back"]
-    snapshot = core.snapshot()
+    snapshot = core.copy_state().snapshot()
     assert (snapshot.sleep_level, snapshot.paused) == (1, True)
     assert (snapshot.num_running, snapshot.num_used_blocks, snapshot.num_cached_blocks) == (0, 0, 0)
     reasons = [event.detail for event in ring.drain()]  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ from core_harness import CoreDriver
 
 from termgen.engine.events import RequestEvent, RequestEventKind, StepRecord
 from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.snapshot import build_snapshot
+from termgen.engine.snapshot import copy_state
 from termgen.engine.step import GraphStatus
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.tui.lanes import Doing, LaneBook, token_times
@@ -119,7 +119,7 @@ def test_the_queue_says_what_its_first_lacks() -> None:
 
     def reason(paused: bool = False) -> str:
         driver.core._read_inbox()
-        return build_snapshot(
+        state = copy_state(
             driver.scheduler,
             record=None,
             plan=driver.executor.plans[-1] if driver.executor.plans else None,
@@ -127,7 +127,8 @@ def test_the_queue_says_what_its_first_lacks() -> None:
             graphs=GraphStatus(0, 0),
             paused=paused,
             sleep_level=0,
-        ).waiting_reason
+        )
+        return state.snapshot().waiting_reason
 
     assert reason() == ""
     driver.submit("a", [5] * 40, max_tokens=20)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from fake_executor import FakeExecutor, make_core
@@ -31,7 +30,7 @@ class TimedExecutor(FakeExecutor):
         result = super().submit(plan).result()
         start = self.clock_ns + self.gaps_ns[plan.step_id % len(self.gaps_ns)]
         self.clock_ns = start + STEP_NS
-        return TimedHandle(replace(result, started_ns=start, ended_ns=self.clock_ns))
+        return TimedHandle(result._replace(started_ns=start, ended_ns=self.clock_ns))
 
 
 class TimedHandle:
@@ -78,7 +77,7 @@ def test_making_a_result_of_what_was_waited_for_is_work() -> None:
 
     class Handle(TimedHandle):
         def result(self) -> StepResult:
-            result = replace(super().result(), seen_ns=time.perf_counter_ns())
+            result = super().result()._replace(seen_ns=time.perf_counter_ns())
             seen[result.step_id] = result.seen_ns
             time.sleep(WAIT_S)
             return result

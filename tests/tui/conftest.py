@@ -1,8 +1,32 @@
-"""Screens under test never animate."""
+"""Screens under test never animate, and their styles are read once."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
+
+import pytest
 
 os.environ["TEXTUAL_ANIMATIONS"] = "none"  # read when textual is imported
 os.environ.pop("NO_COLOR", None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _styles_read_once() -> Any:
+    """Every app keeps what it has read of its style sheets, and reads all of them again for each
+    theme: a seventh of the time. What was read depends on nothing but the text and the colours, and
+    is not changed."""
+    from textual.css.stylesheet import Stylesheet
+
+    read = Stylesheet._parse_rules
+    known: dict[Any, Any] = {}
+
+    def read_once(self: Stylesheet, *args: Any, **options: Any) -> Any:
+        key = (tuple(self._variables.items()), args, tuple(options.items()))
+        if key not in known:
+            known[key] = read(self, *args, **options)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stylesheet, "_parse_rules", read_once)
+        yield

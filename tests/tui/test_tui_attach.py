@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import eventually
+from fake_engine import FakeEngine
+from server_harness import eventually, serving
 from tui_harness import MODEL, NOW_NS, step
 
 from termgen import top_command
 from termgen.config import UIConfig
 from termgen.engine.events import StepRecord
 from termgen.errors import ConfigError
+from termgen.remote.client import RemoteClient
 from termgen.telemetry import Opening, encode, encode_events
 from termgen.tui import attach
-from termgen.tui.attach import RemoteFeed
+from termgen.tui.attach import AttachError, RemoteFeed
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 
@@ -191,6 +193,22 @@ def test_a_recording_that_cannot_be_finished_is_one_line(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(top_command, "_open_recording", lambda _path: Full())
-    monkeypatch.setattr(top_command, "_show", lambda *_: 0)
+    monkeypatch.setattr(top_command, "_show", lambda *_, **__: 0)
     with pytest.raises(ConfigError, match=r"run\.events: No space left"):
         top_command.run_top(None, UIConfig(), record="x", key_file=None)
+
+
+async def test_no_proxy_is_asked_for_a_server_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    async with serving(FakeEngine()) as server:
+        feed = await RemoteFeed.connect(server.url, hz=4.0)
+        await feed.close()
+        client = await RemoteClient.connect(server.url)
+        await client.aclose()
+        with pytest.raises(AttachError, match="no server"):
+            await RemoteFeed.connect("http://termgen.invalid", hz=4.0)

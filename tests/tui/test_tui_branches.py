@@ -7,6 +7,7 @@ import re
 from itertools import count
 
 from fake_engine import Script
+from lengths import scaled
 from test_tui_chat import SIZE, sent, shown
 from tui_harness import FrozenApp, TimedEngine, ask, chat_engine, pieces, ready, wait_until
 
@@ -163,9 +164,9 @@ async def test_what_is_sent_is_what_is_shown() -> None:
 
     engine = chat_engine(script)
     app = FrozenApp(engine)
-    async with app.run_test(size=(90, 200)) as pilot:
+    async with app.run_test(size=(90, 50)) as pilot:
         await ready(app, pilot)
-        for number in range(45):
+        for number in range(scaled(24)):
             calls = len(engine.calls)
             app.chat.prompt.text = ""
             for _ in range(rng.randrange(3)):

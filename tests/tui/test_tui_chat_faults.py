@@ -9,12 +9,12 @@ import stat
 from pathlib import Path
 
 import pytest
+from chat_store_harness import keep, talk_of
 from fake_engine import Script
 from test_tui_chat import shown
-from test_tui_chat_store import keep, talk_of
 from test_tui_sessions import app_with, messages
 from textual import events
-from textual.widgets import Input
+from textual.widgets import Input, TextArea
 from tui_harness import FrozenApp, ask, chat_engine, pieces, ready, wait_until
 
 from termgen.client import ChatPrompt
@@ -212,7 +212,7 @@ async def test_a_row_that_is_broken_is_told(tmp_path: Path, column: str, value: 
 
 
 def test_an_import_with_impossible_figures_is_refused(tmp_path: Path) -> None:
-    from test_tui_chat_store import PARAMS
+    from chat_store_harness import PARAMS
 
     from termgen.tui.chat_records import as_json, session_record, turn_record
 
@@ -252,13 +252,31 @@ def test_folders_without_end_are_not_listed_to_their_end(
     assert files_below(tmp_path) == ["near"]
 
 
-async def test_the_search_field_takes_no_megabyte() -> None:
+@pytest.mark.parametrize(
+    ("keys", "most"),
+    [
+        (("ctrl+b", "slash"), 200),
+        (("f3",), 2000),
+        (("ctrl+r",), 2000),
+        (("f2", "slash"), 200),
+        (("f4",), 50_000),
+    ],
+    ids=str,
+)
+async def test_no_field_is_blocked_by_a_megabyte(keys: tuple[str, ...], most: int) -> None:
     app = FrozenApp(chat_engine())
-    async with app.run_test(size=SIZE) as pilot:
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
         await ready(app, pilot)
-        await pilot.press("ctrl+b", "slash")
-        field = app.chat.panel.search
-        assert app.focused is field and isinstance(field, Input)
-        field.post_message(events.Paste("word " * 200_000))
-        await pilot.press("w")
-        assert 0 < len(field.value) <= 200
+        for key in keys:
+            await pilot.press(key)
+            await pilot.pause()
+        field = app.focused
+        assert isinstance(field, Input | TextArea)
+        for text in ("word " * 200_000, "line\n" * 200_000):
+            app.post_message(events.Paste(text))
+            await pilot.press("end", "7")
+        shown = field.text if isinstance(field, TextArea) else field.value
+        assert 0 < len(shown) <= most and "7" in shown, "the keys work on"
+        told = [note.message for note in app._notifications]
+        refused = "not pasted: a system prompt has at most 50,000 characters"
+        assert told.count(refused) == (2 if isinstance(field, TextArea) else 0)

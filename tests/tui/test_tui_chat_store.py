@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 import sqlite3
-import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from chat_store_harness import (
+    PARAMS,
+    keep,
+    loaded,
+    running,
+    shape,
+    talk_of,
+)
 
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
@@ -29,65 +35,7 @@ from termgen.tui.chat_records import (
     turn_record,
 )
 from termgen.tui.chat_store import ChatStore, store_path
-from termgen.tui.conversation import AnswerState, Conversation, Turn
-
-PARAMS = SamplingParams(temperature=0.3, stop=("END",), seed=7)
-
-
-def talk_of(*questions: str, system_prompt: str | None = None) -> Conversation:
-    talk = Conversation(system_prompt=system_prompt)
-    for question in questions:
-        turn = talk.ask(question, now_s=0.0, model_id="m-1")
-        turn.answer, turn.state = f"{question}, answered", AnswerState.DONE
-    return talk
-
-
-def keep(database: ChatDatabase, talk: Conversation) -> None:
-    with database.transaction():
-        database.save_session(session_record(talk, PARAMS))
-        for turn in all_turns(talk):
-            database.save_turn(turn_record(talk, turn))
-
-
-def shape(talk: Conversation) -> list[tuple[object, ...]]:
-    """Everything of a tree that is kept."""
-    return [
-        (t.turn_id, t.parent and t.parent.question, t.place, t.question, t.answer, t.model_id)
-        for t in all_turns(talk)
-    ] + [tuple(turn.turn_id for turn in talk.turns)]
-
-
-def loaded(database: ChatDatabase, session_id: str) -> Conversation:
-    talk = conversation_of(*database.load(session_id))
-    talk.check_integrity()
-    return talk
-
-
-class Told:
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-        self.replaced = 0
-
-    def count(self) -> None:
-        self.replaced += 1
-
-
-@asynccontextmanager
-async def running(store: ChatStore, told: Told | None = None) -> AsyncIterator[ChatKeeper]:
-    told = told or Told()
-    store.start(report=told.messages.append, replaced=told.count)
-    try:
-        yield ChatKeeper(store)
-    finally:
-        await store.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the condition never came true")
+from termgen.tui.conversation import AnswerState, Conversation
 
 
 def test_any_tree_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -114,6 +62,21 @@ def test_any_tree_comes_back_as_it_was(tmp_path: Path) -> None:
         assert again.system_prompt == talk.system_prompt and again.title == talk.title
         assert len(database.sessions()) == number + 1
         database.close()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_turns_that_are_above_each_other_are_a_tree_all_the_same(order: tuple[int, ...]) -> None:
+    """As a failing disk or an export made by hand may have them. None is left out."""
+    talk = talk_of("one", "two", "three")
+    records = [turn_record(talk, turn) for turn in talk.turns]
+    records[0] = replace(records[0], parent_id=records[2].turn_id)
+    mixed = [records[i] for i in order]
+    again = conversation_of(session_record(talk, PARAMS), mixed)
+    again.check_integrity()
+    assert {turn.question for turn in all_turns(again)} == {"one", "two", "three"}
+    alone = replace(records[1], parent_id=records[1].turn_id)
+    again = conversation_of(session_record(talk, PARAMS), [alone])
+    assert [turn.question for turn in again.turns] == ["two"]
 
 
 def test_figures_and_parameters_come_back(tmp_path: Path) -> None:
@@ -214,6 +177,9 @@ def test_what_was_deleted_is_gone_after_a_day(tmp_path: Path) -> None:
     assert [s.title for s in database.sessions()] == ["two"]
     assert not database.sessions("one") and database.sessions("two")
     database.close()
+    raw = sqlite3.connect(path)
+    assert raw.execute("SELECT question FROM turns").fetchall() == [("two",)], "what was said, too"
+    raw.close()
 
 
 def test_migrations_bring_an_old_file_up_to_date(tmp_path: Path) -> None:
@@ -279,181 +245,6 @@ async def test_close_writes_what_waits(tmp_path: Path) -> None:
     database.close()
 
 
-@pytest.mark.parametrize("damage", ["garbage", "middle", "cut"])
-async def test_a_broken_file_is_set_aside(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "chats.sqlite3"
-    database = ChatDatabase(path)
-    for number in range(40):
-        keep(database, talk_of(f"question {number} " * 40))
-    database.close()
-    content = bytearray(path.read_bytes())
-    if damage == "garbage":
-        content = bytearray(b"no database at all" * 100)
-    elif damage == "middle":
-        content[4096:20_000] = b"\x5a" * (20_000 - 4096)
-    else:
-        del content[len(content) // 2 :]
-    path.write_bytes(content)
-    told = Told()
-    store = ChatStore(path)
-    async with running(store, told) as keeper:
-        talk = talk_of("new")
-        keeper.save_all(talk, PARAMS)
-        titles = await store.read(lambda database: [s.title for s in database.sessions()])
-        assert titles == ["new"]
-    aside = list(tmp_path.glob("chats.broken-*.sqlite3"))
-    assert len(aside) == 1 and aside[0].read_bytes() == bytes(content)
-    assert len(told.messages) == 1 and str(aside[0]) in told.messages[0]
-
-
-async def test_a_file_that_breaks_while_it_is_open(tmp_path: Path) -> None:
-    path = tmp_path / "chats.sqlite3"
-    told = Told()
-    store = ChatStore(path)
-    talk = talk_of("one")
-    async with running(store, told) as keeper:
-        keeper.save_all(talk, PARAMS)
-        await store.read(
-            lambda database: database._connection.execute(
-                "PRAGMA wal_checkpoint(TRUNCATE)"
-            ).fetchall()
-        )
-        path.write_bytes(b"x" * path.stat().st_size)
-
-        def break_it(database: ChatDatabase) -> None:
-            error = sqlite3.DatabaseError("database disk image is malformed")
-            error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-            raise error
-
-        with pytest.raises(ChatStoreError, match="malformed"):
-            await store.read(break_it)
-        await until(lambda: told.replaced == 1)
-        keeper.save_all(talk, PARAMS)  # as the screen does
-        titles = await store.read(lambda database: [s.title for s in database.sessions()])
-        assert titles == ["one"]
-    assert len(list(tmp_path.glob("chats.broken-*.sqlite3"))) == 1
-
-
-async def test_a_locked_file_is_written_later(tmp_path: Path) -> None:
-    path = tmp_path / "chats.sqlite3"
-    told = Told()
-    store = ChatStore(path, busy_s=0.02, retry_s=0.05)
-    async with running(store, told) as keeper:
-        await store.read(lambda _database: None)
-        blocker = sqlite3.connect(path, isolation_level=None)
-        blocker.execute("BEGIN IMMEDIATE")
-        talk = talk_of("one")
-        keeper.save_all(talk, PARAMS)
-        await until(lambda: len(told.messages) == 1)
-        assert "locked" in told.messages[0] and "the chat goes on" in told.messages[0].lower()
-        assert await store.read(lambda database: database.sessions()) == []
-        later = talk.ask("two", now_s=0.0)
-        keeper.asked(talk, later, PARAMS)
-        blocker.execute("ROLLBACK")
-        blocker.close()
-        await until(lambda: "chats are saved again" in told.messages)
-        records = await store.read(lambda database: database.load(talk.session_id))
-        assert shape(conversation_of(*records)) == shape(talk)
-    assert store.trouble == ""
-
-
-async def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
-    told = Told()
-    store = ChatStore(tmp_path / "chats.sqlite3", retry_s=0.02)
-    talk = talk_of("long " * 20_000)
-    limit = "PRAGMA max_page_count = {}"
-    async with running(store, told) as keeper:
-        await store.read(lambda db: db._connection.execute(limit.format(20)).fetchone())
-        keeper.save_all(talk, PARAMS)
-        await until(lambda: bool(told.messages))
-        assert "full" in told.messages[0]
-        await store.read(lambda db: db._connection.execute(limit.format(10_000)).fetchone())
-        await until(lambda: "chats are saved again" in told.messages)
-    database = ChatDatabase(store.path)
-    assert shape(loaded(database, talk.session_id)) == shape(talk)
-    database.close()
-
-
-async def test_a_disk_that_stays_full_is_told_at_the_end(tmp_path: Path) -> None:
-    store = ChatStore(tmp_path / "chats.sqlite3")
-    async with running(store) as keeper:
-        await store.read(lambda db: db._connection.execute("PRAGMA max_page_count = 20").fetchone())
-        keeper.save_all(talk_of("long " * 20_000), PARAMS)
-    assert "cannot be saved" in store.trouble
-
-
-@pytest.mark.parametrize("kind", ["folder", "foreign", "newer"])
-async def test_a_file_that_cannot_be_used_leaves_the_chats_in_memory(
-    tmp_path: Path, kind: str
-) -> None:
-    path = tmp_path / "chats.sqlite3"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "foreign":
-        raw = sqlite3.connect(path)
-        raw.execute("CREATE TABLE theirs (x)")
-        raw.close()
-    else:
-        ChatDatabase(path, migrations=(*MIGRATIONS, ("CREATE TABLE more (x)",))).close()
-    before = path.read_bytes() if path.is_file() else b""
-    told = Told()
-    store = ChatStore(path)
-    async with running(store, told) as keeper:
-        keeper.save_all(talk_of("one"), PARAMS)
-        assert len(await store.read(lambda database: database.sessions())) == 1
-    assert len(told.messages) == 1 and str(path) in told.messages[0]
-    assert not path.is_file() or path.read_bytes() == before
-
-
-async def test_two_processes_write_one_file(tmp_path: Path) -> None:
-    """Two stores, each with its own thread and connection, and one session that both extend."""
-    path = tmp_path / "chats.sqlite3"
-    first, second = ChatStore(path), ChatStore(path)
-    shared = talk_of("shared")
-    told = Told()
-    async with running(first, told) as one, running(second, told) as two:
-        one.save_all(shared, PARAMS)
-        records = await first.read(lambda database: database.load(shared.session_id))
-        twin = conversation_of(*records)
-        mine: list[Turn] = []
-        for number in range(30):
-            for keeper, talk in ((one, shared), (two, twin)):
-                turn = talk.ask(f"q{number}", now_s=0.0, beside=talk.turns[-1] if number else None)
-                mine.append(turn)
-                keeper.asked(talk, turn, PARAMS)
-            keeper.save_all(talk_of(f"own {number}"), PARAMS)
-            if number % 10 == 0:
-                await asyncio.sleep(0.01)
-        await asyncio.gather(*(s.read(lambda database: None) for s in (first, second)))
-        sessions, both = await first.read(
-            lambda database: (database.sessions(), database.load(shared.session_id))
-        )
-    assert len(sessions) == 31 and told.messages == []
-    merged = conversation_of(*both)
-    merged.check_integrity()
-    assert {turn.turn_id for turn in all_turns(merged)} >= {turn.turn_id for turn in mine}
-
-
-def test_two_processes_make_the_file_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "chats.sqlite3"
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(4)
-
-    def make() -> None:
-        try:
-            barrier.wait()
-            ChatDatabase(path).close()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=make) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-
-
 def test_export_and_import() -> None:
     talk = talk_of("one", "two", system_prompt="be\nbrief")
     other = talk.ask("uno", now_s=0.0, beside=talk.turns[0])
@@ -479,21 +270,6 @@ async def test_text_that_is_not_quite_text_is_kept_escaped(tmp_path: Path) -> No
         keeper.save_all(again, PARAMS)
         session, turns = await store.read(lambda database: database.load(talk.session_id))
     assert turns[0].question == session.title == "half \\ud83d a pair" and store.trouble == ""
-
-
-async def test_a_bug_in_a_write_ends_the_saving_and_nothing_else(tmp_path: Path) -> None:
-    told = Told()
-    store = ChatStore(tmp_path / "chats.sqlite3")
-
-    def bug(_database: ChatDatabase) -> None:
-        raise ZeroDivisionError("ours")
-
-    async with running(store, told):
-        store.put("x", bug)
-        await until(lambda: bool(told.messages))
-        assert told.messages == ["chats are not saved any more: ZeroDivisionError: ours"]
-        with pytest.raises(ChatStoreError, match="closed"):
-            await store.read(lambda database: database.sessions())
 
 
 @pytest.mark.parametrize(

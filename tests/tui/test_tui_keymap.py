@@ -21,10 +21,7 @@ from termgen.settings import SettingLayers
 from termgen.tui import actions
 from termgen.tui.app import TermgenApp
 from termgen.tui.keymap import Keymap
-from termgen.tui.screens.bench import BACK
-from termgen.tui.screens.bench import KEYS as BENCH_KEYS
 from termgen.tui.screens.chat import ChatScreen
-from termgen.tui.screens.chat_tool_keys import COPY_KEYS
 from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.screens.help import HelpScreen
 from termgen.tui.widgets.canvas import Canvas
@@ -178,25 +175,6 @@ async def test_two_keys_that_change_places_do() -> None:
         assert not app.chat.conversation.turns and app.chat.conversation.system_prompt
         await pilot.press("ctrl+l")
         assert app.chat.conversation.system_prompt is None
-
-
-async def test_every_binding_is_in_the_palette_and_the_help() -> None:
-    app = FrozenApp(chat_engine())
-    bench = {b.id for b in [*BENCH_KEYS, *BACK]}  # of another app, whose own test does this
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        words: set[str] = set()
-        await pilot.press("ctrl+b")
-        for _ in range(2):
-            words |= {command.help for command in app.get_system_commands(app.screen)}
-            helped = {b.id for _, section in app.help_sections() for b in section}  # type: ignore[union-attr]
-            assert helped == {b.id for b in bindings()} - {b.id for b in COPY_KEYS[1:]} - bench
-            await pilot.press("f2")
-        boxes = actions.BOXES
-        modal = {b.id for screen in boxes for b in screen.BINDINGS if isinstance(b, Binding)}
-        for binding in bindings():
-            if binding.id not in modal | bench | {"app.palette"}:
-                assert any(text.startswith(binding.tooltip) for text in words), binding.id
 
 
 async def test_keys_that_text_names_are_those_of_now() -> None:

@@ -98,12 +98,13 @@ def test_a_cell_of_several_states_is_counted() -> None:
     owners = np.array([-1, 0, 2, 0, -1, -1, -1, -1, -1], np.int32)
     page = text(kv_page(view_of(states, owners), KvCursor(), 84, 5, COLOUR_GLYPHS, boxed=True))
     assert "block 1  in use  of chat-1" in page
-    view, cursor = view_of(np.repeat(states, 101), np.repeat(owners, 101)), KvCursor()
+    times = [1] + [101] * 8
+    view, cursor = view_of(np.repeat(states, times), np.repeat(owners, times)), KvCursor()
     kv_page(view, cursor, 84, 6, COLOUR_GLYPHS, boxed=True)
     assert cursor.per_cell == 11  # 808 blocks in 80 cells
     cursor.move(columns=18)
     page = text(kv_page(view, cursor, 84, 6, COLOUR_GLYPHS, boxed=True))
-    assert "blocks 299 to 309  4 in use  7 in use by several requests  of cmpl-77, chat-1" in page
+    assert "blocks 199 to 209  4 in use  7 in use by several requests  of cmpl-77, chat-1" in page
 
 
 def test_hits_and_evictions_tick_by_step() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -170,6 +171,21 @@ def test_the_inspector_tells_a_whole_life() -> None:
     ):
         assert fact in page, fact
     assert "highest 40.0" in page and "✂" in page and "q" in page
+
+
+def test_times_of_tokens_are_those_of_the_steps_in_which_it_decodes() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, history, at = random.Random(seed), History("r"), 40
+    kinds = [kind for kind in Doing if kind is not Doing.OVER]
+    for _ in range(30):
+        history.turn(at, rng.choice(kinds))
+        at += rng.randrange(1, 9)
+    history.first_token_ns = 7
+    for first, count in ((0, 300), (60, 40), (at, 5), (0, 0)):
+        kept = tuple(step(i, end_ns=NOW_NS + i, landed_ns=i) for i in range(first, first + count))
+        expected = [7, *(s.landed_ns for s in kept if history.doing(s.step_id) is Doing.DECODE)]
+        assert lanes_module.token_times(history, kept) == expected
 
 
 def test_the_inspector_looks_through_the_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:

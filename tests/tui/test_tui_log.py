@@ -23,9 +23,11 @@ from tui_harness import (
 )
 
 from termgen.engine.events import RequestEvent, RequestEventKind
-from termgen.tui import intake
-from termgen.tui.log import KEPT, Level, Line, LogBook, LogScroll, LogTap
-from termgen.tui.render.log_page import log_page, stalled_for_s
+from termgen.tui import intake, sanitize
+from termgen.tui.log import KEPT, MAX_CHARS, Level, Line, LogBook, LogScroll, LogTap
+from termgen.tui.render import log_page as page_module
+from termgen.tui.render.frame import Frame
+from termgen.tui.render.log_page import lines_panel, log_page, stalled_for_s
 from termgen.tui.spans import Row, row_text, row_width
 from termgen.tui.store import DashboardStore, DashboardView
 from termgen.tui.widgets.canvas import Canvas
@@ -113,6 +115,59 @@ def test_a_line_that_is_scrolled_to_stays_while_others_come() -> None:
     shown()
     scroll.follow()
     assert shown()[-1] == "31"
+
+
+def test_only_the_beginning_of_a_long_line_is_kept_and_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tap = LogTap()
+    try:
+        logging.getLogger("termgen").warning("begin %s end", "word " * 200_000)
+        (line,) = tap.drain()
+    finally:
+        tap.close()
+    assert line.text.startswith("termgen: begin word word")
+    assert line.text.endswith("word … (1,000,010 characters)") and len(line.text) < MAX_CHARS + 50
+    store, cleaned = DashboardStore(started_ns=0), list[int]()
+    line = line._replace(time_ns=NOW_NS)
+    store.log.add(line)
+    store.log.add(line._replace(text="漢" * MAX_CHARS))
+    store.log.add(line._replace(text="e\u0301" * MAX_CHARS))
+
+    def clean_line(text: str) -> str:
+        cleaned.append(len(text))
+        return sanitize.clean_line(text)
+
+    monkeypatch.setattr(page_module, "clean_line", clean_line)
+    view = store.view(NOW_NS)
+    rows = lines_panel(
+        view, store.log, Frame(60, 8, True), level=Level.INFO, words="", scroll=LogScroll()
+    )
+    assert max(cleaned) < 5 * 60
+    shown = [row_text(row) for row in rows]
+    room = 60 - 4 - 11
+    assert any("termgen: begin word word" in row and row.endswith("… │") for row in shown)
+    assert any("漢" * ((room - 1) // 2) + "…" in row for row in shown)
+    assert any("e\u0301" * (room - 1) + "…" in row for row in shown)
+    assert {row_width(row) for row in rows} == {60}
+
+
+def test_lines_are_searched_when_others_came_or_something_else_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    book, real, times = LogBook(), LogBook._search, list[str]()
+
+    def search(self: LogBook, level: Level, wanted: str) -> list[Line]:
+        times.append(wanted)
+        return real(self, level, wanted)
+
+    monkeypatch.setattr(LogBook, "_search", search)
+    book.add(Line(5, Level.INFO, "one"))
+    assert lines(book) == lines(book) == ["one"] and len(times) == 1
+    assert book.matching(Level.DEBUG, "", 4) == [] and len(times) == 1
+    assert lines(book, words="x") == [] and times[-1] == "x"
+    book.add(Line(5, Level.INFO, "x"))
+    assert lines(book, words="x") == ["x"] and len(times) == 3
 
 
 def test_a_record_that_cannot_be_written_does_not_stop_who_logs(

@@ -29,6 +29,7 @@ from termgen.config import UIConfig
 from termgen.errors import ConfigError, OverloadedError
 from termgen.remote_command import RemoteHolder, RemoteTarget
 from termgen.settings import SettingLayers
+from termgen.tui.chat_store import ChatStore, Resume
 from termgen.tui.remote_app import RemoteApp
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.dashboard import DashboardScreen
@@ -38,7 +39,9 @@ from termgen.tui.spans import row_width
 SIZE = (100, 30)
 
 
-def remote_app(url: str, **target: Any) -> RemoteApp:
+def remote_app(
+    url: str, *, chats: ChatStore | None = None, resume: Resume | None = None, **target: Any
+) -> RemoteApp:
     holder = RemoteHolder(RemoteTarget(url, **target))
     return RemoteApp(
         holder.start,
@@ -47,6 +50,8 @@ def remote_app(url: str, **target: Any) -> RemoteApp:
         models=holder,
         open_feed=lambda: holder.open_feed(20.0),
         theme_folders=(shipped_themes(),),
+        chats=chats,
+        resume=resume,
     )
 
 

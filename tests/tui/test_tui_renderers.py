@@ -269,7 +269,7 @@ def test_request_table_scrolls_no_further_than_its_end() -> None:
 
 def test_request_ids_from_clients_are_cleaned() -> None:
     view = busy_view()
-    evil = replace(view.requests[0], request_id="\x1b[2Jx\ny")
+    evil = view.requests[0]._replace(request_id="\x1b[2Jx\ny")
     shown = text(requests_panel(replace(view, requests=(evil,)), Frame(100, 6, True)))
     assert "\x1b" not in shown and "␛[2Jx y" in shown
 

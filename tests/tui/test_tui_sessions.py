@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_store_harness import PARAMS, keep, loaded, talk_of
 from fake_engine import Script
 from test_tui_branches import numbered_engine, said
 from test_tui_chat import sent, shown
-from test_tui_chat_store import PARAMS, keep, loaded, talk_of
 from textual.pilot import Pilot
 from tui_harness import NOON, FrozenApp, ask, chat_engine, pieces, ready, type_text, wait_until
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 from fake_engine import make_snapshot, make_step_record
 from tui_harness import (
@@ -15,7 +18,10 @@ from tui_harness import (
     steps,
 )
 
-from termgen.engine.events import RequestEvent, RequestEventKind
+from termgen.engine.events import EngineEvent, RequestEvent, RequestEventKind
+from termgen.tui.lanes import LaneBook
+from termgen.tui.log import Level, LogBook
+from termgen.tui.step_figures import MAX_STEP_BUCKETS
 from termgen.tui.store import (
     BUCKET_NS,
     HISTORY_BUCKETS,
@@ -170,13 +176,91 @@ def test_ages_go_on_between_snapshots() -> None:
 def test_memory_stays_bounded() -> None:
     store = make_store()
     kinds = RequestEventKind
-    for i in range(3 * TRACKED_REQUESTS):
-        store.apply([RequestEvent(NOW_NS + i, f"r{i}", kinds.QUEUED, 1, 0, 0)])
-        store.apply([step(i, end_ns=NOW_NS + i * BUCKET_NS)])
+    for i in range(0, 3 * TRACKED_REQUESTS, 8):
+        for j in range(i, i + 8):
+            store.apply([RequestEvent(NOW_NS + j, f"r{j}", kinds.QUEUED, 1, 0, 0)])
+        store.apply([step(j, end_ns=NOW_NS + j * BUCKET_NS) for j in range(i, i + 8)])
     assert len(store._live) <= TRACKED_REQUESTS
     assert len(store.view(NOW_NS).steps) == STEP_HISTORY
-    for series in (store._decode, store._prefill, store._step_ms):
-        assert len(series._values) <= 2 * HISTORY_BUCKETS + 1
+    assert len(store._figures.step_ms(0)) == STEP_HISTORY
+
+
+def mixed_events(seed: int) -> list[EngineEvent]:
+    """Steps with and without prompts, short and long, late ones too, and requests between them."""
+    rng, kinds, events = random.Random(seed), list(RequestEventKind), list[EngineEvent]()
+    end = NOW_NS - 150 * SECOND
+    for i in range(400):
+        end += rng.choice((5, 5, 5, 300, 2000)) * MS
+        names = tuple(f"r{rng.randrange(4)}" for _ in range(rng.choice((0, 0, 0, 1))))
+        record = step(
+            i,
+            end_ns=end - rng.choice((0, 0, 400)) * MS,
+            ms=rng.choice((1, 5, 700, 12_000)),
+            num_sampled_tokens=rng.randrange(9),
+            num_prefill_tokens=7 * len(names),
+            prefill_ids=names,
+            prefill_tokens=(7,) * len(names),
+            graph_mode=rng.choice(("FULL", "PIECEWISE", "NONE")),
+            graph_reason=rng.choice(("", "", "too long")),
+            num_late_compiles=i // 300,
+        )
+        events.append(record)
+        if not rng.randrange(4):
+            kind = rng.choice(kinds)
+            events.append(RequestEvent(end, f"r{rng.randrange(6)}", kind, 9, i, 0, "why"))
+    return events
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_events_come_to_the_same_together_and_one_by_one(seed: int) -> None:
+    print("seed", seed)
+    events, together, single = mixed_events(seed), make_store(), make_store()
+    for i in range(0, len(events), 90):
+        together.apply(events[i : i + 90])
+    for event in events:
+        single.apply([event])
+    now = events[-1].time_ns if isinstance(events[-1], RequestEvent) else events[-1].ended_ns
+    one, other = together.view(now), single.view(now)
+    for name in ("decode_series", "prefill_series", "step_series"):
+        assert getattr(one, name) == pytest.approx(getattr(other, name))
+        assert any(getattr(one, name))
+    for name in ("step_p50_ms", "step_p99_ms", "steps", "requests", "graphs", "ttft_p50_ms"):
+        assert getattr(one, name) == getattr(other, name)
+    assert list(together.lanes) == list(single.lanes)
+    lines = (store.log.matching(Level.DEBUG, "", 10**18) for store in (together, single))
+    assert next(lines) == next(lines)
+
+
+def test_tokens_and_times_fall_into_the_stretch_of_time_of_their_step() -> None:
+    events = [e for e in mixed_events(4) if not isinstance(e, RequestEvent)]
+    store, decode, longest = make_store(), Counter[int](), Counter[int]()
+    store.apply(events)
+    for record in events:
+        last = record.ended_ns // BUCKET_NS
+        buckets = range(max(record.started_ns // BUCKET_NS, last - MAX_STEP_BUCKETS), last + 1)
+        for bucket in buckets:
+            decode[bucket] += record.num_sampled_tokens / len(buckets)
+        longest[last] = max(longest[last], step_ms(record))
+    newest = events[-1].ended_ns // BUCKET_NS
+    shown = range(newest - HISTORY_BUCKETS + 1, newest + 1)
+    view = store.view((newest + 1) * BUCKET_NS)
+    assert view.decode_series == pytest.approx([4 * decode[bucket] for bucket in shown])
+    assert view.step_series == pytest.approx([longest[bucket] for bucket in shown])
+
+
+def test_a_step_that_only_decodes_is_looked_at_by_nobody_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, looked_at = make_store(), list[int]()
+    store.apply([step(0, end_ns=NOW_NS, prefill_ids=("r",), prefill_tokens=(9,))])
+    for book in (LaneBook, LogBook):
+        monkeypatch.setattr(book, "add_step", lambda self, s: looked_at.append(s.step_id))
+    store.lanes._in_prefill.clear()
+    store.apply([step(i, end_ns=NOW_NS + i * MS) for i in range(1, 250)])
+    assert looked_at == []
+    store.apply([step(250, end_ns=NOW_NS, prefill_ids=("r",), prefill_tokens=(9,))])
+    store.apply([step(251, end_ns=NOW_NS, ms=1500.0)])
+    assert looked_at == [250, 251]
 
 
 def test_helpers() -> None:

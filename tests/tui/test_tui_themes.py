@@ -13,6 +13,8 @@ from termgen.errors import ConfigError
 from termgen.tui import themes
 from termgen.tui.colour_check import (
     BLINDNESS,
+    HIGH,
+    READABLE,
     alike_roles,
     contrast,
     distance,
@@ -48,7 +50,7 @@ def test_the_shipped_folder_is_found() -> None:
 def test_shipped_themes_can_be_read(name: str) -> None:
     path = shipped_themes() / f"{name}.toml"
     assert load_theme(path).name == name
-    limits = {"readable": 7.0, "faint": 4.5} if "contrast" in name else {}
+    limits = {"readable": HIGH, "faint": READABLE} if "contrast" in name else {}
     assert [str(weak) for weak in weak_roles(palette_of(path), **limits)] == []
 
 

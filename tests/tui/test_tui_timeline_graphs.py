@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from fake_engine import make_memory_ledger, make_model_info, make_step_record
 from tui_harness import (
@@ -22,6 +23,7 @@ from termgen.engine.events import StepRecord
 from termgen.engine.startup_phases import StartupPhase
 from termgen.tui.graph_stats import MAX_SIZES, GraphStats
 from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
+from termgen.tui.render import timeline
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.graphs import graphs_page, memory_panel, misses_panel, startup_panel
 from termgen.tui.render.timeline import lanes_panel, timeline_page
@@ -157,10 +159,20 @@ def test_graph_figures_count_by_mode_and_size() -> None:
     assert "25%" in page and "3 steps" in page
 
 
+def test_the_phases_of_many_steps_are_those_of_each() -> None:
+    records = [
+        step_at(i, idle_ms=i % 3, publish_us=i, host_us=3.5 * i, schedule_us=100.0 + i)
+        for i in range(9)
+    ]
+    records.append(step_at(9, ended_ns=0))  # a clock that was turned back
+    expected = [[ms_of(s) for s in records] for _, _, ms_of in timeline._PHASES]
+    assert timeline.phases_ms(records) == pytest.approx(np.array(expected))
+
+
 def test_figures_stay_bounded() -> None:
     stats = GraphStats()
     for i in range(3 * MAX_SIZES):
-        stats.add(step_at(0, num_decode_rows=i, graph_mode="FULL", graph_reason=f"why {i}"))
+        stats.add([step_at(0, num_decode_rows=i, graph_mode="FULL", graph_reason=f"why {i}")])
     assert len(stats.figures.sizes) == MAX_SIZES
     assert len(stats.figures.reasons) == MAX_SIZES + 1
     assert stats.figures.reasons[0] == ("FULL", "other", 2 * MAX_SIZES)

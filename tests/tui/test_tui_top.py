@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import subprocess
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -347,3 +349,35 @@ def test_bad_command_lines_are_one_line(capsys: pytest.CaptureFixture[str]) -> N
     assert "--replay FILE needs no record" in capsys.readouterr().err
     assert cli.main(["top"]) == 2
     assert "needs a terminal" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "here"),
+    [
+        (None, True),
+        ("localhost:8000", True),
+        ("http://127.0.0.1:8000/v1", True),
+        ("http://[::1]:8000", True),
+        ("http://gpu.example.org:8000", False),
+        ("gpu:8000", False),
+        ("http://[::1", False),
+    ],
+)
+def test_a_screen_beside_its_engine_gives_way(
+    url: str | None, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(top_command, "let_others_first", lambda: shown.append("gives way"))
+    monkeypatch.setattr(TopApp, "run", lambda self: shown.append("shown"))
+    assert top_command.run_top(url, UIConfig(), record=None, key_file=None) == 0
+    assert shown == (["gives way", "shown"] if here else ["shown"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at Linux's scheduling")
+def test_giving_way_is_the_process_own() -> None:
+    program = (
+        "import os; from termgen.top_command import *; before = os.nice(0); let_others_first();"
+        "print(os.nice(0) == min(19, before + 10), os.sched_getscheduler(0) == os.SCHED_BATCH)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout.split() == ["True", "True"], ran.stderr

@@ -52,9 +52,7 @@ class RecordedOutput:
     ) -> None:
         """tokens: [padded rows], written when the step has ended. started_ns: when the host began
         the step; told only where there is no `device_start`."""
-        self._step_id = plan.step_id
-        self._num_rows = plan.num_rows
-        self._num_tokens = plan.total_tokens
+        self._plan = plan
         self._tokens = tokens
         self._dispatch = dispatch
         self._started_ns = started_ns
@@ -81,20 +79,22 @@ class RecordedOutput:
         if self._device_start is not None and self._device_end is not None:
             start = self._device_start
             started_ns, ended_ns = start.clock.read(start.mark, self._device_end, ended_ns)
-        tokens = tokens[: self._num_rows].copy()  # the memory is written again
-        is_sampled = tokens >= 0
-        if np.count_nonzero(is_sampled) < len(tokens):
-            tokens = tokens[is_sampled]
+        plan = self._plan
+        tokens = tokens[: plan.num_rows].copy()  # the memory is written again
+        num_sampled = plan.num_tokens
+        if not plan.is_decode or np.minimum.reduce(tokens, initial=0) < 0:  # some row sampled none
+            is_sampled = tokens >= 0
+            num_sampled, tokens = is_sampled.astype(np.int32), tokens[is_sampled]
         return StepResult(
-            step_id=self._step_id,
-            num_sampled=is_sampled.astype(np.int32),
+            step_id=plan.step_id,
+            num_sampled=num_sampled,
             token_ids=tokens,
             logprobs=logprobs,
             started_ns=started_ns,
             ended_ns=ended_ns,
             graph_mode=self._dispatch.mode.value,
             graph_reason=self._dispatch.reason,
-            num_padded_tokens=self._dispatch.num_padded(self._num_tokens),
+            num_padded_tokens=self._dispatch.num_padded(plan.total_tokens),
             num_late_compiles=self._num_late_compiles,
             prompt_logprobs=prompt_logprobs,
             seen_ns=seen_ns,

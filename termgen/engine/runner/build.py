@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +52,6 @@ def build_runner(
     meter_for: Callable[[torch.device], MemoryMeter] = make_meter,
 ) -> tuple[ModelRunner, DeviceInfo]:
     """Load the model at `path` and size everything around it. Raises ConfigError or ModelError."""
-    started = time.perf_counter()
     on_progress(READING_CONFIG, 0.0)
     device = resolve.resolve_device(config.device)
     if device.type == "cpu":
@@ -95,13 +92,14 @@ def build_runner(
             max_model_len=limits.max_model_len,
             block_size=shape.block_size,
             num_eos_ids=MAX_EOS_IDS,
+            spins=resolve.resolve_wait(config.device_wait),
             debug=config.debug,
         )
     info = _size_and_warm_up(config, runner, limits, memory, on_progress)
     logger.info("%s", info.memory)
     runner.be_ready()
     on_progress(READY, 1.0)
-    return runner, replace(info, load_seconds=time.perf_counter() - started)
+    return runner, info
 
 
 def _attention_shape(
@@ -152,21 +150,8 @@ def _size_and_warm_up(
     if not dispatcher.is_empty:
         recorder = CudaRecorder(runner.device)
         dispatcher = expect_recordings(runner, dispatcher, recorder, memory)
-    bytes_per_block, block_size = runner.bytes_per_block(), runner.block_size
-    num_blocks = memory.num_blocks(
-        block_size=block_size,
-        bytes_per_block=bytes_per_block,
-        max_model_len=limits.max_model_len,
-        kv_bytes=2 * bytes_per_block,
-        num_tensors=len(runner.kv_caches),
-    )
-    max_model_len = memory.fit_max_model_len(
-        limits.max_model_len,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        bytes_per_block=bytes_per_block,
-    )
-    kv_bytes = num_blocks * bytes_per_block
+    num_blocks, max_model_len = _size_kv_cache(runner, limits.max_model_len, memory)
+    kv_bytes = num_blocks * runner.bytes_per_block()
     with memory.making_kv(kv_bytes):
         runner.init_kv_cache(num_blocks)
     if recorder is None or dispatcher.is_empty:
@@ -186,10 +171,30 @@ def _size_and_warm_up(
     log_implementation(runner)
     ledger = memory.ledger(
         kv_bytes=kv_bytes,
-        kv_tokens=(num_blocks - 1) * block_size,
+        kv_tokens=(num_blocks - 1) * runner.block_size,
         are_graphs_made=not runner.graphs.num_waiting,
     )
     return _describe(config, runner, limits, ledger, num_blocks, max_model_len)
+
+
+def _size_kv_cache(
+    runner: ModelRunner, max_model_len: int, memory: MemoryAccount
+) -> tuple[int, int]:
+    """Its blocks, and the longest context that they can hold."""
+    block_size, bytes_per_block = runner.block_size, runner.bytes_per_block()
+    num_blocks = memory.num_blocks(
+        block_size=block_size,
+        bytes_per_block=bytes_per_block,
+        max_model_len=max_model_len,
+        kv_bytes=2 * bytes_per_block,
+        num_tensors=len(runner.kv_caches),
+    )
+    return num_blocks, memory.fit_max_model_len(
+        max_model_len,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        bytes_per_block=bytes_per_block,
+    )
 
 
 def _describe(
@@ -213,7 +218,6 @@ def _describe(
         block_size=runner.block_size,
         max_model_len=max_model_len,
         vocab_size=runner.config.vocab_size,
-        load_seconds=0.0,
         attention_backend=runner.attention.name,
         architecture=runner.config.architecture,
         max_num_seqs=limits.max_num_seqs,

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -34,9 +33,9 @@ class TimingEvent(Protocol):
         ...
 
 
-def cuda_event() -> TimingEvent:
-    """One whose waiter sleeps: a core that spins is one that Python does not have."""
-    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+def cuda_event(*, spins: bool = False) -> TimingEvent:
+    """spins: whoever waits for it keeps a core busy instead of going to sleep."""
+    return torch.cuda.Event(enable_timing=True, blocking=not spins)  # type: ignore[no-untyped-call]
 
 
 class DeviceClock:
@@ -108,8 +107,7 @@ class DeviceClock:
         return round(start_ns), round(end_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceStart:
+class DeviceStart(NamedTuple):
     """Where a step begins in the compute stream, and the clock to read it by."""
 
     clock: DeviceClock

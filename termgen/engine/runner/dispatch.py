@@ -10,6 +10,7 @@ import enum
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from termgen.engine.sampling_params import MAX_LOGPROBS
 from termgen.engine.step import StepPlan
@@ -33,8 +34,7 @@ class SamplingVariant(enum.StrEnum):
     """Those, and rows with top-k, top-p or min-p, or under a grammar."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingNeeds:
+class SamplingNeeds(NamedTuple):
     """What a step's rows ask of the sampler; what nobody asks for is not launched."""
 
     all_greedy: bool = False

@@ -35,7 +35,7 @@ from termgen.engine.runner.async_output import (
     make_copy_stream,
 )
 from termgen.engine.runner.cuda_graphs import RING_SIZE, FullGraphs
-from termgen.engine.runner.device_clock import DeviceClock
+from termgen.engine.runner.device_clock import DeviceClock, cuda_event
 from termgen.engine.runner.dispatch import (
     NEEDS,
     BatchDescriptor,
@@ -75,9 +75,10 @@ class ModelRunner:
         max_model_len: int,
         block_size: int,
         num_eos_ids: int,
+        spins: bool = False,
         debug: bool = False,
     ) -> None:
-        """debug: check addresses at every replay."""
+        """spins: never sleep while a recorded step runs. debug: check addresses at every replay."""
         self.model = model
         self.config = model_config
         self.attention = attention
@@ -109,7 +110,8 @@ class ModelRunner:
         self._copy_stream = make_copy_stream(device)
         self._clock = None
         if device.type == "cuda":
-            self._clock = DeviceClock(stream=torch.cuda.current_stream(device))
+            stream = torch.cuda.current_stream(device)
+            self._clock = DeviceClock(partial(cuda_event, spins=spins), stream=stream)
         self._late_compiles: CompileCounter | None = None
         self.graphs = self.make_graphs(
             CudaGraphDispatcher((), disabled_reason="no graphs recorded")
@@ -241,8 +243,9 @@ class ModelRunner:
         started_ns = time.perf_counter_ns()
         # A busy device comes to the rows without a pause; one at rest begins with the step.
         clock = self._clock
-        start = clock.start() if clock is not None and clock.is_busy else None
+        start = None
         if plan.changes_rows:
+            start = clock.start() if clock is not None and clock.is_busy else None
             with torch.inference_mode(), self.watch_compiles():
                 self.state.update(plan)
         needs = SamplingNeeds.of(plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,10 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+SPINNING_CPUS = 4
+"""With as many, one may be kept busy by waiting: three are left for the loop, text and screens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,19 @@ def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.
     return torch.float16 if is_half else torch.bfloat16
 
 
+def resolve_wait(device_wait: str) -> bool:
+    """Whether the engine's thread spins while it waits for a GPU. A thread that slept finds a core
+    that is cold, and its part of a step takes twice the time (docs/performance.md)."""
+    return device_wait == "spin" or (device_wait == "auto" and len(usable_cpus()) >= SPINNING_CPUS)
+
+
+def usable_cpus() -> Collection[int]:
+    """The CPUs this process may run on."""
+    return (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+
+
 def resolve_threads(threads: int | None) -> int:
     """Physical cores this process may use, unless told otherwise: more threads only contend.
 
@@ -93,11 +111,8 @@ def resolve_threads(threads: int | None) -> int:
 
 def physical_cores() -> int:
     """Distinct cores among the CPUs this process may run on (hyper-threads counted once)."""
-    cpus = (
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
     cores = set()
-    for cpu in cpus:
+    for cpu in usable_cpus():
         topology = f"/sys/devices/system/cpu/cpu{cpu}/topology"
         try:
             with (

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from termgen.engine.events import StepRecord
 from termgen.tui.formatting import count, duration, milliseconds, rate
 from termgen.tui.lanes import Doing, History, token_times
@@ -15,7 +17,7 @@ from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import bar, braille
 from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, merge, spread, wrap
-from termgen.tui.store import percentile
+from termgen.tui.store import percentiles
 
 LABEL = 12
 KNOWN_NS = 1
@@ -140,7 +142,7 @@ def _decode_words(history: History, times: Sequence[int], now_ns: int) -> str:
         words += f" · {rate((tokens - 1) / seconds)} tok/s" if seconds > 0 else ""
     gaps = gaps_ms(times)
     if gaps:
-        p50, p99 = percentile(gaps, 50), percentile(gaps, 99)
+        p50, p99 = percentiles(gaps, 50, 99)
         words += f" · gap p50 {milliseconds(p50)} p99 {milliseconds(p99)} max "
         words += f"{milliseconds(max(gaps))} ms"
     return words
@@ -201,7 +203,9 @@ def _latency_rows(history: History, now_ns: int, width: int) -> list[Row]:
 
 
 def gaps_ms(times: Sequence[int]) -> list[float]:
-    return [(b - a) / 1e6 for a, b in zip(times, times[1:], strict=False) if b >= a]
+    gaps = np.diff(np.array(times, np.int64))
+    found: list[float] = (gaps[gaps >= 0] / 1e6).tolist()
+    return found
 
 
 def gaps_panel(times: Sequence[int], frame: Frame) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,8 @@ from termgen.tui.spans import Row, Span
 from termgen.tui.store import DashboardView
 
 FREE, CACHED, ACTIVE, SHARED, ACTIVE_ALT, SELECTED, PART = range(7)
+_ODD_OWNER = np.int32(-(2**31) + 1)
+"""The bits that tell an odd owner: the last, and the sign, which nobody's -1 has."""
 WIDE, NAMED = 100, 76
 """Widths from which the title is written out, and the states are named."""
 _ROLES = (
@@ -50,46 +53,50 @@ def kv_cells(
     one that is less than half in use is marked as partly used. Neighbouring owners alternate
     between two tints, so that requests can be told apart.
     """
-    real = states != BlockState.NULL
-    states, owners = states[real], owners[real]
-    kinds = states.astype(np.uint8)  # FREE, CACHED, ACTIVE, SHARED have equal numbers
-    used = states >= BlockState.ACTIVE
-    odd = (states == BlockState.ACTIVE) & (owners >= 0) & (owners % 2 == 1)
-    chosen = used & (owners == selected) & (selected >= 0)
-    num_blocks, num_cells = len(kinds), max(1, max_cells)
+    first = first_block(states)
+    states, owners = states[first:], owners[first:]
+    num_blocks, num_cells = len(states), max(1, max_cells)
+    odd = (owners & _ODD_OWNER) == 1  # of what is not in use nobody is the owner
+    chosen = (owners == selected) & (states >= BlockState.ACTIVE) if selected >= 0 else None
     if per_cell == 1 or (per_cell is None and num_blocks <= num_cells):
-        kinds[odd] = ACTIVE_ALT
-        kinds[chosen] = SELECTED
+        kinds = states.astype(np.uint8)  # FREE, CACHED, ACTIVE, SHARED have equal numbers
+        kinds[odd & (states == BlockState.ACTIVE)] = ACTIVE_ALT
+        if chosen is not None:
+            kinds[chosen] = SELECTED
         return KvCells(kinds, 1)
     if per_cell is None:
         starts = np.arange(num_cells) * num_blocks // num_cells  # [cells] first block of each
     else:
         starts = np.arange(0, num_blocks, per_cell)
     sizes = np.diff(starts, append=num_blocks)
-    cells = np.maximum.reduceat(kinds, starts)
-    num_used = np.add.reduceat(used.astype(np.int64), starts)
-    active = cells == ACTIVE
-    cells[active & (np.add.reduceat(odd.astype(np.int64), starts) * 2 > num_used)] = ACTIVE_ALT
+    cells = np.maximum.reduceat(states, starts)
+    num_used = np.add.reduceat(states >= BlockState.ACTIVE, starts, dtype=np.int32)
+    num_odd = np.add.reduceat(odd, starts, dtype=np.int32)
+    active = cells == ACTIVE  # no block of such a cell is shared
+    cells[active & (num_odd * 2 > num_used)] = ACTIVE_ALT
     cells[active & (num_used * 2 < sizes)] = PART
-    cells[np.logical_or.reduceat(chosen, starts)] = SELECTED
+    if chosen is not None:
+        cells[np.logical_or.reduceat(chosen, starts)] = SELECTED
     return KvCells(cells, per_cell or num_blocks / num_cells)
+
+
+def first_block(states: npt.NDArray[np.uint8]) -> int:
+    """The first that is shown: block 0 may be the null block."""
+    return int(len(states) > 0 and states[0] == BlockState.NULL)
 
 
 def map_rows(cells: KvCells, width: int, glyphs: Glyphs) -> list[Row]:
     """The cells in reading order, one row per `width` of them."""
     free, cached, active, shared = glyphs.kv
     others = glyphs.kv_alt, glyphs.kv_selected, glyphs.kv_part
-    signs = np.array([free, cached, active, shared, *others])
+    signs = (free, cached, active, shared, *others)
     rows: list[Row] = []
     for start in range(0, len(cells.kinds), width):
         line = cells.kinds[start : start + width]
-        edges = np.flatnonzero(np.diff(line)) + 1
-        bounds = [0, *edges.tolist(), len(line)]
+        bounds = [0, *(np.flatnonzero(line[1:] != line[:-1]) + 1).tolist(), len(line)]
+        kinds = line.tolist()
         rows.append(
-            tuple(
-                (str(signs[line[a]]) * (b - a), _ROLES[line[a]])
-                for a, b in zip(bounds, bounds[1:], strict=False)
-            )
+            tuple((signs[kinds[a]] * (b - a), _ROLES[kinds[a]]) for a, b in pairwise(bounds))
         )
     return rows
 
@@ -137,7 +144,7 @@ def kv_legend(view: DashboardView, glyphs: Glyphs, width: int) -> list[Span]:
 def _num_shared(view: DashboardView) -> int:
     if view.snapshot is None:
         return 0
-    shared = int((view.snapshot.block_states == BlockState.SHARED).sum())
+    shared = int(np.count_nonzero(view.snapshot.block_states == BlockState.SHARED))
     return min(shared, view.num_used_blocks)
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
-
 from termgen.engine.events import BlockState, EngineSnapshot, StepRecord
 from termgen.tui.formatting import count
 from termgen.tui.kv_cursor import KvCursor
 from termgen.tui.palette import Glyphs
 from termgen.tui.render.frame import Frame
-from termgen.tui.render.kv_map import kv_cells, kv_legend, map_rows, owner_index
+from termgen.tui.render.kv_map import (
+    first_block,
+    kv_cells,
+    kv_legend,
+    map_rows,
+    owner_index,
+)
 from termgen.tui.render.series import spark
 from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, merge
@@ -44,14 +48,15 @@ def kv_page(
     snapshot = view.snapshot
     if snapshot is None:
         return frame.draw(title, (), [(("waiting for the engine", "muted"),)])
-    real = np.flatnonzero(snapshot.block_states != BlockState.NULL)
+    first = first_block(snapshot.block_states)
+    num_blocks = len(snapshot.block_states) - first
     rows = max(1, frame.inner_height - UNDER_THE_MAP)
-    cursor.fit(len(real), frame.inner_width, rows)
-    shown = real[cursor.first : cursor.end]
-    title.append((f" · {len(real):,}".replace(",", " "), "muted"))
+    cursor.fit(num_blocks, frame.inner_width, rows)
+    shown = slice(first + cursor.first, first + cursor.end)
+    title.append((f" · {num_blocks:,}".replace(",", " "), "muted"))
     if cursor.per_cell > 1:
         title.append((f" · {count(cursor.per_cell)} in a cell", "muted"))
-    if len(shown) < len(real):
+    if cursor.end - cursor.first < num_blocks:
         title.append((f" · {cursor.first:,} to {cursor.end - 1:,}".replace(",", " "), "muted"))
     cells = kv_cells(
         snapshot.block_states[shown],
@@ -65,7 +70,7 @@ def kv_page(
     if line < len(body):
         body[line] = reversed_cell(body[line], column)
     body += [()] * (rows - len(body))
-    body.append(_under_cursor(snapshot, real, cursor))
+    body.append(_under_cursor(snapshot, first, cursor))
     body += tick_rows(view.steps, frame.inner_width)
     return frame.draw(title, kv_legend(view, glyphs, frame.width), body)
 
@@ -88,13 +93,14 @@ def reversed_cell(row: Row, column: int) -> Row:
     return merge(spans)
 
 
-def _under_cursor(snapshot: EngineSnapshot, real: np.ndarray, cursor: KvCursor) -> Row:
+def _under_cursor(snapshot: EngineSnapshot, first: int, cursor: KvCursor) -> Row:
     """State and owner of the block; of several blocks in a cell, how many are in which state."""
-    if not len(real):
+    if not cursor.num_blocks:
         return (("no blocks", "muted"),)
-    blocks = real[cursor.cell_blocks.start : cursor.cell_blocks.stop]
-    states = snapshot.block_states[blocks]
-    owners = snapshot.block_owners[blocks]
+    cell = cursor.cell_blocks
+    blocks = range(first + cell.start, first + cell.stop)
+    states = snapshot.block_states[blocks.start : blocks.stop]
+    owners = snapshot.block_owners[blocks.start : blocks.stop]
     names = [
         clean_line(snapshot.requests[owner].request_id)
         for owner in dict.fromkeys(owners[owners >= 0].tolist())

@@ -91,11 +91,13 @@ def lanes_panel(
     title: list[Span] = [("requests", "text/b"), (f" · {len(shown)} steps", "muted")]
     if not shown:
         return frame.draw(title, (), [(("no step yet", "muted"),)])
+    room = frame.inner_height
     present = [h for h in lanes if _was_there(h, shown[0].step_id, shown[-1].step_id)]
     present.sort(key=lambda h: (h.doing(shown[marked].step_id) is Doing.OVER, h.run_starts[0]))
-    room = frame.inner_height
     at = next((i for i, h in enumerate(present) if h.request_id == selected), 0)
     first = max(0, min(at - room + 1, len(present) - room))
+    if len(present) > room:
+        title[1] = (f" · {first + 1}–{first + room} of {len(present)}", "muted")
     body = [
         _lane_row(h, shown, marked, width, glyphs, is_selected=h.request_id == selected)
         for h in present[first : first + room]

@@ -13,6 +13,8 @@ from termgen.tui.store import DashboardView, percentile
 STALL_S = 2.0
 """Without progress for so long, with work to do, the engine stands still."""
 LAST_STEPS = 8
+CHARS_PER_CELL = 4
+"""More than these, letters with marks upon marks, are not looked for behind the edge."""
 _SIGNS = {
     Level.DEBUG: ("·", "faint"),
     Level.INFO: ("•", "good"),
@@ -120,7 +122,7 @@ def lines_panel(
     for line in shown:
         sign, role = _SIGNS[line.level]
         ago = duration(max(0, view.now_ns - line.time_ns) / 1e9)
-        text = cut(clean_line(line.text), max(1, frame.inner_width - 11))
+        text = _shown(line.text, max(1, frame.inner_width - 11))
         quiet = line.level is Level.DEBUG
         body.append(
             ((f"{ago:>8} ", "muted"), (f"{sign} ", role), (text, "muted" if quiet else "text"))
@@ -128,3 +130,9 @@ def lines_panel(
     if not body:
         body = [(("nothing matches" if words else "nothing yet", "muted"),)]
     return frame.draw(title, right, body)
+
+
+def _shown(text: str, width: int) -> str:
+    """Of a long line, only what may be seen is looked at."""
+    room = CHARS_PER_CELL * width
+    return cut(clean_line(text if len(text) <= room else text[:room] + "…"), width)

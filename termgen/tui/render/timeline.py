@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
 
 from termgen.engine.events import StepRecord
 from termgen.tui.formatting import milliseconds, percent
@@ -11,7 +15,6 @@ from termgen.tui.render.batch import step_line
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import bar
 from termgen.tui.spans import Row, Span, fit, merge
-from termgen.tui.store import percentile
 
 LABEL = 6
 """Cells before a lane."""
@@ -37,6 +40,8 @@ _PHASES: tuple[tuple[str, str, Callable[[StepRecord], float]], ...] = (
     ("idle", "bad", lambda s: s.idle_us / 1e3),
 )
 """Name, role and milliseconds of what a step's time goes into."""
+_HOST_US = attrgetter("schedule_us", "launch_us", "wait_us", "apply_us", "publish_us", "host_us")
+_DEVICE = attrgetter("started_ns", "ended_ns", "idle_us")
 
 
 def timeline_page(
@@ -207,10 +212,10 @@ def phases_panel(steps: Sequence[StepRecord], frame: Frame) -> list[Row]:
     title: list[Span] = [("where a step goes", "text/b"), (" · ms", "muted")]
     if not steps:
         return frame.draw(title, (), [])
+    found = np.percentile(phases_ms(steps), (50, 99), axis=1)
     figures = [
-        (name, role, percentile(values, 50) or 0.0, percentile(values, 99) or 0.0)
-        for name, role, ms_of in _PHASES
-        for values in ([ms_of(s) for s in steps],)
+        (name, role, p50, p99)
+        for (name, role, _), p50, p99 in zip(_PHASES, *found.tolist(), strict=True)
     ]
     top = max(p50 for _, _, p50, _ in figures) or 1.0
     room = max(4, frame.inner_width - 34)
@@ -227,13 +232,21 @@ def phases_panel(steps: Sequence[StepRecord], frame: Frame) -> list[Row]:
     return frame.draw(title, right, body)
 
 
+def phases_ms(steps: Sequence[StepRecord]) -> npt.NDArray[np.float64]:
+    """[phases, steps] as `_PHASES` has them, of many steps at once."""
+    host = np.array(list(map(_HOST_US, steps)), np.float64).T / 1e3
+    device = np.array(list(map(_DEVICE, steps)), np.float64).T
+    ran_ms = np.maximum(0.0, device[1] - device[0]) / 1e6
+    return np.vstack((host, ran_ms, device[2] / 1e3))
+
+
 def list_panel(steps: Sequence[StepRecord], frame: Frame) -> list[Row]:
     """The newest steps one by one, with every time the engine tells of them."""
     head = "     step  mode        decode  prefill   pad  queue"
     names = "schedule", "launch", "wait", "apply", "device", "idle"
     body: list[Row] = [((head + "".join(name.rjust(10) for name in names), "muted"),)]
     kinds = {name: (role, ms_of) for name, role, ms_of in _PHASES}
-    for step in list(steps)[-max(0, frame.inner_height - 1) :][::-1]:
+    for step in steps[-max(1, frame.inner_height - 1) :][::-1]:
         spans: list[Span] = [
             (f"{step.step_id:9}  {step.graph_mode:9}", "text"),
             (f"{step.num_decode_rows:9}", "decode"),

@@ -8,17 +8,18 @@ from functools import partial
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Container
+from textual.content import Content
 from textual.widgets import Footer
 
 from termgen.client import EngineClient
 from termgen.tui import commands
-from termgen.tui.conversation import Conversation, sampling_params
+from termgen.tui.conversation import Conversation
 from termgen.tui.key_hints import brief_key_of, key_of
 from termgen.tui.messages import ModelsWanted, PromptEdited, PromptSubmitted
 from termgen.tui.render.chat import ChatStatus, empty_rows, status_row
 from termgen.tui.sanitize import clean_line
 from termgen.tui.screens.chat_keys import KEYS
-from termgen.tui.screens.chat_tool_keys import COPY_KEYS, TOOL_KEYS
+from termgen.tui.screens.chat_tool_keys import COMMAND_KEYS, COPY_KEYS, TOOL_KEYS
 from termgen.tui.screens.sessions import SessionScreen
 from termgen.tui.spans import Row, cut
 from termgen.tui.widgets.canvas import Canvas
@@ -31,7 +32,7 @@ from termgen.tui.widgets.transcript import Transcript
 
 class ChatScreen(SessionScreen):
     AUTO_FOCUS = "Prompt"
-    BINDINGS = [*KEYS, *TOOL_KEYS, *COPY_KEYS]
+    BINDINGS = [*KEYS, *TOOL_KEYS, *COMMAND_KEYS, *COPY_KEYS]
 
     def compose(self) -> ComposeResult:
         yield SessionPanel(self._wall_clock, id="sessions")
@@ -45,7 +46,6 @@ class ChatScreen(SessionScreen):
 
     def on_mount(self) -> None:
         self._show_when_empty()
-        self.prompt.border_subtitle = self._hint
         self.watch(self.transcript, "scroll_y", self.status.repaint, init=False)
 
     def set_client(self, client: EngineClient, *, failure: str | None) -> None:
@@ -53,7 +53,7 @@ class ChatScreen(SessionScreen):
         self._client, model = client, client.model
         self.tokens.clear()  # its tokens may be others
         self._show_when_empty()
-        self.use_defaults(sampling_params(model.default_params, self._ui))
+        self.use_defaults()
         if failure is not None:
             hint = f"{clean_line(model.model_id)} answers as before."
             self.transcript.add(NoticeEntry(failure, role="bad", sign="✗", hint=hint))
@@ -98,13 +98,18 @@ class ChatScreen(SessionScreen):
     @on(PromptEdited)
     def _edited(self, message: PromptEdited) -> None:
         matches = commands.matching(message.text)
+        parsed = commands.parse(message.text)
+        if not matches and parsed is not None and parsed[0].argument:
+            matches = [parsed[0]]  # its argument is being written
         if not matches:
             hint = self._hint
         elif len(matches) == 1:
             hint = f"/{matches[0].name} {matches[0].argument}".rstrip() + f"  {matches[0].help}"
         else:
             hint = "  ".join(f"/{command.name}" for command in matches)
-        self.prompt.border_subtitle = cut(hint, max(8, self.prompt.size.width - 4))
+        self.label_prompt(self._label)
+        # as content: what a command takes may look like markup
+        self.prompt.border_subtitle = Content(cut(hint, max(8, self.prompt.size.width - 4)))
 
     def action_stop(self) -> None:
         """Out of the list of chats, else stop the answer, else give up an edit."""
@@ -148,6 +153,14 @@ class ChatScreen(SessionScreen):
         self.copy(answer)
         self.notify("answer copied")
 
+    def action_begin_command(self, name: str) -> None:
+        """Its argument is to be written. What was in the prompt is the newest of the history."""
+        self.end_editing()
+        if self.prompt.text.strip():
+            self.prompt.accept(self.prompt.text)
+        self.prompt.set_text(f"/{name} ")
+        self.prompt.focus()
+
     def action_focus_prompt(self) -> None:
         self.prompt.focus()
 
@@ -190,10 +203,10 @@ class ChatScreen(SessionScreen):
 
     def _set_system(self, argument: str) -> None:
         if argument == "off":
-            self.conversation.system_prompt = None
+            self.set_system_prompt(None)
             self.note("The system prompt is removed.")
         elif argument:
-            self.conversation.system_prompt = argument
+            self.set_system_prompt(argument)
             self.note(f"System prompt: {argument}")
         elif self.conversation.system_prompt:
             self.note(f"System prompt: {self.conversation.system_prompt}")

@@ -45,7 +45,39 @@ TOOL_KEYS = [
         id="chat.tokens",
         tooltip="How likely the answer's tokens were; branch from one of them",
     ),
+    Binding(
+        "alt+o",
+        "links",
+        "Links",
+        show=False,
+        id="chat.links",
+        tooltip="List the links of the last (or marked) answer, to open or copy one",
+    ),
 ]
+
+
+def _begins(name: str, key: str, title: str, tooltip: str) -> Binding:
+    return Binding(
+        key,
+        f"begin_command('{name}')",
+        title,
+        show=False,
+        id=f"chat.{name}",
+        tooltip=f"{tooltip} (/{name})",
+    )
+
+
+COMMAND_KEYS = [
+    _begins("attach", "alt+a", "Attach a file", "Send a text file with the next question"),
+    _begins("save", "alt+s", "Save code block", "Write a code block to a new file"),
+    _begins("schema", "alt+j", "JSON schema", "Ask for answers as JSON of a schema"),
+    _begins("regex", "alt+x", "Regular expression", "Ask for answers that match an expression"),
+    _begins("choice", "alt+c", "Choice", "Ask for answers that are one of some"),
+    _begins("rename", "alt+n", "Rename this chat", "Give this chat a name"),
+    _begins("export", "alt+w", "Export", "Write this chat to a file"),
+    _begins("import", "alt+i", "Import", "Open a chat that was exported as JSON"),
+]
+"""Of commands that want an argument: the key writes their beginning into the prompt."""
 COPY_KEYS = [
     Binding(
         "alt+1",

@@ -6,9 +6,10 @@ The dialogue is made on top of it; the chat screen binds the keys and reads the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from textual import getters, on, work
 from textual.content import Content
@@ -20,16 +21,20 @@ from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.errors import RequestError
 from termgen.tui import attachments as files
 from termgen.tui.answer_form import KINDS, as_markdown, form_words, parse_form
+from termgen.tui.answer_links import links_of
 from termgen.tui.attachments import Attachment
+from termgen.tui.chat_keeper import ChatKeeper
+from termgen.tui.chat_records import restored_params
 from termgen.tui.code_panel import COPY_ROLE, CodeBlock
 from termgen.tui.conversation import Conversation, Turn, sampling_params
 from termgen.tui.links import open_in_browser
 from termgen.tui.markdown import code_blocks
 from termgen.tui.messages import EntryClicked, LargePaste
 from termgen.tui.render.chat import attachment_words
-from termgen.tui.sampling_fields import FIELDS, changes
-from termgen.tui.sanitize import clean_line
+from termgen.tui.sampling_fields import FIELDS, changes, without
+from termgen.tui.sanitize import clean, clean_line
 from termgen.tui.screens.base import ThemedScreen
+from termgen.tui.screens.links import LinkChoice, LinksPanel
 from termgen.tui.screens.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
 from termgen.tui.spans import cut
 from termgen.tui.widgets.canvas import Canvas
@@ -44,11 +49,15 @@ class ChatTools(ThemedScreen):
     transcript = getters.query_one(Transcript)
     status = getters.query_one("#status", Canvas)
     conversation: Conversation
+    keeper: ChatKeeper
+    _cursor: Turn | None
     _entries: dict[Turn, tuple[QuestionEntry, AnswerEntry]]
 
     def __init__(self, client: EngineClient, ui: UIConfig) -> None:
         super().__init__()
-        self._defaults = sampling_params(client.model.default_params, ui)
+        self._client = client
+        self._ui = ui
+        self._own_params, self._defaults = self._defaults_of_model()
         self._params = self._defaults
         self.attached: tuple[Attachment, ...] = ()
         """To go with the next question."""
@@ -69,6 +78,8 @@ class ChatTools(ThemedScreen):
             self._attach_file(argument)
         elif name == "sampling":
             self.action_sampling()
+        elif name == "links":
+            self.action_links()
         else:
             return False
         return True
@@ -87,13 +98,18 @@ class ChatTools(ThemedScreen):
     # thoughts and code blocks
 
     def action_fold_thoughts(self) -> None:
-        """Of the last answer that has any."""
-        for turn in reversed(self.conversation.turns):
+        """Of the marked answer, else of the last that has any."""
+        for turn in self._turns_meant():
             entry = self._entries[turn][1]
             if entry.has_thoughts:
                 self._fold(entry)
                 return
-        self.notify("no answer has thoughts to show", severity="warning")
+        which = "no answer has" if self._cursor is None else "this answer has no"
+        self.notify(f"{which} thoughts to show", severity="warning")
+
+    def _turns_meant(self) -> Iterable[Turn]:
+        """The marked one; where none is, all of them from the last on."""
+        return (self._cursor,) if self._cursor is not None else reversed(self.conversation.turns)
 
     def _fold(self, entry: AnswerEntry) -> None:
         entry.fold_thoughts()
@@ -114,6 +130,26 @@ class ChatTools(ThemedScreen):
         else:
             return
         self.prompt.focus()  # which the click took away
+
+    def action_links(self) -> None:
+        """Of the marked answer, else of the last that has any."""
+        answers = (as_markdown(turn.form, turn.answer) for turn in self._turns_meant())
+        links = next((found for answer in answers if (found := links_of(clean(answer)))), None)
+        if links is None:
+            which = "no answer has a link" if self._cursor is None else "this answer has no link"
+            self.notify(which, severity="warning")
+            return
+
+        def use(choice: LinkChoice | None) -> None:
+            if choice is None:
+                return
+            if choice.is_copied:
+                self.copy(choice.address)
+                self.notify(f"copied: {choice.address}", markup=False)
+            else:
+                self._open_link(choice.address)
+
+        self.app.push_screen(LinksPanel(links), use)
 
     @work(group="links")
     async def _open_link(self, address: str) -> None:
@@ -252,7 +288,8 @@ class ChatTools(ThemedScreen):
     def request_changes(self) -> tuple[str, ...]:
         """For the status line."""
         form = [form_words(self.form)] if self.form is not None else []
-        return (*form, *changes(self._params, self._defaults))
+        told, _ = without(self._params, self._client.model.untold_params)
+        return (*form, *changes(told, self._defaults))
 
     def _set_form(self, command: str, argument: str) -> None:
         if argument in ("", "off"):
@@ -276,23 +313,44 @@ class ChatTools(ThemedScreen):
 
         self.app.push_screen(SamplingPanel(self._params, self._defaults), use)
 
-    def use_defaults(self, defaults: SamplingParams) -> None:
+    def use_defaults(self) -> None:
         """Those of another model; what the user has set stays."""
         kept = {
             name: getattr(self._params, name)
             for name in (*FIELDS, "structured_outputs")
             if getattr(self._params, name) != getattr(self._defaults, name)
         }
-        self._defaults, self._params = defaults, replace(defaults, **kept)
+        self._own_params, self._defaults = self._defaults_of_model()
+        self._params = replace(self._defaults, **kept)
+
+    def _defaults_of_model(self) -> tuple[SamplingParams, SamplingParams]:
+        """By itself, and with the user's settings."""
+        own = self._client.model.default_params
+        return sampling_params(own, UIConfig()), sampling_params(own, self._ui)
+
+    def restore_params(self, kept: Mapping[str, Any]) -> None:
+        """Those of a chat that is opened; the form of the answers to come stays."""
+        base = replace(self._defaults, structured_outputs=self.form)
+        self._params = restored_params(kept, base)
 
     def _set_params(self, params: SamplingParams) -> None:
         self._params = params
+        self.save_settings()
         self.status.repaint()
+
+    def set_system_prompt(self, text: str | None) -> None:
+        self.conversation.system_prompt = text
+        self.save_settings()
+
+    def save_settings(self) -> None:
+        """Of a chat that is kept already: one without a question is not."""
+        if self.conversation.turns:
+            self.keeper.save_session(self.conversation, self._params, own=self._own_params)
 
     def action_edit_system(self) -> None:
         def use(text: str | None) -> None:
             if text is not None:
-                self.conversation.system_prompt = text or None
+                self.set_system_prompt(text or None)
                 self.notify("system prompt set" if text else "no system prompt")
 
         self.app.push_screen(SystemPromptPanel(self.conversation.system_prompt or ""), use)

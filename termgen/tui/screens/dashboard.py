@@ -101,7 +101,7 @@ class DashboardScreen(ThemedScreen):
             yield Canvas(self._paint_blocks, id="blocks")
             yield Canvas(self._paint_requests, id="requests")
         yield Canvas(self._paint_page, id="page")
-        yield Input(placeholder="words in the log", id="search", compact=True)
+        yield Input(placeholder="words in the log", id="search", compact=True, max_length=200)
         yield Footer(show_command_palette=False)
 
     @property

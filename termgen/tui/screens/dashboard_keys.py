@@ -90,6 +90,22 @@ KEYS = [
         id="dashboard.select_down",
         tooltip="Mark the next request",
     ),
+    Binding(
+        "pageup",
+        "select(-10)",
+        "10 requests up",
+        show=False,
+        id="dashboard.select_up_10",
+        tooltip="Mark the tenth request before",
+    ),
+    Binding(
+        "pagedown",
+        "select(10)",
+        "10 requests down",
+        show=False,
+        id="dashboard.select_down_10",
+        tooltip="Mark the tenth request after",
+    ),
     *(
         Binding(
             "i,enter" if page.name == "request" else page.key,

@@ -21,12 +21,15 @@ from textual.worker import Worker
 from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.engine.request import FinishReason
+from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
 from termgen.tui.answer_branch import Branch, branch_at, read_branch
 from termgen.tui.attachments import Attachment
 from termgen.tui.chat_keeper import ChatKeeper
 from termgen.tui.conversation import AnswerState, Conversation, Turn
 from termgen.tui.key_hints import brief_key_of, key_of
+from termgen.tui.sampling_fields import without
+from termgen.tui.sanitize import clean_line
 from termgen.tui.score_answer import score_text, score_written
 from termgen.tui.screens.chat_tools import ChatTools
 from termgen.tui.screens.token_lens import Choice, LensScreen
@@ -50,8 +53,6 @@ class DialogueScreen(ChatTools):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(client, ui)
-        self._client = client
-        self._ui = ui
         self._clock = clock
         self.keeper = keeper
         self._entries = {}
@@ -65,6 +66,8 @@ class DialogueScreen(ChatTools):
         self._worker: Worker[None] | None = None
         self._next_flush_s = 0.0
         self._request_ids = count(1)
+        self._said_left_out: tuple[str, tuple[str, ...]] = ("", ())
+        """In which chat, and what."""
         self.tokens = TokenBook()
         self.conversation = Conversation(system_prompt=ui.system_prompt)
 
@@ -112,20 +115,34 @@ class DialogueScreen(ChatTools):
             if branch.is_whole:  # they are read again from what is kept
                 turn.thought.text, turn.thought.is_over = "", False
         self._streaming = turn
-        self.keeper.asked(self.conversation, turn, self._params)
+        self.keeper.asked(self.conversation, turn, self._params, own=self._own_params)
         self.show_path()
+        params = self._told_params()
         self.transcript.to_end()
         self._flusher.resume()
-        self._worker = self._answer(turn, self._entries[turn][1], branch)
+        self._worker = self._answer(turn, params, branch)
+
+    def _told_params(self) -> SamplingParams:
+        """Those that the engine can be told. What is left out is said before the question, once in
+        a chat."""
+        params, left_out = without(self._params, self._client.model.untold_params)
+        said = (self.conversation.session_id, left_out)
+        if left_out and said != self._said_left_out:
+            name, words = clean_line(self._client.model.model_id), ", ".join(left_out)
+            notice = NoticeEntry(f"Left out, as the server of {name} knows no {words}.")
+            entries = self.transcript.entries
+            self.transcript.set_entries([*entries[:-2], notice, *entries[-2:]])
+        self._said_left_out = said
+        return params
 
     @work(group="answer")
-    async def _answer(self, turn: Turn, entry: AnswerEntry, branch: Branch | None) -> None:
-        request_id = f"chat-{next(self._request_ids)}"
+    async def _answer(self, turn: Turn, params: SamplingParams, branch: Branch | None) -> None:
+        request_id, entry = f"chat-{next(self._request_ids)}", self._entries[turn][1]
         if branch is not None:
-            answer = read_branch(self._client, branch, self._params, request_id=request_id)
+            answer = read_branch(self._client, branch, params, request_id=request_id)
         else:
             prompt = self.conversation.prompt()
-            answer = read_answer(self._client, prompt, self._params, request_id=request_id)
+            answer = read_answer(self._client, prompt, params, request_id=request_id)
         try:
             async with contextlib.aclosing(answer) as stream:
                 async for news in stream:
@@ -307,7 +324,7 @@ class DialogueScreen(ChatTools):
         """Open the lens on the answer at the cursor; a branch that it gives back is answered."""
         turn = self.cursor_turn
         if self.is_streaming:
-            self.notify("an answer is being written; esc stops it", severity="warning")
+            self.say_streaming()
         elif turn is None or not (turn.answer or self.tokens.get(turn.turn_id)):
             self.notify("no answer to look at yet", severity="warning")
         else:

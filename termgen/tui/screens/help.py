@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -11,7 +12,7 @@ from textual.geometry import Size
 from textual.screen import ModalScreen
 from textual.theme import Theme
 
-from termgen.tui.commands import COMMANDS
+from termgen.tui.commands import SlashCommand
 from termgen.tui.key_hints import brief_key_of
 from termgen.tui.keymap import key_names
 from termgen.tui.palette import Palette
@@ -23,7 +24,9 @@ HelpSection = tuple[str, Sequence[BindingType]]
 _KEY_WIDTH = 20
 
 
-def help_rows(sections: Iterable[HelpSection], width: int) -> list[Row]:
+def help_rows(
+    sections: Iterable[HelpSection], commands: Sequence[SlashCommand], width: int
+) -> list[Row]:
     rows: list[Row] = []
     for title, bindings in sections:
         if rows:
@@ -32,27 +35,30 @@ def help_rows(sections: Iterable[HelpSection], width: int) -> list[Row]:
         for binding in bindings:
             if isinstance(binding, Binding) and binding.description:
                 rows += _entry(key_names(binding), binding.tooltip or binding.description, width)
-    rows += [(), (("Commands", "heading/b"),)]
-    for command in COMMANDS:
+    rows += [(), (("Commands", "heading/b"),)] if commands else []
+    for command in commands:
         rows += _entry(f"/{command.name} {command.argument}".strip(), command.help, width)
     return rows
 
 
 def _entry(key: str, text: str, width: int) -> list[Row]:
     lines = wrap([(text, "text")], max(10, width - _KEY_WIDTH - 2))
-    first = (("  " + key.ljust(_KEY_WIDTH), "accent"), *lines[0])
-    return [first, *(((" " * (_KEY_WIDTH + 2), "text"), *line) for line in lines[1:])]
+    rows: list[Row] = [((" " * (_KEY_WIDTH + 2), "text"), *line) for line in lines]
+    if len(key) >= _KEY_WIDTH:
+        return [(("  " + key, "accent"),), *rows]
+    rows[0] = (("  " + key.ljust(_KEY_WIDTH), "accent"), *lines[0])
+    return rows
 
 
 class HelpText(Canvas):
     """As high as its text; the box around it scrolls."""
 
-    def __init__(self, sections: Sequence[HelpSection]) -> None:
-        super().__init__(lambda width, _height: help_rows(sections, width), id="help")
-        self._sections = sections
+    def __init__(self, rows: Callable[[int], Sequence[Row]]) -> None:
+        super().__init__(lambda width, _height: rows(width), id="help")
+        self._text_rows = rows
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return len(help_rows(self._sections, width))
+        return len(self._text_rows(width))
 
 
 class HelpScreen(ModalScreen[None]):
@@ -60,15 +66,17 @@ class HelpScreen(ModalScreen[None]):
         Binding("escape,f1,q", "dismiss", "Close", id="help.close", tooltip="Close the help"),
     ]
 
-    def __init__(self, sections: Sequence[HelpSection]) -> None:
+    def __init__(
+        self, sections: Sequence[HelpSection], commands: Sequence[SlashCommand] = ()
+    ) -> None:
         super().__init__()
-        self._sections = sections
+        self._rows = partial(help_rows, sections, commands)
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="help-box") as box:
             box.border_title = "help"
             box.border_subtitle = f"{brief_key_of(self, 'help.close')} closes"
-            yield HelpText(self._sections)
+            yield HelpText(self._rows)
 
     def on_mount(self) -> None:
         self.app.theme_changed_signal.subscribe(self, self._follow_theme)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
@@ -26,6 +26,8 @@ from termgen.tui.widgets.safe_text_area import SafeTextArea
 MAX_FOUND = 50
 MAX_FIELD_CHARS = 2000
 """A field of one line is slow with more, and nobody types it."""
+MAX_SYSTEM_CHARS = 50_000
+"""That a paste may make of it."""
 
 
 class SamplingPanel(ModalScreen[SamplingParams | None]):
@@ -113,6 +115,16 @@ class SamplingPanel(ModalScreen[SamplingParams | None]):
             self.query_one(f"#{name}", Input).value = field_text(self._defaults, name)
 
 
+class SystemText(SafeTextArea):
+    async def _on_paste(self, event: events.Paste) -> None:
+        """Wrapping a megabyte would take seconds, for every key after it too."""
+        if len(self.text) + len(event.text) > MAX_SYSTEM_CHARS:
+            event.stop()
+            event.prevent_default()
+            most = f"{MAX_SYSTEM_CHARS:,} characters"
+            self.notify(f"not pasted: a system prompt has at most {most}", severity="warning")
+
+
 class SystemPromptPanel(ModalScreen[str | None]):
     """A text of any length; without any there is no system prompt."""
 
@@ -136,7 +148,7 @@ class SystemPromptPanel(ModalScreen[str | None]):
             box.border_title = "system prompt"
             use, close = brief_key_of(self, "system.save"), brief_key_of(self, "system.close")
             box.border_subtitle = f"{use} use it · {close} change nothing · empty: none"
-            yield SafeTextArea(self._text, show_line_numbers=False, highlight_cursor_line=False)
+            yield SystemText(self._text, show_line_numbers=False, highlight_cursor_line=False)
 
     def on_mount(self) -> None:
         area = self.query_one(SafeTextArea)

@@ -111,7 +111,7 @@ class SessionScreen(DialogueScreen):
 
     def _save_again(self) -> None:
         """The file is a new one."""
-        self.keeper.save_all(self.conversation, self._params)
+        self.keeper.save_all(self.conversation, self._params, own=self._own_params)
 
     def action_sessions(self) -> None:
         """Open the panel, or close it."""
@@ -176,7 +176,7 @@ class SessionScreen(DialogueScreen):
             self._report(str(error))
             return
         self.set_conversation(conversation)
-        self._params = restored_params(session.params, self._params)
+        self.restore_params(session.params)
         if resume is not None:
             self._apply_given(resume)
         self.list_sessions(select_open=True)
@@ -229,7 +229,7 @@ class SessionScreen(DialogueScreen):
             return
         try:
             wanted = parse_export(argument)
-            session = session_record(self.conversation, self._params)
+            session = session_record(self.conversation, self._params, own=self._own_params)
             if wanted.form == "md":
                 text = as_markdown(session, self.conversation)
             else:
@@ -251,7 +251,7 @@ class SessionScreen(DialogueScreen):
             self.notify(str(error), severity="error", markup=False)
             return
         conversation = conversation_of(session, turns)
-        self._params = restored_params(session.params, self._params)
+        self.restore_params(session.params)
         self.set_conversation(conversation)
-        self.keeper.save_all(conversation, self._params)
+        self.keeper.save_all(conversation, self._params, own=self._own_params)
         self.list_sessions(select_open=True)

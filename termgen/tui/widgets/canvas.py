@@ -25,7 +25,7 @@ class Canvas(Widget):
     ALLOW_SELECT = False
 
     def __init__(
-        self, painter: Painter | None = None, *, id: str | None = None, classes: str | None = None
+        self, painter: Painter, *, id: str | None = None, classes: str | None = None
     ) -> None:
         super().__init__(id=id, classes=classes)
         self._painter = painter
@@ -39,10 +39,6 @@ class Canvas(Widget):
         self._rows, self._strips = [], []
         self.repaint()
 
-    def set_painter(self, painter: Painter) -> None:
-        self._painter = painter
-        self.repaint()
-
     def on_resize(self) -> None:
         self._rows, self._strips = [], []
         self.repaint()
@@ -50,7 +46,7 @@ class Canvas(Widget):
     def repaint(self) -> None:
         """Ask the painter for rows and redraw those that differ from what is shown."""
         width, height = self.size
-        if self._painter is None or self._palette is None or not width or not height:
+        if self._palette is None or not width or not height:
             return
         fresh = list(self._painter(width, height))[:height]
         fresh += [()] * (height - len(fresh))

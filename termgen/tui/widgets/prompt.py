@@ -127,6 +127,10 @@ class Prompt(SafeTextArea):
         """The text was not sent. It stands again before what was typed since."""
         self._show(text + self.text)
 
+    def on_resize(self) -> None:
+        """What is written on its edges has another width."""
+        self.post_message(PromptEdited(self.text))
+
     def on_text_area_changed(self) -> None:
         self.post_message(PromptEdited(self.text))
         if self._is_shown_text:

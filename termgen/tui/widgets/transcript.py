@@ -22,7 +22,7 @@ from textual.strip import Strip
 
 from termgen.tui.messages import EntryClicked
 from termgen.tui.palette import Palette
-from termgen.tui.spans import Row
+from termgen.tui.spans import Row, row_text
 
 Entry = Callable[[int], Sequence[Row]]
 """Rows for a width in cells."""
@@ -109,7 +109,7 @@ class Transcript(ScrollView, can_focus=True):
     @property
     def plain_text(self) -> str:
         """Everything in it, for tests."""
-        return "\n".join("".join(text for text, _ in row).rstrip() for row in self._rows)
+        return "\n".join(row_text(row).rstrip() for row in self._rows)
 
     def set_palette(self, palette: Palette) -> None:
         self._palette = palette
@@ -276,7 +276,7 @@ class Transcript(ScrollView, can_focus=True):
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
         indent = " " * self.margin
-        lines = [indent + "".join(text for text, _ in row) for row in self._rows]
+        lines = [indent + row_text(row) for row in self._rows]
         text = selection.extract("\n".join(lines))
         first, newline, rest = text.partition("\n")
         rest = textwrap.dedent(rest)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_samples import finish
+from lengths import scaled
 from safetensors.torch import save_file
 
 from termgen.engine.gguf_file import GGUFFile
@@ -129,7 +130,7 @@ def mutations(raw: bytes, header: int, count: int, rng: random.Random) -> Iterat
         mutated = bytearray(raw)
         for _ in range(rng.choice((1, 1, 1, 3))):
             kind = rng.random()
-            at = rng.randrange(header)
+            at = rng.randrange(min(header, len(mutated)))
             if kind < 0.4:
                 mutated[at] ^= 1 << rng.randrange(8)
             elif kind < 0.6:
@@ -155,17 +156,18 @@ def test_gguf_mutations(small_gguf: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(small_gguf)
     read_all_gguf(path)
-    files = mutations(small_gguf, header, 900, random.Random(seed))
+    files = mutations(small_gguf, header, scaled(300), random.Random(seed))
     good, bad = outcomes(files, path, lambda: read_all_gguf(path))
     # Both happen: the mutations reach past the first check, and not all of them matter.
-    assert good > 30 and bad > 300
+    assert good > 10 and bad > 100
 
 
 def test_gguf_cut_anywhere_is_refused(small_gguf: bytes, tmp_path: Path) -> None:
     header = data_start(small_gguf, tmp_path)
     path = tmp_path / "m.gguf"
     # The writer pads the last tensor: what is cut off must be more than that.
-    cuts = [*range(header), *range(header, len(small_gguf) - 32, 97)]
+    every = 3 if scaled(1) == 1 else 1
+    cuts = [*range(0, header, every), *range(header, len(small_gguf) - 32, 97)]
     good, bad = outcomes((small_gguf[:cut] for cut in cuts), path, lambda: read_all_gguf(path))
     assert (good, bad) == (0, len(cuts))
 
@@ -188,9 +190,9 @@ def test_safetensors_mutations(small_safetensors: bytes, tmp_path: Path) -> None
     path.write_bytes(small_safetensors)
     read_all(tmp_path)
     header = 8 + int.from_bytes(small_safetensors[:8], "little")
-    files = mutations(small_safetensors, header, 900, random.Random(seed))
+    files = mutations(small_safetensors, header, scaled(300), random.Random(seed))
     good, bad = outcomes(files, path, lambda: read_all(tmp_path))
-    assert good > 3 and bad > 300
+    assert good > 0 and bad > 100
 
 
 def test_safetensors_cut_anywhere_is_refused(small_safetensors: bytes, tmp_path: Path) -> None:
@@ -209,6 +211,6 @@ def test_config_mutations(small_safetensors: bytes, tmp_path: Path) -> None:
     raw = json.dumps(CONFIG).encode()
     (tmp_path / "model.safetensors").write_bytes(small_safetensors)
     path = tmp_path / "config.json"
-    files = mutations(raw, len(raw), 600, random.Random(seed))
+    files = mutations(raw, len(raw), scaled(600), random.Random(seed))
     good, bad = outcomes(files, path, lambda: read_all(tmp_path))
     assert good > 0 and bad > 300

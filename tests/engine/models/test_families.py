@@ -210,4 +210,4 @@ def test_smollm2_greedy_tokens_equal_transformers(
     smollm2_gguf: Path, smollm2_reference: Any
 ) -> None:
     prompt = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018]
-    check_greedy(load(smollm2_gguf), smollm2_reference, prompt, 64)
+    check_greedy(load(smollm2_gguf), smollm2_reference, prompt, 40)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from termgen.engine.runner.resolve import resolve_device
+from termgen.engine.runner import resolve
+from termgen.engine.runner.resolve import resolve_device, resolve_wait
 from termgen.errors import ConfigError
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update it."
@@ -55,3 +56,14 @@ def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_is_taken_when_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("wait", "num_cpus", "spins"),
+    [("auto", 3, False), ("auto", 4, True), ("spin", 1, True), ("sleep", 64, False)],
+)
+def test_a_cpu_is_kept_busy_by_waiting_only_where_others_are_left(
+    wait: str, num_cpus: int, spins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "usable_cpus", lambda: range(num_cpus))
+    assert resolve_wait(wait) == spins

@@ -1,0 +1,97 @@
+"""What a grammar costs on a GPU: tokens/s of free and constrained answers, in turns.
+
+    python benchmarks/gpu_constrained.py [--output-json FILE]
+    python benchmarks/gpu_constrained.py --device cpu      # a tiny model, to try the command out
+
+Random weights with the shapes of a real model, and a made-up vocabulary of its size. Sampling at
+temperature 1.
+
+free     nobody has a grammar
+one      one of the answers is a JSON array of strings, the others are free and counted alone; it
+         is a third as long, so that it is not what the others are waited with for
+json     every answer is a JSON array of strings
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_shapes import MODELS, write_config
+from machine import machine_facts
+from made_up_model import TINY, write_tiny, write_tokenizer
+
+from termgen import LLM, SamplingParams
+from termgen.engine.structured_outputs import StructuredOutputsParams
+
+STRINGS = {"type": "array", "items": {"type": "string", "minLength": 8}, "minItems": 4096}
+JSON = StructuredOutputsParams(json=STRINGS)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--num-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3, help="medians of so many; one before them")
+    parser.add_argument("--output-json", type=Path)
+    return parser.parse_args()
+
+
+def tokens_per_s(llm: LLM, kind: str, batch: int, num_tokens: int) -> float:
+    num_json = {"free": 0, "one": 1, "json": batch}[kind]
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=seed,
+            max_tokens=num_tokens // 3 if kind == "one" and not seed else num_tokens,
+            ignore_eos=True,
+            structured_outputs=JSON if seed < num_json else None,
+        )
+        for seed in range(batch)
+    ]
+    prompts = [f"once upon a time, in year {year}," for year in range(batch)]
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    seconds = time.perf_counter() - began
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    assert lengths == [sampling.max_tokens for sampling in params], (kind, lengths)
+    return sum(length for length in lengths if length == num_tokens) / seconds
+
+
+def cell(llm: LLM, batch: int, args: argparse.Namespace) -> dict[str, float]:
+    kinds = ("free", "one", "json") if batch > 1 else ("free", "json")
+    speeds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(args.rounds + 1):
+        for kind in kinds:
+            speeds[kind].append(tokens_per_s(llm, kind, batch, args.num_tokens))
+    return {kind: statistics.median(found[1:]) for kind, found in speeds.items()}
+
+
+def main() -> None:
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        is_tiny = args.device == "cpu"
+        model = write_tiny(Path(folder)) if is_tiny else write_config(Path(folder), args.model)
+        write_tokenizer(model, (TINY if is_tiny else MODELS[args.model])["vocab_size"])
+        options: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(args.batch_sizes)}
+        with LLM(str(model), load_format="dummy", device=args.device, **options) as llm:
+            cells = []
+            for batch in args.batch_sizes:
+                found = cell(llm, batch, args)
+                cells.append({"batch": batch, "tokens_per_s": found})
+                rates = ", ".join(f"{kind} {rate:,.0f}" for kind, rate in found.items())
+                print(f"batch {batch}: {rates} tokens/s", flush=True)
+    if args.output_json is not None:
+        report = {"machine": machine_facts(), "model": args.model, "cells": cells}
+        args.output_json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Chat templates that come with requests: rendered by processes that can be ended.
+
+A template is a program. The model's own is trusted to end; one that a client sends is not: nested
+loops, or one filter with a large number, take any time or memory, and a thread cannot be stopped.
+So these run in `template_worker`, whose processes are started when they are first needed, are kept,
+and are ended when a template takes too long. Any thread may call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from termgen.client import MAX_CHAT_TEMPLATE_CHARS
+from termgen.errors import EngineError, RequestError
+
+MAX_ANSWER_S = 10.0
+"""By the clock: a template has used up its share of a processor before, unless that is busy."""
+MAX_START_S = 60.0
+WORKER = "termgen.engine.template_worker"
+KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")
+
+
+def fault(message: str) -> RequestError:
+    return RequestError(message, param="chat_template")
+
+
+class RequestTemplate:
+    """One template, with what `ChatTemplate` offers."""
+
+    def __init__(self, source: str, workers: TemplateWorkers) -> None:
+        """Raises RequestError where it is none."""
+        if len(source) > MAX_CHAT_TEMPLATE_CHARS:
+            raise fault(f"chat_template may have at most {MAX_CHAT_TEMPLATE_CHARS} characters")
+        self._workers = workers
+        self.source = source
+        found = workers.ask({"source": source})
+        self.literal_text: str = found["literal_text"]
+        self.variables = frozenset(found["variables"])
+
+    def render(self, variables: Mapping[str, Any], *, num_input_chars: int) -> str:
+        asked = {"variables": dict(variables), "num_input_chars": num_input_chars}
+        text: str = self._workers.ask({"source": self.source, **asked})["text"]
+        return text
+
+
+class TemplateWorkers:
+    """The processes; as many as there are threads that ask at one time."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Worker] = []
+        weakref.finalize(self, _end_all, self._idle)
+
+    def ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises RequestError for what is the template's fault."""
+        worker = self._take()
+        told = worker.ask(json.dumps(asked).encode() + b"\n", MAX_ANSWER_S)
+        if told is None:
+            raise fault("the chat template of the request takes too long or too much memory")
+        self._idle.append(worker)
+        if "error" in told:
+            raise fault(told["error"])
+        return told
+
+    def _take(self) -> _Worker:
+        while True:
+            try:
+                worker = self._idle.pop()
+            except IndexError:  # none is left: looking before would be too early for other threads
+                return _Worker()
+            if worker.is_alive:
+                return worker
+            worker.end()
+
+
+class _Worker:
+    """One process. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+        path = os.pathsep.join(filter(None, sys.path))
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**kept, "PYTHONPATH": path},  # no keys, should a template break out
+            start_new_session=True,  # Ctrl-C is not for it
+        )
+        if self.ask(b"", MAX_START_S) is None:
+            raise EngineError("the process that renders chat templates of requests does not start")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, line: bytes, timeout_s: float) -> dict[str, Any] | None:
+        """What it says to this; None if it has ended, or was ended because it took too long."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        timer = threading.Timer(timeout_s, self._process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            stdin.write(line)
+            stdin.flush()
+            answer = stdout.readline()
+        except OSError:
+            answer = b""
+        finally:
+            timer.cancel()
+        if not answer.endswith(b"\n"):
+            self.end()
+            return None
+        told: dict[str, Any] = json.loads(answer)
+        return told
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except OSError:
+                continue  # what could not be written any more
+
+
+def _end_all(workers: list[_Worker]) -> None:
+    while workers:
+        workers.pop().end()

@@ -1,0 +1,81 @@
+"""An app that shows engines through their event streams: it has no engine of its own, and no chat.
+
+`termgen top` and `termgen bench --watch` are made on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from textual.app import SystemCommand
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from termgen.client import EngineClient
+from termgen.config import UIConfig
+from termgen.tui.app import TermgenApp
+from termgen.tui.feed import StreamFeed
+from termgen.tui.screens.help import HelpScreen, HelpSection
+from termgen.tui.screens.theme_chooser import ThemeChooser
+
+
+class FeedApp(TermgenApp):
+    """A feed, once there is one, takes the place of the engine."""
+
+    slash_commands = ()
+    interrupt_help: str
+    """What ctrl+c does here."""
+
+    def __init__(
+        self, *, ui: UIConfig, start_screen: str, theme_folders: tuple[Path, ...] | None = None
+    ) -> None:
+        super().__init__(
+            self._start_nothing,
+            stop_engine=self._close_feed,
+            ui=ui,
+            start_screen=start_screen,
+            theme_folders=theme_folders,
+        )
+        self._feed: StreamFeed | None = None
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keys that lead to a chat do nothing, and the footer leaves them out."""
+        if action == "show" and parameters == ("chat",):
+            return False
+        return super().check_action(action, parameters)
+
+    @property
+    def everywhere(self) -> list[BindingType]:
+        return [
+            replace(b, tooltip=self.interrupt_help)
+            if isinstance(b, Binding) and b.id == "app.interrupt"
+            else b
+            for b in super().everywhere
+        ]
+
+    def help_of(self, sections: Iterable[HelpSection]) -> list[HelpSection]:
+        """With what is there besides; keys that lead to a chat are left out."""
+        shown: list[HelpSection] = [
+            (title, [b for b in bindings if not _leads_to_chat(b)]) for title, bindings in sections
+        ]
+        boxes = [*ThemeChooser.BINDINGS, *HelpScreen.BINDINGS]
+        return [*shown, ("Everywhere", self.everywhere), ("Lists and notices", boxes)]
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        for command in super().get_system_commands(screen):
+            if command.title != "Chat":
+                yield command
+
+    async def _start_nothing(self, _report: Callable[[str, float], None]) -> EngineClient:
+        raise AssertionError("it has no engine of its own")
+
+    async def _close_feed(self) -> None:
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            await feed.close()
+
+
+def _leads_to_chat(binding: BindingType) -> bool:
+    return isinstance(binding, Binding) and binding.action == "app.show('chat')"

@@ -1,0 +1,214 @@
+"""Every action of every app has a key, an entry in the palette and a line in the help, and an app
+lists no action that it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import Script
+from test_tui_bench import Script as BenchScript
+from test_tui_bench import until_shown
+from test_tui_top import Clock, replay_of, top_of
+from textual.binding import Binding, BindingType
+from textual.command import CommandPalette
+from textual.content import Content
+from textual.pilot import Pilot
+from textual.widgets import Input
+from tui_harness import FrozenApp, ask, chat_engine, ready, wait_until
+
+from termgen.tui import actions
+from termgen.tui.app import TermgenApp
+from termgen.tui.commands import COMMANDS
+from termgen.tui.keymap import key_names
+from termgen.tui.screens.bench import KEYS as BENCH_KEYS
+from termgen.tui.screens.bench import BenchEngineScreen, bench_engine_keys
+from termgen.tui.screens.chat import ChatScreen
+from termgen.tui.screens.chat_tool_keys import COPY_KEYS
+from termgen.tui.screens.dashboard import DashboardScreen
+from termgen.tui.screens.help import HelpScreen
+from termgen.tui.screens.panels import SamplingPanel
+from termgen.tui.screens.theme_chooser import ThemeChooser
+from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.widgets.prompt import Prompt
+from termgen.tui.widgets.session_panel import SessionList
+from termgen.tui.widgets.transcript import Transcript
+
+SIZE = (120, 40)
+ACTION_OF_COMMAND = {
+    "clear": "chat.clear",
+    "new": "chat.new",
+    "system": "chat.system",
+    "copy": "chat.copy",
+    "code": "chat.copy_block_1",
+    "save": "chat.save",
+    "attach": "chat.attach",
+    "sampling": "chat.sampling",
+    "schema": "chat.schema",
+    "regex": "chat.regex",
+    "choice": "chat.choice",
+    "retry": "chat.retry",
+    "edit": "chat.edit",
+    "tokens": "chat.tokens",
+    "links": "chat.links",
+    "sessions": "chat.sessions",
+    "rename": "chat.rename",
+    "export": "chat.export",
+    "import": "chat.import",
+    "model": "chat.models",
+    "engine": "chat.engine",
+    "theme": "app.theme",
+    "help": "app.help",
+    "quit": "app.quit",
+}
+
+
+def of(*lists: Sequence[BindingType]) -> dict[str, Binding]:
+    found = [b for bindings in lists for b in bindings if isinstance(b, Binding)]
+    return {b.id: b for b in found if b.id}
+
+
+def in_palette(app: TermgenApp, screen: Any = None) -> set[str]:
+    return {command.help for command in app.get_system_commands(screen or app.screen)}
+
+
+def entry(binding: Binding) -> str:
+    return f"{binding.tooltip} ({key_names(binding)})"
+
+
+async def help_text(app: TermgenApp, pilot: Pilot[Any]) -> str:
+    """As the screen shows it, lines that go on joined."""
+    await pilot.press("f1")
+    await wait_until(pilot, lambda: isinstance(app.screen, HelpScreen))
+    await pilot.pause()
+    text = app.screen.query_one(Canvas).text
+    await pilot.press("escape")
+    await pilot.pause()
+    return " ".join(text.split())
+
+
+def check(wanted: Iterable[Binding], palette: set[str], helped: str) -> None:
+    for binding in wanted:
+        assert binding.key and binding.description and binding.tooltip, binding
+        line = " ".join(f"{key_names(binding)} {binding.tooltip}".split())
+        assert line in helped, f"{binding.id} is not in the help"
+        assert entry(binding) in palette, f"{binding.id} is not in the palette"
+
+
+async def test_every_action_of_the_chat() -> None:
+    app = FrozenApp(chat_engine())
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await pilot.press("ctrl+b")
+        palette = in_palette(app)
+        helped = await help_text(app, pilot)
+        await pilot.press("f2")
+        palette |= in_palette(app)
+        for box in actions.BOXES:
+            there = in_palette(app, box.__new__(box))
+            assert there >= {entry(b) for b in of(box.BINDINGS).values()}, box
+            palette |= there
+    every = of(*(scope.bindings for scope in actions.scopes(TermgenApp.BINDINGS)))
+    bench = of(BENCH_KEYS, bench_engine_keys()).keys() - of(DashboardScreen.BINDINGS).keys()
+    for name in bench:
+        del every[name]
+    assert set(every) >= set(of(ChatScreen.BINDINGS, Prompt.BINDINGS, Transcript.BINDINGS))
+    assert set(every) >= set(of(DashboardScreen.BINDINGS, SessionList.BINDINGS, app.BINDINGS))
+    palette.add(entry(every["app.palette"]))  # it is what shows the others
+    for alike in of(COPY_KEYS[1:]).values():
+        assert entry(every.pop(alike.id or "")) in palette
+    assert "2 to 9 likewise" in helped
+    check(every.values(), palette, helped)
+    assert {command.name for command in COMMANDS} == set(ACTION_OF_COMMAND)
+    assert set(ACTION_OF_COMMAND.values()) <= set(every)
+    for command in COMMANDS:
+        assert " ".join(f"/{command.name} {command.argument} {command.help}".split()) in helped
+
+
+async def test_every_action_of_top(tmp_path: Path) -> None:
+    app = top_of(replay_of(tmp_path, Clock()))
+    async with app.run_test(size=SIZE) as pilot:
+        await wait_until(pilot, lambda: isinstance(app.screen, DashboardScreen))
+        palette, helped = in_palette(app), await help_text(app, pilot)
+        for box in (ThemeChooser, HelpScreen):
+            palette |= in_palette(app, box.__new__(box))
+    wanted = of(DashboardScreen.BINDINGS, app.everywhere)
+    del wanted["dashboard.chat"]
+    everywhere = {f"{entry(b)}" for b in of(app.everywhere).values()}
+    boxes = of(ThemeChooser.BINDINGS, HelpScreen.BINDINGS)
+    palette.add(entry(wanted["app.palette"]))
+    check([*wanted.values(), *boxes.values()], palette, helped)
+    assert palette == everywhere | {entry(b) for b in [*wanted.values(), *boxes.values()]}
+    no_chat_here(helped, palette)
+
+
+async def test_every_action_of_a_watched_bench() -> None:
+    app = BenchScript().app()
+    async with app.run_test(size=SIZE) as pilot:
+        await until_shown(app, pilot, "10/40")
+        palette, helped = in_palette(app), await help_text(app, pilot)
+        for other in (BenchEngineScreen, ThemeChooser, HelpScreen):
+            palette |= in_palette(app, other.__new__(other))
+    wanted = of(BENCH_KEYS, bench_engine_keys(), app.everywhere)
+    palette.add(entry(wanted["app.palette"]))
+    boxes = of(ThemeChooser.BINDINGS, HelpScreen.BINDINGS)
+    check([*wanted.values(), *boxes.values()], palette, helped)
+    no_chat_here(helped, palette)
+
+
+def no_chat_here(helped: str, palette: set[str]) -> None:
+    for text in (helped, *palette):
+        for word in ("chat", "the answer", "prompt", "question", "Commands", "/clear"):
+            assert word not in text, f"{word!r} of a chat: {text[:200]}"
+
+
+async def run_from_palette(pilot: Pilot[Any], words: str) -> None:
+    app = pilot.app
+    await pilot.press("ctrl+p")
+    await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
+    app.screen.query_one(Input).value = words
+    await wait_until(pilot, lambda: app.screen.query_one("CommandList").option_count == 1)
+    await pilot.press("down", "enter")
+    await wait_until(pilot, lambda: not isinstance(app.screen, CommandPalette))
+    await pilot.pause()
+
+
+async def test_the_palette_knows_the_box_that_is_open() -> None:
+    app = FrozenApp(chat_engine(Script(pieces=("ok",))))
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await pilot.press("f3")
+        await wait_until(pilot, lambda: isinstance(app.screen, SamplingPanel))
+        panel = app.screen
+        field = panel.query_one("#temperature", Input)
+        field.value = "0.1"
+        await run_from_palette(pilot, "Defaults")
+        assert app.screen is panel and field.value == "0.7"
+        field.value = "0.2"
+        await run_from_palette(pilot, "Apply")
+        await wait_until(pilot, lambda: isinstance(app.screen, ChatScreen))
+        assert "T 0.2" in app.chat.status.text
+        await pilot.press("f1")
+        await wait_until(pilot, lambda: isinstance(app.screen, HelpScreen))
+        await run_from_palette(pilot, "Close")
+        await wait_until(pilot, lambda: isinstance(app.screen, ChatScreen))
+
+
+@pytest.mark.parametrize("name", ["attach", "export", "schema"])
+async def test_keys_begin_commands_that_want_an_argument(name: str) -> None:
+    app = FrozenApp(chat_engine(Script(pieces=("ok",))))
+    key = of(ChatScreen.BINDINGS)[f"chat.{name}"].key
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "why")
+        app.chat.prompt.insert("a draft")
+        await pilot.press("alt+e", key)
+        assert app.chat.prompt.text == f"/{name} " and app.chat.editing is None
+        await pilot.pause()
+        (command,) = [command for command in COMMANDS if command.name == name]
+        hint = Content.from_markup(str(app.chat.prompt.border_subtitle)).plain
+        assert hint.startswith(f"/{name} {command.argument}  ")
+        await pilot.press("up")
+        assert app.chat.prompt.text == "a draft", "nothing that was typed is lost"
