@@ -1,6 +1,7 @@
-"""Clients that send the worst that is refused, as fast as they can. Used by `server_load.py`.
+"""Clients that send the worst, at a given rate at most. Used by `hostile_load.py`.
 
-Run as a program by the benchmark; prints one JSON object.
+Run as a program by the benchmark. Reads lines `SECONDS KIND`, and answers each, when its time is
+over, with one JSON object: how often which answer came.
 """
 
 from __future__ import annotations
@@ -10,81 +11,70 @@ import asyncio
 import collections
 import json
 import os
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
-USER = '"messages":[{"role":"user","content":"x"}]'
-MB8 = 8 * 2**20 - 1000
+from hostile_kinds import CONNECTIONS, bytes_of
 
-
-def good(**fields: Any) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()
-
-
-KINDS: dict[str, Callable[[], bytes]] = {
-    "deep": lambda: b'{"messages":' + b"[" * 1_000_000,
-    "many values": lambda: b'{"messages":[' + b"[]," * (MB8 // 3 - 20) + b"[]]}",
-    "many numbers": lambda: b'{"n":[' + b"7," * (MB8 // 2 - 99) + b"7]," + USER.encode() + b"}",
-    "most numbers": lambda: b'{"n":[' + b"7," * 250_000 + b"7]," + USER.encode() + b"}",
-    "most values": lambda: b'{"n":[' + b"[]," * 60_000 + b"[]]," + USER.encode() + b"}",
-    "long text": lambda: good(n=0, user="x" * MB8),
-    "escapes": lambda: b'{"n":0,"user":"' + b"\\u00e9" * (MB8 // 6) + b'",' + USER.encode() + b"}",
-    "quotes": lambda: b'{"n":0,"user":"' + b'\\"' * 500_000 + b'",' + USER.encode() + b"}",
-    "no JSON": lambda: b"\xff" * MB8,
-    "too large": lambda: b" " * (2 * MB8),
-    "huge n": lambda: good(n=10**30),
-    "NaN": lambda: b'{"temperature":NaN,' + USER.encode() + b"}",
-    "stop list": lambda: good(stop=["x"] * 200_000),
-    "logit_bias": lambda: good(logit_bias={str(i): 1 for i in range(200_000)}),
-    "messages": lambda: good()[:-2] + b',{"role":"user","content":""}' * 200_000 + b',{"role":5}]}',
-    "digits": lambda: b'{"n":' + b"9" * 1_000_000 + b"," + USER.encode() + b"}",
-}
-
-
-def request(content: bytes) -> bytes:
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    )
-    return head.encode() + content
+NUM_CONNECTIONS = 4
+ANSWER_TIMEOUT_S = 15.0
 
 
 async def ask(port: int, sent: bytes) -> str:
+    """Status and code of the answer, if one comes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(sent)
         answer = await reader.read(4096)
-        status = answer[9:12].decode()
+        if b"\r\n\r\n" in answer and not answer.partition(b"\r\n\r\n")[2]:
+            answer += await reader.read(4096)
         code = answer.partition(b'"code":')[2].partition(b"}")[0].decode().strip('"')
-        return f"{status} {code}" if answer else "closed"
+        return f"{answer[9:12].decode()} {code}".strip() if answer else "closed"
     except ConnectionError:
         return "closed"
     finally:
         writer.transport.abort()
 
 
-async def attack(port: int, kind: str, seconds: float) -> dict[str, Any]:
-    sent = request(KINDS[kind]())
-    statuses: collections.Counter[str] = collections.Counter()
+async def attack(port: int, kind: str, seconds: float, pause_s: float) -> dict[str, int]:
+    """Each connection rests for `pause_s` after each answer."""
+    answers: collections.Counter[str] = collections.Counter()
+    begun = int(time.time() * 1000) % 10**7
     end = time.monotonic() + seconds
 
-    async def worker() -> None:
+    async def worker(place: int) -> None:
+        await asyncio.sleep(pause_s * place / NUM_CONNECTIONS)
+        number = begun + place
         while time.monotonic() < end:
-            statuses[await ask(port, sent)] += 1
+            try:
+                async with asyncio.timeout(max(0.1, end - time.monotonic())):
+                    if kind in CONNECTIONS:
+                        answer = await CONNECTIONS[kind](port)
+                    else:
+                        answer = await ask(port, bytes_of(kind, number))
+            except TimeoutError:
+                answer = "none in time"
+            answers[answer] += 1
+            number += NUM_CONNECTIONS
+            await asyncio.sleep(pause_s)
 
-    await asyncio.gather(*(worker() for _ in range(4)))
-    return {"statuses": dict(statuses)}
+    await asyncio.gather(*(worker(place) for place in range(NUM_CONNECTIONS)))
+    return dict(answers)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--kind", choices=list(KINDS), required=True)
-    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--pause", type=float, required=True, help="seconds after each answer")
     args = parser.parse_args()
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # whoever serves goes first
-    print(json.dumps(asyncio.run(attack(args.port, args.kind, args.seconds))))
+    os.nice(10)
+    for line in sys.stdin:
+        seconds, kind = line.strip().split(" ", 1)
+        if kind not in CONNECTIONS:
+            bytes_of(kind, 0)
+        answers = asyncio.run(attack(args.port, kind, float(seconds), args.pause))
+        print(json.dumps(answers), flush=True)
 
 
 if __name__ == "__main__":

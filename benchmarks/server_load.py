@@ -1,6 +1,6 @@
-"""What the HTTP server costs and stands: many streams, clients that drop, hostile clients.
+"""What the HTTP server costs and stands: many streams, clients that drop.
 
-    python benchmarks/server_load.py [--part stream drop hostile] [--output-json FILE]
+    python benchmarks/server_load.py [--part stream drop] [--output-json FILE]
 
 stream   every client has to get every token of a scripted engine once and in order, at a given
          rate. CPU time is that of the server's process less what the same engine costs without
@@ -10,7 +10,6 @@ stream   every client has to get every token of a scripted engine once and in or
 drop     thousands of clients connect and drop, anywhere between the connection and the last token,
          on a real engine with a tiny random model. Afterwards no request, task, connection, file
          or block may be left.
-hostile  a good client's stream alone, and while others send the worst that is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from drop_clients import drop_all
-from hostile_clients import KINDS
 from machine import machine_facts
 from scripted_engine import ScriptedEngine
 
@@ -59,7 +57,7 @@ TINY_CONFIG = {
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parts = ("stream", "drop", "hostile")
+    parts = ("stream", "drop")
     parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--rate", type=int, default=20_000, help="tokens per second, all streams")
@@ -223,39 +221,8 @@ async def drop_part(args: argparse.Namespace) -> dict[str, Any]:
     return {"dropped": counts, "left": left, "wall_s": wall_s, "settle_s": settle_s}
 
 
-# -- hostile -------------------------------------------------------------------------------
-
-
-async def hostile_part(args: argparse.Namespace) -> dict[str, Any]:
-    """20 good streams of 25 tokens a second, alone and beside each kind of hostile client."""
-    results: dict[str, Any] = {}
-    for kind in ("nobody", *KINDS, "nobody again"):
-        engine = ScriptedEngine(0.04, min_running=1)
-        async with serving(engine) as (server, port):
-            flags = {"port": port, "seconds": 3.5}
-            hostile = None
-            if kind in KINDS:
-                hostile = await child("hostile_clients.py", kind=kind, **flags)
-            if hostile is not None:
-                await asyncio.sleep(0.5)
-            good = await child("load_client.py", port=port, streams=20, tokens=75, nice=0)
-            result = await outcome(good)
-            result["hostile"] = await outcome(hostile) if hostile is not None else {}
-            result["answers_left"] = server.num_answers
-        engine.close()
-        results[kind] = result
-        delay, gap = result["delay_ms"], result["gap_ms"]
-        statuses = result["hostile"].get("statuses", {})
-        print(
-            f"{kind:13} good streams: {result['num_failed']} wrong, between tokens p50"
-            f" {gap['p50']:.1f}, p99 {gap['p99']:.1f} ms, delay p99 {delay['p99']:.1f} ms;"
-            f" answers to the others: {statuses}"
-        )
-    return results
-
-
 async def run(args: argparse.Namespace) -> dict[str, Any]:
-    parts = {"stream": stream_part, "drop": drop_part, "hostile": hostile_part}
+    parts = {"stream": stream_part, "drop": drop_part}
     return {name: await parts[name](args) for name in args.part}
 
 

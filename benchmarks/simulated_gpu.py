@@ -2,7 +2,7 @@
 
 Each step takes its time on a device of its own that runs steps one after the other, as a stream
 does. Handing one over lets go of the GIL several times, as launching on a real device does. Tokens
-are made up. `installed` puts it in the place of the real one.
+are made up; of what a grammar allows, the last. `installed` puts it in the place of the real one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,12 @@ class SimulatedGpu:
         self._known[plan.slots] += is_sampled
         start_ns = max(self._free_ns, time.perf_counter_ns())
         self._free_ns = start_ns + round(self._simulation.step_ms * 1e6)
-        tokens = 300 + (plan.slots[is_sampled] + plan.step_id) % 1000
+        all_tokens = 300 + (plan.slots + plan.step_id) % 1000
+        if plan.masks is not None:
+            for row, mask in zip(plan.masks.rows.tolist(), plan.masks.bits, strict=True):
+                word = int(mask.nonzero()[0][-1])
+                all_tokens[row] = 32 * word + (int(mask[word]) & 0xFFFFFFFF).bit_length() - 1
+        tokens = all_tokens[is_sampled]
         result = StepResult(
             plan.step_id,
             is_sampled.astype(np.int32),

@@ -1,22 +1,28 @@
-"""How much JSON a body may hold, and that counting it agrees with parsing it."""
+"""How much JSON a body may hold, that counting it agrees with parsing it, and who parses it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import httpx
 import pytest
 from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lengths import scaled
-from server_harness import app_client
+from server_harness import app_client, serving
 
+from termgen.api.fields import parse_json
 from termgen.errors import RequestError
-from termgen.serving import body as module
-from termgen.serving.body import check_weight
+from termgen.serving import json_process
+from termgen.serving import json_weight as module
+from termgen.serving.json_process import JSONProcess
+from termgen.serving.json_weight import check_weight
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text('ab"\\[{,:é\n', max_size=12),
@@ -45,11 +51,11 @@ def test_counting_agrees_with_parsing(value: Any, ascii_only: bool) -> None:
     limit, module.MAX_JSON_WEIGHT = module.MAX_JSON_WEIGHT, expected
     try:
         # what follows the last comma or bracket is counted with the next look: pad with none
-        asyncio.run(check_weight(raw))
+        check_weight(raw)
         module.MAX_JSON_WEIGHT = expected - 1
         if expected:
             with pytest.raises(RequestError):
-                asyncio.run(check_weight(raw + b" "))
+                check_weight(raw + b" ")
     finally:
         module.MAX_JSON_WEIGHT = limit
 
@@ -57,7 +63,7 @@ def test_counting_agrees_with_parsing(value: Any, ascii_only: bool) -> None:
 @given(raw=st.binary(max_size=200) | st.text('"\\[],{} ', max_size=60).map(str.encode))
 @settings(max_examples=scaled(120), deadline=None)
 def test_counting_ends_whatever_the_bytes(raw: bytes) -> None:
-    asyncio.run(check_weight(raw))
+    check_weight(raw)
 
 
 @pytest.mark.parametrize(
@@ -85,44 +91,76 @@ async def test_bodies_of_many_values_are_refused(content: bytes, status: int) ->
         assert engine.live == ()
 
 
-async def test_large_bodies_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one is parsed, and as long again, no other is; small ones do not wait."""
-    parsing: list[int] = []
-    parse = module.parse_json
+@pytest.fixture
+def process() -> Iterator[JSONProcess]:
+    process = JSONProcess()
+    yield process
+    process.close()
 
-    def slow(raw: bytes, *args: str) -> dict[str, Any]:
-        parsing.append(len(raw))
-        time.sleep(0.05 if len(raw) > 2**16 else 0)
-        return parse(raw, *args)
 
-    monkeypatch.setattr(module, "parse_json", slow)
+async def test_the_process_returns_what_json_says(process: JSONProcess) -> None:
+    values: list[Any] = [{}, {"a": [1, -2.5, 1e300, 10**40, None, True, "é\n🎉", {"": []}]}]
+    values.append({"prompt": list(range(100_000)), "text": "x" * 10**6})
+    values.append(json.loads('{"a":' + '{"a":' * 400 + "1" + "}" * 401))
+    for value in values:
+        raw = json.dumps(value).encode()
+        assert await process.parse([raw[:3], b"", raw[3:]]) == value
+
+
+async def test_faults_come_from_the_process_as_they_are(process: JSONProcess) -> None:
+    for raw in (b'{"n":NaN}', b"[]", b"\xff" * 50_000, b"[" * 50_000, b'{"a":"\\ud800"}'):
+        with pytest.raises(RequestError) as here:
+            parse_json(raw)
+        with pytest.raises(RequestError) as there:
+            await process.parse([raw])
+        assert str(there.value) == str(here.value) and there.value.code == here.value.code
+        assert there.value.status == 400
+
+
+async def test_a_process_that_dies_costs_one_request(process: JSONProcess) -> None:
+    """It is stopped in the middle of a body, as by a system short of memory."""
+    assert await process.parse([b'{"a":1}']) == {"a": 1}
+    child = process._process
+    assert child is not None
+    child.send_signal(signal.SIGSTOP)
+    waiting = asyncio.create_task(process.parse([b'{"a":2}']))
+    await asyncio.sleep(0.05)
+    child.kill()
+    with pytest.raises(RequestError, match="too much memory") as failed:
+        await waiting
+    assert failed.value.status == 413
+    assert await process.parse([b'{"a":3}']) == {"a": 3}
+
+
+async def test_small_bodies_do_not_wait_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = json_process.JSONProcess._parse
+
+    def slow(self: JSONProcess, parts: Sequence[bytes]) -> dict[str, Any]:
+        time.sleep(0.3)
+        return parse(self, parts)
+
+    monkeypatch.setattr(json_process.JSONProcess, "_parse", slow)
     async with app_client(FakeEngine()) as client:
 
         async def ask(size: int) -> int:
             body = {"prompt": "x", "user": "u" * size}
             return (await client.post("/v1/completions", json=body)).status_code
 
-        large = [asyncio.create_task(ask(100_000)) for _ in range(3)]
-        while not parsing:
-            await asyncio.sleep(0.001)
+        large = [asyncio.create_task(ask(100_000)) for _ in range(2)]
+        await asyncio.sleep(0.01)
         assert await ask(10) == 200
-        assert len([size for size in parsing if size > 2**16]) < 3
-        assert await asyncio.gather(*large) == [200, 200, 200]
+        assert not any(task.done() for task in large)
+        assert await asyncio.gather(*large) == [200, 200]
 
 
-async def test_others_go_on_while_a_body_is_counted() -> None:
-    turns = 0
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    task = asyncio.create_task(others())
-    await check_weight(b'["' + b'\\"' * 10 + b'","x"' * 30_000 + b"]")
-    task.cancel()
-    assert turns > 100
+async def test_the_process_ends_with_the_server() -> None:
+    async with serving(FakeEngine()) as server:
+        body = {"prompt": "x", "user": "u" * 100_000}
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+        child = server._state.large_bodies._process
+        assert child is not None and child.poll() is None
+    assert child.poll() is not None
 
 
 async def test_too_many_messages_are_refused() -> None:

@@ -11,6 +11,7 @@ from termgen.api.fields import Fields, check_depth, wrong_type
 from termgen.api.parts import texts_of
 from termgen.api.tools import Tools, parse_calls, show_tools
 from termgen.client import ChatPrompt
+from termgen.engine.structured_outputs import is_longer
 from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
 
@@ -101,8 +102,10 @@ def _template_kwargs(body: Fields) -> dict[str, Any]:
             raise RequestError(
                 f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs"
             )
-    check_depth("chat_template_kwargs", kwargs)
-    if len(json.dumps(kwargs)) > MAX_TEMPLATE_KWARGS_BYTES:
+    is_long = is_longer(kwargs, MAX_TEMPLATE_KWARGS_BYTES)  # then nothing else looks at all of it
+    if not is_long:
+        check_depth("chat_template_kwargs", kwargs)
+    if is_long or len(json.dumps(kwargs)) > MAX_TEMPLATE_KWARGS_BYTES:
         raise RequestError(
             f"chat_template_kwargs may have at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON",
             param="chat_template_kwargs",

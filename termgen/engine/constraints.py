@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.at_odds import fault_of
+from termgen.engine.grammar import named
 from termgen.engine.mask_filler import MaskFiller
 from termgen.engine.request import FinishReason, IntArray, Request
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.token_mask import GrammarState, RowMasks
-from termgen.errors import EngineError, TermgenError
+from termgen.errors import EngineError, RequestError, TermgenError
 
 PATIENCE_S = 0.001
 """While there is something else to compute, masks are waited for this long; a row whose mask takes
@@ -81,10 +82,10 @@ class Constraints:
         if self.is_late and not (self._is_busy or self._failed):
             self._filler.wait_for_any(PATIENCE_S)
 
-    def take_failed(self) -> list[tuple[Request, EngineError]]:
+    def take_failed(self) -> list[tuple[Request, TermgenError]]:
         """Requests whose grammar turned out to have no next mask, and why."""
         failed, self._failed = self._failed, []
-        return [(request, _error(grammar_of(request).error)) for request in failed]
+        return [(request, _error(request, grammar_of(request).error)) for request in failed]
 
     def endings(
         self,
@@ -114,7 +115,7 @@ class Constraints:
             try:
                 is_complete = grammar.accept(int(tokens[i]))
             except Exception as cause:  # whatever a grammar engine may raise
-                endings[i] = FinishReason.ERROR, _error(cause)
+                endings[i] = FinishReason.ERROR, _error(request, cause)
                 continue
             if is_complete:
                 endings[i] = FinishReason.STOP, None
@@ -153,7 +154,10 @@ def grammar_of(request: Request) -> GrammarState:
     return request.grammar
 
 
-def _error(cause: BaseException | None) -> EngineError:
+def _error(request: Request, cause: BaseException | None) -> TermgenError:
+    if isinstance(cause, RequestError):  # what was asked for is to blame
+        wanted = request.params.structured_outputs
+        return cause if wanted is None else named(cause, wanted)
     if isinstance(cause, EngineError):
         return cause
     error = EngineError(f"the grammar failed: {type(cause).__name__}: {cause}")

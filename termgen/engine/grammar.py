@@ -23,7 +23,7 @@ from termgen.engine.grammar_source import LIMITS, brief, needs_trial, source_of,
 from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.engine.token_mask import IntArray
-from termgen.errors import EngineError, OverloadedError, RequestError
+from termgen.errors import OverloadedError, RequestError
 
 if TYPE_CHECKING:
     from termgen.engine.tokenizer import Tokenizer
@@ -72,7 +72,10 @@ class Matcher:
     def fill(self, bits: IntArray) -> None:
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done
-            raise EngineError(f"the grammar is too complex: {brief(self._matcher.get_error())}")
+            raise RequestError(
+                f"the grammar is too complex: {brief(self._matcher.get_error())}",
+                code="invalid_schema",
+            )
         if self._withheld is not None:
             rest = bits & ~self._withheld
             if rest.any():

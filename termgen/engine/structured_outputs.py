@@ -84,6 +84,8 @@ class StructuredOutputsParams:
                 raise self._fault("the schema is not valid JSON") from None
         if not isinstance(schema, Mapping):
             raise self._fault("the schema must be a JSON object")
+        if is_longer(schema, MAX_TEXT_BYTES):
+            raise self._fault(f"the schema has more than {MAX_TEXT_BYTES} bytes")
         _check_schema(schema, self._fault)
         try:
             text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
@@ -114,6 +116,24 @@ class StructuredOutputsParams:
         return RequestError(f"{self.param}: {message}", param=self.param, code="invalid_schema")
 
 
+def is_longer(value: Any, most: int) -> bool:
+    """Whether JSON data is certainly longer than this as text; seen without writing it all."""
+    size = 0
+    rest = [value]
+    while rest and size <= most:
+        item = rest.pop()
+        if isinstance(item, str):
+            size += len(item) + 2
+        elif isinstance(item, (Mapping, list, tuple)):
+            size += len(item) + 1
+            if size <= most:
+                rest.extend(item)
+                rest.extend(item.values() if isinstance(item, Mapping) else ())
+        else:
+            size += 1
+    return size > most
+
+
 def is_gbnf(grammar: str) -> bool:
     """Whether rules are written with `::=`, and none is Lark's `start:`."""
     if "::=" not in grammar:
@@ -140,7 +160,9 @@ def _check_schema(schema: Any, fault: Any) -> None:
             raise fault(f"the schema has more than {MAX_SCHEMA_PROPERTIES} properties")
         if num_values > MAX_ENUM_VALUES:
             raise fault(f"the schema has more than {MAX_ENUM_VALUES} enum values")
-        level = [value for value in below if isinstance(value, (Mapping, list, tuple))]
+        # asking whether a text is a Mapping takes long
+        inner = [value for value in below if not isinstance(value, (str, int, float))]
+        level = [value for value in inner if isinstance(value, (Mapping, list, tuple))]
         if not level:
             return
     raise fault(f"the schema is nested more than {MAX_SCHEMA_DEPTH} levels deep")

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from termgen.errors import EngineError
+from termgen.errors import EngineError, RequestError
 
 IntArray = npt.NDArray[np.int32]
 
@@ -89,14 +89,16 @@ class GrammarState:
     def accept(self, token_id: int) -> bool:
         """Take in a landed token. Whether the answer is complete and nothing could follow.
 
-        Raises EngineError where the token does not fit.
+        Raises EngineError where the token does not fit, RequestError where by its mask it does.
         """
         matcher = self._matcher
         assert matcher is not None, "no token lands before the first mask is there"
         if not matcher.accept(token_id):
-            raise EngineError(
-                f"token {token_id} does not fit the grammar, which may be too complex"
-            )
+            if int(self.mask[token_id // 32]) >> token_id % 32 & 1:
+                raise RequestError(
+                    "the grammar is too complex to be followed further", code="invalid_schema"
+                )
+            raise EngineError(f"token {token_id} does not fit the grammar")
         return matcher.is_ended
 
 

@@ -42,8 +42,8 @@ from termgen.serving.responses import JSONReply, error_response
 from termgen.serving.state import ServerState
 from termgen.serving.token_routes import TOKEN_ROUTES
 
-EVENT_INTERVAL_S = 1.0
-"""How often engine events are counted; their ring holds many seconds of them."""
+EVENT_INTERVAL_S = 0.25
+"""How often engine events are counted: many at once would hold up the streams."""
 
 
 def create_app(engine: EngineClient | None, config: ServerConfig) -> Starlette:

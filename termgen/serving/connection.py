@@ -4,6 +4,8 @@
 - One that takes no data is given up: its connection ends, which aborts its request. Taking little
   by little is fine.
 - One that sends its next request already is read on: else it could not be seen to leave.
+- One that sends too many headers, or a body in crumbs, is refused before they are read: each costs
+  tens of microseconds, and there is room for a hundred thousand in what is taken from a socket.
 - What is not HTTP gets its answer as JSON, like every other error.
 
 And one thing about speed: a stream may hand over its chunks here, past the layers between.
@@ -12,6 +14,7 @@ And one thing about speed: a stream may hand over its chunks here, past the laye
 from __future__ import annotations
 
 import asyncio
+import re
 from http import HTTPStatus
 from typing import Any
 
@@ -27,9 +30,17 @@ HEAD_TIMEOUT_S = 60.0
 MAX_EARLY_BYTES = 2**20
 """Of further requests while one is answered."""
 
+MAX_HEAD_LINES = 256
+MAX_EARLY_LINES = 1024
+
+FREE_CHUNKS = 256
+BYTES_PER_CHUNK = 2048
+"""A body may have so many chunks, and one more for every so many bytes."""
+
 STALL_TIMEOUT_S = 60.0
 """A client that takes no data for this long counts as gone."""
 
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 WRITE_CHUNK = "termgen.write_chunk"
 """Key in the ASGI scope's `extensions`: `(data) -> bool`, for the body of a stream whose head was
@@ -45,6 +56,10 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._num_early_bytes = 0
+        self._num_head_lines = 0
+        self._head_end = b""
+        """The last of the head that came so far."""
+        self._num_body_lines = self._num_body_bytes = 0
         self._inner = self.app
         self.app = self._run
 
@@ -75,7 +90,7 @@ class Connection(H11Protocol):
         if self._num_early_bytes > MAX_EARLY_BYTES:
             self.transport.abort()
             return
-        super().data_received(data)
+        self._feed(data)
         if self._is_early:
             self.flow.resume_reading()
         if self._is_answering:
@@ -91,6 +106,63 @@ class Connection(H11Protocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    # -- many small things -----------------------------------------------------------------
+
+    def _feed(self, data: bytes) -> None:
+        """To the parser, unless it holds too much that is small."""
+        if self.conn.their_state is h11.IDLE and not self._is_answering:
+            size = self._head_part(data)
+            if self._num_head_lines > MAX_HEAD_LINES:
+                self._refuse("Too many headers.")
+                return
+            super().data_received(data[:size])
+            data = data[size:]
+            if not data or self.transport.is_closing():
+                return
+        if self.conn.their_state is h11.SEND_BODY and self._is_chunked:
+            self._num_body_lines += data.count(b"\n")
+            self._num_body_bytes += len(data)
+            most = FREE_CHUNKS + self._num_body_bytes // BYTES_PER_CHUNK
+            if self._num_body_lines > 2 * most:
+                self._refuse("The body comes in too many small chunks.")
+                return
+        super().data_received(data)
+
+    def _head_part(self, data: bytes) -> int:
+        """How much of it belongs to the head; counts its lines."""
+        joined = self._head_end + data
+        end = _END_OF_HEAD.search(joined)
+        size = len(data) if end is None else end.end() - len(self._head_end)
+        self._num_head_lines += data.count(b"\n", 0, size)
+        self._head_end = joined[-2:]
+        if end is not None and self._num_head_lines <= MAX_HEAD_LINES:
+            self._begin_head()
+            self._num_body_lines = self._num_body_bytes = 0
+        return size
+
+    def _begin_head(self) -> None:
+        self._num_head_lines, self._head_end = 0, b""
+
+    @property
+    def _is_chunked(self) -> bool:
+        return any(name == b"transfer-encoding" for name, _ in self.headers)
+
+    def _refuse(self, message: str) -> None:
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        if self._is_answering:
+            self.cycle.disconnected = True  # nobody else is to answer
+            self.cycle.message_event.set()
+        self.send_400_response(message)
+
+    def on_response_complete(self) -> None:
+        early, _ = self.conn.trailing_data  # parsed in one go by what follows
+        if early.count(b"\n") > MAX_EARLY_LINES:
+            self.transport.abort()
+        self._begin_head()
+        super().on_response_complete()
 
     # -- heads that do not come ------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from termgen.serving.access import Caller, KeyRing, Role
 from termgen.serving.admission import AdmissionControl
 from termgen.serving.engine_pictures import SNAPSHOT_TIMEOUT_S
 from termgen.serving.event_hub import EventHub
+from termgen.serving.json_process import JSONProcess
 from termgen.serving.metrics import ServerMetrics
 from termgen.serving.request_report import ReportSink, RequestLog, RequestReport
 
@@ -41,8 +42,7 @@ class ServerState:
         self.is_draining = False
         self.hub: EventHub | None = None
         """Of those who listen to the engine's events."""
-        self.large_bodies = asyncio.Lock()
-        """Held while one is parsed."""
+        self.large_bodies = JSONProcess()
         self._sinks = _report_sinks(config)
         self.keys = KeyRing(config)
         self.admission = AdmissionControl(
@@ -73,8 +73,9 @@ class ServerState:
         self.engine = engine
 
     def detach(self) -> None:
-        """Let go of the engine's events."""
+        """Let go of the engine's events, and of the process for large bodies."""
         self.close_hub()
+        self.large_bodies.close()
         if self.engine is not None and self._ring is not None:
             self.engine.close_events(self._ring)
             self._ring = None

@@ -12,7 +12,7 @@ from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher
 from termgen.engine.mask_filler import NUM_SLOW_THREADS, NUM_THREADS, MaskFiller
 from termgen.engine.request import FinishReason
 from termgen.engine.token_mask import GrammarState, IntArray
-from termgen.errors import EngineError
+from termgen.errors import RequestError
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ class BreakingMatcher(FakeMatcher):
 
     def fill(self, bits: IntArray) -> None:
         if self.place == "limit" and len(self.tokens) == 2:
-            raise EngineError("the grammar is too complex: broken at limit")
+            raise RequestError("the grammar is too complex: broken at limit")
         if self.place == "panic":
             raise Panic("broken at panic")
         if self.place == "fill" or (self.place == "fill 2" and len(self.tokens) == 2):
