@@ -41,7 +41,7 @@ class FrameCosts:
         self.frames = [FrameCost()]
 
     def __enter__(self) -> FrameCosts:
-        run = asyncio.Handle._run  # type: ignore[attr-defined]
+        run = asyncio.Handle._run
         drain, apply, write = Intake._drain, DashboardStore.apply, PatientDriver.write
         refresh_view = DashboardScreen.refresh_view
         self._real = run, drain, apply, refresh_view, write
@@ -79,7 +79,7 @@ class FrameCosts:
         self._put(*self._real)
 
     def _put(self, run: Any, drain: Any, apply: Any, refresh_view: Any, write: Any) -> None:
-        asyncio.Handle._run = run  # type: ignore[attr-defined]
+        asyncio.Handle._run = run  # type: ignore[method-assign]
         Intake._drain = drain  # type: ignore[method-assign]
         DashboardStore.apply = apply  # type: ignore[method-assign]
         DashboardScreen.refresh_view = refresh_view  # type: ignore[method-assign]
