@@ -244,15 +244,24 @@ def gaps_between_replays(events: Sequence[dict[str, Any]], *, skip: int = 0) -> 
 
 
 def host(core: EngineCore, sizes: Sizes, ms: float) -> dict[str, Any]:
-    """Time of the loop per step, and the line through it."""
+    """Time of the loop per step, and the line through it.
+
+    Every cell is run in turn with the others, and its quickest run counts: others on the machine
+    can only add to it, and on a shared one they double it for seconds.
+    """
+    found: dict[int, list[dict[str, float]]] = {batch: [] for batch in sizes.host_batches}
+    for _ in range(sizes.rounds):
+        for batch, runs in found.items():
+            with Decode(core, batch, sizes, depth("ahead", ms)) as decode:
+                records = decode.run()
+            phases = ("host_us", "schedule_us", "launch_us", "apply_us")
+            cell = {name: statistics.median(getattr(r, name) for r in records) for name in phases}
+            runs.append({**cell, "host_mean_us": statistics.mean(r.host_us for r in records)})
     cells = []
-    for batch in sizes.host_batches:
-        with Decode(core, batch, sizes, depth("ahead", ms)) as decode:
-            records = decode.run()
-        phases = ("host_us", "schedule_us", "launch_us", "apply_us")
-        cell = {name: statistics.median(getattr(r, name) for r in records) for name in phases}
-        mean_us = statistics.mean(r.host_us for r in records)
-        cells.append({"batch": batch, **cell, "host_mean_us": mean_us})
+    for batch, runs in found.items():
+        means = [run["host_mean_us"] for run in runs]
+        best = runs[means.index(min(means))]
+        cells.append({"batch": batch, **best, "host_means_us": means})
     slope, start = np.polyfit(
         [cell["batch"] for cell in cells], [cell["host_mean_us"] for cell in cells], 1
     )

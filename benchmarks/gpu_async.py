@@ -5,7 +5,8 @@
 
 idle       time between steps in steady decode, where torch's profiler looks once at the same
            steps, and over 256 requests of 100 to 1024 tokens in and out
-host       time of the engine's loop per step, as a line over the batch
+host       time of the engine's loop per step, as a line over the batch: of each batch the quickest
+           of the rounds, because others on the machine only add to it
 sync       tokens/s one step at a time, two in flight, and running ahead
 hold       the same while a thread holds the GIL for 20 ms, ten times a second
 dashboard  tokens/s with the dashboard drawing at 10 Hz in the same process, against without
@@ -202,11 +203,12 @@ def print_idle(found: dict[str, Any]) -> None:
 
 def print_host(found: dict[str, Any]) -> None:
     print("time of the engine's loop per step, us, medians and mean (bound: 120 + 1.2 B)")
-    print("  batch   loop  schedule  launch  apply    mean  bound")
+    print("  batch   loop  schedule  launch  apply    mean  bound  mean of each round")
     for c in found["cells"]:
         print(
             f"  {c['batch']:5d} {c['host_us']:6.0f} {c['schedule_us']:9.0f} {c['launch_us']:7.0f} "
-            f"{c['apply_us']:6.0f} {c['host_mean_us']:7.0f} {120 + 1.2 * c['batch']:6.0f}"
+            f"{c['apply_us']:6.0f} {c['host_mean_us']:7.0f} {120 + 1.2 * c['batch']:6.0f}  "
+            + ", ".join(f"{mean:.0f}" for mean in c["host_means_us"])
         )
     print(f"  mean = {found['a_us']:.0f} us + {found['b_us']:.2f} us x B")
 
