@@ -62,6 +62,8 @@ ROWS, COLUMNS = 40, 120
 SWITCH_INTERVAL_S = 1e-4  # as the command line sets it
 SETTLE_S = 1.0
 READ_EVERY_S = 0.25
+MOST_WAIT_S = 60.0
+"""For all requests to decode."""
 STALLED_S = 5.0
 """After so long a terminal that is not read has stopped whoever draws on it."""
 CHAT_STEP_MS = 5.0  # 200 tokens/s
@@ -77,6 +79,8 @@ class Settings:
     rounds: int
     step_ms: float
     run_ahead_ms: float
+    is_real: bool
+    """A real model, whose context ends."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -131,8 +135,9 @@ class Bench:
     async def _cell(self, settle_s: float, frames: Counter | None) -> dict[str, Any]:
         """The steps of a while in which every request decodes."""
         await asyncio.sleep(settle_s)
-        while not self._steps():
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(MOST_WAIT_S):  # why they do not decode is told by `reading`
+            while not self._steps():
+                await asyncio.sleep(0.02)
         cpu_s, began_s = time.thread_time(), time.perf_counter()
         num_frames, first = frames() if frames else 0, len(self._costs.frames)
         await asyncio.sleep(self._settings.seconds)
@@ -248,7 +253,7 @@ async def part(name: str, config: EngineConfig, settings: Settings) -> list[dict
         prompt=32,
         seconds=settings.seconds,
         rounds=settings.rounds,
-        max_tokens=24_000,
+        max_tokens=3000 if settings.is_real else 24_000,
         vocab=VOCAB,
     )
     async with AsyncExitStack() as stack:
@@ -362,7 +367,10 @@ def main() -> None:
                 print(f"memory: {results[name]}")
                 continue
             step_ms = CHAT_STEP_MS if name == "chat" else 1.0
-            settings = Settings(streams, args.seconds, args.rounds, step_ms, args.run_ahead_ms)
+            is_real = args.engine == "smollm2"
+            settings = Settings(
+                streams, args.seconds, args.rounds, step_ms, args.run_ahead_ms, is_real
+            )
             simulation = Simulation(step_ms, 100_001, 64, VOCAB)
             if is_simulated and name == "chat":
                 config = replace(config, skip_tokenizer_init=False)

@@ -8,6 +8,7 @@ import pytest
 
 from termgen.api.chat import ChatRequest, parse_chat
 from termgen.api.completions import CompletionRequest, parse_completion
+from termgen.client import FillPrompt
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import RequestError
 
@@ -246,11 +247,10 @@ def test_unknown_fields_are_named() -> None:
     assert completion(messages=[]).ignored == ("messages",)
 
 
-def test_completions_refuse_a_suffix() -> None:
-    with pytest.raises(RequestError) as caught:
-        completion(suffix="x")
-    assert caught.value.code == "unsupported_parameter"
-    assert completion(suffix="").ignored == ()
+def test_a_suffix_goes_with_the_prompt_and_an_empty_one_is_none() -> None:
+    assert [job.prompt for job in completion(suffix="x").jobs] == [FillPrompt("hi", "x")]
+    without = completion(suffix="")
+    assert [job.prompt for job in without.jobs] == ["hi"] and without.ignored == ()
 
 
 @pytest.mark.parametrize(

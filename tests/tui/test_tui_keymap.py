@@ -89,8 +89,10 @@ def test_keys_may_change_places_and_have_many_names() -> None:
         "chat.stop": ("ctrl+l",),
         "chat.clear": ("escape",),
     }
-    keys = read("dashboard.zoom_in=+ ? ctrl+/ pgup G f24 ctrl++ ü").changes["dashboard.zoom_in"]
-    assert " ".join(keys) == "plus question_mark ctrl+slash pageup G f24 ctrl+plus ü"
+    keys = read("dashboard.zoom_in=+ ? ctrl+/ ctrl+pgup G f24 ctrl++ ü").changes[
+        "dashboard.zoom_in"
+    ]
+    assert " ".join(keys) == "plus question_mark ctrl+slash ctrl+pageup G f24 ctrl+plus ü"
     assert read("help.close=space").changes, "the dashboard's space is not on the help screen"
 
 
