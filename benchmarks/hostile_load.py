@@ -7,8 +7,7 @@ simulated device whose steps take as long as is said. Three processes: this one 
 good streams; one, of low priority, sends the hostile requests on four connections, each of which
 rests after each answer, so that what is measured is what requests contain and not that a core is
 taken away. Quiet and hostile moments alternate, so that other programs disturb both alike. `held`
-is the CPU time of the longest single piece of work on the event loop. What a server does once,
-the first time that a message spells a control token or an answer is constrained, is done before.
+is the CPU time of the longest single piece of work on the event loop.
 """
 
 from __future__ import annotations
@@ -32,11 +31,8 @@ from machine import machine_facts
 from simulated_gpu import Simulation, installed
 
 from termgen.catalog import resolve_model
-from termgen.client import ChatPrompt
 from termgen.config import EngineConfig, ServerConfig
 from termgen.engine.engine import AsyncEngine
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.server import Server
 
 HERE = Path(__file__).parent
@@ -103,7 +99,8 @@ async def serving(step_ms: float) -> AsyncGenerator[tuple[AsyncEngine, Server, i
     model = resolve_model("smollm2-135m", allow_download=True).path
     simulation = Simulation(step_ms, num_blocks=8192, max_num_seqs=64, vocab_size=49_152)
     with installed(simulation):
-        engine = await AsyncEngine.start(EngineConfig(model=str(model), max_model_len=8192))
+        config = EngineConfig(model=str(model), max_model_len=8192)
+        engine = await AsyncEngine.start(config, for_strangers=True)
     server = Server(engine, ServerConfig(port=0))
     task = asyncio.create_task(server.serve())
     await server.started()
@@ -173,7 +170,6 @@ async def run_step(step_ms: float, args: argparse.Namespace) -> dict[str, Any]:
     async with serving(step_ms) as (engine, server, port):
         good = await start("patient_client.py", port=port, streams=NUM_STREAMS, tokens=4000)
         hostile = await start("hostile_clients.py", port=port, pause=args.pause)
-        await warm_up(engine)
         await asyncio.sleep(1.0)
         with watch.watching():
             for kind in kinds:
@@ -190,13 +186,6 @@ async def run_step(step_ms: float, args: argparse.Namespace) -> dict[str, Any]:
         kind.hostile = percentiles(gaps_within(answers, kind.windows[True]))
         rows.append({k: v for k, v in asdict(kind).items() if k != "windows"})
     return {"step_ms": step_ms, "kinds": rows, "left": left}
-
-
-async def warm_up(engine: AsyncEngine) -> None:
-    chat = ChatPrompt(messages=({"role": "user", "content": "<|im_end|>"},))
-    held = StructuredOutputsParams(regex="a")
-    async for _ in engine.generate(chat, SamplingParams(max_tokens=1, structured_outputs=held)):
-        pass
 
 
 async def left_behind(engine: AsyncEngine, server: Server) -> dict[str, int]:

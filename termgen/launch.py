@@ -51,8 +51,11 @@ def find_model(config: EngineConfig, on_progress: Progress | None = None) -> Non
 class EngineHolder:
     """The one engine of this process, as the start and stop functions that front ends take."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, for_strangers: bool = False) -> None:
+        """for_strangers: start-up takes a moment longer, and no request holds up others by being
+        the first of its kind."""
         self.config = config
+        self._for_strangers = for_strangers
         self._engine: Any = None
 
     @property
@@ -66,7 +69,9 @@ class EngineHolder:
         assert self._engine is None, "the engine runs already"
         # importing torch takes over a second; a loading screen must be able to paint meanwhile
         module = await asyncio.to_thread(importlib.import_module, "termgen.engine.engine")
-        self._engine = await module.AsyncEngine.start(self.config, on_progress=on_progress)
+        self._engine = await module.AsyncEngine.start(
+            self.config, on_progress=on_progress, for_strangers=self._for_strangers
+        )
         client: EngineClient = self._engine
         return client
 
@@ -120,7 +125,7 @@ def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -
         TermgenApp.check_settings(ui)
     with _progress() as progress:
         find_model(config, progress)
-    holder = EngineHolder(config)
+    holder = EngineHolder(config, for_strangers=True)
     from termgen.server import Server, run_server
 
     if not server_config.dashboard:

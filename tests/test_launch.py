@@ -73,6 +73,7 @@ def test_serve_answers_and_ends_on_sigterm(
 ) -> None:
     with serving(tiny_llama_dir, environment) as child:
         assert "weights " in read_until(child, " memory: ")
+        read_until(child, "reading the vocabulary")
         url = re.search(r"http://127\.0\.0\.1:\d+", read_until(child, "serves at"))
         assert url is not None
         body = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from server_harness import app_client, serving
 
 from termgen.api.fields import parse_json
 from termgen.errors import RequestError
-from termgen.serving import json_process
+from termgen.serving import app, json_process
 from termgen.serving import json_weight as module
 from termgen.serving.json_process import JSONProcess
 from termgen.serving.json_weight import check_weight
@@ -104,7 +105,7 @@ async def test_the_process_returns_what_json_says(process: JSONProcess) -> None:
     values.append(json.loads('{"a":' + '{"a":' * 400 + "1" + "}" * 401))
     for value in values:
         raw = json.dumps(value).encode()
-        assert await process.parse([raw[:3], b"", raw[3:]]) == value
+        assert await process.parse([raw[:3], b"", raw[3:]], dict) == value
 
 
 async def test_faults_come_from_the_process_as_they_are(process: JSONProcess) -> None:
@@ -112,24 +113,24 @@ async def test_faults_come_from_the_process_as_they_are(process: JSONProcess) ->
         with pytest.raises(RequestError) as here:
             parse_json(raw)
         with pytest.raises(RequestError) as there:
-            await process.parse([raw])
+            await process.parse([raw], dict)
         assert str(there.value) == str(here.value) and there.value.code == here.value.code
         assert there.value.status == 400
 
 
 async def test_a_process_that_dies_costs_one_request(process: JSONProcess) -> None:
     """It is stopped in the middle of a body, as by a system short of memory."""
-    assert await process.parse([b'{"a":1}']) == {"a": 1}
+    assert await process.parse([b'{"a":1}'], dict) == {"a": 1}
     child = process._process
     assert child is not None
     child.send_signal(signal.SIGSTOP)
-    waiting = asyncio.create_task(process.parse([b'{"a":2}']))
+    waiting = asyncio.create_task(process.parse([b'{"a":2}'], dict))
     await asyncio.sleep(0.05)
     child.kill()
     with pytest.raises(RequestError, match="too much memory") as failed:
         await waiting
     assert failed.value.status == 413
-    assert await process.parse([b'{"a":3}']) == {"a": 3}
+    assert await process.parse([b'{"a":3}'], dict) == {"a": 3}
 
 
 async def test_small_bodies_do_not_wait_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +152,25 @@ async def test_small_bodies_do_not_wait_for_large_ones(monkeypatch: pytest.Monke
         assert await ask(10) == 200
         assert not any(task.done() for task in large)
         assert await asyncio.gather(*large) == [200, 200]
+
+
+async def test_large_bodies_are_checked_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools of 400 KB take long to look at, value by value."""
+    parse, names = app.parse_chat, []
+
+    def noting(*args: Any, **options: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return parse(*args, **options)
+
+    monkeypatch.setattr(app, "parse_chat", noting)
+    async with app_client(FakeEngine()) as client:
+        for size, temperature in ((10, 1), (100_000, 1), (100_000, -1)):
+            message = {"role": "user", "content": "x"}
+            body = {"messages": [message], "user": "u" * size, "temperature": temperature}
+            response = await client.post("/v1/chat/completions", json=body)
+            assert response.status_code == (200 if temperature == 1 else 400)
+    assert names[0] == threading.current_thread().name
+    assert [name.rpartition("_")[0] for name in names[1:]] == ["termgen-json"] * 2
 
 
 async def test_the_process_ends_with_the_server() -> None:

@@ -18,6 +18,7 @@ after construction but caches.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -117,8 +118,15 @@ class ChatEncoder:
             if mask.undo(masked) == text:
                 if all(text[c.start : c.end] == masked[c.start : c.end] for c in controls):
                     return list(encoding.ids)
-                return guard.encode_guarded(text, masked)
+                return guard.encode_guarded(text, masked, mask)
         return guard.encode_compared(chat, encoding, controls, masked)
+
+    def prepare_for_strangers(self) -> None:
+        """Make now what the first message that spells a control token would have to wait for.
+        What is wrong with a template, whoever uses it is told."""
+        for name in self._sources:
+            with contextlib.suppress(RequestError):
+                self._guard_of(name).text_backend()
 
     def refuse_unread(self, variables: Mapping[str, Any], chat_template: str | None = None) -> None:
         """A variable that changes nothing, such as a misspelt one, is an error and not ignored."""
@@ -134,7 +142,9 @@ class ChatEncoder:
     def _guard_for(self, variables: Mapping[str, Any], chat_template: str | None) -> _Guard:
         if chat_template is not None:
             return self._request_guard(chat_template)
-        name = select_template(self._sources, variables)
+        return self._guard_of(select_template(self._sources, variables))
+
+    def _guard_of(self, name: str) -> _Guard:
         guard = self._guards.get(name)
         if guard is None:
             guard = self._guards[name] = _Guard(self._backend, ChatTemplate(self._sources[name]))
@@ -242,25 +252,31 @@ class _Guard:
         hits = [i for i, token_id in enumerate(encoding.ids) if token_id in self._guarded]
         if not hits:
             return []
-        ids, offsets = encoding.ids, encoding.offsets
-        found = [_Control(ids[i], *offsets[i]) for i in hits]
+        ids = encoding.ids
+        found = []
+        for i in hits:
+            # Not `offsets`: it makes a pair for every token, and lets nobody else run meanwhile.
+            place = encoding.token_to_chars(i)
+            assert place is not None, "every token has a place"
+            found.append(_Control(ids[i], *place))
         unknown_id, unknown = self._unknown
         # The unknown token also stands for characters the vocabulary lacks.
         return [
             c for c in found if c.token_id != unknown_id or text[c.start : c.end].strip() == unknown
         ]
 
-    def encode_guarded(self, text: str, masked: str) -> list[int]:
+    def encode_guarded(self, text: str, masked: str, mask: Mask) -> list[int]:
         """Encode `text` with control tokens only where `masked` has them too."""
-        backend, anchor, anchor_id = self._text_backend()
-        own = self.controls(encode_text(self._backend, masked, add_special_tokens=False), masked)
+        backend, anchor, anchor_id = self.text_backend()
+        short, place_of = mask.shorten(masked)
+        own = self.controls(encode_text(self._backend, short, add_special_tokens=False), short)
         # An anchor, itself an added token, stands in for each of the template's control tokens:
         # the text between them is then split and normalised exactly as it would be beside those.
         pieces: list[str] = []
         position = 0
         for control in own:
-            pieces += (text[position : control.start], anchor)
-            position = control.end
+            pieces += (text[position : place_of(control.start)], anchor)
+            position = place_of(control.end)
         pieces.append(text[position:])
         ids: list[int] = encode_text(backend, "".join(pieces), add_special_tokens=False).ids
         for token_id in ids:
@@ -293,7 +309,7 @@ class _Guard:
             )
         return list(encoding.ids)
 
-    def _text_backend(self) -> tuple[Backend, str, int]:
+    def text_backend(self) -> tuple[Backend, str, int]:
         """A copy of the tokenizer that sees guarded tokens as text. Made when first needed."""
         if self._as_text is None:
             data = json.loads(self._backend.to_str())

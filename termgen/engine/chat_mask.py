@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,9 @@ from termgen.engine.chat_messages import REASONING_FIELDS
 
 UNMASKABLE = frozenset('"\\')
 """Serialising to JSON escapes these, so replacing them would change lengths."""
+
+PIECE_CHARS = 2**14
+"""Of a long text that is gone through: nobody else runs until a piece is done."""
 
 Table = Mapping[int, str]
 
@@ -47,9 +51,19 @@ def strings(value: Any) -> Iterator[str]:
 
 def unused_chars(text: str) -> Iterator[str]:
     """Private-use characters that do not occur in `text`."""
-    used = set(text)
+    used: set[str] = set()
+    for piece in _pieces(text):
+        used.update(piece)
     private = itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
     return (c for c in map(chr, private) if c not in used)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    return (text[i : i + PIECE_CHARS] for i in range(0, len(text), PIECE_CHARS))
+
+
+def _translate(text: str, table: Table) -> str:
+    return "".join([piece.translate(table) for piece in _pieces(text)])
 
 
 class Mask:
@@ -71,7 +85,22 @@ class Mask:
         self._kept = kept
 
     def undo(self, text: str) -> str:
-        return text.translate(self._inverse)
+        return _translate(text, self._inverse)
+
+    def shorten(self, text: str) -> tuple[str, Callable[[int], int]]:
+        """Each run of masked characters as one, since tokenizers make several tokens of each of
+        them; and what tells where a place in that lies in `text`."""
+        runs = re.compile("[" + "".join(self._table.values()) + "]{2,}")
+        pieces: list[str] = []
+        places, lost = [0], [0]  # so much is lost before each place
+        end = 0
+        for run in runs.finditer(text):
+            pieces.append(text[end : run.start() + 1])
+            end = run.end()
+            lost.append(lost[-1] + len(run[0]) - 1)
+            places.append(end - lost[-1])
+        pieces.append(text[end:])
+        return "".join(pieces), lambda place: place + lost[bisect_right(places, place) - 1]
 
     def apply(self, chat: Chat) -> Chat:
         return replace(
@@ -94,13 +123,13 @@ class Mask:
 
     def _own(self, text: str) -> str:
         if self._kept is None:
-            return text.translate(self._table)
+            return _translate(text, self._table)
         parts = self._kept.split(text)  # odd parts are the matches
-        return "".join(p if i % 2 else p.translate(self._table) for i, p in enumerate(parts))
+        return "".join(p if i % 2 else _translate(p, self._table) for i, p in enumerate(parts))
 
     def _value(self, value: Any, table: Table) -> Any:
         if isinstance(value, str):
-            return value.translate(table)
+            return _translate(value, table)
         if isinstance(value, list):
             return [self._value(item, table) for item in value]
         if isinstance(value, dict):

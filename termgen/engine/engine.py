@@ -62,9 +62,11 @@ Made = TypeVar("Made")
 class AsyncEngine:
     """The in-process `EngineClient`: an engine thread behind one asyncio loop."""
 
-    def __init__(self, config: EngineConfig, on_progress: Progress | None) -> None:
+    def __init__(
+        self, config: EngineConfig, on_progress: Progress | None, for_strangers: bool
+    ) -> None:
         """Use `start`. The loop that is running now is the one every coroutine belongs to."""
-        self._config = config
+        self._build = partial(build_engine, config, for_strangers=for_strangers)
         self._loop = asyncio.get_running_loop()
         self._on_progress = on_progress
         self._deliveries: deque[StepDelivery] = deque()
@@ -82,13 +84,17 @@ class AsyncEngine:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, *, on_progress: Progress | None = None
+        cls,
+        config: EngineConfig,
+        *,
+        on_progress: Progress | None = None,
+        for_strangers: bool = False,
     ) -> AsyncEngine:
         """Load the model on the engine's thread. `on_progress` is called on the loop.
 
-        Raises ConfigError or ModelError.
+        for_strangers: see `build_engine`. Raises ConfigError or ModelError.
         """
-        engine = cls(config, on_progress)
+        engine = cls(config, on_progress, for_strangers)
         engine._thread.start()
         try:
             await asyncio.wrap_future(engine._ready)
@@ -283,9 +289,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            parts = build_engine(
-                self._config, on_delivery=self._hand_over, on_progress=self._report
-            )
+            parts = self._build(on_delivery=self._hand_over, on_progress=self._report)
         except BaseException as error:  # told to whoever awaits start()
             if self._ready.set_running_or_notify_cancel():
                 self._ready.set_exception(error)

@@ -9,6 +9,7 @@ engine's thread and, while it fills a mask, by a thread that fills masks, never 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -107,6 +108,11 @@ class GrammarCompiler:
         self._vocabulary: Any = None
         self._vocabulary_lock = threading.Lock()
 
+    def prepare_for_strangers(self) -> None:
+        """Read the vocabulary now; if it cannot be, whoever asks for a grammar is told."""
+        with contextlib.suppress(RequestError):
+            self._vocabulary_of_model()
+
     def submit(self, wanted: StructuredOutputsParams) -> Future[Grammar]:
         """The grammar, or the `RequestError` it ends in. Do not cancel it: others may wait too."""
         key = _key(wanted)
@@ -184,7 +190,8 @@ class GrammarCompiler:
         return Grammar(prototype, -(-self._num_tokens // 32), self._eos_token_ids)
 
     def _vocabulary_of_model(self) -> Any:
-        """llguidance's own form of the vocabulary, made once: it takes up to a second."""
+        """llguidance's own form of the vocabulary, made once: it takes up to a second, in which
+        no other thread runs."""
         from llguidance import LLTokenizer
 
         with self._vocabulary_lock:

@@ -63,6 +63,14 @@ class InputProcessor:
         self._has_priorities = has_priorities
         self._clamps_max_tokens = clamps_max_tokens
 
+    def prepare_for_strangers(self) -> None:
+        """Make now what is made once, for the first message that spells a control token and the
+        first answer under a grammar: each holds Python's lock for a third of a second."""
+        if self._tokenizer is not None:
+            self._tokenizer.prepare_for_strangers()
+        if self._grammars is not None:
+            self._grammars.prepare_for_strangers()
+
     def process(
         self, prompt: Prompt, params: SamplingParams, **envelope: Unpack[Envelope]
     ) -> GenerationRequest:

@@ -25,7 +25,12 @@ from termgen.engine.output import OutputProcessor
 from termgen.engine.request import GenerationRequest
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
-from termgen.engine.startup_phases import LOADING_TOKENIZER, PhaseClock, describe_startup
+from termgen.engine.startup_phases import (
+    LOADING_TOKENIZER,
+    READING_VOCABULARY,
+    PhaseClock,
+    describe_startup,
+)
 from termgen.engine.step import DeviceInfo
 from termgen.engine.tokenizer import Tokenizer, load_tokenizer
 from termgen.engine.tool_detection import tool_format
@@ -63,8 +68,11 @@ def build_engine(
     *,
     on_delivery: Callable[[StepDelivery], None],
     on_progress: Progress | None = None,
+    for_strangers: bool = False,
 ) -> EngineParts:
     """Start everything in the calling thread. Raises ConfigError or ModelError.
+
+    for_strangers: no request is to hold up others by being the first of its kind.
 
     The model must already be on disk: fetching is `termgen pull`'s business.
     """
@@ -79,6 +87,9 @@ def build_engine(
     info = executor.start(progress)
     try:
         parts = _assemble(config, local, tokenizer, executor, info, on_delivery)
+        if for_strangers:
+            progress(READING_VOCABULARY, 0.0)
+            parts.input_processor.prepare_for_strangers()
     except BaseException:
         executor.shutdown()
         raise

@@ -17,6 +17,7 @@ LOADING_WEIGHTS = "loading weights"
 COMPILING_KERNELS = "compiling kernels"
 SIZING_CACHE = "sizing the KV cache"
 RECORDING_GRAPHS = "recording graphs"
+READING_VOCABULARY = "reading the vocabulary"
 READY = "ready"
 
 _SHORT_NAMES = {
@@ -27,6 +28,7 @@ _SHORT_NAMES = {
     COMPILING_KERNELS: "kernels",
     SIZING_CACHE: "KV cache",
     RECORDING_GRAPHS: "graphs",
+    READING_VOCABULARY: "vocabulary",
 }
 _SMALL_SHARE = 0.05
 """Phases shorter than this share of the whole are added up as `other` in the one-line form."""

@@ -160,6 +160,10 @@ class Tokenizer:
         """Raises RequestError for a chat template variable that the template does not read."""
         self._need_chat(chat_template).refuse_unread(variables, chat_template)
 
+    def prepare_for_strangers(self) -> None:
+        """Make now what the first message that spells a control token would have to wait for."""
+        self._chat.prepare_for_strangers()
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The full text of `ids`: what a `token_decoder` gives piece by piece."""
         if self._bytes_of is None:

@@ -1,13 +1,14 @@
 """The body of a request, parsed so that nobody else has to wait for long.
 
-`json.loads` lets nobody else run until it is done. Small bodies are parsed here, large ones by a
-process of their own, one after the other.
+`json.loads` lets nobody else run until it is done. Small bodies are parsed and checked here, large
+ones by a process and a thread of their own, one after the other.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -16,6 +17,8 @@ from termgen.api.fields import parse_json
 from termgen.serving.json_process import JSONProcess
 from termgen.serving.responses import ClientDisconnected
 
+T = TypeVar("T")
+
 BODY_TIMEOUT_S = 60.0
 """A body that takes longer to arrive is not waited for."""
 
@@ -23,12 +26,14 @@ SMALL_BODY_BYTES = 2**15
 """Parsed within a millisecond whatever it holds."""
 
 
-async def read_object(request: Request, large: JSONProcess) -> dict[str, Any]:
-    """The JSON object that the body is. Raises `RequestError`."""
+async def read_object(
+    request: Request, large: JSONProcess, take: Callable[[dict[str, Any]], T]
+) -> T:
+    """What `take` makes of the JSON object that the body is. Raises `RequestError`."""
     parts = await _read(request)
     if sum(map(len, parts)) <= SMALL_BODY_BYTES:
-        return parse_json(b"".join(parts))
-    return await large.parse(parts)
+        return take(parse_json(b"".join(parts)))
+    return await large.parse(parts, take)
 
 
 async def _read(request: Request) -> list[bytes]:

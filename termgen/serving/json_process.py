@@ -1,7 +1,8 @@
 """Large bodies are parsed by a process of its own, `json_program.py`, which this talks to.
 
 It starts with the first large body, and stays. A thread waits for it, which holds Python's lock
-only while it takes over what comes back: some milliseconds at the most.
+only while it takes over what comes back: some milliseconds at the most. The same thread then looks
+at every value: on the event loop, that would take as long at a stretch.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import marshal
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from termgen.errors import RequestError
 
 PROGRAM = Path(__file__).with_name("json_program.py")
+T = TypeVar("T")
+
 SIZE_BYTES = 8
 """Before what is sent either way: how much it is."""
 
@@ -30,10 +33,10 @@ class JSONProcess:
         self._thread = ThreadPoolExecutor(1, "termgen-json")
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def parse(self, parts: Sequence[bytes]) -> dict[str, Any]:
-        """The object that these are together. Raises `RequestError`."""
+    async def parse(self, parts: Sequence[bytes], take: Callable[[dict[str, Any]], T]) -> T:
+        """What `take` makes of the object that these are together. Raises `RequestError`."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._parse, parts)
+        return await loop.run_in_executor(self._thread, lambda: take(self._parse(parts)))
 
     def close(self) -> None:
         """What is under way fails."""

@@ -22,10 +22,11 @@ def state_of(request: Request) -> ServerState:
     return state
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body of a POST, which must say that it is JSON.
+async def read_json(request: Request, take: Callable[[dict[str, Any]], T]) -> T:
+    """What `take` makes of the body of a POST, which must say that it is JSON.
 
-    Browsers may send other types across sites without asking first, JSON they may not.
+    Of a large one it is called in a thread. Browsers may send other types across sites without
+    asking first, JSON they may not.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
@@ -33,7 +34,7 @@ async def read_json(request: Request) -> dict[str, Any]:
             "Send the body as JSON, with `content-type: application/json`",
             param="content-type",
         )
-    return await read_object(request, state_of(request).large_bodies)
+    return await read_object(request, state_of(request).large_bodies, take)
 
 
 async def parse_body(request: Request, parse: Callable[..., T], **options: bool) -> T:
@@ -44,13 +45,13 @@ async def parse_body(request: Request, parse: Callable[..., T], **options: bool)
     state = state_of(request)
     engine = state.require_engine()
     state.admission.check_room()
-    data = await read_json(request)
-    return parse(
-        data,
-        model=resolve_model(data.get("model"), state.names_for(engine)),
-        defaults=engine.model.default_params,
-        **options,
-    )
+    names, defaults = state.names_for(engine), engine.model.default_params
+
+    def take(data: dict[str, Any]) -> T:
+        model = resolve_model(data.get("model"), names)
+        return parse(data, model=model, defaults=defaults, **options)
+
+    return await read_json(request, take)
 
 
 def ignored_headers(state: ServerState, names: tuple[str, ...]) -> Headers:

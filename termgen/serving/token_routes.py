@@ -3,6 +3,8 @@ wait in line with everybody else."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,6 +12,8 @@ from starlette.routing import Route
 
 from termgen.api.models import resolve_model
 from termgen.api.tokens import (
+    DetokenizeRequest,
+    TokenizeRequest,
     parse_detokenize,
     parse_tokenize,
     tokenize_response,
@@ -23,10 +27,14 @@ from termgen.serving.responses import JSONReply
 async def tokenize(request: Request) -> Response:
     state, engine = state_of(request), state_of(request).require_engine()
     state.admission.check_room()
-    data = await read_json(request)
-    resolve_model(data.get("model"), state.names_for(engine))
+    names, tool_format = state.names_for(engine), engine.model.tool_format
     trusts = state.config.trust_request_chat_template
-    asked = parse_tokenize(data, engine.model.tool_format, trusts_template=trusts)
+
+    def take(data: dict[str, Any]) -> TokenizeRequest:
+        resolve_model(data.get("model"), names)
+        return parse_tokenize(data, tool_format, trusts_template=trusts)
+
+    asked = await read_json(request, take)
 
     async def work() -> tuple[list[int], list[str] | None]:
         ids = await engine.tokenize(asked.prompt, add_special_tokens=asked.add_special_tokens)
@@ -42,9 +50,13 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     state, engine = state_of(request), state_of(request).require_engine()
     state.admission.check_room()
-    data = await read_json(request)
-    resolve_model(data.get("model"), state.names_for(engine))
-    asked = parse_detokenize(data)
+    names = state.names_for(engine)
+
+    def take(data: dict[str, Any]) -> DetokenizeRequest:
+        resolve_model(data.get("model"), names)
+        return parse_detokenize(data)
+
+    asked = await read_json(request, take)
     ids = asked.token_ids
     text = await work_on_tokens(request, len(ids), lambda: engine.detokenize(ids))
     return JSONReply({"prompt": text}, headers=ignored_headers(state, asked.ignored))
