@@ -1,14 +1,14 @@
 """How long randomised tests run.
 
-Each states a length for every day, and TERMGEN_TEST_LENGTH multiplies them:
-TERMGEN_TEST_LENGTH=10 pytest tests/engine/loader/test_hostile_files.py
+Each states a length for every day, and TEST_LENGTH multiplies them:
+TEST_LENGTH=10 pytest tests/engine/loader/test_hostile_files.py
 """
 
 from __future__ import annotations
 
 import os
 
-FACTOR = float(os.environ.get("TERMGEN_TEST_LENGTH", "1"))
+FACTOR = float(os.environ.get("TEST_LENGTH", "1"))
 
 
 def scaled(usual: int) -> int:

@@ -82,4 +82,4 @@ def test_ci_installs_and_tests_what_the_readme_says() -> None:
     assert "npm install --prefix tests/node" in readme
     ci = ci.replace("--quiet ", "").replace("--silent ", "")
     assert install in ci and others in ci and "npm install --prefix tests/node" in ci
-    assert re.search(r'TERMGEN_CLIENTS_PYTHON="\$clients/bin/python" .*/python" -m pytest', ci)
+    assert re.search(r'CLIENTS_PYTHON="\$clients/bin/python" .*/python" -m pytest', ci)

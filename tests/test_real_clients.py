@@ -1,7 +1,7 @@
 """Other people's clients against the real server with a real model, over a socket.
 
 Each must get the words that a plain request gets. litellm and instructor cannot be installed beside
-the newest of the others; they run in `.venv-clients`, or where TERMGEN_CLIENTS_PYTHON says, and
+the newest of the others; they run in `.venv-clients`, or where CLIENTS_PYTHON says, and
 openai-node runs where Node and its package are. The README says how to install these three.
 """
 
@@ -244,7 +244,7 @@ print(json.dumps(told))
 
 def printed_by_others(program: str, *arguments: str) -> Any:
     """The last line, JSON, of a program that wants clients which do not go with ours."""
-    python = os.environ.get("TERMGEN_CLIENTS_PYTHON")
+    python = os.environ.get("CLIENTS_PYTHON")
     if python is None:
         if not CLIENTS_PYTHON.exists():
             pytest.skip("needs .venv-clients with tests/other_clients.txt; see the README")

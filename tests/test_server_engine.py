@@ -100,7 +100,7 @@ def assert_same_answer(
 
 async def test_streamed_answers_equal_whole_ones_byte_for_byte(tiny_llama_dir: Path) -> None:
     """Every number too, and so one at a time: 50 requests where the next test has 200 at once;
-    TERMGEN_TEST_LENGTH=4 makes them 200 too."""
+    TEST_LENGTH=4 makes them 200 too."""
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)

@@ -63,7 +63,7 @@ class AsyncEngine:
     """The in-process `EngineClient`: an engine thread behind one asyncio loop."""
 
     def __init__(
-        self, config: EngineConfig, on_progress: Progress | None, for_strangers: bool
+        self, config: EngineConfig, on_progress: Progress | None, for_strangers: bool = False
     ) -> None:
         """Use `start`. The loop that is running now is the one every coroutine belongs to."""
         self._build = partial(build_engine, config, for_strangers=for_strangers)
