@@ -27,13 +27,15 @@ FEWEST_CHOICES = 3
 LINE_END = "↵"
 UNSEEN = "▯"
 """A token that shows nothing, while the cursor is on it."""
+SIGNS = 2
+"""Columns kept free in each row: for the sign of a line's end, and of a token that shows nothing."""
 
 
 class TokenText:
-    """Tokens wrapped to a width. A token that fits on a line is not broken."""
+    """Tokens wrapped to fit a width with their signs. A token that fits on a line is not broken."""
 
     def __init__(self, pieces: Sequence[str], width: int) -> None:
-        self.width = max(1, width)
+        self.width = max(1, width - SIGNS)
         self._rows: list[list[tuple[int, str]]] = [[]]
         self._firsts_of = array("l")
         """The row in which each token begins."""
