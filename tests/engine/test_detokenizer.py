@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_texts import sample_texts
+from sentencepiece_samples import sentencepiece_decoder
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 from tokenizers.models import BPE, WordPiece
@@ -32,14 +33,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
     pieces = ["<s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁a", "b", "你", "▁�", "�", "x▁y"]
     backend = Backend(BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
     backend.add_special_tokens(["<s>"])
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    backend.decoder = sentencepiece_decoder()
     return Tokenizer(TokenizerParts(backend=backend))
 
 

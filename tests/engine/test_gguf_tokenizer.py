@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 from sample_texts import sample_texts
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, normalizers
-from tokenizers.models import BPE
+from sentencepiece_samples import sentencepiece_backend
 
 from termgen.engine.gguf_file import GGUFFile
 from termgen.engine.gguf_tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, build_parts
@@ -250,26 +248,7 @@ def test_sentencepiece_equals_the_same_model_written_as_tokenizer_json() -> None
     metadata = sentencepiece_metadata()
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [("▁", "h"), ("e", "l"), ("l", "o"), ("▁h", "el"), ("▁hel", "lo"), ("l", "l")]
-    backend = Backend(
-        BPE(
-            vocab={t: i for i, t in enumerate(tokens)},
-            merges=merges,
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    backend = sentencepiece_backend(tokens, merges)
     tokenizer = build(metadata)
     for text in ["hello", " hello hell", "ello\nhello", "你好 hello", "héllo", "", "  "]:
         ids = backend.encode(text).ids
