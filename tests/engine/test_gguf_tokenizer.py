@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_reading import each_part_once
 from sample_texts import sample_texts
 from sentencepiece_samples import sentencepiece_backend
 
@@ -27,9 +28,10 @@ def theirs(smollm2_gguf: Path) -> Any:
     """transformers' reading of the same file; takes many seconds."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(
-        str(smollm2_gguf.parent), gguf_file=smollm2_gguf.name, local_files_only=True
-    )
+    with each_part_once():
+        return AutoTokenizer.from_pretrained(
+            str(smollm2_gguf.parent), gguf_file=smollm2_gguf.name, local_files_only=True
+        )
 
 
 @pytest.mark.slow
