@@ -17,15 +17,10 @@ from tokenizers import decoders
 from tokenizers.models import BPE, WordPiece
 
 from termgen.engine.detokenizer import BytesDecoder, Detokenizer, StopAutomaton, WindowDecoder
-from termgen.engine.tokenizer import Tokenizer, load_tokenizer
+from termgen.engine.tokenizer import Tokenizer
 from termgen.engine.tokenizer_files import TokenizerParts
 
 SEED = 77_001
-
-
-@pytest.fixture(scope="session")
-def smollm2(smollm2_gguf: Path) -> Tokenizer:
-    return load_tokenizer(smollm2_gguf)
 
 
 def byte_fallback_tokenizer() -> Tokenizer:

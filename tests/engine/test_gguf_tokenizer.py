@@ -12,15 +12,15 @@ from sentencepiece_samples import sentencepiece_backend
 
 from termgen.engine.gguf_file import GGUFFile
 from termgen.engine.gguf_tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, build_parts
-from termgen.engine.tokenizer import Tokenizer, load_tokenizer
+from termgen.engine.tokenizer import Tokenizer
 from termgen.errors import CorruptFileError, ModelError, UnsupportedModelError
 
 SEED = 20_240_607
 
 
-@pytest.fixture(scope="session")
-def ours(smollm2_gguf: Path) -> Tokenizer:
-    return load_tokenizer(smollm2_gguf)
+@pytest.fixture
+def ours(smollm2: Tokenizer) -> Tokenizer:
+    return smollm2
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +54,7 @@ class TestEqualsTransformers:
         assert ours.eos_token_ids == (theirs.eos_token_id,)
 
     def test_renders_chats_alike(self, ours: Tokenizer, theirs: Any) -> None:
-        # text that spells a special token is another matter: see test_chat_template.py
+        # text that spells a special token is another matter: see test_chat_forgery.py
         spelled = [ours.token_text(i) for i in ours.special_token_ids]
         texts = [t for t in sample_texts(SEED + 1, 300) if not any(s in t for s in spelled)]
         for a, b in zip(texts[::2], texts[1::2], strict=False):
