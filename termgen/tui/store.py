@@ -24,7 +24,7 @@ from termgen.engine.events import (
 from termgen.tui.graph_stats import GraphFigures, GraphStats
 from termgen.tui.lanes import LaneBook
 from termgen.tui.log import LogBook
-from termgen.tui.step_figures import BUCKET_NS, LONGEST_MS, StepFigures
+from termgen.tui.step_figures import BUCKET_NS, LONGEST_MS, StepFigures, quantiles
 
 HISTORY_BUCKETS = 480
 RATE_BUCKETS = 4
@@ -356,7 +356,8 @@ def percentiles(
     """Nones where there are no values."""
     if not len(values):
         return [None] * len(qs)
-    found: list[float | None] = np.percentile(np.fromiter(values, np.float64), qs).tolist()
+    known = values if isinstance(values, np.ndarray) else np.fromiter(values, np.float64)
+    found: list[float | None] = quantiles(known, *qs).tolist()
     return found
 
 

@@ -132,7 +132,9 @@ def _lane_row(
         (name.ljust(ID_WIDTH - 2), "text/b" if is_selected else "text"),
         (" " * (width - len(steps)), "text"),
     ]
-    spans += [signs[doing] for doing in history.lane([step.step_id for step in steps])]
+    for doing, num_steps in history.lane([step.step_id for step in steps]):
+        sign, role = signs[doing]
+        spans.append((sign * num_steps, role))
     spans.append(_tokens(history, steps[marked].step_id))
     return merge(spans)
 

@@ -85,13 +85,14 @@ class DashboardScreen(ThemedScreen):
         self._window_s: int | None = None
         self._pages = Pages()
         self._gpu = GpuWatch(client)
+        self._canvases: Sequence[Canvas] = ()
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_header, id="header")
         yield Canvas(lambda width, height: [tab_line(self._page, self.pages)], id="tabs")
         with Vertical(id="overview"):
             yield Canvas(self._paint_numbers, id="numbers")
-            yield Canvas(self._paint_sparks, id="sparks")
+            yield Canvas(lambda width, _: [overview.sparks_line(self._view, width)], id="sparks")
             with Horizontal(id="tiles"):
                 yield Canvas(self._framed(overview.decode_tile), id="decode")
                 yield Canvas(self._framed(overview.prefill_tile), id="prefill")
@@ -112,6 +113,9 @@ class DashboardScreen(ThemedScreen):
     def close(self) -> None:
         """Stop listening to the engine."""
         self._intake.close()
+
+    def on_mount(self) -> None:
+        self._canvases = tuple(self.query(Canvas))  # they stay: no frame looks for them
 
     @on(ScreenResume)
     def _start_pump(self) -> None:
@@ -169,7 +173,7 @@ class DashboardScreen(ThemedScreen):
     def paint(self) -> None:
         shows_overview = self._page == "overview"
         self._shown_trouble = self._intake.trouble
-        for canvas in self.query(Canvas):
+        for canvas in self._canvases:
             if canvas.display and (shows_overview or canvas.id in ("header", "tabs", "page")):
                 canvas.repaint()
 
@@ -357,9 +361,6 @@ class DashboardScreen(ThemedScreen):
 
     def _paint_numbers(self, width: int, _height: int) -> Sequence[Row]:
         return [overview.numbers_line(self._view, width, self._gpu.reading)]
-
-    def _paint_sparks(self, width: int, _height: int) -> Sequence[Row]:
-        return [overview.sparks_line(self._view, width)]
 
     def _paint_batch(self, width: int, height: int) -> Sequence[Row]:
         frame = self._frame(width, height)

@@ -1,5 +1,7 @@
-"""The loading screen. The engine reports from any thread; the screen looks ten times a second, and not
-once another screen has taken its place: it stays below that one as long as the app runs."""
+"""The loading screen. The engine reports from any thread; the screen looks ten times a second.
+
+It stays below the screens that take its place, and does nothing there.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,6 @@ class LoadingScreen(ThemedScreen):
         yield Canvas(self._paint, id="loading")
 
     def on_mount(self) -> None:
-        super().on_mount()
         self._poll = self.set_interval(POLL_S, self.query_one(Canvas).repaint)
 
     @on(ScreenSuspend)
