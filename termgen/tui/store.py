@@ -108,6 +108,13 @@ class DashboardView:
         return self.num_running == 0 and self.num_waiting == 0
 
     @property
+    def has_run(self) -> bool:
+        """Whether the engine has computed anything, seen here or before anybody listened."""
+        snapshot = self.snapshot
+        seen_before = snapshot is not None and (snapshot.step or snapshot.generation_tokens)
+        return bool(self.steps or seen_before)
+
+    @property
     def last_step(self) -> StepRecord | None:
         return self.steps[-1] if self.steps else None
 

@@ -18,9 +18,15 @@ MODE_ROLES = {"F": "mode-full", "P": "mode-piecewise", "N": "mode-none"}
 
 
 def batch_panel(
-    steps: Sequence[StepRecord], frame: Frame, glyphs: Glyphs, *, cursor: int | None = None
+    steps: Sequence[StepRecord],
+    frame: Frame,
+    glyphs: Glyphs,
+    *,
+    cursor: int | None = None,
+    has_run: bool = False,
 ) -> list[Row]:
-    """`cursor` counts steps back from the newest; None follows the newest."""
+    """`cursor` counts steps back from the newest; None follows the newest. `has_run`: there were
+    steps before those that are known."""
     width, height = frame.inner_width, frame.inner_height
     shown, marked = steps_in_view(steps, width, cursor)
     step = shown[marked] if shown else None
@@ -39,13 +45,19 @@ def batch_panel(
     if frame.width < 60:
         legend = []
     if not shown:
-        text = "no step yet: the engine is waiting for its first request"
-        return frame.draw(title, legend, [(), ((text, "muted"),)])
+        return frame.draw(title, legend, [(), ((no_step_words(has_run), "muted"),)])
     chart = _columns(shown, height - 2, glyphs)
     body = [_right(row, width) for row in chart]
     body.append(_right(_modes(shown, None if cursor is None else marked), width))
     body.append(step_line(step, shown, width))
     return frame.draw(title, legend, body)
+
+
+def no_step_words(has_run: bool) -> str:
+    """In place of steps, where none is known."""
+    if has_run:
+        return "no step since this screen began to listen"
+    return "no step yet: the engine is waiting for its first request"
 
 
 def steps_in_view(

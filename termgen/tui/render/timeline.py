@@ -12,7 +12,7 @@ import numpy.typing as npt
 from termgen.engine.events import StepRecord
 from termgen.tui.formatting import milliseconds, percent
 from termgen.tui.palette import Glyphs
-from termgen.tui.render.batch import step_line
+from termgen.tui.render.batch import no_step_words, step_line
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import bar
 from termgen.tui.spans import Row, Span, fit, merge
@@ -56,12 +56,15 @@ def timeline_page(
     cursor: int | None = None,
     num_steps: int = DEFAULT_STEPS,
     phase_times: PhaseTimes | None = None,
+    has_run: bool = False,
 ) -> list[Row]:
     """The lanes over the phases over the steps one by one. `cursor` counts back from the newest;
-    `phase_times` remembers what the phases of the last frame's steps took."""
+    `phase_times` remembers what the phases of the last frame's steps took; `has_run`: there were
+    steps before those that are known."""
     end = len(steps) - min(cursor or 0, max(0, len(steps) - 1))
     lanes = min(height, LANES_HEIGHT + (2 if boxed else 1))
-    rows = lanes_panel(steps[max(0, end - num_steps) : end], Frame(width, lanes, boxed), glyphs)
+    shown, frame = steps[max(0, end - num_steps) : end], Frame(width, lanes, boxed)
+    rows = lanes_panel(shown, frame, glyphs, has_run=has_run)
     rest = height - lanes
     phases = min(rest, len(_PHASES) + 1 + (2 if boxed else 1))
     if phases > 2:
@@ -73,12 +76,13 @@ def timeline_page(
     return rows
 
 
-def lanes_panel(steps: Sequence[StepRecord], frame: Frame, glyphs: Glyphs) -> list[Row]:
+def lanes_panel(
+    steps: Sequence[StepRecord], frame: Frame, glyphs: Glyphs, *, has_run: bool = False
+) -> list[Row]:
     """The steps side by side on one scale of time; the last one is the marked one."""
     title: list[Span] = [("timeline", "text/b")]
     if not steps:
-        text = "no step yet: the engine is waiting for its first request"
-        return frame.draw(title, (), [(), ((text, "muted"),)])
+        return frame.draw(title, (), [(), ((no_step_words(has_run), "muted"),)])
     cells = max(1, frame.inner_width - LABEL)
     begin, end = _span(steps)
     per_cell = max(1, (end - begin) / cells)

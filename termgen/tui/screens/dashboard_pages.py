@@ -87,6 +87,7 @@ class Pages:
             cursor=sight.back,
             num_steps=self._num_steps,
             phase_times=self._phase_times,
+            has_run=sight.view.has_run,
         )
 
     def _batch(self, sight: Sight, width: int, height: int) -> Sequence[Row]:
