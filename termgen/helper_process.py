@@ -44,13 +44,12 @@ class HelperProcess:
     def ask(self, task: object, parts: Sequence[bytes] = ()) -> Any:
         """What the program makes of the task and of these bytes. Raises what it raised, or
         `HelperDied`. Functions in the task that only this process has come back as they are."""
-        if self._process is None or self._process.poll() is not None:
-            self._process = self._start()
+        process = self.start()
         head, kept = _packed(task)
         try:
-            answer = _exchange(self._process, [head, *parts])
-        except (OSError, EOFError, ValueError):  # ValueError: a pipe that `close` has closed
-            _end(self._process)
+            answer = _exchange(process, [head, *parts])
+        except (OSError, EOFError):
+            _end(process)
             raise HelperDied from None
         told = _Unpickler(answer, kept).load()
         if isinstance(told, BaseException):
@@ -62,12 +61,14 @@ class HelperProcess:
         if self._process is not None:
             _end(self._process)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=2**16
-        )
-        weakref.finalize(self, _end, process)
-        return process
+    def start(self) -> subprocess.Popen[bytes]:
+        """Unless it runs; the first question does it, too."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            weakref.finalize(self, _end, self._process)
+        return self._process
 
 
 def _exchange(process: subprocess.Popen[bytes], parts: Sequence[bytes]) -> bytes:

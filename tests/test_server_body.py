@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from lengths import scaled
 from server_harness import app_client, serving
 
-from termgen.api import chat
+import termgen.api.chat as chat
 from termgen.api.fields import parse_json
 from termgen.errors import RequestError
 from termgen.serving import json_process
@@ -182,7 +182,9 @@ async def test_functions_that_only_exist_here_come_back(process: JSONProcess) ->
     def local() -> str:
         return "here"
 
-    taken = await process.parse([b'{"a":1}'], partial(dict, first=local, again=[local], b=len))
+    taken: dict[str, Any] = await process.parse(
+        [b'{"a":1}'], partial(dict, first=local, again=[local], b=len)
+    )
     assert taken == {"a": 1, "first": local, "again": [local], "b": len}
 
 
