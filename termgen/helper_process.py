@@ -148,7 +148,7 @@ def answer_questions(answer: Callable[[Any, bytes], object]) -> None:
         target.write(len(told).to_bytes(SIZE_BYTES, "little") + told)
         target.flush()
         del told
-        gc.collect()  # errors have
+        gc.collect(0)  # errors have, and are new
 
 
 def _told(answer: Callable[[Any, bytes], object], question: bytes) -> bytes:
