@@ -18,8 +18,10 @@ import numpy as np
 
 from termgen.config import EngineConfig
 from termgen.engine import startup
+from termgen.engine.executor import StepHandle
 from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.step import DeviceInfo, GraphStatus, StepPlan, StepResult
+from termgen.engine.token_mask import RowMasks
 
 GIL_RELEASES = 8
 """In handing over a step."""
@@ -89,21 +91,38 @@ class SimulatedGpu:
         start_ns = max(self._free_ns, time.perf_counter_ns())
         self._free_ns = start_ns + round(self._simulation.step_ms * 1e6)
         all_tokens = 300 + (plan.slots + plan.step_id) % 1000
-        if plan.masks is not None:
-            for row, mask in zip(plan.masks.rows.tolist(), plan.masks.bits, strict=True):
-                word = int(mask.nonzero()[0][-1])
-                all_tokens[row] = 32 * word + (int(mask[word]) & 0xFFFFFFFF).bit_length() - 1
-        tokens = all_tokens[is_sampled]
         result = StepResult(
             plan.step_id,
             is_sampled.astype(np.int32),
-            tokens.astype(np.int32),
+            all_tokens[is_sampled].astype(np.int32),
             None,
             start_ns,
             self._free_ns,
             graph_mode="FULL",
         )
-        return SimulatedStep(result)
+        return SimulatedStep(result, plan)
+
+    def sample(self, step: StepHandle, masks: RowMasks) -> SimulatedStep:
+        """Of what a grammar allows, the last. Late masks make the device idle."""
+        assert isinstance(step, SimulatedStep)
+        plan, result = step.plan, step.answer
+        tokens = result.by_row()
+        for row, mask in zip(masks.rows.tolist(), masks.bits, strict=True):
+            word = int(mask.nonzero()[0][-1])
+            tokens[row] = 32 * word + (int(mask[word]) & 0xFFFFFFFF).bit_length() - 1
+        tokens[masks.late] = -1
+        self._computed[plan.slots[masks.late]] -= 1
+        self._known[plan.slots[masks.late]] -= 1
+        self._free_ns = max(self._free_ns, time.perf_counter_ns())
+        is_sampled = tokens >= 0
+        return SimulatedStep(
+            result._replace(
+                num_sampled=is_sampled.astype(np.int32),
+                token_ids=tokens[is_sampled],
+                ended_ns=self._free_ns,
+            ),
+            plan,
+        )
 
     def idle(self) -> bool:
         return False
@@ -116,14 +135,15 @@ class SimulatedGpu:
 
 
 class SimulatedStep:
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
+    def __init__(self, answer: StepResult, plan: StepPlan) -> None:
+        self.answer = answer
+        self.plan = plan
 
     def result(self) -> StepResult:
         """Wait for the device, with the GIL released."""
-        while (left_ns := self._result.ended_ns - time.perf_counter_ns()) > 0:
+        while (left_ns := self.answer.ended_ns - time.perf_counter_ns()) > 0:
             time.sleep(left_ns / 1e9)
-        return self._result._replace(seen_ns=time.perf_counter_ns())
+        return self.answer._replace(seen_ns=time.perf_counter_ns())
 
 
 @contextmanager

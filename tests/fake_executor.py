@@ -9,11 +9,12 @@ import numpy as np
 
 from termgen.engine.core import EngineCore
 from termgen.engine.delivery import StepDelivery
-from termgen.engine.executor import Executor
+from termgen.engine.executor import Executor, StepHandle
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
 from termgen.engine.step import AddedRow, DeviceInfo, GraphStatus, StepPlan, StepResult
+from termgen.engine.token_mask import RowMasks
 
 
 class _Handle:
@@ -72,6 +73,9 @@ class FakeExecutor:
                 ended_ns=now,
             )
         )
+
+    def sample(self, step: StepHandle, masks: RowMasks) -> StepHandle:
+        raise AssertionError("no request of these tests has a grammar")
 
     def _advance(self, slot: int, count: int) -> int | None:
         row, tokens = self._rows[slot]

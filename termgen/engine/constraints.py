@@ -1,11 +1,13 @@
 """Requests under a grammar, seen from the scheduler: when they may join a step, and their masks.
 
-A row's next mask needs its newest token. So a constrained row joins a step only when all its tokens
-have landed and its mask is filled: every second step where two are in flight, while the rows
-without a grammar join each. Threads fill the mask from the moment the token lands, usually while
-the step behind runs. Only landed tokens ever reach a matcher, so preemption and dropped steps need
-no way back. A grammar that fails, in a mask or on a token, ends its own request and no other. Owned
-by the scheduler, on the engine thread.
+A row's next mask needs its newest token, but only sampling needs the mask. So a constrained row
+joins a step whose token before is in flight still; while the model runs that token lands, threads
+fill the mask, and then the step is sampled. No other step is submitted before that, so two are in
+flight at most. A row whose mask is late sits the sampling out and computes its token once more. A
+row whose masks take long joins only when all its tokens have landed and its mask is filled, so that
+it holds nobody up. Only landed tokens ever reach a matcher, so preemption and dropped steps need no
+way back. A grammar that fails, in a mask or on a token, ends its own request and no other. Owned by
+the scheduler, on the engine thread.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from termgen.engine.grammar import named
 from termgen.engine.mask_filler import MaskFiller
 from termgen.engine.request import FinishReason, IntArray, Request
 from termgen.engine.slot_table import SlotTable
+from termgen.engine.step import StepPlan
 from termgen.engine.token_mask import GrammarState, RowMasks
 from termgen.errors import EngineError, RequestError, TermgenError
 
@@ -27,7 +30,7 @@ PATIENCE_S = 0.001
 """While there is something else to compute, masks are waited for this long; a row whose mask takes
 longer misses the step, so that it holds nobody up."""
 IDLE_PATIENCE_S = 0.01
-"""The same while there is nothing else. Rows that go on together share their steps."""
+"""The same for a step of constrained rows alone. Rows that go on together share their steps."""
 
 Endings = dict[int, tuple[FinishReason, TermgenError | None]]
 """Which rows end, by their index among those that landed, and how."""
@@ -58,16 +61,21 @@ class Constraints:
         """Set `want` to 0 for rows that cannot join now. is_busy: a step is in flight."""
         self.is_late, self._is_busy = False, is_busy
         rows = table.has_grammar[running].nonzero()[0]
-        want[rows[table.num_pending[running[rows]] > 0]] = 0
         rows = rows[want[rows] > 0]
         is_alone = not is_busy and np.count_nonzero(want) == len(rows)
-        patience_s = self.idle_patience_s if is_alone else self.patience_s
-        self._deadline = time.monotonic() + patience_s
+        self._begin_waiting(is_alone=is_alone)
         requests = [table.request_at(slot) for slot in running[rows].tolist()]
-        self._wait_for([grammar_of(request) for request in requests])
-        for i, request in zip(rows.tolist(), requests, strict=True):
-            if not self._has_mask(request):
+        is_ahead = table.num_pending[running[rows]] > 0
+        landed = [request for request, ahead in zip(requests, is_ahead, strict=True) if not ahead]
+        self._wait_for([grammar_of(request) for request in landed])
+        for i, request, ahead in zip(rows.tolist(), requests, is_ahead, strict=True):
+            if ahead and not grammar_of(request).is_slow:
+                continue
+            # Before its mask is there only a row with a token in flight: what is computed then may
+            # be computed once more, and a block must not be findable that is written again.
+            if ahead or not self._has_mask(request):
                 want[i] = 0
+                self.is_late = True
 
     def is_ready(self, request: Request) -> bool:
         """Whether a waiting request may join the step that is planned."""
@@ -81,6 +89,30 @@ class Constraints:
         is in flight is to be landed."""
         if self.is_late and not (self._is_busy or self._failed):
             self._filler.wait_for_any(PATIENCE_S)
+
+    def masks_for(self, table: SlotTable, plan: StepPlan) -> RowMasks | None:
+        """Of a step whose model runs, waited for a little. Rows whose mask is late are counted as
+        if they had not been in the step. None while a token that the masks need is in flight."""
+        assert plan.constrained is not None
+        rows = plan.constrained
+        slots = plan.slots[rows]
+        stayed = (table.epoch[slots] == plan.epochs[rows]).nonzero()[0]
+        if (table.num_pending[slots[stayed]] > 1).any():
+            return None
+        self._begin_waiting(is_alone=len(rows) == plan.num_rows)
+        requests = [table.request_at(slot) for slot in slots[stayed].tolist()]
+        self._wait_for([grammar_of(request) for request in requests])
+        has_mask = np.zeros(len(rows), np.bool_)
+        has_mask[stayed] = [self._has_mask(request) for request in requests]
+        masks = [
+            grammar_of(request).mask
+            for i, request in zip(stayed, requests, strict=True)
+            if has_mask[i]
+        ]
+        table.take_back(slots[stayed[~has_mask[stayed]]])
+        if not masks:
+            return RowMasks.none(rows)
+        return RowMasks(rows[has_mask], np.stack(masks), rows[~has_mask])
 
     def take_failed(self) -> list[tuple[Request, TermgenError]]:
         """Requests whose grammar turned out to have no next mask, and why."""
@@ -124,6 +156,10 @@ class Constraints:
         self._filler.begin(going_on)
         return endings
 
+    def _begin_waiting(self, *, is_alone: bool) -> None:
+        patience_s = self.idle_patience_s if is_alone else self.patience_s
+        self._deadline = time.monotonic() + patience_s
+
     def _wait_for(self, grammars: list[GrammarState]) -> None:
         """Until the deadline, for those that are usually quick."""
         quick = [grammar for grammar in grammars if not (grammar.is_ready or grammar.is_slow)]
@@ -140,13 +176,23 @@ class Constraints:
         return grammar.is_ready and grammar.error is None
 
 
-def masks_of(table: SlotTable, slots: IntArray) -> RowMasks | None:
-    """Masks of the rows of a step that sample under a grammar; the step is already counted."""
+def may_all_run_ahead(table: SlotTable) -> bool:
+    """Whether every row with a grammar may join a step before its mask is there."""
+    if not table.num_constrained:
+        return True
+    running = table.running
+    slots = running[table.has_grammar[running]]
+    return bool((table.num_pending[slots] > 0).all()) and not any(
+        grammar_of(table.request_at(slot)).is_slow for slot in slots.tolist()
+    )
+
+
+def rows_with_grammar(table: SlotTable, slots: IntArray) -> IntArray | None:
+    """Which rows of a step have a grammar and sample; the step is already counted."""
     if not table.num_constrained:
         return None
     rows = (table.has_grammar[slots] & (table.num_pending[slots] > 0)).nonzero()[0]
-    masks = [grammar_of(table.request_at(slot)).mask for slot in slots[rows].tolist()]
-    return RowMasks(rows.astype(np.int32), np.stack(masks)) if masks else None
+    return rows.astype(np.int32) if len(rows) else None
 
 
 def grammar_of(request: Request) -> GrammarState:

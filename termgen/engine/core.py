@@ -29,6 +29,7 @@ from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import AppliedStep
 from termgen.engine.snapshot import StateCopy, copy_state
 from termgen.engine.step import StepLogprobs, StepPlan
+from termgen.engine.token_mask import RowMasks
 from termgen.errors import EngineError, RequestError, StepError, TermgenError
 
 
@@ -37,6 +38,8 @@ class _InFlight:
     plan: StepPlan
     handle: StepHandle
     times: StepTimes
+    awaits_masks: bool
+    """Its model runs, and nothing is sampled yet. No step is behind such a one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +186,8 @@ class EngineCore:
         return is_busy
 
     def _allowed_depth(self) -> int:
-        """Only two steps or one if something waits, or if more would preempt somebody. A row under
-        a grammar waits for each of its tokens, so it would join one step of many."""
+        """Only two steps or one if something waits, or if more would preempt somebody. A step with
+        a row under a grammar is the newest until the one before has landed."""
         scheduler = self.scheduler
         room = scheduler.kv.pool.num_free >= scheduler.num_running
         waits = self._inbox or len(scheduler.waiting) or scheduler.slots.num_constrained
@@ -203,6 +206,9 @@ class EngineCore:
         self._finished.clear()
 
     def _launch(self) -> bool:
+        newest = self._in_flight[-1] if self._in_flight else None
+        if newest is not None and newest.awaits_masks and not self._sample(newest):
+            return False
         planned_ns = time.perf_counter_ns()
         plan = self.scheduler.schedule(planned_ns)
         self._tell_preempted("out of KV blocks")
@@ -218,12 +224,24 @@ class EngineCore:
         self.run_ahead.planned(plan)
         prefills = self._publisher.prefills(plan)
         times = StepTimes(planned_ns, submitted_ns, launched_ns, len(self._in_flight), prefills)
-        self._in_flight.append(_InFlight(plan, handle, times))
+        self._in_flight.append(_InFlight(plan, handle, times, plan.constrained is not None))
         self._last_plan = plan
+        return True
+
+    def _sample(self, step: _InFlight) -> bool:
+        """Go on with a step that awaits masks; False while they need tokens in flight."""
+        masks = self.scheduler.masks_for(step.plan)
+        if masks is None:
+            return False
+        step.handle = self.executor.sample(step.handle, masks)
+        step.awaits_masks = False
         return True
 
     def _land(self) -> None:
         step = self._in_flight.popleft()
+        if step.awaits_masks:
+            was_sampled = self._sample(step)
+            assert was_sampled, "every token before has landed"
         times = step.times
         times.waited_ns = time.perf_counter_ns()
         try:
@@ -269,8 +287,14 @@ class EngineCore:
     def _run_out(self) -> None:
         """Wait for the steps in flight; nobody reads what they computed."""
         while self._in_flight:
+            step = self._in_flight.popleft()
+            if step.awaits_masks:
+                assert step.plan.constrained is not None
+                step.handle = self.executor.sample(
+                    step.handle, RowMasks.none(step.plan.constrained)
+                )
             try:
-                self._in_flight.popleft().handle.result()
+                step.handle.result()
             except Exception:  # of a step behind a failed one, whose cause is told, or of the last
                 continue
 

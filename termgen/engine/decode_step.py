@@ -1,8 +1,7 @@
 """Plans the most common step in a few operations: every running row decodes one token.
 
-Rows under a grammar whose newest token has not landed wait; the others go on without them. The
-scheduler asks here first and plans any other step itself. What comes of it is the same, plan and
-bookkeeping, which a test compares step by step. Engine thread only.
+The scheduler asks here first and plans any other step itself. What comes of it is the same, plan
+and bookkeeping, which a test compares step by step. Engine thread only.
 
 Most such steps go on with the rows of the one before, and nothing but their counts has changed. So
 a look at all rows also tells for how many steps it holds; until then a step is planned without one.
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from termgen.engine.constraints import may_all_run_ahead, rows_with_grammar
 from termgen.engine.fence import Fence
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.plan_builder import PlanBuilder, SamplingDemands
@@ -29,15 +29,13 @@ class DecodeStep:
         self._table = table
         self._kv = kv
         self._fence = fence
-        self._running: IntArray = table.running
-        """The batch that the rest belongs to. Whoever joins or leaves it makes a new array."""
         self._rows: IntArray = table.running
-        """Those of it that decode: the rows without a grammar."""
-        self._constrained: IntArray = table.running
-        """The others."""
+        """The batch that the rest belongs to. Whoever joins or leaves it makes a new array."""
+        self._constrained: IntArray | None = None
+        """Which of them have a grammar."""
         self._demands: SamplingDemands | None = None
-        self._ones = self._zeros = self._epochs = self._running
-        self._computed: IntArray = self._running
+        self._ones = self._zeros = self._epochs = self._rows
+        self._computed: IntArray = self._rows
         """[num_rows] tokens computed before the next step."""
         self._next_step = -1
         """The step that what is known here holds for; another one was planned by somebody else."""
@@ -49,10 +47,10 @@ class DecodeStep:
     def plan(self, step_id: int, released: tuple[int, ...]) -> StepPlan | None:
         """The next step, counted as run; None, and nothing done, where it is not such a step."""
         table = self._table
-        if table.running is not self._running:
-            self._begin_batch()
+        if table.running is not self._rows:
+            self._rows, self._demands, self._steps_left = table.running, None, 0
         rows = self._rows
-        if not len(rows) or self._may_join_constrained():
+        if not (len(rows) and may_all_run_ahead(table)):
             return None
         builder = PlanBuilder()
         if (
@@ -85,31 +83,12 @@ class DecodeStep:
             num_computed=num_computed,
             num_decode_rows=num_decode_rows,
             released=released,
+            constrained=self._constrained,
         )
 
-    def follow(self, step_id: int) -> None:
-        """Somebody else has planned this step, because rows under a grammar joined. Where every row
-        known here did, too, what is known goes on to hold."""
-        if self._table.running is not self._running or step_id != self._next_step:
-            return
-        if self._steps_left > 0 and (self._table.last_step.take(self._rows) == step_id).all():
-            self._computed = self._computed + 1
-            self._steps_left -= 1
-            self._next_step = step_id + 1
-
-    def _begin_batch(self) -> None:
-        table, running = self._table, self._table.running
-        self._running, self._demands, self._steps_left = running, None, 0
-        self._rows, self._constrained = running, running[:0]
-        if table.num_constrained:
-            has_grammar = table.has_grammar[running]
-            self._rows, self._constrained = running[~has_grammar], running[has_grammar]
-
-    def _may_join_constrained(self) -> bool:
-        """Whether a row under a grammar could take part: none of its tokens is in flight."""
-        if not len(self._constrained):
-            return False
-        return not self._table.num_pending.take(self._constrained).all()
+    def forget(self) -> None:
+        """Counts of rows were changed by somebody else."""
+        self._steps_left = 0
 
     def _look(self, builder: PlanBuilder) -> bool:
         """See whether every row decodes, and for how many steps; give blocks to those that need
@@ -133,6 +112,7 @@ class DecodeStep:
         self._look_at_step = self._fence.landed_step if kv.enable_prefix_caching else NEVER
         if self._demands is None:
             self._demands = SamplingDemands.of(table, rows)
+            self._constrained = rows_with_grammar(table, rows)
             self._ones, self._zeros = np.ones_like(rows), np.zeros_like(rows)
         return True
 

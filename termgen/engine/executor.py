@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from termgen.config import EngineConfig
 from termgen.engine.startup_phases import LOADING_LIBRARIES
 from termgen.engine.step import DeviceInfo, GraphStatus, StepPlan, StepResult
+from termgen.engine.token_mask import RowMasks
 
 if TYPE_CHECKING:
     from termgen.engine.runner.model_runner import ModelRunner
@@ -32,13 +34,26 @@ class StepHandle(Protocol):
         ...
 
 
+@runtime_checkable
+class UnsampledHandle(StepHandle, Protocol):
+    """A step that waits for the masks of its constrained rows."""
+
+    def sample(self, masks: RowMasks) -> StepHandle: ...
+
+
 class Executor(Protocol):
     """Runs plans in the order they are submitted."""
 
     def start(self, on_progress: Callable[[str, float], None]) -> DeviceInfo: ...
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        """Start a step. Never raises for a failure of the step itself: `result` does."""
+        """Start a step; with constrained rows all of it but sampling. Never raises for a failure of
+        the step itself: `result` does."""
+        ...
+
+    def sample(self, step: StepHandle, masks: RowMasks) -> StepHandle:
+        """Go on with the newest step, one with constrained rows: sampling waits for their masks.
+        Comes once, before another step is submitted. Never raises for a failure of the step."""
         ...
 
     def idle(self) -> bool:
@@ -76,14 +91,44 @@ def calm_openmp() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
+class DoneStep:
+    """Handle of a step that has run."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
 class FailedStep:
     """Handle of a step that could not even be launched."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
+    def sample(self, masks: RowMasks) -> FailedStep:
+        return self
+
     def result(self) -> StepResult:
         raise self._error
+
+
+class WorkerStep:
+    """A step in the hands of the worker thread."""
+
+    def __init__(self, launched: Future[StepHandle]) -> None:
+        self.launched = launched
+
+    def result(self) -> StepResult:
+        return self.launched.result().result()
+
+
+def _sample(step: StepHandle, masks: RowMasks) -> StepHandle:
+    """Any step of which this is left; raises what its first part raised."""
+    first = step.launched.result() if isinstance(step, WorkerStep) else step
+    assert isinstance(first, UnsampledHandle), type(first)
+    return first.sample(masks)
 
 
 class LocalExecutor:
@@ -115,21 +160,26 @@ class LocalExecutor:
 
     def submit(self, plan: StepPlan) -> StepHandle:
         assert self._runner is not None, "start() comes first"
+        launch = partial(self._runner.execute, plan)
+        return self._launch(launch, is_whole=plan.constrained is None)
+
+    def sample(self, step: StepHandle, masks: RowMasks) -> StepHandle:
+        return self._launch(partial(_sample, step, masks), is_whole=True)
+
+    def _launch(self, launch: Callable[[], StepHandle], *, is_whole: bool) -> StepHandle:
+        """is_whole: nothing of the step is left to be launched."""
         if self._worker is not None:
-            return self._worker.submit(self._run, plan)
+            return WorkerStep(self._worker.submit(self._run, launch, is_whole=is_whole))
         try:
-            output = self._runner.execute(plan)
-            if self._runner.device.type == "cuda":
-                return output
-            done: Future[StepResult] = Future()
-            done.set_result(output.result())
-            return done
+            return self._run(launch, is_whole=is_whole)
         except Exception as error:  # the loop reports it with the step's requests
             return FailedStep(error)
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, launch: Callable[[], StepHandle], *, is_whole: bool) -> StepHandle:
         assert self._runner is not None
-        return self._runner.execute(plan).result()
+        step = launch()
+        is_over = is_whole and self._runner.device.type == "cpu"
+        return DoneStep(step.result()) if is_over else step
 
     def idle(self) -> bool:
         is_awake = self._sleep is None

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from termgen.engine.constraints import masks_of
+from termgen.engine.constraints import rows_with_grammar
 from termgen.engine.request import IntArray, Request
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import AddedRow, PromptSpan, StepPlan
-from termgen.engine.token_mask import RowMasks
 
 
 class SamplingDemands(NamedTuple):
@@ -104,7 +103,7 @@ class PlanBuilder:
             num_computed=num_computed,
             num_decode_rows=int(np.count_nonzero(is_decode)),
             released=released,
-            masks=masks_of(table, slots),
+            constrained=rows_with_grammar(table, slots),
             prompt_spans=spans,
             max_prompt_logprobs=max(0, max_prompt_logprobs),
         )
@@ -121,7 +120,7 @@ class PlanBuilder:
         num_computed: IntArray,
         num_decode_rows: int,
         released: tuple[int, ...],
-        masks: RowMasks | None = None,
+        constrained: IntArray | None = None,
         prompt_spans: tuple[PromptSpan, ...] = (),
         max_prompt_logprobs: int = 0,
     ) -> StepPlan:
@@ -145,7 +144,7 @@ class PlanBuilder:
             needs_sampling=demands.sampling,
             needs_top_k_top_p=demands.top_k_top_p,
             needs_min_tokens=demands.min_tokens,
-            masks=masks,
+            constrained=constrained,
             needs_logit_edits=demands.logit_edits,
             prompt_spans=prompt_spans,
             max_prompt_logprobs=max_prompt_logprobs,

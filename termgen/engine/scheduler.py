@@ -26,6 +26,7 @@ from termgen.engine.request_queue import first_of, make_queue, priority_key
 from termgen.engine.scheduler_types import AppliedStep, SchedulerConfig, SchedulerStats
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import StepPlan, StepResult
+from termgen.engine.token_mask import RowMasks
 from termgen.errors import EngineError, RequestError, TermgenError
 
 
@@ -132,7 +133,6 @@ class Scheduler:
         if not len(slots):
             self.constraints.rest()
             return None
-        self._decode_step.follow(self._next_step)
         counts = counts.astype(np.int32)
         released = tuple(self._released)
         return self._count_plan(
@@ -287,6 +287,13 @@ class Scheduler:
         self._released = []
         self._next_step += 1
         return plan
+
+    def masks_for(self, plan: StepPlan) -> RowMasks | None:
+        """What the constrained rows of the newest step may sample; see Constraints.masks_for."""
+        masks = self.constraints.masks_for(self.slots, plan)
+        if masks is not None and len(masks.late):
+            self._decode_step.forget()
+        return masks
 
     # -- results ---------------------------------------------------------------------------
 

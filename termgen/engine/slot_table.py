@@ -133,6 +133,12 @@ class SlotTable:
         stopped &= lengths > stop_after
         return stopped, (stopped | (lengths >= limit)).nonzero()[0]
 
+    def take_back(self, slots: IntArray) -> None:
+        """Rows that sampled nothing in the newest step, which was planned as if they did: their
+        newest token is computed once more."""
+        self.num_pending[slots] -= 1
+        self.num_computed[slots] -= 1
+
     def request_at(self, slot: int) -> Request:
         request = self.requests[slot]
         assert request is not None, f"slot {slot} is empty"

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from termgen.engine.memory_ledger import MemoryLedger
 from termgen.engine.request import IntArray
 from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.token_mask import RowMasks
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -43,7 +42,7 @@ class AddedRow:
     params: SamplingParams
     seed: int
     has_grammar: bool = False
-    """Whatever the row samples is masked, by what the plans of those steps carry."""
+    """Whatever the row samples is masked; the plans of those steps name it."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences that must not be completed."""
 
@@ -96,8 +95,8 @@ class StepPlan(NamedTuple):
     """True when some row limits by top-k, top-p or min-p."""
     needs_min_tokens: bool
     """True when some row asks for a minimum length."""
-    masks: RowMasks | None = None
-    """Of the rows that sample under a grammar."""
+    constrained: IntArray | None = None
+    """[num_constrained] rows that sample under a grammar; their masks follow when the model runs."""
     needs_logit_edits: bool = False
     """True when some row has a logit bias, allowed ids or bad words."""
     prompt_spans: tuple[PromptSpan, ...] = ()
@@ -144,7 +143,8 @@ class StepResult(NamedTuple):
 
     step_id: int
     num_sampled: IntArray
-    """[num_rows] tokens sampled by each row: 0 for a prefill chunk that is not the last."""
+    """[num_rows] tokens sampled by each row: 0 for a prefill chunk that is not the last, and for a
+    row whose mask was late."""
     token_ids: IntArray
     """[sum(num_sampled)] sampled tokens, row after row."""
     logprobs: StepLogprobs | None

@@ -1,4 +1,4 @@
-"""Which tokens a constrained row may sample next: the masks of a plan, and what makes them.
+"""Which tokens a constrained row may sample next: the masks of a step, and what makes them.
 
 Vocabulary. Matchers and grammars are seen here only by what others ask of them.
 """
@@ -76,7 +76,7 @@ class GrammarState:
 
     @property
     def mask(self) -> IntArray:
-        """[num_words] of the next token; a new array each time, as plans keep it."""
+        """[num_words] of the next token; a new array each time, as others keep it."""
         assert self.is_ready and self._mask is not None
         return self._mask
 
@@ -109,9 +109,17 @@ class GrammarState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMasks:
-    """The masks of the rows of a plan that sample under a grammar."""
+    """The masks of the rows of a plan that sample under a grammar. Made once the model runs."""
 
     rows: IntArray
     """[num_masks] index of each in the plan."""
     bits: IntArray
     """[num_masks, num_words]"""
+    late: IntArray
+    """[num_late] index of the rows whose mask is not there: they sample nothing, and compute their
+    newest token once more in a later step."""
+
+    @classmethod
+    def none(cls, rows: IntArray) -> RowMasks:
+        """All of these rows are late."""
+        return cls(rows[:0], np.zeros((0, 0), np.int32), rows)

@@ -1,7 +1,7 @@
 """Grammars without a grammar engine, and the scripted device that samples under their masks.
 
 `FakeGrammar` allows a token by a rule of those before it and ends after a number of them. The
-device reads nothing but the masks of plans, so a mask that is late, lost, or another row's shows as
+device reads nothing but the masks of steps, so a mask that is late, lost, or another row's shows as
 a wrong token.
 """
 
@@ -14,10 +14,12 @@ import numpy as np
 from core_harness import Bearer, CoreDriver
 from scripted_device import VOCAB, ScriptedDevice, next_token
 
-from termgen.engine.request import GenerationRequest
+from termgen.engine.request import GenerationRequest, Request
 from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.scheduler import Scheduler
+from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import StepPlan, StepResult
-from termgen.engine.token_mask import IntArray
+from termgen.engine.token_mask import IntArray, RowMasks
 
 
 class FakeGrammar:
@@ -70,18 +72,20 @@ def choose(tokens: np.ndarray, allowed: Sequence[int]) -> int:
 
 
 class MaskedDevice(ScriptedDevice):
-    """Samples under the masks of the plan it runs."""
+    """Samples under the masks of the step it runs."""
 
     _allowed: dict[int, list[int]] = {}
 
-    def execute(self, plan: StepPlan, *, fails: bool = False) -> StepResult:
+    def execute(
+        self, plan: StepPlan, *, fails: bool = False, masks: RowMasks | None = None
+    ) -> StepResult:
         self._allowed = {}
-        if plan.masks is not None:
-            slots = plan.slots[plan.masks.rows].tolist()
-            for slot, bits in zip(slots, plan.masks.bits, strict=True):
+        if masks is not None:
+            slots = plan.slots[masks.rows].tolist()
+            for slot, bits in zip(slots, masks.bits, strict=True):
                 flags = np.unpackbits(bits.view(np.uint8), bitorder="little")
                 self._allowed[slot] = np.flatnonzero(flags).tolist()
-        return super().execute(plan, fails=fails)
+        return super().execute(plan, fails=fails, masks=masks)
 
     def _sample(self, slot: int) -> int | None:
         row, length = self.rows[slot], int(self.num_tokens[slot])
@@ -97,6 +101,13 @@ class MaskedDevice(ScriptedDevice):
             is_stop = token in row.stop_token_ids and length + 1 > minimum
             self.finished[slot] = is_stop or length + 1 >= row.max_total_tokens
         return token
+
+
+def names_ahead(scheduler: Scheduler) -> set[str]:
+    """Requests with a token in flight: from the next step on their masks can be late."""
+    table = scheduler.slots
+    slots = table.running[table.num_pending[table.running] > 0].tolist()
+    return {table.request_at(slot).request_id for slot in slots}
 
 
 class ConstrainedDriver(CoreDriver):
@@ -122,6 +133,8 @@ class ConstrainedDriver(CoreDriver):
         grammar: FakeGrammar,
         *,
         bad: tuple[tuple[int, ...], ...] = (),
+        priority: int = 0,
+        salt: str | None = None,
         **params: object,
     ) -> Bearer:
         """bad: what the device is to leave out, and does not."""
@@ -131,6 +144,8 @@ class ConstrainedDriver(CoreDriver):
             params=SamplingParams(**params),  # type: ignore[arg-type]
             grammar=grammar,
             bad_token_ids=bad,
+            priority=priority,
+            cache_salt=salt,
         )
         bearer = self._by_name[name] = Bearer(request)
         self.bearers.append(bearer)
@@ -150,3 +165,34 @@ class ConstrainedDriver(CoreDriver):
             if answer[-1] in stops and len(answer) > params.min_tokens:
                 break
         return answer
+
+
+def make_late(driver: ConstrainedDriver, rng: np.random.Generator, on_time: float) -> list[int]:
+    """Of the masks that a step waits for, let this share come. Returns how many were late, step by
+    step."""
+    constraints, num_late = driver.scheduler.constraints, list[int]()
+    has_mask, masks_for = constraints._has_mask, constraints.masks_for
+    schedule = driver.scheduler.schedule
+    is_sampling, ahead = False, set[str]()
+
+    def noting_who_is_ahead(now_ns: int = 0) -> StepPlan | None:
+        nonlocal ahead
+        ahead = names_ahead(driver.scheduler)
+        return schedule(now_ns)
+
+    def unreliable(request: Request) -> bool:
+        may_be_late = is_sampling and request.request_id in ahead
+        return has_mask(request) and not (may_be_late and rng.random() > on_time)
+
+    def counted(table: SlotTable, plan: StepPlan) -> RowMasks | None:
+        nonlocal is_sampling
+        is_sampling = True
+        masks = masks_for(table, plan)
+        is_sampling = False
+        num_late.append(0 if masks is None else len(masks.late))
+        return masks
+
+    driver.scheduler.schedule = noting_who_is_ahead  # type: ignore[method-assign]
+    constraints._has_mask = unreliable  # type: ignore[method-assign]
+    constraints.masks_for = counted  # type: ignore[method-assign]
+    return num_late

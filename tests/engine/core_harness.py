@@ -15,9 +15,11 @@ from fake_executor import make_core
 from scripted_device import VOCAB, DeviceFailure, ScriptedDevice, next_token
 
 from termgen.engine.delivery import FinishedRow, StepDelivery
+from termgen.engine.executor import StepHandle
 from termgen.engine.request import FinishReason, GenerationRequest
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.step import DeviceInfo, GraphStatus, StepLogprobs, StepPlan, StepResult
+from termgen.engine.token_mask import RowMasks
 
 NO_EOS = VOCAB
 """An end-of-sequence id that the scripted model never gives."""
@@ -45,7 +47,7 @@ class ScriptedExecutor:
         """Called while a step is being waited for: where another thread would come in."""
         self.breach: AssertionError | None = None
         """What the device found wrong with a plan; the core takes it for a failed step."""
-        self._waiting: deque[tuple[StepPlan, list[StepResult]]] = deque()
+        self._waiting: deque[ScriptedHandle] = deque()
         self._is_broken = False
         self._blocks: dict[int, set[int]] = {}
         """Blocks of each slot as of the newest plan."""
@@ -64,8 +66,17 @@ class ScriptedExecutor:
         self.landed_at.append(self.num_landed)
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         handle = ScriptedHandle(self, plan)
-        self._waiting.append((plan, handle.answer))
+        assert not (self._waiting and self._waiting[-1].awaits_masks), "nothing follows such a step"
+        self._waiting.append(handle)
         return handle
+
+    def sample(self, step: StepHandle, masks: RowMasks) -> StepHandle:
+        assert isinstance(step, ScriptedHandle)
+        rows = step.plan.constrained
+        assert step.awaits_masks and rows is not None and self.plans[-1] is step.plan
+        assert sorted([*masks.rows.tolist(), *masks.late.tolist()]) == rows.tolist()
+        step.masks = masks
+        return step
 
     def _check_reuse(self, plan: StepPlan) -> None:
         """No slot or block that a step in flight touches is given to somebody new."""
@@ -90,12 +101,14 @@ class ScriptedExecutor:
     def wait(self, plan: StepPlan) -> None:
         """Run everything up to a plan."""
         self.num_landed += 1
-        while self._waiting and self._waiting[0][0].step_id <= plan.step_id:
-            first, answer = self._waiting.popleft()
+        while self._waiting and self._waiting[0].plan.step_id <= plan.step_id:
+            step = self._waiting.popleft()
             if self._is_broken:
                 continue  # behind a failure: it never runs
+            assert not step.awaits_masks
+            fails = step.plan.step_id in self.fail_steps
             try:
-                answer.append(self.device.execute(first, fails=first.step_id in self.fail_steps))
+                step.answer.append(self.device.execute(step.plan, fails=fails, masks=step.masks))
             except DeviceFailure:
                 self._is_broken = True
             except AssertionError as breach:
@@ -117,14 +130,19 @@ class ScriptedExecutor:
 class ScriptedHandle:
     def __init__(self, executor: ScriptedExecutor, plan: StepPlan) -> None:
         self._executor = executor
-        self._plan = plan
+        self.plan = plan
+        self.masks: RowMasks | None = None
         self.answer: list[StepResult] = []
 
+    @property
+    def awaits_masks(self) -> bool:
+        return self.plan.constrained is not None and self.masks is None
+
     def result(self) -> StepResult:
-        self._executor.wait(self._plan)
+        self._executor.wait(self.plan)
         if not self.answer:
-            raise DeviceFailure(f"step {self._plan.step_id} was told to fail")
-        return with_logprobs(self._plan, self.answer[0])
+            raise DeviceFailure(f"step {self.plan.step_id} was told to fail")
+        return with_logprobs(self.plan, self.answer[0])
 
 
 def with_logprobs(plan: StepPlan, result: StepResult) -> StepResult:

@@ -14,6 +14,7 @@ import numpy as np
 from termgen.engine.kv_cache import NULL_BLOCK
 from termgen.engine.request import Request
 from termgen.engine.step import AddedRow, StepPlan, StepResult
+from termgen.engine.token_mask import RowMasks
 
 VOCAB = 40
 
@@ -61,8 +62,11 @@ class ScriptedDevice:
         self.num_computed_tokens = 0
         self.next_step = 0
 
-    def execute(self, plan: StepPlan, *, fails: bool = False) -> StepResult:
-        """One step. When told to fail it leaves rubbish in the KV it should have written."""
+    def execute(
+        self, plan: StepPlan, *, fails: bool = False, masks: RowMasks | None = None
+    ) -> StepResult:
+        """One step. When told to fail it leaves rubbish in the KV it should have written. Of masks
+        it knows only who has none: those rows compute their newest token once more."""
         assert plan.step_id == self.next_step, "a step was skipped or repeated"
         self.next_step += 1
         self._update_rows(plan)
@@ -77,6 +81,8 @@ class ScriptedDevice:
             self.num_computed_tokens += count
         if fails:
             raise DeviceFailure
+        if masks is not None:
+            self.num_computed[plan.slots[masks.late]] -= 1
         sampled = [self._sample(slot) for slot, _ in pairs]
         return StepResult(
             step_id=plan.step_id,

@@ -40,7 +40,7 @@ A case that cannot occur here has a test of what rules it out. Paths are seen fr
 18. A placeholder outlives its step. There are none:
     test_async_plans.py::test_a_token_in_flight_never_stands_in_a_plan_as_a_placeholder
 19. A grammar's mask needs a token in flight:
-    test_constraints.py::test_two_steps_ahead_a_constrained_row_joins_every_other_step_and_others_each
+    test_constraints.py::test_a_constrained_row_joins_every_step_two_of_which_are_in_flight
 20. Rows of a mask and rows of the batch differ. There is one count of rows:
     test_async_plans.py::test_every_column_of_a_plan_and_of_its_result_has_one_entry_a_row
     test_constraints.py::test_constrained_and_free_requests_say_what_each_says_alone

@@ -56,7 +56,7 @@ class Schedule:
         }
         if is_deep:
             self.setting |= {"depth": 2 + seed % 7, "run_ahead_ms": 20.0}
-        self.driver = CoreDriver(**self.setting)  # type: ignore[arg-type]
+        self.driver = self.make_driver()
         self.p_add = 0.03 if is_deep else float(rng.choice([0.2, 0.5, 0.8]))
         self.p_abort = float(rng.choice([0.0, 0.01] if is_deep else [0.0, 0.05, 0.2]))
         self.p_fail = float(rng.choice([0.0, 0.0, 0.02]))
@@ -70,6 +70,9 @@ class Schedule:
         self.in_flight_at_rest: list[int] = []
         """Steps in flight when a pause was said to have taken effect."""
         self.driver.executor.on_result = lambda _: self.meanwhile()
+
+    def make_driver(self) -> CoreDriver:
+        return CoreDriver(**self.setting)  # type: ignore[arg-type]
 
     def run(self) -> None:
         rng, driver = self.rng, self.driver
@@ -130,12 +133,12 @@ class Schedule:
         return [*past.request.prompt_token_ids, *past.tokens, *fresh][: self.max_prompt]
 
     def add(self) -> None:
-        rng, driver = self.rng, self.driver
+        rng = self.rng
         in_use = {b.request.request_id for b in self.alive()}
         free = [name for name in map(str, range(20)) if name not in in_use]
         max_tokens = int(rng.integers(1, self.max_tokens + 1))
         num_stops = int(rng.choice([0, 0, 1, 3, 12]))
-        bearer = driver.submit(
+        bearer = self.submit(
             str(rng.choice(free)),
             self.prompt(),
             max_tokens=None if rng.random() < 0.1 else max_tokens,
@@ -148,6 +151,9 @@ class Schedule:
         )
         if rng.random() < 0.2:
             self.cuts[bearer] = int(rng.integers(VOCAB))
+
+    def submit(self, name: str, prompt: list[int], **params: Any) -> Bearer:
+        return self.driver.submit(name, prompt, **params)
 
     def meanwhile(self) -> None:
         """An abort, also of what has ended or never was, also while a step is waited for."""
@@ -187,9 +193,14 @@ class Schedule:
         params, num = bearer.request.params, len(tokens)
         eos = () if params.ignore_eos else (driver.eos,)
         stopped = tokens[-1] in (*params.stop_token_ids, *eos) and num > params.min_tokens
-        assert bearer.reason is (FinishReason.STOP if stopped else FinishReason.LENGTH), name
+        is_over = stopped or self.is_complete(bearer)
+        assert bearer.reason is (FinishReason.STOP if is_over else FinishReason.LENGTH), name
         own = stopped and tokens[-1] in params.stop_token_ids
         assert bearer.ending.stop_token_id == (tokens[-1] if own else None), name
+
+    def is_complete(self, bearer: Bearer) -> bool:
+        """By what its answer must look like."""
+        return False
 
     def check_computed(self, bearer: Bearer) -> None:
         """Exactly the tokens that were needed; behind a stop token at most those steps ahead."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def test_the_hosts_lengths_are_never_below_the_devices(depth: int) -> None:
     device, execute = driver.executor.device, driver.executor.device.execute
     num_beyond = 0
 
-    def checked(plan: StepPlan, *, fails: bool = False) -> StepResult:
+    def checked(plan: StepPlan, **options: Any) -> StepResult:
         nonlocal num_beyond
         added = {row.slot: row.num_computed_tokens for row in plan.added}
         for slot, host in zip(plan.slots.tolist(), plan.num_computed.tolist(), strict=True):
@@ -73,7 +74,7 @@ def test_the_hosts_lengths_are_never_below_the_devices(depth: int) -> None:
                 assert host >= exact
             else:
                 assert host == exact
-        return execute(plan, fails=fails)
+        return execute(plan, **options)
 
     device.execute = checked  # type: ignore[method-assign]
     driver.run()
@@ -135,11 +136,11 @@ def test_every_column_of_a_plan_and_of_its_result_has_one_entry_a_row(depth: int
     driver = busy(depth)
     execute = driver.executor.device.execute
 
-    def checked(plan: StepPlan, *, fails: bool = False) -> StepResult:
+    def checked(plan: StepPlan, **options: Any) -> StepResult:
         columns = (plan.slots, plan.epochs, plan.num_tokens, plan.num_draft_tokens)
         assert {len(column) for column in (*columns, plan.num_computed)} == {plan.num_rows}
         assert len(set(plan.slots.tolist())) == plan.num_rows
-        result = execute(plan, fails=fails)
+        result = execute(plan, **options)
         assert len(result.num_sampled) == plan.num_rows
         assert int(result.num_sampled.sum()) == len(result.token_ids)
         return result
@@ -176,10 +177,10 @@ def test_a_plan_in_flight_does_not_change_while_later_ones_are_made(depth: int) 
         assert not any(np.shares_memory(a, t) for a in arrays(plan) for t in tables)
         return submit(plan)
 
-    def compared(plan: StepPlan, *, fails: bool = False) -> StepResult:
+    def compared(plan: StepPlan, **options: Any) -> StepResult:
         before = arrays(copies.pop(plan.step_id))
         assert all((a == b).all() for a, b in zip(arrays(plan), before, strict=True))
-        return execute(plan, fails=fails)
+        return execute(plan, **options)
 
     driver.executor.submit = copied  # type: ignore[method-assign]
     driver.executor.device.execute = compared  # type: ignore[method-assign]

@@ -2,7 +2,8 @@
 
 A full graph holds input preparation, the model, sampling, the state update and the hand-over of
 the tokens to a ring, all reading their lengths and rows from device memory. Replaying a step whose
-rows are those of the step before uploads nothing at all.
+rows are those of the step before uploads nothing at all. Steps whose sampling is unusual, or waits
+for masks, have graphs that end with hidden states.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ from termgen.engine.step import MAX_STEPS_IN_FLIGHT, GraphStatus, StepPlan
 
 logger = logging.getLogger(__name__)
 
-DeviceStep = Callable[[torch.Tensor, torch.Tensor, BatchDescriptor, TokenRing], object]
-"""(slots [B], num_tokens [B], descriptor, ring for the tokens); see ModelRunner.step_on_device."""
+DeviceStep = Callable[
+    [torch.Tensor, torch.Tensor, BatchDescriptor, TokenRing, torch.Tensor], object
+]
+"""(slots [B], num_tokens [B], descriptor, ring for the tokens, buffer for hidden states); see
+ModelRunner.step_on_device."""
 
 Recording = BatchDescriptor | int
 """What tells recordings apart: of a whole step its descriptor, of pieces their token count."""
@@ -134,15 +138,17 @@ class FullGraphs:
         pieces: PiecewiseGraphs,
         *,
         ring: TokenRing,
+        hidden: torch.Tensor,
         address_check: AddressCheck | None = None,
         rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """header and ring: hold the `max_rows` of the dispatcher; pieces: has its sizes.
-        rehearsing: while it lasts, a step runs as little as uses every kernel it would."""
+        """header, ring and hidden [rows, hidden]: hold the `max_rows` of the dispatcher; pieces: has
+        its sizes. rehearsing: while it lasts, a step runs as little as uses every kernel it would."""
         self.dispatcher = dispatcher
         self.header = header
         self.pieces = pieces
-        self._ring = ring
+        self.ring = ring
+        self.hidden = hidden
         self._device_step = step
         self._check = address_check
         self._rehearsing = rehearsing
@@ -175,7 +181,7 @@ class FullGraphs:
         self,
         num_rows: int,
         num_tokens: int,
-        sampling: SamplingVariant | None,
+        sampling: SamplingVariant,
         wants_prompts: bool,
     ) -> Dispatch:
         found = self.dispatcher.dispatch(
@@ -268,30 +274,45 @@ class FullGraphs:
             if collects_garbage:
                 gc.enable()
             # Recording ran the operations, or only seemed to: start the ring anew in either case.
-            self._ring.restart()
+            self.ring.restart()
             self._next_ring_row = 0
 
     def run_padding(self, descriptor: BatchDescriptor) -> None:
         """The operations of a recording. Their rows are those of the last upload, at first padding:
         run like this, a step computes for nobody."""
         slots, num_tokens = self.header.rows(descriptor.num_rows)
-        self._device_step(slots, num_tokens, descriptor, self._ring)
+        self._device_step(slots, num_tokens, descriptor, self.ring, self.hidden)
 
     def _rehearse(self, descriptor: BatchDescriptor) -> None:
         with self._rehearsing():
             self.run_padding(descriptor)
 
     def replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> torch.Tensor | IntArray:
-        """Run a recorded step. Returns where its tokens [padded rows] will be, for RING_SIZE steps:
-        the host's memory, or else the device's."""
+        """Run a recorded step. Returns where its tokens [rows] will be; see `pushed`."""
+        self._replay(descriptor, plan)
+        return self.pushed(plan.num_rows)
+
+    def replay_model(
+        self, descriptor: BatchDescriptor, plan: StepPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run a recorded step up to sampling. Returns slots [B], num_tokens [B] and the hidden
+        states [B, hidden] of its rows' last tokens, all of which the next replay overwrites."""
+        self._replay(descriptor, plan)
+        return *self.header.rows(plan.num_rows), self.hidden[: plan.num_rows]
+
+    def _replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> None:
         if self._check is not None:
             self._check.check(descriptor)
         self.header.upload(plan, descriptor.num_rows)
         self._replays[descriptor]()
+
+    def pushed(self, num_rows: int) -> torch.Tensor | IntArray:
+        """Where the tokens [num_rows] are that the step launched last pushes to the ring, for
+        RING_SIZE steps: the host's memory, or else the device's."""
         row = self._next_ring_row
         self._next_ring_row = (row + 1) % RING_SIZE
-        rows = self._ring.tokens if self._ring.host is None else self._ring.host
-        return rows[row, : descriptor.num_rows]
+        rows = self.ring.tokens if self.ring.host is None else self.ring.host
+        return rows[row, :num_rows]
 
     def replay_pieces(self, size: int, plan: StepPlan) -> tuple[InputBatch, torch.Tensor]:
         """Run the model on a step; see `PiecewiseGraphs.replay`."""

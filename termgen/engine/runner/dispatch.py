@@ -18,7 +18,8 @@ from termgen.engine.step import StepPlan
 
 class GraphMode(enum.StrEnum):
     FULL = "FULL"
-    """The whole step is one graph: inputs, model, sampling, state update."""
+    """The whole step is one graph: inputs, model, sampling, state update. Or all but the last two,
+    where sampling is unusual or waits for masks."""
     PIECEWISE = "PIECEWISE"
     """Inputs and model are graphs with attention between them; sampling is launched after them."""
     NONE = "NONE"
@@ -26,12 +27,14 @@ class GraphMode(enum.StrEnum):
 
 
 class SamplingVariant(enum.StrEnum):
-    """Which sampling a full graph contains; steps that need more sample eagerly."""
+    """Which sampling a full graph contains."""
 
     PLAIN = "plain"
     """Greedy rows and rows with a temperature."""
     FILTERED = "filtered"
-    """Those, and rows with top-k, top-p or min-p, or under a grammar."""
+    """Those, and rows with top-k, top-p or min-p."""
+    OUTSIDE = "outside"
+    """None: it ends with hidden states, and any sampling is launched behind it."""
 
 
 class SamplingNeeds(NamedTuple):
@@ -52,7 +55,7 @@ class SamplingNeeds(NamedTuple):
         return cls(
             all_greedy=not plan.needs_sampling,
             filters=plan.needs_top_k_top_p,
-            grammar=plan.masks is not None,
+            grammar=plan.constrained is not None,
             penalties=plan.needs_penalties,
             min_tokens=plan.needs_min_tokens,
             edits=plan.needs_logit_edits,
@@ -65,22 +68,18 @@ class SamplingNeeds(NamedTuple):
         return not (self.penalties or self.min_tokens or self.max_logprobs is not None)
 
     @property
-    def variant(self) -> SamplingVariant | None:
-        """The recording that does this, if any does."""
-        if self.edits or not self.is_simple:
-            return None
-        restricts = self.filters or self.grammar
-        return SamplingVariant.FILTERED if restricts else SamplingVariant.PLAIN
+    def variant(self) -> SamplingVariant:
+        """The recording that fits."""
+        if self.grammar or self.edits or not self.is_simple:
+            return SamplingVariant.OUTSIDE
+        return SamplingVariant.FILTERED if self.filters else SamplingVariant.PLAIN
 
 
 NEEDS = {
     SamplingVariant.PLAIN: SamplingNeeds(),
-    SamplingVariant.FILTERED: SamplingNeeds(filters=True, grammar=True),
+    SamplingVariant.FILTERED: SamplingNeeds(filters=True),
 }
-"""What each recording does."""
-
-BEYOND_RECORDINGS = "log-probabilities, penalties, min_tokens, a logit bias or forbidden tokens"
-"""Why a step samples eagerly although its model could be replayed."""
+"""What the recordings that sample do."""
 
 EVERYTHING = SamplingNeeds(
     filters=True,
@@ -213,15 +212,14 @@ class CudaGraphDispatcher:
         *,
         num_rows: int,
         num_tokens: int,
-        sampling: SamplingVariant | None,
+        sampling: SamplingVariant,
     ) -> Dispatch:
-        """sampling: None when the step asks for more than any recording of a whole step holds."""
         if self.disabled_reason:
             return Dispatch(GraphMode.NONE, reason=self.disabled_reason)
-        full = None if sampling is None else self._full(num_rows, num_tokens, sampling)
+        full = self._full(num_rows, num_tokens, sampling)
         if full is not None:
             return Dispatch(GraphMode.FULL, full, full.num_tokens)
-        reason = self._miss(num_rows, num_tokens, sampling)
+        reason = self._miss(num_rows, num_tokens)
         if num_tokens >= len(self._padded_pieces):
             return Dispatch(GraphMode.NONE, reason=reason)
         if not self._recorded_whole(num_rows, num_tokens):
@@ -242,14 +240,11 @@ class CudaGraphDispatcher:
         """Sizes of the whole steps of this kind, decodes or others, that are recorded."""
         return self.sizes if num_tokens == num_rows else self.mixed
 
-    def _miss(self, num_rows: int, num_tokens: int, sampling: SamplingVariant | None) -> str:
+    def _miss(self, num_rows: int, num_tokens: int) -> str:
         """Why no recording of the whole step serves, or none at all where only pieces could."""
         is_decode = num_tokens == num_rows
-        if self._recorded_whole(num_rows, num_tokens):
-            if sampling is None:
-                return BEYOND_RECORDINGS
-            if is_decode:
-                return f"more than {self.sizes[-1]} rows"
+        if is_decode and self.sizes:
+            return f"more than {self.sizes[-1]} rows"
         largest = max((*self.mixed, *self.piecewise), default=0)
         if not largest:
             return "a prompt is being computed"

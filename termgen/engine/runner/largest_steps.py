@@ -72,7 +72,7 @@ def heaviest_run(runner: ModelRunner) -> None:
     state.make_penalty_tables()
     state.make_edit_tables()
     try:
-        metadata = sampling_metadata(state, batch, EVERYTHING)
+        metadata = sampling_metadata(state, slots, batch.num_tokens, EVERYTHING)
         runner.sampler(runner.forward(batch).float(), metadata)
     finally:
         state.drop_tables()

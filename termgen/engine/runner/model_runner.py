@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from termgen.engine.kernels import why_unusable
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.decoder import CausalDecoder, one_layer_of_each_kind
 from termgen.engine.models.transformers_backend import TransformersDecoder
+from termgen.engine.request import IntArray
 from termgen.engine.runner.address_check import AddressCheck, NamedTensor, tensors_of
 from termgen.engine.runner.async_output import (
     AsyncOutput,
@@ -35,13 +36,14 @@ from termgen.engine.runner.async_output import (
     make_copy_stream,
 )
 from termgen.engine.runner.cuda_graphs import RING_SIZE, FullGraphs
-from termgen.engine.runner.device_clock import DeviceClock, cuda_event
+from termgen.engine.runner.device_clock import DeviceClock, DeviceStart, cuda_event
 from termgen.engine.runner.dispatch import (
     NEEDS,
     BatchDescriptor,
     CudaGraphDispatcher,
     Dispatch,
     SamplingNeeds,
+    SamplingVariant,
 )
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs
@@ -50,8 +52,10 @@ from termgen.engine.runner.request_state import RequestState
 from termgen.engine.runner.row_header import RowHeader
 from termgen.engine.runner.sampling_inputs import sampling_metadata
 from termgen.engine.runner.token_ring import TokenRing
+from termgen.engine.runner.unsampled_step import ModelOutput, UnsampledStep
 from termgen.engine.sampling.sampler import Sampler
 from termgen.engine.step import StepPlan
+from termgen.engine.token_mask import RowMasks
 
 if TYPE_CHECKING:
     from termgen.engine.kernels.compilation import CompileCounter
@@ -184,6 +188,8 @@ class ModelRunner:
         runner = weakref.proxy(self)
         size, pad_row = max(1, dispatcher.max_rows), self.state.pad_row
         header = RowHeader(size, pad_row=pad_row, device=self.device)
+        shape = (size, self.config.hidden_size)
+        hidden = torch.zeros(shape, dtype=self.dtype, device=self.device)
         pieces = PiecewiseGraphs(
             self.model,
             self.attention,
@@ -198,10 +204,10 @@ class ModelRunner:
         )
         # Only kernels of ours can write the host's memory.
         is_mapped = self.state.fused and self.device.type == "cuda"
-        ring = TokenRing(RING_SIZE, size, self.device, is_mapped=is_mapped)
+        ring = TokenRing(RING_SIZE, max(size, pad_row), self.device, is_mapped=is_mapped)
         check = None
         if self.debug:
-            tensors = partial(ModelRunner._recorded_tensors, runner, header, pieces)
+            tensors = partial(ModelRunner._recorded_tensors, runner, header, pieces, hidden)
             check = AddressCheck(tensors)
         return FullGraphs(
             partial(ModelRunner.step_on_device, runner),
@@ -209,12 +215,13 @@ class ModelRunner:
             header,
             pieces,
             ring=ring,
+            hidden=hidden,
             address_check=check,
             rehearsing=partial(one_layer_of_each_kind, self.model),
         )
 
     def _recorded_tensors(
-        self, header: RowHeader, pieces: PiecewiseGraphs
+        self, header: RowHeader, pieces: PiecewiseGraphs, hidden: torch.Tensor
     ) -> Iterator[NamedTensor]:
         """What recordings read or write and steps leave in place."""
         yield from self.model.named_parameters("model")
@@ -225,6 +232,7 @@ class ModelRunner:
         yield from tensors_of("buffers", self.buffers)
         yield from tensors_of("header", header)
         yield from tensors_of("pieces", pieces)
+        yield "hidden", hidden
 
     def record_next(self) -> bool:
         """Record one graph that was left for idle moments; False when none is left."""
@@ -235,8 +243,9 @@ class ModelRunner:
             torch.cuda.empty_cache()
         return made_one
 
-    def execute(self, plan: StepPlan) -> RecordedOutput:
-        """Launch one step. On CUDA it returns before the device is done.
+    def execute(self, plan: StepPlan) -> RecordedOutput | UnsampledStep:
+        """Launch one step, but with constrained rows no sampling. On CUDA it returns before the
+        device is done.
 
         Between two steps of the same rows lies no more than this, so it calls little of torch.
         """
@@ -252,24 +261,34 @@ class ModelRunner:
         dispatch = self.graphs.dispatch(plan, needs)
         if clock is not None and start is None:
             start = clock.start()
-        if dispatch.descriptor is not None:  # compiles nothing
-            if plan.masks is not None:
-                with torch.inference_mode():
-                    self.state.set_masks(plan)
-            tokens = self.graphs.replay(dispatch.descriptor, plan)
-            if isinstance(tokens, np.ndarray):
-                return RecordedOutput(
-                    plan,
-                    tokens,
-                    dispatch,
-                    started_ns,
-                    device_start=start,
-                    num_late_compiles=self.num_late_compiles,
-                )
-            tensors = StepTensors(tokens, None)
-        else:
-            with torch.inference_mode(), self.watch_compiles():
-                tensors = self._launch(plan, dispatch, needs)
+        finish = partial(self._output, plan, dispatch, started_ns, start)
+        descriptor = dispatch.descriptor
+        if descriptor is not None and descriptor.sampling is not SamplingVariant.OUTSIDE:
+            return finish(self.graphs.replay(descriptor, plan))  # which compiles nothing
+        with torch.inference_mode(), self.watch_compiles():
+            output = self._run_model(plan, dispatch)
+        sample = partial(self._sample_step, plan, needs, output, finish)
+        return sample(None) if plan.constrained is None else UnsampledStep(sample)
+
+    def _output(
+        self,
+        plan: StepPlan,
+        dispatch: Dispatch,
+        started_ns: int,
+        start: DeviceStart | None,
+        results: StepTensors | torch.Tensor | IntArray,
+    ) -> RecordedOutput:
+        """results: all of them, or tokens alone."""
+        if isinstance(results, np.ndarray):
+            return RecordedOutput(
+                plan,
+                results,
+                dispatch,
+                started_ns,
+                device_start=start,
+                num_late_compiles=self.num_late_compiles,
+            )
+        tensors = StepTensors(results, None) if isinstance(results, torch.Tensor) else results
         with torch.inference_mode():
             return AsyncOutput(
                 plan,
@@ -281,40 +300,60 @@ class ModelRunner:
                 num_late_compiles=self.num_late_compiles,
             )
 
-    def _launch(self, plan: StepPlan, dispatch: Dispatch, needs: SamplingNeeds) -> StepTensors:
-        """A step that is not recorded as a whole."""
-        if dispatch.padded_tokens is None:
-            return self._compute_eagerly(plan, needs)
-        batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
-        return self._sample_masked(plan, batch, self.model.compute_logits(hidden), needs)
-
-    def _compute_eagerly(self, plan: StepPlan, needs: SamplingNeeds) -> StepTensors:
+    def _run_model(self, plan: StepPlan, dispatch: Dispatch) -> ModelOutput:
+        """Of a step that no recording samples."""
+        compute_logits = self.model.compute_logits
+        if dispatch.descriptor is not None:
+            *rows, hidden = self.graphs.replay_model(dispatch.descriptor, plan)
+            return ModelOutput(*rows, compute_logits(hidden))
+        if dispatch.padded_tokens is not None:
+            batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
+            return ModelOutput(batch.slots, batch.num_tokens, compute_logits(hidden))
         batch = self.buffers.prepare(plan, self.state)
         if not plan.prompt_spans:
-            return self._sample_masked(plan, batch, self.forward(batch), needs)
+            return ModelOutput(batch.slots, batch.num_tokens, self.forward(batch))
         hidden = self._hidden(batch, None)
-        of_prompts = prompt_logprobs(plan, hidden, self.state, self.model.compute_logits)
-        logits = self.model.compute_logits(batch.last_tokens(hidden))
-        tensors = self._sample_masked(plan, batch, logits, needs)
-        return replace(tensors, prompt_logprobs=of_prompts)
+        of_prompts = prompt_logprobs(plan, hidden, self.state, compute_logits)
+        logits = compute_logits(batch.last_tokens(hidden))
+        return ModelOutput(batch.slots, batch.num_tokens, logits, of_prompts)
 
-    def _sample_masked(
-        self, plan: StepPlan, batch: InputBatch, logits: torch.Tensor, needs: SamplingNeeds
-    ) -> StepTensors:
-        self.state.set_masks(plan)  # which are filled while the model runs
-        return self._sample(batch, logits, needs)
+    def _sample_step(
+        self,
+        plan: StepPlan,
+        needs: SamplingNeeds,
+        output: ModelOutput,
+        finish: Callable[[StepTensors | torch.Tensor | IntArray], RecordedOutput],
+        masks: RowMasks | None,
+    ) -> RecordedOutput:
+        """What is left of a step whose model has been launched. masks: where rows need them."""
+        with torch.inference_mode(), self.watch_compiles():
+            num_tokens = output.num_tokens
+            if masks is not None:
+                self.state.set_masks(plan, masks)
+                if len(masks.late):  # short of its newest token, a row samples nothing
+                    is_late = np.zeros(plan.num_rows, np.int64)
+                    is_late[masks.late] = 1
+                    num_tokens = num_tokens - self.state.upload(is_late)
+            of_prompts = output.prompt_logprobs
+            is_plain = needs.is_simple and of_prompts is None
+            ring = self.graphs.ring if is_plain else None  # tokens alone need no copy
+            sampled = self._sample(output.slots, num_tokens, output.logits, needs, ring)
+        if is_plain:
+            return finish(self.graphs.pushed(plan.num_rows))
+        return finish(replace(sampled, prompt_logprobs=of_prompts))
 
     def step_on_device(
         self,
         slots: torch.Tensor,
         num_tokens: torch.Tensor,
         descriptor: BatchDescriptor,
-        ring: TokenRing | None = None,
-    ) -> torch.Tensor:
-        """A whole step from device memory alone: what a full graph records.
+        ring: TokenRing,
+        hidden: torch.Tensor,
+    ) -> None:
+        """A step from device memory alone: what a full graph records.
 
-        slots, num_tokens: [B] int64, num_tokens 0 for a padded row. Returns tokens [B] int32, and
-        pushes them to the ring.
+        slots, num_tokens: [B] int64, num_tokens 0 for a padded row. Pushes tokens [B] int32 to the
+        ring, or writes the hidden state of each row's last token to the front of `hidden`.
         """
         if descriptor.is_decode:
             batch = self.buffers.prepare_decode(
@@ -330,18 +369,21 @@ class ModelRunner:
                 max_query_len=descriptor.num_tokens,
                 max_seq_len=self.max_model_len,
             )
-        needs = NEEDS[descriptor.sampling]
-        return self._sample(batch, self.forward(batch), needs, ring).tokens
+        if descriptor.sampling is SamplingVariant.OUTSIDE:
+            hidden[: len(slots)].copy_(self._hidden(batch, batch.logits_indices))
+        else:
+            needs = NEEDS[descriptor.sampling]
+            self._sample(batch.slots, batch.num_tokens, self.forward(batch), needs, ring)
 
     def _sample(
         self,
-        batch: InputBatch,
+        slots: torch.Tensor,  # [B] int64
+        num_tokens: torch.Tensor,  # [B] int64
         logits: torch.Tensor,  # [B, V]
         needs: SamplingNeeds,
-        ring: TokenRing | None = None,
+        ring: TokenRing | None,
     ) -> StepTensors:
         """Sampling and state update."""
-        slots, num_tokens = batch.slots, batch.num_tokens
         logprobs = None
         if self.fused_sampler is not None and needs.is_simple:
             if needs.edits:
@@ -350,7 +392,8 @@ class ModelRunner:
                 logits, slots, num_tokens, self.state, filters=needs.filters, grammar=needs.grammar
             )
         else:
-            output = self.sampler(logits.float(), sampling_metadata(self.state, batch, needs))
+            meta = sampling_metadata(self.state, slots, num_tokens, needs)
+            output = self.sampler(logits.float(), meta)
             token_ids, logprobs = output.token_ids, output.logprobs
         return StepTensors(self.state.append_sampled(slots, num_tokens, token_ids, ring), logprobs)
 

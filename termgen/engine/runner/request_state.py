@@ -19,6 +19,7 @@ from termgen.engine.sampling.logit_edits import edit_logits as edit_gathered
 from termgen.engine.sampling.token_mask import TokenMasks
 from termgen.engine.sampling_params import MAX_STOP_TOKEN_IDS
 from termgen.engine.step import AddedRow, StepPlan
+from termgen.engine.token_mask import RowMasks
 
 
 class RequestState:
@@ -87,14 +88,15 @@ class RequestState:
             # One index into all tables: half the host's time of an index for slots and one more.
             places = plan.block_slots.astype(np.int64) * self.block_table.shape[1]
             places += plan.block_positions
-            tables, blocks = self.block_table.view(-1), self.upload(plan.block_ids)
-            tables.index_copy_(0, self.upload(places), blocks)
+            both = self.upload(np.concatenate((places.view(np.int32), plan.block_ids)))
+            where, blocks = both[: 2 * len(places)].view(torch.int64), both[2 * len(places) :]
+            self.block_table.view(-1).index_copy_(0, where, blocks)
 
-    def set_masks(self, plan: StepPlan) -> None:
+    def set_masks(self, plan: StepPlan, masks: RowMasks) -> None:
         """Put the masks of a plan's rows where sampling reads them."""
-        if plan.masks is not None:
-            bits = plan.masks.bits[:, : self.token_masks.shape[1]]  # no bits of unknown tokens
-            slots = self.upload(plan.slots[plan.masks.rows].astype(np.int64))
+        if len(masks.rows):
+            bits = masks.bits[:, : self.token_masks.shape[1]]  # no bits of unknown tokens
+            slots = self.upload(plan.slots[masks.rows].astype(np.int64))
             self.token_masks.index_copy_(0, slots, self.upload(np.ascontiguousarray(bits)))
 
     def masks_of(self, slots: torch.Tensor) -> TokenMasks:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from termgen.engine.runner.dispatch import SamplingNeeds
-from termgen.engine.runner.input_batch import InputBatch
 from termgen.engine.runner.request_state import RequestState
 from termgen.engine.sampling.metadata import SamplingMetadata
 
 
 def sampling_metadata(
-    state: RequestState, batch: InputBatch, needs: SamplingNeeds
+    state: RequestState,
+    slots: torch.Tensor,  # [B] int64
+    num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
+    needs: SamplingNeeds,
 ) -> SamplingMetadata:
-    slots = batch.slots
     output_counts = prompt_mask = None
     if needs.penalties:
         assert state.output_counts is not None and state.prompt_mask is not None
@@ -27,7 +30,7 @@ def sampling_metadata(
         top_p=state.top_p[slots],
         min_p=state.min_p[slots],
         seeds=state.seeds[slots],
-        positions=batch.last_tokens(batch.positions) + 1,
+        positions=state.num_computed[slots] + num_tokens,
         repetition_penalty=state.repetition_penalty[slots],
         presence_penalty=state.presence_penalty[slots],
         frequency_penalty=state.frequency_penalty[slots],

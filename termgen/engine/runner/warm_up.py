@@ -26,6 +26,7 @@ from termgen.engine.runner.dispatch import BatchDescriptor, CudaGraphDispatcher,
 from termgen.engine.runner.logit_edit_tables import LogitEditTables
 from termgen.engine.runner.model_runner import ModelRunner
 from termgen.engine.runner.piecewise_graphs import PiecewiseGraphs
+from termgen.engine.runner.unsampled_step import UnsampledStep
 from termgen.engine.step import StepPlan
 from termgen.engine.token_mask import RowMasks
 
@@ -33,6 +34,8 @@ MOST_TOKENS = 2048
 """A class above the last count at which any kernel chooses but those of experts."""
 LONG_PROMPT = 65
 """Tokens of a prompt that is not among the short ones, whose attention is cut another way."""
+
+_FIRST_ROW: IntArray = np.zeros(1, np.int32)
 
 Step = Callable[[], object]
 
@@ -142,12 +145,13 @@ def _execute(
     runner: ModelRunner, num_tokens: list[int], *, filters: bool = False, logprobs: bool = False
 ) -> None:
     """A step that is not recorded, over rows that belong to nobody."""
-    vocab_size = runner.state.vocab_size
-    plan = _plan(num_tokens, filters=filters, logprobs=logprobs, vocab_size=vocab_size)
-    runner.execute(plan).result()
+    step = runner.execute(_plan(num_tokens, filters=filters, logprobs=logprobs))
+    if isinstance(step, UnsampledStep):
+        step = step.sample(_unused_mask(runner.state.vocab_size))
+    step.result()
 
 
-def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool, vocab_size: int) -> StepPlan:
+def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool) -> StepPlan:
     nothing: IntArray = np.zeros(0, np.int32)
     none_each = np.zeros(len(num_tokens), np.int32)
     return StepPlan(
@@ -169,13 +173,14 @@ def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool, vocab_size: i
         needs_sampling=True,
         needs_top_k_top_p=filters,
         needs_min_tokens=logprobs,
-        masks=_unused_mask(vocab_size) if filters else None,
+        constrained=_FIRST_ROW if filters else None,
     )
 
 
 def _unused_mask(vocab_size: int) -> RowMasks:
     """The mask of a row, which is not looked at: the row has no grammar."""
-    return RowMasks(np.zeros(1, np.int32), np.zeros((1, -(-vocab_size // 32)), np.int32))
+    bits = np.zeros((1, -(-vocab_size // 32)), np.int32)
+    return RowMasks(_FIRST_ROW, bits, late=_FIRST_ROW[:0])
 
 
 def _edit_logits(runner: ModelRunner) -> None:

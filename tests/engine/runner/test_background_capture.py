@@ -24,7 +24,6 @@ from termgen.engine.runner.capture_order import (
 )
 from termgen.engine.runner.cuda_graphs import RecordingError
 from termgen.engine.runner.dispatch import (
-    BEYOND_RECORDINGS,
     BatchDescriptor,
     CudaGraphDispatcher,
     SamplingVariant,
@@ -35,7 +34,7 @@ from termgen.engine.runner.dispatch import (
 from termgen.engine.sampling_params import SamplingParams
 
 ModelDir = Callable[..., Path]
-PLAIN, FILTERED = SamplingVariant.PLAIN, SamplingVariant.FILTERED
+PLAIN, FILTERED, OUTSIDE = SamplingVariant
 
 
 def test_the_largest_of_each_kind_come_first_then_the_most_useful() -> None:
@@ -44,14 +43,16 @@ def test_the_largest_of_each_kind_come_first_then_the_most_useful() -> None:
     first, later = split_by_use(everything)
     assert sorted(map(repr, first + later)) == sorted(map(repr, everything))
     kinds = [(d.num_tokens, d.is_decode, d.sampling) for d in first]
-    assert kinds[:4] == [
+    assert kinds[:6] == [
         (2048, False, PLAIN),
         (2048, False, FILTERED),
+        (2048, False, OUTSIDE),
         (256, True, PLAIN),
         (256, True, FILTERED),
+        (256, True, OUTSIDE),
     ]
-    assert kinds[4][:2] == (1, True)
-    for d in first[4:]:
+    assert kinds[6][:2] == (1, True)
+    for d in first[6:]:
         assert d.num_tokens <= (USEFUL_DECODES if d.is_decode else USEFUL_TOKENS)
     sizes = [d.num_tokens for d in later]
     assert sizes == sorted(sizes)
@@ -126,7 +127,7 @@ def test_steps_are_right_before_during_and_after(tiny_model_dir: ModelDir) -> No
     num_first = made
     expected = {seed: run(make_engine(folder, None), seed)[0] for seed in (1, 2)}
     snapshot = engine.snapshot()
-    assert (snapshot.num_graphs_recorded, snapshot.num_graphs) == (num_first, 18)
+    assert (snapshot.num_graphs_recorded, snapshot.num_graphs) == (num_first, 27)
 
     tokens, steps = run(engine, 1)
     assert tokens == expected[1]
@@ -142,13 +143,13 @@ def test_steps_are_right_before_during_and_after(tiny_model_dir: ModelDir) -> No
 
     while engine.core.use_idle_time():
         pass
-    assert made == 18
+    assert made == 27
     snapshot = engine.snapshot()
-    assert (snapshot.num_graphs_recorded, snapshot.num_graphs) == (18, 18)
+    assert (snapshot.num_graphs_recorded, snapshot.num_graphs) == (27, 27)
     engine.core.scheduler.reset_prefix_cache()
     tokens, steps = run(engine, 1)
     assert tokens == expected[1]
-    assert {s.graph_reason for s in steps} == {"", BEYOND_RECORDINGS}
+    assert {(s.graph_mode, s.graph_reason) for s in steps} == {("FULL", "")}
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_recordings_that_cannot_be_made_leave_steps_eager(
     assert gc.isenabled()
     assert not engine.core.use_idle_time()
     status = engine.core.executor.graph_status()
-    assert status.num_recorded == status.num_graphs < 18
+    assert status.num_recorded == status.num_graphs < 27
     tokens, steps = run(engine, 1)
     assert tokens == run(make_engine(folder, None), 1)[0]
     assert reason in {s.graph_reason for s in steps}

@@ -15,10 +15,10 @@ from termgen.engine.attention.torch_reference import TorchReferenceAttention
 from termgen.engine.loader import load_model_config
 from termgen.engine.runner.choose_graphs import choose_graphs
 from termgen.engine.runner.dispatch import (
-    BEYOND_RECORDINGS,
     BatchDescriptor,
     CudaGraphDispatcher,
     GraphMode,
+    SamplingNeeds,
     SamplingVariant,
     decode_sizes,
     mixed_sizes,
@@ -60,8 +60,15 @@ def test_every_other_step_replays_nothing_and_says_why() -> None:
                 continue
             assert found.mode is GraphMode.NONE and found.descriptor is None
             assert found.reason and found.num_padded(rows) == 0
-    unusual = dispatcher.dispatch(num_rows=4, num_tokens=4, sampling=None)
-    assert "penalties" in unusual.reason
+
+
+def test_unusual_sampling_is_left_outside_the_recording() -> None:
+    assert SamplingNeeds().variant is SamplingVariant.PLAIN
+    assert SamplingNeeds(all_greedy=True).variant is SamplingVariant.PLAIN
+    assert SamplingNeeds(filters=True).variant is SamplingVariant.FILTERED
+    for need in ("grammar", "penalties", "min_tokens", "edits"):
+        assert SamplingNeeds(filters=True, **{need: True}).variant is SamplingVariant.OUTSIDE
+    assert SamplingNeeds(max_logprobs=0).variant is SamplingVariant.OUTSIDE
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(4, 16), (32, 300), (256, 8192)])
@@ -226,9 +233,6 @@ def test_the_mode_says_which_steps_are_recorded() -> None:
         assert (found.sizes, found.mixed, found.piecewise) == sizes, mode
 
 
-VARIANTS: list[SamplingVariant | None] = [*SamplingVariant, None]
-
-
 @pytest.mark.parametrize("mode", CUDAGRAPH_MODES)
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 16), (13, 70), (40, 100)])
 def test_every_pair_in_every_mode(mode: str, max_num_seqs: int, budget: int) -> None:
@@ -238,11 +242,11 @@ def test_every_pair_in_every_mode(mode: str, max_num_seqs: int, budget: int) -> 
     decodes, mixed = decode_sizes(max_num_seqs), mixed_sizes(budget)
     for rows in range(1, max_num_seqs + 1):
         for tokens in range(rows, budget + 1):
-            for sampling in VARIANTS:
+            for sampling in SamplingVariant:
                 found = dispatcher.dispatch(num_rows=rows, num_tokens=tokens, sampling=sampling)
                 is_decode = tokens == rows
                 whole: tuple[int, ...] = ()
-                if sampling is not None and mode.startswith("full"):
+                if mode.startswith("full"):
                     whole = decodes if is_decode else mixed if mode == "full" else ()
                 pieces = {*decodes, *mixed} if mode.endswith("piecewise") else set()
                 if any(size >= tokens for size in whole):
@@ -255,9 +259,7 @@ def test_every_pair_in_every_mode(mode: str, max_num_seqs: int, budget: int) -> 
                 elif any(size >= tokens for size in pieces):
                     assert found.mode is GraphMode.PIECEWISE and found.descriptor is None
                     assert found.padded_tokens == min(s for s in pieces if s >= tokens)
-                    # Expected, unless the step would have been whole but for its sampling.
-                    is_odd = is_decode and mode == "full_and_piecewise"
-                    assert ("penalties" in found.reason) == is_odd == bool(found.reason)
+                    assert found.reason == "", "it is what was asked for"
                 else:
                     assert found.mode is GraphMode.NONE and found.reason
                     assert found.descriptor is None and found.padded_tokens is None
@@ -269,18 +271,22 @@ def test_every_pair_in_every_mode(mode: str, max_num_seqs: int, budget: int) -> 
     ("mode", "rows", "tokens", "sampling", "expected"),
     [
         ("piecewise", 4, 2049, SamplingVariant.PLAIN, "a prompt, and more than 2048 tokens"),
-        ("piecewise", 2049, 2049, None, "more than 2048 tokens"),
-        ("full_and_piecewise", 4, 2049, None, "a prompt, and more than 2048 tokens"),
+        ("piecewise", 2049, 2049, SamplingVariant.OUTSIDE, "more than 2048 tokens"),
+        (
+            "full_and_piecewise",
+            4,
+            2049,
+            SamplingVariant.OUTSIDE,
+            "a prompt, and more than 2048 tokens",
+        ),
         ("full_and_piecewise", 600, 600, SamplingVariant.PLAIN, "more than 512 rows"),
         ("full_decode_only", 600, 600, SamplingVariant.PLAIN, "more than 512 rows"),
-        ("full_decode_only", 4, 9, None, "a prompt is being computed"),
-        ("full", 4, 9, None, BEYOND_RECORDINGS),
-        ("full", 4, 4, None, BEYOND_RECORDINGS),
+        ("full_decode_only", 4, 9, SamplingVariant.OUTSIDE, "a prompt is being computed"),
         ("full", 4, 2049, SamplingVariant.FILTERED, "a prompt, and more than 2048 tokens"),
     ],
 )
 def test_reasons_name_what_to_change(
-    mode: str, rows: int, tokens: int, sampling: SamplingVariant | None, expected: str
+    mode: str, rows: int, tokens: int, sampling: SamplingVariant, expected: str
 ) -> None:
     limits = Limits(max_num_seqs=3000, max_num_batched_tokens=8192, max_model_len=128)
     dispatcher = choose("cuda", ALL_MODES, limits=limits, cudagraph_mode=mode)

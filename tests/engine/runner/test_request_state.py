@@ -195,7 +195,7 @@ def test_every_column_of_every_added_row(device: str) -> None:
     upload = state.upload
     state.upload = lambda values: (uploads.append(1), upload(values))[1]  # type: ignore[method-assign]
     state.update(plan([], add=rows, blocks=[(0, 0, 5), (2, 1, 6)], released=(1,)))
-    assert len(uploads) <= 7 + 2, "all rows together, but for the counts of two with penalties"
+    assert len(uploads) <= 6 + 2, "all rows together, but for the counts of two with penalties"
     for row in rows:
         p, at = row.params, row.slot
         tokens = row.token_ids.tolist()

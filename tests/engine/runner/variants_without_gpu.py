@@ -46,11 +46,12 @@ from termgen.engine.runner.dispatch import (
     piecewise_sizes,
 )
 from termgen.engine.runner.largest_steps import dummy_run
+from termgen.engine.runner.unsampled_step import UnsampledStep
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
 from termgen.engine.step import GraphStatus, StepPlan, StepResult
-from termgen.engine.token_mask import IntArray
+from termgen.engine.token_mask import IntArray, RowMasks
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -122,7 +123,16 @@ class PlanExecutor:
 
     def submit(self, plan: StepPlan) -> SimpleNamespace:
         before = set(self._missing)
-        mode = self._runner.execute(plan).result().graph_mode
+        step = self._runner.execute(plan)
+        if isinstance(step, UnsampledStep):
+            return SimpleNamespace(plan=plan, step=step, before=before)
+        return self._finish(plan, step.result().graph_mode, before)
+
+    def sample(self, handle: SimpleNamespace, masks: RowMasks) -> SimpleNamespace:
+        mode = handle.step.sample(masks).result().graph_mode
+        return self._finish(handle.plan, mode, handle.before)
+
+    def _finish(self, plan: StepPlan, mode: str, before: set[tuple[str, str]]) -> SimpleNamespace:
         self.steps.append((plan, mode, set(self._missing) - before))
         for row in plan.added:
             known = len(row.token_ids)

@@ -1,0 +1,34 @@
+"""A step whose model has been launched, and what sampling needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from termgen.engine.runner.async_output import RecordedOutput
+from termgen.engine.step import StepResult
+from termgen.engine.token_mask import RowMasks
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """What the model made of a step's B rows."""
+
+    slots: torch.Tensor  # [B] int64
+    num_tokens: torch.Tensor  # [B] int64
+    logits: torch.Tensor  # [B, V] of each row's last token, in the model's type
+    prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """As in `StepTensors`."""
+
+
+class UnsampledStep:
+    """A step that waits for the masks of its constrained rows."""
+
+    def __init__(self, sample: Callable[[RowMasks], RecordedOutput]) -> None:
+        self.sample = sample
+        """Launches the rest. To be called once, before the next step is launched."""
+
+    def result(self) -> StepResult:
+        raise AssertionError("nothing is sampled before the masks are there")
