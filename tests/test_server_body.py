@@ -24,6 +24,7 @@ from termgen.api.fields import parse_json
 from termgen.errors import RequestError
 from termgen.serving import json_process
 from termgen.serving import json_weight as module
+from termgen.serving.connection import Connection
 from termgen.serving.json_process import JSONProcess
 from termgen.serving.json_weight import check_weight
 
@@ -208,6 +209,21 @@ async def test_objects_of_too_many_fields_are_refused() -> None:
             assert answer.status_code == 400
             error = answer.json()["error"]
             assert "more than 1000 fields" in error["message"] and error["param"] == param
+
+
+async def test_large_bodies_come_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is copied on the event loop."""
+    receive, sizes = Connection.data_received, list[int]()
+
+    def noting(self: Connection, data: bytes) -> None:
+        sizes.append(len(data))
+        receive(self, data)
+
+    monkeypatch.setattr(Connection, "data_received", noting)
+    async with serving(FakeEngine()) as server, httpx.AsyncClient(base_url=server.url) as client:
+        body = {"prompt": "x", "user": "u" * 2**21}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+    assert max(sizes) <= 2**17 and sum(sizes) > 2**21
 
 
 async def test_the_process_ends_with_the_server() -> None:
