@@ -78,6 +78,20 @@ async def test_an_edit_that_is_sent_keeps_what_is_typed_ahead() -> None:
         await wait_until(pilot, lambda: not app.chat.is_streaming)
 
 
+async def test_an_answer_may_end_while_the_screen_is_taken_down() -> None:
+    """Its parts go first, and what answers goes with the screen."""
+    app = FrozenApp(chat_engine(Script(pieces=pieces("x" * 40), hold_after=2)))
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "hi", wait=False)
+        await wait_until(pilot, lambda: "xx" in shown(app))
+        chat = app.chat
+        await chat.remove_children()
+        chat._flush()
+        chat.stop_answer()
+        assert chat.conversation.turns[0].state is AnswerState.STOPPED
+
+
 async def test_ctrl_c_stops_the_answer_wherever_the_keys_are() -> None:
     app = FrozenApp(chat_engine(Script(pieces=pieces("x" * 40), hold_after=2)))
     async with app.run_test(size=SIZE) as pilot:

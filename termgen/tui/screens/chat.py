@@ -36,12 +36,15 @@ class ChatScreen(SessionScreen):
 
     def compose(self) -> ComposeResult:
         yield SessionPanel(self._wall_clock, id="sessions")
-        yield Canvas(self._paint_status, id="status")
-        yield Transcript(id="transcript")
+        self.status = Canvas(self._paint_status, id="status")
+        yield self.status
+        self.transcript = Transcript(id="transcript")
+        yield self.transcript
         with Container(id="prompt-area"):
             completion = FileCompletion(id="completion")
             yield completion
-            yield Prompt(completion, id="prompt")
+            self.prompt = Prompt(completion, id="prompt")
+            yield self.prompt
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:

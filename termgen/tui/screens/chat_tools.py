@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from textual import getters, on, work
+from textual import on, work
 from textual.content import Content
 
 from termgen.client import EngineClient
@@ -45,9 +45,10 @@ from termgen.tui.widgets.transcript import Transcript
 
 
 class ChatTools(ThemedScreen):
-    prompt = getters.query_one(Prompt)
-    transcript = getters.query_one(Transcript)
-    status = getters.query_one("#status", Canvas)
+    prompt: Prompt
+    transcript: Transcript
+    status: Canvas
+    # Kept by `compose`, not looked up: an answer may end when the screen has lost them already.
     conversation: Conversation
     keeper: ChatKeeper
     _cursor: Turn | None
