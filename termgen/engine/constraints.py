@@ -90,9 +90,12 @@ class Constraints:
         if self.is_late and not (self._is_busy or self._failed):
             self._filler.wait_for_any(PATIENCE_S)
 
-    def masks_for(self, table: SlotTable, plan: StepPlan) -> RowMasks | None:
+    def masks_for(
+        self, table: SlotTable, plan: StepPlan, *, runs_until_s: float = 0.0
+    ) -> RowMasks | None:
         """Of a step whose model runs, waited for a little. Rows whose mask is late are counted as
-        if they had not been in the step. None while a token that the masks need is in flight."""
+        if they had not been in the step. None while a token that the masks need is in flight.
+        runs_until_s: perf_counter before which nothing else could be computed anyway."""
         assert plan.constrained is not None
         rows = plan.constrained
         slots = plan.slots[rows]
@@ -100,6 +103,7 @@ class Constraints:
         if (table.num_pending[slots[stayed]] > 1).any():
             return None
         self._begin_waiting(is_alone=len(rows) == plan.num_rows)
+        self._deadline = max(self._deadline, runs_until_s)
         requests = [table.request_at(slot) for slot in slots[stayed].tolist()]
         self._wait_for([grammar_of(request) for request in requests])
         has_mask = np.zeros(len(rows), np.bool_)
@@ -156,13 +160,13 @@ class Constraints:
 
     def _begin_waiting(self, *, is_alone: bool) -> None:
         patience_s = self.idle_patience_s if is_alone else self.patience_s
-        self._deadline = time.monotonic() + patience_s
+        self._deadline = time.perf_counter() + patience_s
 
     def _wait_for(self, grammars: list[GrammarState]) -> None:
         """Until the deadline, for those that are usually quick."""
         quick = [grammar for grammar in grammars if not (grammar.is_ready or grammar.is_slow)]
         if quick:
-            self._filler.wait(quick, max(0.0, self._deadline - time.monotonic()))
+            self._filler.wait(quick, max(0.0, self._deadline - time.perf_counter()))
 
     def _has_mask(self, request: Request) -> bool:
         grammar = grammar_of(request)

@@ -281,9 +281,9 @@ class Scheduler:
         self._next_step += 1
         return plan
 
-    def masks_for(self, plan: StepPlan) -> RowMasks | None:
+    def masks_for(self, plan: StepPlan, *, runs_until_s: float = 0.0) -> RowMasks | None:
         """What the constrained rows of the newest step may sample; see Constraints.masks_for."""
-        masks = self.constraints.masks_for(self.slots, plan)
+        masks = self.constraints.masks_for(self.slots, plan, runs_until_s=runs_until_s)
         if masks is not None and len(masks.late):
             self._decode_step.forget()
         return masks

@@ -167,32 +167,32 @@ class ConstrainedDriver(CoreDriver):
         return answer
 
 
-def make_late(driver: ConstrainedDriver, rng: np.random.Generator, on_time: float) -> list[int]:
+def make_late(scheduler: Scheduler, rng: np.random.Generator, on_time: float) -> list[int]:
     """Of the masks that a step waits for, let this share come. Returns how many were late, step by
     step."""
-    constraints, num_late = driver.scheduler.constraints, list[int]()
+    constraints, num_late = scheduler.constraints, list[int]()
     has_mask, masks_for = constraints._has_mask, constraints.masks_for
-    schedule = driver.scheduler.schedule
+    schedule = scheduler.schedule
     is_sampling, ahead = False, set[str]()
 
     def noting_who_is_ahead(now_ns: int = 0) -> StepPlan | None:
         nonlocal ahead
-        ahead = names_ahead(driver.scheduler)
+        ahead = names_ahead(scheduler)
         return schedule(now_ns)
 
     def unreliable(request: Request) -> bool:
         may_be_late = is_sampling and request.request_id in ahead
         return has_mask(request) and not (may_be_late and rng.random() > on_time)
 
-    def counted(table: SlotTable, plan: StepPlan) -> RowMasks | None:
+    def counted(table: SlotTable, plan: StepPlan, *, runs_until_s: float = 0.0) -> RowMasks | None:
         nonlocal is_sampling
         is_sampling = True
-        masks = masks_for(table, plan)
+        masks = masks_for(table, plan, runs_until_s=runs_until_s)
         is_sampling = False
         num_late.append(0 if masks is None else len(masks.late))
         return masks
 
-    driver.scheduler.schedule = noting_who_is_ahead  # type: ignore[method-assign]
+    scheduler.schedule = noting_who_is_ahead  # type: ignore[method-assign]
     constraints._has_mask = unreliable  # type: ignore[method-assign]
     constraints.masks_for = counted  # type: ignore[method-assign]
     return num_late

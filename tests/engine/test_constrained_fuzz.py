@@ -25,7 +25,7 @@ class ConstrainedSchedule(Schedule):
     def make_driver(self) -> ConstrainedDriver:
         driver = ConstrainedDriver(**self.setting)
         on_time = float(self.rng.choice([0.5, 0.9, 1.0]))
-        self.num_late = make_late(driver, self.rng, on_time)
+        self.num_late = make_late(driver.scheduler, self.rng, on_time)
         return driver
 
     def submit(self, name: str, prompt: list[int], **params: Any) -> Bearer:

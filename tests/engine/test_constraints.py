@@ -172,7 +172,7 @@ def run_random_traffic(seed: int, *, on_time: float = 1.0) -> int:
         max_num_batched_tokens=int(rng.choice([8, 40])),
         run_ahead_ms=float(rng.choice([0.0, 20.0])),
     )
-    num_late = make_late(driver, rng, on_time) if on_time < 1.0 else []
+    num_late = make_late(driver.scheduler, rng, on_time) if on_time < 1.0 else []
     aborted = set()
     for i in range(14):
         prompt = rng.integers(0, 40, int(rng.integers(1, 20))).tolist()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from constrained_harness import FakeGrammar
+from constrained_harness import FakeGrammar, make_late
 
 from termgen.config import EngineConfig
 from termgen.engine.engine import SyncEngine
@@ -71,10 +71,12 @@ def use_kernels(engine: SyncEngine) -> SyncEngine:
 
 
 def run(
-    engine: SyncEngine, kinds: list[dict[str, Any]] = KINDS
+    engine: SyncEngine, kinds: list[dict[str, Any]] = KINDS, *, on_time: float = 1.0
 ) -> tuple[Answers, list[StepRecord]]:
-    """Two of three requests have a grammar; what they say, and every step."""
+    """Two of three requests have a grammar; what they say, and every step. on_time: the share of
+    masks that steps ahead do not miss."""
     rng = np.random.default_rng(7)
+    num_late = make_late(engine.core.scheduler, np.random.default_rng(8), on_time)
     ring = engine.core.bus.subscribe()
     answers: Answers = {}
     grammars: dict[str, FakeGrammar] = {}
@@ -107,6 +109,7 @@ def run(
             for end, token in enumerate(tokens):
                 assert token in grammars[name].allowed(tokens[:end]), (name, end)
     assert engine.snapshot().num_used_blocks == 0
+    assert on_time == 1.0 or sum(num_late) > 5, "hardly any mask was late"
     engine.shutdown()
     return answers, [e for e in ring.drain() if isinstance(e, StepRecord)]
 
@@ -158,6 +161,15 @@ def test_recorded_steps_give_the_answers_of_eager_ones(
     assert answers == expected and "PIECEWISE" in {s.graph_mode for s in steps}
 
 
+@pytest.mark.parametrize("sizes", [{}, {"full": (1, 2, 4, 8)}, {"piecewise": (8, 16, 64)}])
+def test_rows_whose_masks_are_late_say_what_they_say_in_time(
+    folder: Path, expected: Answers, sizes: dict[str, tuple[int, ...]]
+) -> None:
+    engine = make_engine(folder, async_scheduling=True)
+    answers, _ = run(record(engine, **sizes) if sizes else engine, on_time=0.7)
+    assert answers == expected
+
+
 def test_the_kernels_give_the_answers_of_torch(folder: Path, expected: Answers) -> None:
     pytest.importorskip("triton")
     from triton_device import IS_INTERPRETED, require_triton
@@ -176,6 +188,8 @@ def test_on_a_gpu_graphs_steps_ahead_and_preemption_change_nothing(folder: Path)
         expected, _ = run(eager, kinds)
         answers, steps = run(make_engine(folder, **options), kinds)
         assert answers == expected
+        late, _ = run(make_engine(folder, **options), kinds, on_time=0.7)
+        assert late == expected
     assert steps[-1].num_late_compiles == 0
     assert "FULL" in {s.graph_mode for s in steps}
     small = make_engine(folder, **options, num_gpu_blocks_override=8, max_model_len=64)
