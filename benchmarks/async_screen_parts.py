@@ -150,14 +150,19 @@ class Terminal:
     """A terminal in place of this process's own, and a program that reads what is drawn on it."""
 
     def __init__(self, rows: int = ROWS, columns: int = COLUMNS) -> None:
+        self._rows, self._columns = rows, columns
         self._master, self._slave = pty.openpty()
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self._reader = subprocess.Popen(["cat"], stdin=self._master, stdout=subprocess.DEVNULL)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Textual reads descriptor 0 and writes to descriptor 2."""
+        """Textual reads descriptor 0 and writes to descriptor 2. The size it takes from descriptor
+        1, which is another terminal or none, unless the environment tells it."""
         saved = os.dup(0), os.dup(2)
+        sizes = {"COLUMNS": str(self._columns), "LINES": str(self._rows)}
+        before = {name: os.environ.get(name) for name in sizes}
+        os.environ |= sizes
         sys.stderr.flush()
         os.dup2(self._slave, 0)
         os.dup2(self._slave, 2)
@@ -168,6 +173,8 @@ class Terminal:
             os.dup2(saved[1], 2)
             for descriptor in saved:
                 os.close(descriptor)
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
 
     def stall(self) -> None:
         self._reader.send_signal(signal.SIGSTOP)
@@ -184,9 +191,10 @@ class Terminal:
 
 @asynccontextmanager
 async def dashboard(
-    engine: AsyncEngine, terminal: Terminal, hz: float = HZ
+    engine: AsyncEngine, terminal: Terminal, hz: float = HZ, *, page: str = "overview"
 ) -> AsyncIterator[Callable[[], int]]:
-    """The app with its dashboard, on the loop of the engine. Yields how many frames were drawn."""
+    """The app with a page of its dashboard, on the loop of the engine. Yields how many frames were
+    drawn."""
     from termgen.tui.app import TermgenApp
     from termgen.tui.screens.dashboard import DashboardScreen
 
@@ -218,6 +226,9 @@ async def dashboard(
                 while not frames and not running.done():
                     await asyncio.sleep(0.02)
             assert not running.done(), "the app ended before it drew"
+            screen = app.screen
+            assert isinstance(screen, DashboardScreen)
+            screen.call_later(screen.action_page, page)
             yield lambda: frames
         finally:
             app.exit()

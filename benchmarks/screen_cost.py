@@ -16,8 +16,8 @@ on this machine's cores, with 4 requests, which share them with the screen.
 A step is the time between two landings. Every part tells how much of its speed without a screen
 the engine keeps, and mean, 99th percentile and longest step with and without; the device's idle
 time shows whether the wait was the device's too. A frame of the dashboard is told in processor time
-of the screen's thread, with its drawing apart, and in bytes that the terminal gets. pages-N: every
-page at N frames a second, of an engine that computes nothing.
+of the screen's thread, with its drawing apart, and in bytes that the terminal gets. beside-N: every
+page at N frames a second beside the engine; pages-N: and of one that computes nothing.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from async_screen_parts import FrontSizes, Terminal, dashboard, reading
 from frame_cost import HEAD, FrameCosts, figures, line
 from machine import machine_facts
 from made_up_model import write_tiny, write_tokenizer
+from pages_beside import print_pages_beside
 from simulated_gpu import Simulation, installed
 
 from termgen.config import EngineConfig, ServerConfig, UIConfig
@@ -55,7 +56,7 @@ from termgen.engine.engine import AsyncEngine
 from termgen.engine.events import StepRecord
 
 PARTS = (
-    *("dashboard-4", "dashboard-10", "pages-4", "pages-10"),
+    *("dashboard-4", "dashboard-10", "beside-4", "beside-10", "pages-4", "pages-10"),
     *("chat", "stalled", "attached", "memory"),
 )
 ROWS, COLUMNS = 40, 120
@@ -246,9 +247,8 @@ SCREENS: dict[str, Callable[[AsyncEngine, Terminal], Any]] = {
 SETTLES_S = {"stalled": STALLED_S, "attached": 4.0}
 
 
-async def part(name: str, config: EngineConfig, settings: Settings) -> list[dict[str, Any]]:
-    streams = 1 if name == "chat" else settings.streams
-    sizes = FrontSizes(
+def sizes_of(settings: Settings, streams: int) -> FrontSizes:
+    return FrontSizes(
         streams=streams,
         prompt=32,
         seconds=settings.seconds,
@@ -256,6 +256,10 @@ async def part(name: str, config: EngineConfig, settings: Settings) -> list[dict
         max_tokens=3000 if settings.is_real else 24_000,
         vocab=VOCAB,
     )
+
+
+async def part(name: str, config: EngineConfig, settings: Settings) -> list[dict[str, Any]]:
+    sizes = sizes_of(settings, 1 if name == "chat" else settings.streams)
     async with AsyncExitStack() as stack:
         engine = await AsyncEngine.start(config)
         stack.push_async_callback(engine.shutdown)
@@ -375,6 +379,11 @@ def main() -> None:
             if is_simulated and name == "chat":
                 config = replace(config, skip_tokenizer_init=False)
             with installed(simulation) if is_simulated else nullcontext():
+                if name.startswith("beside-"):
+                    hz = float(name.removeprefix("beside-"))
+                    sizes = sizes_of(settings, streams)
+                    results[name] = asyncio.run(print_pages_beside(config, sizes, hz))
+                    continue
                 cells = asyncio.run(part(name, config, settings))
             results[name] = {**summary(cells), "cells": cells}
             print_part(name, results[name])

@@ -113,3 +113,10 @@ class StepError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine thread has stopped; no request can be served any more."""
+
+    def again(self) -> EngineDeadError:
+        """To be raised for the next who asks: one that is raised twice keeps the traceback of each
+        time, and all that their frames hold."""
+        again = EngineDeadError(*self.args)
+        again.__cause__ = self.__cause__
+        return again

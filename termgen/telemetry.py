@@ -38,6 +38,11 @@ MIN_HZ, MAX_HZ = 0.1, 20.0
 MAX_SILENCE_S = 15.0
 """When there is nothing to tell, a comment comes at least so often."""
 
+MAX_FRAME_BYTES = 2**24
+"""Of one frame; the largest, the state of an engine of a million blocks, has a third of it."""
+MAX_ARRAY_BYTES = 2**26
+"""That an array of a frame unpacks to: sixteen million blocks."""
+
 T = TypeVar("T")
 
 
@@ -228,13 +233,23 @@ def decode(frame: Frame) -> Message | None:
 class FrameReader:
     """Bytes of a stream, cut anywhere, to frames. Comments and unknown fields are skipped.
 
-    `feed` raises TelemetryError for names that are no text."""
+    `feed` raises TelemetryError for names that are no text, and for a frame without an end: a
+    server must not fill the memory of who watches it."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        *blocks, self._rest = (self._rest + data).split(b"\n\n")
+        looked_at = max(0, len(self._rest) - 1)
+        self._rest += data
+        if self._rest.find(b"\n\n", looked_at) < 0:
+            blocks: list[bytes] = []
+        else:
+            *blocks, rest = bytes(self._rest).split(b"\n\n")
+            self._rest = bytearray(rest)
+        if max(map(len, (self._rest, *blocks))) > MAX_FRAME_BYTES:
+            self._rest.clear()
+            raise TelemetryError(f"a frame has more than {MAX_FRAME_BYTES:,} bytes")
         for block in blocks:
             fields = {
                 name: value.removeprefix(b" ")
@@ -349,5 +364,9 @@ def _plain_value(hint: type, value: Any) -> Any:
 
 
 def _array(dtype: type, value: Mapping[str, Any]) -> Any:
-    flat = np.frombuffer(zlib.decompress(base64.b64decode(value["zlib"])), value["dtype"])
+    unpacking = zlib.decompressobj()
+    unpacked = unpacking.decompress(base64.b64decode(value["zlib"]), MAX_ARRAY_BYTES)
+    if not unpacking.eof:
+        raise ValueError(f"an array is cut off, or has more than {MAX_ARRAY_BYTES:,} bytes")
+    flat = np.frombuffer(unpacked, value["dtype"])
     return flat.astype(dtype, casting="equiv", copy=False).reshape(value["shape"])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from fake_engine import make_memory_ledger, make_model_info, make_snapshot, make_step_record
 
+from termgen import telemetry
 from termgen.engine.events import (
     EngineEvent,
     EngineSnapshot,
@@ -279,6 +280,26 @@ def test_values_of_another_type_are_told() -> None:
     told = decode(whole)
     assert isinstance(told, Events) and isinstance(told.events[0], StepRecord)
     assert type(told.events[0].publish_us) is float, "JSON of other programs writes 3.0 as 3"
+
+
+def test_a_frame_or_an_array_without_measure_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "MAX_FRAME_BYTES", 1000)
+    reader = FrameReader()
+    assert not list(reader.feed(b"data: " + b"x" * 900))
+    with pytest.raises(TelemetryError, match="more than 1,000 bytes"):
+        list(reader.feed(b"x" * 200))  # it does not wait for its end
+    with pytest.raises(TelemetryError, match="more than 1,000 bytes"):
+        list(FrameReader().feed(b"data: " + b"x" * 2000 + b"\n\n"))
+    assert [f.data for f in FrameReader().feed(b"data: " + b"x" * 900 + b"\n\n" + b"data: y" * 50)]
+    many = FrameReader()
+    assert sum(len(list(many.feed(b"data: " + b"x" * 900 + b"\n\n"))) for _ in range(9)) == 9
+
+    encoded = encode_snapshot(make_snapshot(block_states=np.zeros(2000, np.uint8)))
+    frame = encode_cache(encoded, dropped=0, frame_id="s-1")
+    assert isinstance(decode(frame), Cache)
+    monkeypatch.setattr(telemetry, "MAX_ARRAY_BYTES", 1999)
+    with pytest.raises(TelemetryError, match="more than 1,999 bytes"):
+        decode(frame)
 
 
 def test_ids() -> None:

@@ -151,7 +151,7 @@ class AsyncEngine:
 
     def _open(self, request: GenerationRequest, arrival_ns: int) -> DeltaStream:
         if self._death is not None:
-            raise self._death
+            raise self._death.again()
         self.parts.submit(request, arrival_ns)
         stream = self._streams[request.request_id] = DeltaStream(request.params.n)
         return stream
@@ -208,7 +208,7 @@ class AsyncEngine:
 
     async def snapshot(self) -> EngineSnapshot:
         if self._death is not None:
-            raise self._death
+            raise self._death.again()
         core = self.parts.core
         state: StateCopy = await asyncio.wrap_future(core.call(core.copy_state))
         return state.snapshot()

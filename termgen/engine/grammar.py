@@ -48,16 +48,18 @@ class Grammar:
         """Fills the first mask, which is that of every answer. Raises RequestError."""
         self._prototype = prototype
         self._num_words = num_words
-        self._eos_bits = np.zeros(num_words, np.int32)
+        stays: dict[int, int] = {}
         for token_id in eos_token_ids:
-            self._eos_bits.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+            bit = int(np.uint32(1 << token_id % 32).view(np.int32))
+            stays[token_id // 32] = stays.get(token_id // 32, -1) & ~bit
+        self._without_eos = list(stays.items())
         self._first_mask = np.zeros(num_words, np.int32)
         began = time.perf_counter()
         Matcher(prototype, num_words, None).fill(self._first_mask)
         self.is_slow = time.perf_counter() - began > SLOW_S
 
     def start(self, *, ends_at_eos: bool) -> Matcher:
-        withheld = None if ends_at_eos else self._eos_bits
+        withheld = None if ends_at_eos else self._without_eos
         first = None if self.is_slow else self._first_mask  # or the next would be taken for quick
         return Matcher(self._prototype.deep_copy(), self._num_words, withheld, first)
 
@@ -71,11 +73,11 @@ class Matcher:
         self,
         matcher: Any,
         num_words: int,
-        withheld: IntArray | None,
+        withheld: Sequence[tuple[int, int]] | None,
         first: IntArray | None = None,
     ) -> None:
-        """withheld: bits to clear as long as others are left. first: the first mask, where it is
-        known."""
+        """withheld: what to clear as long as other bits are left: words, and the bits that stay.
+        first: the first mask, where it is known."""
         self._matcher = matcher
         self.num_words = num_words
         self._withheld = withheld
@@ -95,10 +97,20 @@ class Matcher:
             bits[:] = self._first
         else:
             self._compute(bits)
-        if self._withheld is not None:
-            rest = bits & ~self._withheld
-            if rest.any():
-                bits[:] = rest
+        self._withhold(bits)
+
+    def _withhold(self, bits: IntArray) -> None:
+        if self._withheld is None:
+            return
+        before = []
+        for word, stays in self._withheld:  # scalars: arrays so short take longer
+            old = int(bits[word])
+            if old & ~stays:
+                before.append((word, old))
+                bits[word] = old & stays
+        if before and not bits.any():
+            for word, old in before:
+                bits[word] = old
 
     def _compute(self, bits: IntArray) -> None:
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)

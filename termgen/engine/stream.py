@@ -45,7 +45,7 @@ class DeltaStream:
             if not self._open:
                 raise StopAsyncIteration
             if self._error is not None:
-                raise self._error
+                raise self._error.again()
             self._news.clear()
             await self._news.wait()
         index = next(iter(self._waiting))

@@ -70,8 +70,16 @@ class History:
         index = bisect_right(self.run_starts, step_id) - 1
         return self.run_kinds[index] if index >= 0 else Doing.OVER
 
-    def lane(self, step_ids: Sequence[int]) -> list[Doing]:
-        return [self.doing(step_id) for step_id in step_ids]
+    def lane(self, step_ids: Sequence[int]) -> Iterator[tuple[Doing, int]]:
+        """What it does in these steps, which are in order, with how many steps each turn lasts."""
+        starts, at = self.run_starts, 0
+        run = bisect_right(starts, step_ids[0]) - 1 if step_ids else 0
+        while at < len(step_ids):
+            is_last = run + 1 == len(starts)
+            end = len(step_ids) if is_last else bisect_left(step_ids, starts[run + 1], at)
+            if end > at:
+                yield (self.run_kinds[run] if run >= 0 else Doing.OVER), end - at
+            at, run = end, run + 1
 
     def spans(self, doing: Doing, first_id: int) -> Iterator[tuple[int, int | None]]:
         """The steps from `first_id` on in which it does this: from one up to another, or None."""

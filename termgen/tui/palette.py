@@ -16,6 +16,7 @@ from textual.app import App
 from textual.color import Color, ColorParseError
 from textual.strip import Strip
 
+from termgen.tui.lean_strip import LeanStrip
 from termgen.tui.spans import Row, row_width
 
 VARIABLE_PREFIX = "tg-"
@@ -121,14 +122,16 @@ class Palette:
 
     def strip(self, row: Row, width: int, *, background: str = "background") -> Strip:
         """Draw a row, filled up or cropped to `width` cells."""
-        style = self.style
         suffix = "" if background == "background" else "@" + background
-        segments = [
-            Segment(text, style(role if "@" in role else _with_background(role, suffix)))
-            for text, role in row
-        ]
-        strip = Strip(segments, row_width(row))
-        return strip.adjust_cell_length(width, style("text" + suffix))
+        if suffix:
+            row = tuple((t, r if "@" in r else _with_background(r, suffix)) for t, r in row)
+        known, style = self._styles.get, self.style
+        segments = [Segment(text, known(role) or style(role)) for text, role in row]
+        cells = row_width(row)
+        if cells < width:
+            segments.append(Segment(" " * (width - cells), style("text" + suffix)))
+        strip = LeanStrip(segments, max(cells, width))
+        return strip.adjust_cell_length(width) if cells > width else strip
 
     def _parse(self, role: str) -> Style:
         name, _, flags = role.partition("/")
@@ -147,8 +150,6 @@ def has_few_colours(app: App[Any]) -> bool:
 
 
 def _with_background(role: str, suffix: str) -> str:
-    if not suffix:
-        return role
     name, slash, flags = role.partition("/")
     return f"{name}{suffix}{slash}{flags}"
 

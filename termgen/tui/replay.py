@@ -24,6 +24,7 @@ from termgen.telemetry import (
     decode,
 )
 from termgen.tui.feed import StreamFeed
+from termgen.tui.formatting import clock
 
 LOOK_BACK_NS = 150_000_000_000
 """What is played again before the moment one turns to: more than the dashboard's series show."""
@@ -72,6 +73,12 @@ class ReplayFeed(StreamFeed):
     @property
     def length_ns(self) -> int:
         return self._times[-1] - self._times[0]
+
+    @property
+    def words(self) -> str:
+        """`0:12/1:40`, with the speed when it is not that of life."""
+        speed = "" if self.speed == 1 else f" ×{self.speed:g}"
+        return f"{clock(self.position_ns / 1e9)}/{clock(self.length_ns / 1e9)}{speed}"
 
     @property
     def position_ns(self) -> int:

@@ -25,15 +25,17 @@ def row_text(row: Row) -> str:
 
 
 def row_width(row: Sequence[Span]) -> int:
-    return sum(cell_len(text) for text, _ in row)
+    return sum([cell_len(text) for text, _ in row])
 
 
 def fit(row: Sequence[Span], width: int, fill: str = "text") -> Row:
     """Exactly `width` cells: padded with blanks, or cut with an ellipsis."""
+    lengths = [cell_len(text) for text, _ in row]
+    if sum(lengths) == width and all(lengths):
+        return tuple(row)
     used = 0
     out: list[Span] = []
-    for text, role in row:
-        cells = cell_len(text)
+    for (text, role), cells in zip(row, lengths, strict=True):
         if used + cells > width:
             room = width - used
             head = cut(text, room) if text.strip() else ""

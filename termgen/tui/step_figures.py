@@ -77,3 +77,14 @@ class StepFigures:
     def step_ms(self, since_ns: int) -> npt.NDArray[np.float64]:
         """How long the steps took that have ended after a moment."""
         return self._took_ms[self._ended_ns > since_ns]
+
+
+def quantiles(values: npt.NDArray[np.float64], *qs: float) -> npt.NDArray[np.float64]:
+    """[..., values] -> [..., qs]: percentiles along the last axis, between two neighbours on the
+    line that joins them. As `np.percentile`, which takes ten times as long for what a frame has."""
+    ordered = np.sort(values, axis=-1)
+    places = np.array(qs) / 100 * (values.shape[-1] - 1)
+    below = places.astype(np.intp)
+    low, high = ordered[..., below], ordered[..., np.ceil(places).astype(np.intp)]
+    found: npt.NDArray[np.float64] = low + (places - below) * (high - low)
+    return found

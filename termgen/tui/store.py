@@ -24,7 +24,7 @@ from termgen.engine.events import (
 from termgen.tui.graph_stats import GraphFigures, GraphStats
 from termgen.tui.lanes import LaneBook
 from termgen.tui.log import LogBook
-from termgen.tui.step_figures import BUCKET_NS, LONGEST_MS, StepFigures
+from termgen.tui.step_figures import BUCKET_NS, LONGEST_MS, StepFigures, quantiles
 
 HISTORY_BUCKETS = 480
 RATE_BUCKETS = 4
@@ -106,6 +106,13 @@ class DashboardView:
     @property
     def is_idle(self) -> bool:
         return self.num_running == 0 and self.num_waiting == 0
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the engine has computed anything, seen here or before anybody listened."""
+        snapshot = self.snapshot
+        seen_before = snapshot is not None and (snapshot.step or snapshot.generation_tokens)
+        return bool(self.steps or seen_before)
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -356,7 +363,8 @@ def percentiles(
     """Nones where there are no values."""
     if not len(values):
         return [None] * len(qs)
-    found: list[float | None] = np.percentile(np.fromiter(values, np.float64), qs).tolist()
+    known = values if isinstance(values, np.ndarray) else np.fromiter(values, np.float64)
+    found: list[float | None] = quantiles(known, *qs).tolist()
     return found
 
 

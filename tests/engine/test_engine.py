@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -195,8 +196,13 @@ async def test_a_dead_engine_tells_every_stream_and_turns_unhealthy(
         async for _ in stream:
             pass
     assert not engine.is_healthy
-    with pytest.raises(EngineDeadError):
-        await collect(engine, "Hello", SHORT)
+    told = []
+    for _ in range(3):
+        with pytest.raises(EngineDeadError, match="scheduler bug") as caught:
+            await collect(engine, "Hello", SHORT)
+        told.append(caught.value)
+    assert len({len(traceback.extract_tb(error.__traceback__)) for error in told}) == 1
+    assert all(isinstance(error.__cause__, AssertionError) for error in told)
 
 
 async def test_events_and_snapshot_while_running(engine: AsyncEngine) -> None:

@@ -15,9 +15,7 @@ from test_tui_remote import chat_of, remote_app
 from textual.pilot import Pilot
 from textual.widgets import Input
 from tui_harness import (
-    MODEL,
     FrozenApp,
-    TimedEngine,
     ask,
     chat_engine,
     ready,
@@ -76,10 +74,8 @@ async def test_settings_are_saved_when_they_change(tmp_path: Path) -> None:
 async def test_a_chat_that_set_nothing_takes_what_the_model_has_now(tmp_path: Path) -> None:
     """What was the model's own then is not forced upon another one."""
     path = tmp_path / "chats.sqlite3"
-    first = TimedEngine(
-        script=Script(pieces=("fine",)),
-        model=replace(MODEL, default_params={"temperature": 0.2, "top_k": 20}),
-    )
+    own = {"temperature": 0.2, "top_k": 20}
+    first = chat_engine(Script(pieces=("fine",)), default_params=own)
     app = FrozenApp(first, chats=ChatStore(path))
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)

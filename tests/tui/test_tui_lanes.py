@@ -82,8 +82,11 @@ def test_lanes_follow_the_events() -> None:
     history = store.lanes.get("long")
     assert history is not None
     signs = {Doing.PREFILL: "P", Doing.DECODE: "D", Doing.PREEMPTED: "x", Doing.BETWEEN: "-"}
-    told = "".join(signs.get(doing, " ") for doing in history.lane(range(1, 15)))
+    told = "".join(signs.get(doing, " ") * n for doing, n in history.lane(range(1, 15)))
     assert told == "  PP-PDDxxPDD "
+    for ids in ([2, 4, 7], [5], [13, 20], []):  # as lost steps leave them
+        each = [history.doing(step_id) for step_id in ids]
+        assert [doing for doing, n in history.lane(ids) for _ in range(n)] == each
     rows = lanes_panel(view.steps, store.lanes, Frame(60, 12, True), PLAIN_GLYPHS, selected="long")
     assert "▸ long" in text(rows)
     assert "██·█▒▒✂✂█▒▒" in lane(rows, "long")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tui_harness import in_pieces
 
 from termgen.tui import code_panel, markdown
 from termgen.tui.code_panel import COPY_ROLE, CodeBlock
@@ -132,11 +133,9 @@ def test_a_stream_looks_like_a_full_parse_at_every_moment(width: int) -> None:
     rng = random.Random(seed)
     for _ in range(150):
         source = "".join(rng.choice(PARTS) for _ in range(rng.randrange(1, 14)))
-        stream, at = StreamingMarkdown(), 0
-        while at < len(source):
-            size = rng.randrange(1, 10)
-            stream.append(source[at : at + size])
-            at += size
+        stream = StreamingMarkdown()
+        for piece in in_pieces(source, rng, longest=10):
+            stream.append(piece)
             assert text_of(stream.rows(width)) == text_of(render(stream.source, width)), source
         stream.finish()
         assert stream.rows(width) == render(source, width)

@@ -10,6 +10,7 @@ import pytest
 from fake_engine import make_model_info
 from textual.app import App, ComposeResult
 from textual.strip import Strip
+from tui_harness import in_pieces
 
 from termgen.tui import code_panel, markdown, markdown_stream
 from termgen.tui.conversation import Turn
@@ -132,11 +133,9 @@ def test_the_end_equals_a_full_parse_wherever_blocks_are_set_aside(
     ]
     for _ in range(60):
         source = "".join(rng.choice(parts) for _ in range(rng.randrange(1, 12)))
-        stream, at = StreamingMarkdown(), 0
-        while at < len(source):
-            size = rng.randrange(1, 20)
-            stream.append(source[at : at + size])
-            at += size
+        stream = StreamingMarkdown()
+        for piece in in_pieces(source, rng, longest=20):
+            stream.append(piece)
             stream.rows(WIDTH)
             num_long += stream._long is not None
         stream.finish()

@@ -17,10 +17,12 @@ from termgen.tui.render import kv_map, overview
 from termgen.tui.render.batch import batch_panel, column_cells
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.kv_map import kv_cells, kv_panel, map_rows
+from termgen.tui.render.lanes import batch_page
 from termgen.tui.render.loading import loading_rows
 from termgen.tui.render.overview import LiveState
 from termgen.tui.render.requests import requests_panel
 from termgen.tui.render.series import bar, braille, spark
+from termgen.tui.render.timeline import timeline_page
 from termgen.tui.spans import Row, row_text, row_width
 from termgen.tui.store import DashboardStore, DashboardView
 
@@ -277,7 +279,28 @@ def test_request_ids_from_clients_are_cleaned() -> None:
 def test_empty_panels_teach() -> None:
     view = empty_view()
     assert "no requests yet" in text(requests_panel(view, Frame(100, 6, True)))
+    assert "in the chat (1)" in text(requests_panel(view, Frame(100, 6, True)))
+    for width in (60, 100):
+        without = text(requests_panel(view, Frame(width, 6, True), has_chat=False))
+        assert "send one to /v1/chat/completions" in without and "in the chat" not in without
     assert "no step yet" in text(batch_panel((), Frame(100, 6, True), COLOUR_GLYPHS))
+
+
+def test_a_screen_opened_late_does_not_say_that_nothing_ran() -> None:
+    store = DashboardStore(started_ns=NOW_NS - SECOND)
+    assert not store.view(NOW_NS).has_run
+    store.set_snapshot(replace(busy_snapshot(), requests=(), num_running=0, num_waiting=0))
+    view, glyphs = store.view(NOW_NS), COLOUR_GLYPHS
+    assert view.has_run and not view.steps
+    frame = Frame(100, 6, True)
+    pages = [
+        batch_panel(view.steps, frame, glyphs, has_run=view.has_run),
+        timeline_page(view.steps, 100, 30, glyphs, boxed=True, has_run=view.has_run),
+        batch_page(view, store.lanes, 100, 30, glyphs, boxed=True),
+    ]
+    for page in pages:
+        assert "no step since this screen began to listen" in text(page)
+        assert "first request" not in text(page) and "no step yet" not in text(page)
 
 
 def test_series() -> None:

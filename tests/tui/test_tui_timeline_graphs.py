@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +30,7 @@ from termgen.tui.render.graphs import graphs_page, memory_panel, misses_panel, s
 from termgen.tui.render.timeline import lanes_panel, timeline_page
 from termgen.tui.screens.dashboard_keys import KEYS, PAGES, page_at, tab_line
 from termgen.tui.spans import Row, row_text, row_width
+from termgen.tui.step_figures import quantiles
 from termgen.tui.store import DashboardStore, DashboardView
 from termgen.tui.widgets.canvas import Canvas
 
@@ -167,6 +169,28 @@ def test_the_phases_of_many_steps_are_those_of_each() -> None:
     records.append(step_at(9, ended_ns=0))  # a clock that was turned back
     expected = [[ms_of(s) for s in records] for _, _, ms_of in timeline._PHASES]
     assert timeline.phases_ms(records) == pytest.approx(np.array(expected))
+
+
+def test_phases_are_remembered_from_frame_to_frame() -> None:
+    records = [step_at(i, publish_us=i, schedule_us=100.0 + i) for i in range(40)]
+    again = [step_at(i, publish_us=7 * i, schedule_us=300.0) for i in range(40)]
+    times = timeline.PhaseTimes()
+    frames = [
+        *((), records[:5], records[:5], records[3:12], records[30:35], records[10:35]),
+        *(records[:20], again[10:25], again[20:22], (), again[:2], records[1:3]),
+    ]
+    for frame in frames:
+        assert np.array_equal(times.of(tuple(frame)), timeline.phases_ms(frame))
+
+
+def test_quantiles_are_those_of_numpy() -> None:
+    seed = random.randrange(2**32)
+    print(f"{seed=}")
+    rng = np.random.default_rng(seed)
+    for count in (1, 2, 3, 100, 257):
+        values = rng.exponential(5.0, (3, count))
+        expected = np.percentile(values, (0, 50, 99, 100), axis=1).T
+        assert quantiles(values, 0, 50, 99, 100) == pytest.approx(expected)
 
 
 def test_figures_stay_bounded() -> None:

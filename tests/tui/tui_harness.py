@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -115,8 +116,22 @@ def pieces(text: str, size: int = 4) -> tuple[str, ...]:
     return tuple(text[i : i + size] for i in range(0, len(text), size))
 
 
-def chat_engine(script: Script | Callable[[Any], Script] | None = None) -> TimedEngine:
-    return TimedEngine(script=script or Script(pieces=pieces(ANSWER)), model=MODEL)
+def chat_engine(
+    script: Script | Callable[[Any], Script] | None = None, **model: Any
+) -> TimedEngine:
+    """`model`: what differs from `MODEL`."""
+    return TimedEngine(
+        script=script or Script(pieces=pieces(ANSWER)), model=replace(MODEL, **model)
+    )
+
+
+def in_pieces(source: str, rng: random.Random, *, longest: int) -> Iterator[str]:
+    """The text as a model might stream it."""
+    at = 0
+    while at < len(source):
+        size = rng.randrange(1, longest)
+        yield source[at : at + size]
+        at += size
 
 
 async def wait_until(pilot: Pilot[Any], condition: Callable[[], bool], tries: int = 200) -> None:

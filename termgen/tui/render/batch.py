@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 
 from termgen.engine.events import StepRecord
 from termgen.tui.formatting import count, milliseconds, percent
@@ -17,9 +18,15 @@ MODE_ROLES = {"F": "mode-full", "P": "mode-piecewise", "N": "mode-none"}
 
 
 def batch_panel(
-    steps: Sequence[StepRecord], frame: Frame, glyphs: Glyphs, *, cursor: int | None = None
+    steps: Sequence[StepRecord],
+    frame: Frame,
+    glyphs: Glyphs,
+    *,
+    cursor: int | None = None,
+    has_run: bool = False,
 ) -> list[Row]:
-    """`cursor` counts steps back from the newest; None follows the newest."""
+    """`cursor` counts steps back from the newest; None follows the newest. `has_run`: there were
+    steps before those that are known."""
     width, height = frame.inner_width, frame.inner_height
     shown, marked = steps_in_view(steps, width, cursor)
     step = shown[marked] if shown else None
@@ -38,13 +45,19 @@ def batch_panel(
     if frame.width < 60:
         legend = []
     if not shown:
-        text = "no step yet: the engine is waiting for its first request"
-        return frame.draw(title, legend, [(), ((text, "muted"),)])
+        return frame.draw(title, legend, [(), ((no_step_words(has_run), "muted"),)])
     chart = _columns(shown, height - 2, glyphs)
     body = [_right(row, width) for row in chart]
     body.append(_right(_modes(shown, None if cursor is None else marked), width))
     body.append(step_line(step, shown, width))
     return frame.draw(title, legend, body)
+
+
+def no_step_words(has_run: bool) -> str:
+    """In place of steps, where none is known."""
+    if has_run:
+        return "no step since this screen began to listen"
+    return "no step yet: the engine is waiting for its first request"
 
 
 def steps_in_view(
@@ -88,35 +101,50 @@ def column_cells(tokens: tuple[int, int, int], height: int, peak: int) -> tuple[
 
 
 def _columns(steps: Sequence[StepRecord], height: int, glyphs: Glyphs) -> list[Row]:
-    peak = max(MIN_PEAK_TOKENS, *(sum(step_tokens(step)) for step in steps))
-    columns = [column_cells(step_tokens(step), height, peak) for step in steps]
+    """Neighbours that are alike, as most steps of a busy engine are, are drawn at once."""
+    tokens = [step_tokens(step) for step in steps]
+    peak = max(MIN_PEAK_TOKENS, *map(sum, tokens))
+    columns = [
+        (column_cells(parts, height, peak), sum(1 for _ in alike))
+        for parts, alike in groupby(tokens)
+    ]
     kinds = {
         "prefill": (glyphs.prefill, "prefill"),
         "decode": (glyphs.decode, "decode"),
         "padding": (glyphs.padding, "padding"),
+        "": (" ", "text"),
     }
     rows: list[Row] = []
     for level in range(height, 0, -1):
         spans: list[Span] = []
-        for prefill, decode, padding in columns:
+        for (prefill, decode, padding), num_steps in columns:
             if level <= decode:
-                spans.append(kinds["decode"])
+                kind = "decode"
             elif level <= decode + prefill:
-                spans.append(kinds["prefill"])
+                kind = "prefill"
             elif level <= decode + prefill + padding:
-                spans.append(kinds["padding"])
+                kind = "padding"
             else:
-                spans.append((" ", "text"))
+                kind = ""
+            sign, role = kinds[kind]
+            spans.append((sign * num_steps, role))
         rows.append(merge(spans))
     return rows
 
 
 def _modes(steps: Sequence[StepRecord], marked: int | None) -> Row:
     spans: list[Span] = []
-    for index, step in enumerate(steps):
-        letter = mode_letter(step.graph_mode)
+    index = 0
+    for mode, alike in groupby(step.graph_mode for step in steps):
+        num_steps, letter = sum(1 for _ in alike), mode_letter(mode)
         role = MODE_ROLES.get(letter, "mode-none")
-        spans.append((letter, role + "/r" if index == marked else role))
+        if marked is not None and index <= marked < index + num_steps:
+            before = marked - index
+            spans += [(letter * before, role), (letter, role + "/r")]
+            spans.append((letter * (num_steps - before - 1), role))
+        else:
+            spans.append((letter * num_steps, role))
+        index += num_steps
     return merge(spans)
 
 

@@ -88,7 +88,7 @@ def sizes_panel(view: DashboardView, frame: Frame) -> list[Row]:
         role = MODE_ROLES.get(mode_letter(mode), "mode-none")
         right += [("  " if right else "", "muted"), (f"{share} {mode}", role)]
     if not figures.num_steps:
-        return frame.draw(title, (), [(("no step yet: sizes show as they are hit", "muted"),)])
+        return frame.draw(title, (), [(("no step to show: sizes come as they are hit", "muted"),)])
     if not figures.sizes:
         text = "no step was run from a graph"
         return frame.draw(title, right, [((text, "muted"),)])

@@ -39,7 +39,8 @@ def batch_page(
     rest = height - budget - columns - queue
     rows = budget_panel(view, Frame(width, budget, boxed), glyphs, cursor=cursor)
     if columns:
-        rows += batch_panel(view.steps, Frame(width, columns, boxed), glyphs, cursor=cursor)
+        frame = Frame(width, columns, boxed)
+        rows += batch_panel(view.steps, frame, glyphs, cursor=cursor, has_run=view.has_run)
     frame = Frame(width, max(0, rest), boxed)
     rows += lanes_panel(view.steps, lanes, frame, glyphs, cursor=cursor, selected=selected)
     if queue:
@@ -54,7 +55,7 @@ def budget_panel(
     title: list[Span] = [("token budget", "text/b")]
     limit = view.max_num_batched_tokens
     if not view.steps or not limit:
-        return frame.draw(title, (), [(("no step yet", "muted"),)])
+        return frame.draw(title, (), [(("no step to show", "muted"),)])
     step = view.steps[-1 - min(cursor or 0, len(view.steps) - 1)]
     prefill, decode, padding = step_tokens(step)
     right: list[Span] = [
@@ -90,7 +91,7 @@ def lanes_panel(
     shown, marked = steps_in_view(steps, width, cursor)
     title: list[Span] = [("requests", "text/b"), (f" · {len(shown)} steps", "muted")]
     if not shown:
-        return frame.draw(title, (), [(("no step yet", "muted"),)])
+        return frame.draw(title, (), [(("no step to show", "muted"),)])
     room = frame.inner_height
     present = [h for h in lanes if _was_there(h, shown[0].step_id, shown[-1].step_id)]
     present.sort(key=lambda h: (h.doing(shown[marked].step_id) is Doing.OVER, h.run_starts[0]))
@@ -132,7 +133,9 @@ def _lane_row(
         (name.ljust(ID_WIDTH - 2), "text/b" if is_selected else "text"),
         (" " * (width - len(steps)), "text"),
     ]
-    spans += [signs[doing] for doing in history.lane([step.step_id for step in steps])]
+    for doing, num_steps in history.lane([step.step_id for step in steps]):
+        sign, role = signs[doing]
+        spans.append((sign * num_steps, role))
     spans.append(_tokens(history, steps[marked].step_id))
     return merge(spans)
 

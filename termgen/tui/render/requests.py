@@ -55,15 +55,16 @@ def requests_panel(
     *,
     selected: str | None = None,
     first: int = 0,
+    has_chat: bool = True,
 ) -> list[Row]:
-    """`first` is the row the table is scrolled to."""
+    """`first` is the row the table is scrolled to. `has_chat`: this program can be asked too."""
     title: list[Span] = [
         ("requests", "text/b"),
         (f" · {view.num_running} running  {view.num_waiting} waiting", "muted"),
     ]
     right: list[Span] = [(f"{count(view.num_finished)} finished", "muted")]
     if not view.requests:
-        return frame.draw(title, right, _empty(frame.inner_width))
+        return frame.draw(title, right, _empty(frame.inner_width, has_chat=has_chat))
     width = frame.inner_width
     columns = [c for c in _COLUMNS if width >= c.needs]
     id_width = _id_width(columns, width)
@@ -91,10 +92,11 @@ def row_at(y: int, view: DashboardView, frame: Frame, *, first: int = 0) -> Requ
     return rows[y - 2] if 0 <= y - 2 < len(rows) else None
 
 
-def _empty(width: int) -> list[Row]:
-    hint = "ask something in the chat (1)"
-    more = ", or send a request to /v1/chat/completions"
-    text = f"no requests yet: {hint}{more if width >= 90 else ''}"
+def _empty(width: int, *, has_chat: bool) -> list[Row]:
+    text = "no requests yet: send one to /v1/chat/completions"
+    if has_chat:
+        more = ", or send a request to /v1/chat/completions" if width >= 90 else ""
+        text = f"no requests yet: ask something in the chat (1){more}"
     return [(), ((cut(text, width), "muted"),)]
 
 

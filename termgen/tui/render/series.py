@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from termgen.tui.spans import Row
 
@@ -22,19 +23,19 @@ def braille(
     points = _tail(values, width * 2)
     top = peak if peak is not None else max(points, default=0.0)
     levels = [_level(value, top, height * 4) for value in points]
-    rows: list[Row] = []
-    for line in range(height):
-        base = (height - 1 - line) * 4
-        cells = "".join(
-            chr(
-                0x2800
-                + _LEFT[min(4, max(0, levels[i] - base))]
-                + _RIGHT[min(4, max(0, levels[i + 1] - base))]
-            )
-            for i in range(0, len(levels), 2)
-        )
-        rows.append(((cells.replace("\u2800", " "), role),))
-    return rows
+    pairs = zip(levels[::2], levels[1::2], strict=True)
+    columns = [_column(left, right, height) for left, right in pairs]
+    return [(("".join(line), role),) for line in zip(*columns, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def _column(left: int, right: int, height: int) -> str:
+    """Two neighbours of an area, from the top down."""
+    signs = (
+        chr(0x2800 + _LEFT[min(4, max(0, left - base))] + _RIGHT[min(4, max(0, right - base))])
+        for base in range((height - 1) * 4, -1, -4)
+    )
+    return "".join(signs).replace("\u2800", " ")
 
 
 def spark(values: Sequence[float], width: int, *, role: str, peak: float | None = None) -> Row:

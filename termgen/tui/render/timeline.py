@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
@@ -11,10 +12,11 @@ import numpy.typing as npt
 from termgen.engine.events import StepRecord
 from termgen.tui.formatting import milliseconds, percent
 from termgen.tui.palette import Glyphs
-from termgen.tui.render.batch import step_line
+from termgen.tui.render.batch import no_step_words, step_line
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import bar
 from termgen.tui.spans import Row, Span, fit, merge
+from termgen.tui.step_figures import quantiles
 
 LABEL = 6
 """Cells before a lane."""
@@ -53,27 +55,34 @@ def timeline_page(
     boxed: bool,
     cursor: int | None = None,
     num_steps: int = DEFAULT_STEPS,
+    phase_times: PhaseTimes | None = None,
+    has_run: bool = False,
 ) -> list[Row]:
-    """The lanes over the phases over the steps one by one. `cursor` counts back from the newest."""
+    """The lanes over the phases over the steps one by one. `cursor` counts back from the newest;
+    `phase_times` remembers what the phases of the last frame's steps took; `has_run`: there were
+    steps before those that are known."""
     end = len(steps) - min(cursor or 0, max(0, len(steps) - 1))
     lanes = min(height, LANES_HEIGHT + (2 if boxed else 1))
-    rows = lanes_panel(steps[max(0, end - num_steps) : end], Frame(width, lanes, boxed), glyphs)
+    shown, frame = steps[max(0, end - num_steps) : end], Frame(width, lanes, boxed)
+    rows = lanes_panel(shown, frame, glyphs, has_run=has_run)
     rest = height - lanes
     phases = min(rest, len(_PHASES) + 1 + (2 if boxed else 1))
     if phases > 2:
-        rows += phases_panel(steps[:end], Frame(width, phases, boxed))
+        took_ms = (phase_times or PhaseTimes()).of(steps)[:, :end]
+        rows += phases_panel(took_ms, Frame(width, phases, boxed))
         rest -= phases
     if rest > 2:
         rows += list_panel(steps[:end], Frame(width, rest, boxed))
     return rows
 
 
-def lanes_panel(steps: Sequence[StepRecord], frame: Frame, glyphs: Glyphs) -> list[Row]:
+def lanes_panel(
+    steps: Sequence[StepRecord], frame: Frame, glyphs: Glyphs, *, has_run: bool = False
+) -> list[Row]:
     """The steps side by side on one scale of time; the last one is the marked one."""
     title: list[Span] = [("timeline", "text/b")]
     if not steps:
-        text = "no step yet: the engine is waiting for its first request"
-        return frame.draw(title, (), [(), ((text, "muted"),)])
+        return frame.draw(title, (), [(), ((no_step_words(has_run), "muted"),)])
     cells = max(1, frame.inner_width - LABEL)
     begin, end = _span(steps)
     per_cell = max(1, (end - begin) / cells)
@@ -206,16 +215,20 @@ def _legend(glyphs: Glyphs) -> Row:
     return (*spans, (glyphs.prefill, "decode"), (" step on the device", "muted"))
 
 
-def phases_panel(steps: Sequence[StepRecord], frame: Frame) -> list[Row]:
-    """Where a step's time goes: median and 99th percentile of every phase, to one scale."""
-    right = [(f"last {len(steps)} steps", "muted")]
+def phases_panel(took_ms: npt.NDArray[np.float64], frame: Frame) -> list[Row]:
+    """Where a step's time goes: median and 99th percentile of every phase, to one scale.
+
+    took_ms: [phases, steps]"""
+    num_steps = took_ms.shape[1]
+    right = [(f"last {num_steps} steps", "muted")]
     title: list[Span] = [("where a step goes", "text/b"), (" · ms", "muted")]
-    if not steps:
+    if not num_steps:
         return frame.draw(title, (), [])
-    found = np.percentile(phases_ms(steps), (50, 99), axis=1)
     figures = [
         (name, role, p50, p99)
-        for (name, role, _), p50, p99 in zip(_PHASES, *found.tolist(), strict=True)
+        for (name, role, _), (p50, p99) in zip(
+            _PHASES, quantiles(took_ms, 50, 99).tolist(), strict=True
+        )
     ]
     top = max(p50 for _, _, p50, _ in figures) or 1.0
     room = max(4, frame.inner_width - 34)
@@ -232,8 +245,39 @@ def phases_panel(steps: Sequence[StepRecord], frame: Frame) -> list[Row]:
     return frame.draw(title, right, body)
 
 
+class PhaseTimes:
+    """What the phases of the steps took. From one frame to the next most steps are the same."""
+
+    def __init__(self) -> None:
+        self._steps: Sequence[StepRecord] = ()
+        self._took_ms = np.empty((len(_PHASES), 0))
+
+    def of(self, steps: Sequence[StepRecord]) -> npt.NDArray[np.float64]:
+        """[phases, steps]"""
+        known = self._num_known(steps)
+        kept = self._took_ms[:, len(self._steps) - known :]
+        self._took_ms = np.hstack((kept, phases_ms(steps[known:])))
+        self._steps = steps
+        return self._took_ms
+
+    def _num_known(self, steps: Sequence[StepRecord]) -> int:
+        """How many steps at the front of these are those at the end of the last ones."""
+        if not self._steps or not steps:
+            return 0
+        last = self._steps[-1]
+        known = bisect_left(steps, last.step_id, key=attrgetter("step_id")) + 1
+        is_same = (
+            known <= min(len(steps), len(self._steps))
+            and steps[known - 1] is last
+            and steps[0] is self._steps[-known]
+        )
+        return known if is_same else 0
+
+
 def phases_ms(steps: Sequence[StepRecord]) -> npt.NDArray[np.float64]:
     """[phases, steps] as `_PHASES` has them, of many steps at once."""
+    if not steps:
+        return np.empty((len(_PHASES), 0))
     host = np.array(list(map(_HOST_US, steps)), np.float64).T / 1e3
     device = np.array(list(map(_DEVICE, steps)), np.float64).T
     ran_ms = np.maximum(0.0, device[1] - device[0]) / 1e6

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from textual.geometry import Region
 from textual.screen import Screen
+from textual.strip import Strip
 from textual.theme import Theme
 
 from termgen.tui.palette import Palette
@@ -18,6 +20,7 @@ class ThemedScreen(Screen[None]):
 
     palette = Palette({})
     """The colours of the moment."""
+    _ground: Strip | None = None
 
     def on_mount(self) -> None:
         self.app.theme_changed_signal.subscribe(self, self._follow_theme)
@@ -25,10 +28,19 @@ class ThemedScreen(Screen[None]):
 
     def apply_palette(self) -> None:
         palette = self.palette = Palette.of(self.app)
+        self._ground = None
         for canvas in self.query(Canvas):
             canvas.set_palette(palette)
         for transcript in self.query(Transcript):
             transcript.set_palette(palette)
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """What the canvases leave free, mostly nothing: one strip that is kept between frames."""
+        if self.palette.mono:
+            return super().render_lines(crop)
+        if self._ground is None or self._ground.cell_length != crop.width:
+            self._ground = Strip.blank(crop.width, self.palette.style("text"))
+        return [self._ground] * crop.height
 
     def _follow_theme(self, _theme: Theme) -> None:
         self.apply_palette()

@@ -26,7 +26,6 @@ from textual.events import (
 from textual.widgets import Footer, Input
 
 from termgen.tui.feed import EngineFeed
-from termgen.tui.formatting import clock
 from termgen.tui.gpu_meter import GpuWatch
 from termgen.tui.intake import Intake
 from termgen.tui.log import Level
@@ -36,7 +35,6 @@ from termgen.tui.render.frame import Frame
 from termgen.tui.render.kv_map import kv_panel
 from termgen.tui.render.overview import LiveState
 from termgen.tui.render.requests import requests_panel, row_at
-from termgen.tui.replay import ReplayFeed
 from termgen.tui.screens.base import ThemedScreen
 from termgen.tui.screens.dashboard_keys import KEYS, PAGES, Page, page_at, tab_line
 from termgen.tui.screens.dashboard_pages import Pages, Sight
@@ -85,13 +83,14 @@ class DashboardScreen(ThemedScreen):
         self._window_s: int | None = None
         self._pages = Pages()
         self._gpu = GpuWatch(client)
+        self._canvases: Sequence[Canvas] = ()
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_header, id="header")
         yield Canvas(lambda width, height: [tab_line(self._page, self.pages)], id="tabs")
         with Vertical(id="overview"):
             yield Canvas(self._paint_numbers, id="numbers")
-            yield Canvas(self._paint_sparks, id="sparks")
+            yield Canvas(lambda width, _: [overview.sparks_line(self._view, width)], id="sparks")
             with Horizontal(id="tiles"):
                 yield Canvas(self._framed(overview.decode_tile), id="decode")
                 yield Canvas(self._framed(overview.prefill_tile), id="prefill")
@@ -112,6 +111,9 @@ class DashboardScreen(ThemedScreen):
     def close(self) -> None:
         """Stop listening to the engine."""
         self._intake.close()
+
+    def on_mount(self) -> None:
+        self._canvases = tuple(self.query(Canvas))  # they stay: no frame looks for them
 
     @on(ScreenResume)
     def _start_pump(self) -> None:
@@ -169,7 +171,7 @@ class DashboardScreen(ThemedScreen):
     def paint(self) -> None:
         shows_overview = self._page == "overview"
         self._shown_trouble = self._intake.trouble
-        for canvas in self.query(Canvas):
+        for canvas in self._canvases:
             if canvas.display and (shows_overview or canvas.id in ("header", "tabs", "page")):
                 canvas.repaint()
 
@@ -348,7 +350,7 @@ class DashboardScreen(ThemedScreen):
             observer_share=self._observer_share,
             back=self._back or 0,
             trouble=self._intake.trouble,
-            replay=_replay_words(self._intake.replay) if self._intake.replay else "",
+            replay=self._intake.replay.words if self._intake.replay else "",
         )
         return [overview.header(self._client.model, self._view, live, width)]
 
@@ -358,21 +360,24 @@ class DashboardScreen(ThemedScreen):
     def _paint_numbers(self, width: int, _height: int) -> Sequence[Row]:
         return [overview.numbers_line(self._view, width, self._gpu.reading)]
 
-    def _paint_sparks(self, width: int, _height: int) -> Sequence[Row]:
-        return [overview.sparks_line(self._view, width)]
-
     def _paint_batch(self, width: int, height: int) -> Sequence[Row]:
         frame = self._frame(width, height)
-        return batch_panel(self._view.steps, frame, self.palette.glyphs, cursor=self._back)
+        view, glyphs = self._view, self.palette.glyphs
+        return batch_panel(view.steps, frame, glyphs, cursor=self._back, has_run=view.has_run)
 
     def _paint_blocks(self, width: int, height: int) -> Sequence[Row]:
         frame = self._frame(width, height)
         return kv_panel(self._view, frame, self.palette.glyphs, selected=self._selected)
 
     def _paint_requests(self, width: int, height: int) -> Sequence[Row]:
-        frame = self._frame(width, height)
-        glyphs, marked = self.palette.glyphs, self._selected
-        return requests_panel(self._view, frame, glyphs, selected=marked, first=self._first_row)
+        return requests_panel(
+            self._view,
+            self._frame(width, height),
+            self.palette.glyphs,
+            selected=self._selected,
+            first=self._first_row,
+            has_chat=self.app.check_action("show", ("chat",)) is not False,
+        )
 
     def _paint_page(self, width: int, height: int) -> Sequence[Row]:
         if self._page == "overview":
@@ -390,9 +395,3 @@ class DashboardScreen(ThemedScreen):
             observer_share=self._observer_share,
         )
         return self._pages.paint(self._page, sight, width, height)
-
-
-def _replay_words(replay: ReplayFeed) -> str:
-    """`0:12/1:40`, with the speed when it is not that of life."""
-    speed = "" if replay.speed == 1 else f" ×{replay.speed:g}"
-    return f"{clock(replay.position_ns / 1e9)}/{clock(replay.length_ns / 1e9)}{speed}"

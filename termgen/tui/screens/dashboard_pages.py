@@ -48,6 +48,7 @@ class Pages:
         self.search = ""
         self.log_scroll = LogScroll()
         self._num_steps = timeline.DEFAULT_STEPS
+        self._phase_times = timeline.PhaseTimes()
         self._painters = {
             "timeline": self._timeline,
             "batch": self._batch,
@@ -85,6 +86,8 @@ class Pages:
             boxed=sight.boxed,
             cursor=sight.back,
             num_steps=self._num_steps,
+            phase_times=self._phase_times,
+            has_run=sight.view.has_run,
         )
 
     def _batch(self, sight: Sight, width: int, height: int) -> Sequence[Row]:

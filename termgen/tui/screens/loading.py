@@ -1,4 +1,7 @@
-"""The loading screen. The engine reports from any thread; the screen looks ten times a second."""
+"""The loading screen. The engine reports from any thread; the screen looks ten times a second.
+
+It stays below the screens that take its place, and does nothing there.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from textual import on
 from textual.app import ComposeResult
+from textual.events import ScreenResume, ScreenSuspend
+from textual.timer import Timer
 
 from termgen.tui.key_hints import key_of
 from termgen.tui.render.loading import loading_rows
@@ -43,13 +49,23 @@ class LoadingScreen(ThemedScreen):
         self._progress = progress
         self._clock = clock
         self._started_s = clock()
+        self._poll: Timer | None = None
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint, id="loading")
 
     def on_mount(self) -> None:
-        super().on_mount()
-        self.set_interval(POLL_S, self.query_one(Canvas).repaint)
+        self._poll = self.set_interval(POLL_S, self.query_one(Canvas).repaint)
+
+    @on(ScreenSuspend)
+    def _stop_looking(self) -> None:
+        if self._poll is not None:
+            self._poll.pause()
+
+    @on(ScreenResume)
+    def _look_again(self) -> None:
+        if self._poll is not None:
+            self._poll.resume()
 
     def _paint(self, width: int, height: int) -> Sequence[Row]:
         elapsed, quit_key = self._clock() - self._started_s, key_of(self, "app.quit")

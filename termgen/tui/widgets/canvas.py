@@ -45,7 +45,7 @@ class Canvas(Widget):
 
     def repaint(self) -> None:
         """Ask the painter for rows and redraw those that differ from what is shown."""
-        width, height = self.size
+        width, height = self.region.size  # nothing while it is not shown
         if self._palette is None or not width or not height:
             return
         fresh = list(self._painter(width, height))[:height]
@@ -58,7 +58,7 @@ class Canvas(Widget):
             self._strips[y] = self._palette.strip(fresh[y], width)
         self._rows = fresh
         if changed:
-            self.refresh(*(Region(0, y, width, 1) for y in changed))
+            self.refresh(*(Region(0, y, width, rows) for y, rows in _runs(changed)))
 
     @property
     def text(self) -> str:
@@ -71,7 +71,9 @@ class Canvas(Widget):
             return [Strip.blank(crop.width, blank)] * crop.height
         filters = self.get_line_filters() if self._palette.mono else ()
         background = self._palette.color("background")
-        whole = crop.x == 0 and crop.width == self.size.width
+        whole = crop.x == 0 and crop.width == self.outer_size.width
+        if whole and not filters and crop.y == 0 and crop.height == len(self._strips):
+            return self._strips
         out: list[Strip] = []
         for y in range(crop.y, crop.bottom):
             if y >= len(self._strips):
@@ -82,3 +84,14 @@ class Canvas(Widget):
                 strip = strip.apply_filter(line_filter, background)
             out.append(strip if whole else strip.crop(crop.x, crop.right))
         return out
+
+
+def _runs(lines: Sequence[int]) -> list[tuple[int, int]]:
+    """First and number of each run of neighbours, of lines in order."""
+    runs: list[tuple[int, int]] = []
+    for y in lines:
+        if runs and sum(runs[-1]) == y:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((y, 1))
+    return runs
