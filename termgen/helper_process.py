@@ -40,6 +40,9 @@ class HelperProcess:
     def __init__(self, program: Path, *arguments: str) -> None:
         self._command = [sys.executable, "-P", str(program), *arguments]
         self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[..., HelperProcess] | None = None
+        self.has_answered = False
+        """Ever: it does start."""
 
     def ask(self, task: object, parts: Sequence[bytes] = ()) -> Any:
         """What the program makes of the task and of these bytes. Raises what it raised, or
@@ -51,6 +54,7 @@ class HelperProcess:
         except (OSError, EOFError):
             _end(process)
             raise HelperDied from None
+        self.has_answered = True
         told = _Unpickler(answer, kept).load()
         if isinstance(told, BaseException):
             raise told
@@ -67,7 +71,9 @@ class HelperProcess:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
-            weakref.finalize(self, _end, self._process)
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            self._finalizer = weakref.finalize(self, _end, self._process)
         return self._process
 
 

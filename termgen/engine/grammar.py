@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from termgen.engine.daemon_threads import DaemonThreads
+from termgen.engine.daemon_threads import DaemonThreads, spare_threads
 from termgen.engine.grammar_source import brief, limits_of, needs_trial, source_of, try_out
 from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.mask_filler import SLOW_S
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.engine.token_mask import IntArray
 from termgen.errors import OverloadedError, RequestError
-from termgen.helper_process import NICENESS, HelperDied, HelperProcess
+from termgen.helper_process import HelperDied, HelperProcess
 
 if TYPE_CHECKING:
     from termgen.engine.tokenizer import Tokenizer
@@ -99,14 +99,6 @@ class Matcher:
             self._compute(bits)
         self._withhold(bits)
 
-    def _compute(self, bits: IntArray) -> None:
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done
-            raise RequestError(
-                f"the grammar is too complex: {brief(self._matcher.get_error())}",
-                code="invalid_schema",
-            )
-
     def _withhold(self, bits: IntArray) -> None:
         if self._withheld is None:
             return
@@ -120,12 +112,20 @@ class Matcher:
             for word, old in before:
                 bits[word] = old
 
+    def _compute(self, bits: IntArray) -> None:
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done
+            raise RequestError(
+                f"the grammar is too complex: {brief(self._matcher.get_error())}",
+                code="invalid_schema",
+            )
+
 
 class _Lane:
     """Threads that compile, and how much they have to do."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self.threads = DaemonThreads(num_threads, name, niceness=NICENESS)
+        self.threads = DaemonThreads(num_threads, name)
         self.num_waiting = 0
 
 
@@ -143,6 +143,8 @@ class GrammarCompiler:
         self._cache: OrderedDict[tuple[str, object], Future[Grammar]] = OrderedDict()
         self._lane = _Lane(NUM_THREADS, "termgen-grammar")
         self._trial_lane = _Lane(1, "termgen-grammar-trial")
+        self._computing = threading.Semaphore(spare_threads(NUM_THREADS))
+        """For what takes a whole core: the rest of a compilation waits for others, if at all."""
         self._vocabulary: Any = None
         self._vocabulary_lock = threading.Lock()
         self._gbnf = HelperProcess(PROGRAM)
@@ -223,11 +225,13 @@ class GrammarCompiler:
         if needs_trial(wanted):
             try_out(source)
         limits = LLParserLimits(**limits_of(wanted))
-        prototype = LLMatcher(self._vocabulary_of_model(), source, limits=limits, log_level=0)
-        error = prototype.get_error()
-        if error:
-            raise RequestError(brief(error), code="invalid_schema")
-        return Grammar(prototype, -(-self._num_tokens // 32), self._eos_token_ids)
+        vocabulary = self._vocabulary_of_model()
+        with self._computing:
+            prototype = LLMatcher(vocabulary, source, limits=limits, log_level=0)
+            error = prototype.get_error()
+            if error:
+                raise RequestError(brief(error), code="invalid_schema")
+            return Grammar(prototype, -(-self._num_tokens // 32), self._eos_token_ids)
 
     def _from_gbnf(self, grammar: str) -> str:
         try:

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import sys
 
 from llguidance import LLMatcher, LLParserLimits
 
+NICENESS = 5
+"""The engine goes first."""
+
 
 def main() -> None:
+    os.nice(NICENESS)
     source, limits, seconds, num_bytes = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

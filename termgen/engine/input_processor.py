@@ -69,8 +69,7 @@ class InputProcessor:
         """Make now what is made once, for the first message that spells a control token and the
         first answer under a grammar: each holds Python's lock for a third of a second. And have
         long prompts tokenised elsewhere, from now on."""
-        if texts is not None and self._tokenizer is not None:
-            texts.start()
+        if texts is not None and self._tokenizer is not None and texts.start():
             self._long_texts = texts
         if self._tokenizer is not None:
             self._tokenizer.prepare_for_strangers()

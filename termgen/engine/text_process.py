@@ -14,7 +14,7 @@ from array import array
 from pathlib import Path
 
 from termgen.client import ChatPrompt, FillPrompt, Prompt, prompt_chars
-from termgen.errors import RequestError
+from termgen.errors import EngineError, RequestError
 from termgen.helper_process import HelperDied, HelperProcess
 
 logger = logging.getLogger(__name__)
@@ -39,9 +39,15 @@ class TextProcess:
         self._helper = HelperProcess(PROGRAM, str(source), str(max_model_len), str(vocab_size))
         self._lock = threading.Lock()
 
-    def start(self) -> None:
-        """Begin to start it. The first prompt waits for what is still missing then."""
-        self._helper.start()
+    def start(self) -> bool:
+        """Begin to start it; the first prompt waits for what is still missing then. False where
+        the system allows no process: prompts are then to be tokenised here."""
+        try:
+            self._helper.start()
+        except OSError as error:
+            logger.warning("long prompts are tokenised in the server's own process: %s", error)
+            return False
+        return True
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool, has_to_fit: bool) -> list[int]:
         """What `InputProcessor.tokenize` gives, or raises."""
@@ -50,6 +56,10 @@ class TextProcess:
             with self._lock:
                 ids: bytes = self._helper.ask(asked)
         except HelperDied:
+            if not self._helper.has_answered:
+                raise EngineError(
+                    "the process that tokenises long prompts does not start"
+                ) from None
             raise RequestError(
                 "The prompt took too much memory to be tokenised",
                 param="messages" if isinstance(prompt, ChatPrompt) else "prompt",

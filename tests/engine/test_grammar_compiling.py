@@ -12,14 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from termgen.engine import grammar as grammar_module
 from termgen.engine import grammar_source, input_processor
-from termgen.engine.daemon_threads import DaemonThreads
+from termgen.engine.daemon_threads import spare_threads
 from termgen.engine.grammar import GrammarCompiler
 from termgen.engine.grammar_source import needs_trial
 from termgen.engine.input_processor import InputProcessor
@@ -235,18 +234,11 @@ async def test_waiting_on_the_loop_ends_as_waiting_in_a_thread_does(
     assert not complaints
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads share a priority elsewhere")
-def test_threads_for_native_work_have_a_lower_priority_of_their_own() -> None:
-    def priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    own, found = priority(), SimpleQueue[int]()
-    for niceness in (0, 7):
-        DaemonThreads(1, "nice", niceness=niceness).submit(lambda: found.put(priority()))
-        assert found.get(timeout=20) == min(19, niceness or own)
-    thread = threading.Thread(target=lambda: found.put(priority()))
-    thread.start()
-    assert found.get(timeout=20) == own == priority(), "nobody else has it"
+def test_a_core_is_left_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_cores, expected in ((1, 1), (2, 1), (3, 2), (64, 2)):
+        cores = set(range(num_cores))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores, raising=False)
+        assert spare_threads(2) == expected
 
 
 def test_a_job_that_never_ends_does_not_keep_the_process() -> None:

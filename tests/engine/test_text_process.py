@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from termgen.engine.prompt_threads import PromptThreads
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.text_process import LONG_PROMPT_CHARS, TextProcess, is_long
 from termgen.engine.tokenizer import load_tokenizer
-from termgen.errors import ContextLengthError, RequestError
+from termgen.errors import ContextLengthError, EngineError, RequestError
 
 MAX_LEN = 3000
 
@@ -121,7 +122,8 @@ def test_only_long_prompts_go_there(
 
     monkeypatch.setattr(texts, "tokenize", noting)
     long, short = "ab  " * (LONG_PROMPT_CHARS // 4), "ab"
-    for prompt in (short, chat(short), [1] * LONG_PROMPT_CHARS):
+    others: list[Prompt] = [short, chat(short), [1] * LONG_PROMPT_CHARS]
+    for prompt in others:
         outcome(here.tokenize, prompt)
     assert not sent
     expected: list[Prompt] = [long, chat(long), chat(*["ab"] * (LONG_PROMPT_CHARS // 2))]
@@ -148,6 +150,23 @@ async def test_an_engine_for_strangers_has_one_and_ends_it(tiny_llama_dir: Path)
     finally:
         await engine.shutdown()
     assert process.poll() is not None
+
+
+def test_without_a_process_prompts_are_tokenised_here(
+    here: InputProcessor, sizes: tuple[Path, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    here.prepare_for_strangers(TextProcess(*sizes))
+    assert len(here.tokenize("ab " * LONG_PROMPT_CHARS)) > 10
+
+
+def test_a_process_that_never_starts_is_no_fault_of_the_prompt(tmp_path: Path) -> None:
+    texts = TextProcess(tmp_path, MAX_LEN, 10)  # there is no tokenizer
+    with pytest.raises(EngineError, match="does not start"):
+        texts.tokenize("x", add_special_tokens=True, has_to_fit=True)
 
 
 async def test_short_prompts_do_not_wait_for_long_ones() -> None:
