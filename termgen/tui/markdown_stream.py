@@ -164,8 +164,8 @@ class StreamingMarkdown:
         """What `render` made of the source of a finished text, in another thread."""
         assert self.finished
         self._reset(width)
-        self._frozen, self._frozen_chars = list(rows), len(self.source)
-        self._rendered_chars = len(self.source)
+        self._frozen += rows
+        self._frozen_chars = self._rendered_chars = len(self.source)
 
     @property
     def num_frozen_rows(self) -> int:
