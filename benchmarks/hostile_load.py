@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hostile_kinds import ALL, KINDS
-from machine import machine_facts
+from machine import machine_facts, write_report
 from simulated_gpu import Simulation, installed
 
 from termgen.catalog import resolve_model
@@ -239,10 +239,7 @@ def main() -> None:
         results.append(asyncio.run(run_step(step_ms, args)))
         show(results[-1])
         gc.collect()
-    if args.output_json is not None:
-        settings = {k: v for k, v in vars(args).items() if k != "output_json"}
-        report = {"machine": facts, "settings": settings, "results": results}
-        args.output_json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(args, facts, results)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What a benchmark ran on, for its report. Imports nothing heavy."""
+"""What a benchmark ran on, and its report. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import json
 import os
 import platform
 from pathlib import Path
@@ -21,6 +23,14 @@ def machine_facts() -> dict[str, Any]:
         "packages": {name: v for name in PACKAGES if (v := package_version(name)) is not None},
         "load_average": os.getloadavg(),
     }
+
+
+def write_report(args: argparse.Namespace, facts: dict[str, Any], results: Any) -> None:
+    """Settings and results, to the file that `--output-json` names, if it does."""
+    if args.output_json is not None:
+        settings = {k: v for k, v in vars(args).items() if k != "output_json"}
+        report = {"machine": facts, "settings": settings, "results": results}
+        args.output_json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def cpu_model() -> str:

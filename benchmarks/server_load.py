@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from drop_clients import drop_all
-from machine import machine_facts
+from machine import machine_facts, write_report
 from scripted_engine import ScriptedEngine
 
 from termgen.client import EngineClient
@@ -233,10 +233,7 @@ def main() -> None:
     gc.freeze()
     facts = machine_facts()
     results = asyncio.run(run(args))
-    if args.output_json is not None:
-        settings = {k: v for k, v in vars(args).items() if k != "output_json"}
-        report = {"machine": facts, "settings": settings, "results": results}
-        args.output_json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(args, facts, results)
 
 
 if __name__ == "__main__":

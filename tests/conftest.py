@@ -7,7 +7,6 @@ through pip.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,21 +129,20 @@ def smollm2_url(smollm2_gguf: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def smollm2_reference(smollm2_gguf: Path) -> Any:
-    """transformers' own model of the same GGUF file, in float32. Takes about 10 s: mark users slow.
+    """transformers' own model of the same GGUF file, in float32. Takes seconds: mark users slow.
 
     The steps of from_pretrained(gguf_file=...), without the package it demands for device maps.
     """
-    import gguf
+    from gguf_reading import each_part_once
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.initialization import no_init_weights
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    with pytest.MonkeyPatch.context() as patch:
-        # Asked for twice, and half of the time is its reading of the vocabulary.
-        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+    with each_part_once(), no_init_weights():
         settings = load_gguf_checkpoint(str(smollm2_gguf))["config"]
         model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
         read = load_gguf_checkpoint(str(smollm2_gguf), return_tensors=True, model_to_load=model)
-    result = model.load_state_dict(read["tensors"], strict=False)
+    result = model.load_state_dict(read["tensors"], strict=False, assign=True)
     assert result.missing_keys == ["lm_head.weight"] and not result.unexpected_keys
     model.tie_weights()
     return model

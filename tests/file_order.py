@@ -1,4 +1,4 @@
-"""How `pytest -n 2 --dist loadfile` deals out the files; used by xdist's controller alone.
+"""How `pytest -n 3 --dist loadfile` deals out the files; used by xdist's controller alone.
 
 Files that use the real model go to one worker, as if they were one file, so that it is loaded and
 its reference computed once. They come first, then the other slow ones: a long file dealt out last

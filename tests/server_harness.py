@@ -15,6 +15,8 @@ from termgen.config import ServerConfig
 from termgen.server import Server, create_app
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+ANSWER = "Hello, world! Ça va? 👋🏽."
+"""What a FakeEngine says unless told otherwise."""
 
 
 def chat_body(**fields: Any) -> dict[str, Any]:
@@ -77,3 +79,16 @@ def chat_text(events: list[Any]) -> str:
 
 def completion_text(events: list[Any]) -> str:
     return "".join(c["text"] for e in events for c in e["choices"])
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error object, checked to have OpenAI's shape."""
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert body.keys() == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and error["message"]
+    assert error["code"] is None or isinstance(error["code"], str)
+    return error

@@ -12,13 +12,12 @@ import httpx
 import openai
 import pytest
 from fake_engine import FakeEngine, GenerateCall, Script, make_model_info
-from server_harness import eventually, serving
+from server_harness import ANSWER, eventually, serving
 
 from termgen.client import ChatPrompt
 from termgen.engine.tool_format import ToolFormat
 from termgen.errors import EngineError
 
-ANSWER = "Hello, world! Ça va? 👋🏽."
 USER: Any = [{"role": "user", "content": "hi"}]
 ASK: dict[str, Any] = {"model": "fake/model-1", "max_tokens": 50, "messages": USER}
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object", "properties": {}}}

@@ -9,11 +9,10 @@ from typing import Any
 import openai
 import pytest
 from fake_engine import FakeEngine, GenerateCall, Script, make_model_info
-from server_harness import MESSAGES, eventually, serving
+from server_harness import ANSWER, MESSAGES, eventually, serving
 
 from termgen.errors import EngineDeadError
 
-ANSWER = "Hello, world! Ça va? 👋🏽."
 USER: Any = MESSAGES
 
 

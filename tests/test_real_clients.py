@@ -11,6 +11,8 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,12 @@ def told(smollm2_url: str) -> str:
     text: str = answer.json()["choices"][0]["message"]["content"]
     assert len(text) > 10
     return text
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What they return. They share the engine's steps, of which one costs as much as another."""
+    with ThreadPoolExecutor() as threads:
+        return [future.result() for future in [threads.submit(call) for call in calls]]
 
 
 def test_anthropic(smollm2_url: str, told: str) -> None:
@@ -75,7 +83,8 @@ TOOL = {
 def test_calls_that_must_come(smollm2_url: str) -> None:
     """A small model would not call by itself: the grammar makes it."""
     ask: Any = [{"role": "user", "content": "What is the weather in Paris for 2 days?"}]
-    with anthropic.Anthropic(base_url=smollm2_url, api_key="none", max_retries=0) as client:
+
+    def anthropic_calls() -> tuple[Any, Any]:
         options: dict[str, Any] = {
             "model": "smollm2",
             "max_tokens": 80,
@@ -84,25 +93,28 @@ def test_calls_that_must_come(smollm2_url: str) -> None:
             "tool_choice": {"type": "tool", "name": "get_weather"},
             "extra_body": GREEDY,
         }
-        answer = client.messages.create(**options)
-        use: Any = answer.content[-1]
-        assert (answer.stop_reason, use.type, use.name) == ("tool_use", "tool_use", "get_weather")
-        assert set(use.input) == {"city", "days"} and isinstance(use.input["days"], int)
-        with client.messages.stream(**options) as stream:
-            streamed: Any = stream.get_final_message().content[-1]
-        assert streamed.input == use.input
-    with openai.OpenAI(base_url=f"{smollm2_url}/v1", api_key="none", max_retries=0) as client:
+        with anthropic.Anthropic(base_url=smollm2_url, api_key="none", max_retries=0) as client:
+
+            def streamed() -> Any:
+                with client.messages.stream(**options) as stream:
+                    return stream.get_final_message()
+
+            whole, last = together(lambda: client.messages.create(**options), streamed)
+            return whole, last
+
+    def openai_call() -> Any:
         tool: Any = {
             "type": "function",
             "name": "get_weather",
             "parameters": TOOL["input_schema"],
             "strict": True,
         }
-        response = client.responses.create(
-            model="smollm2", input=ask, tools=[tool], tool_choice="required", temperature=0
-        )
-        call: Any = response.output[-1]
-        assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city", "days"}
+        with openai.OpenAI(base_url=f"{smollm2_url}/v1", api_key="none", max_retries=0) as client:
+            return client.responses.create(
+                model="smollm2", input=ask, tools=[tool], tool_choice="required", temperature=0
+            )
+
+    def openai_format() -> Any:
         formatted: Any = {
             "format": {
                 "type": "json_schema",
@@ -116,8 +128,19 @@ def test_calls_that_must_come(smollm2_url: str) -> None:
                 "strict": True,
             }
         }
-        place = client.responses.create(model="smollm2", input=ask, text=formatted, temperature=0)
-        assert json.loads(place.output_text).keys() == {"city"}
+        with openai.OpenAI(base_url=f"{smollm2_url}/v1", api_key="none", max_retries=0) as client:
+            return client.responses.create(
+                model="smollm2", input=ask, text=formatted, temperature=0
+            )
+
+    (answer, streamed), response, place = together(anthropic_calls, openai_call, openai_format)
+    use = answer.content[-1]
+    assert (answer.stop_reason, use.type, use.name) == ("tool_use", "tool_use", "get_weather")
+    assert set(use.input) == {"city", "days"} and isinstance(use.input["days"], int)
+    assert streamed.content[-1].input == use.input
+    call = response.output[-1]
+    assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city", "days"}
+    assert json.loads(place.output_text).keys() == {"city"}
 
 
 def test_openai_responses(smollm2_url: str, told: str) -> None:
@@ -200,18 +223,24 @@ def test_openai_node(smollm2_url: str, told: str) -> None:
 
 LITELLM = """
 import json, sys, litellm
+from concurrent.futures import ThreadPoolExecutor
 url, question = sys.argv[1:]
 messages = [{"role": "user", "content": question}]
-ask = dict(api_base=url + "/v1", api_key="none", messages=messages, max_tokens=5, temperature=0)
-told = []
-for model in ("openai/smollm2", "hosted_vllm/smollm2"):
-    told.append(litellm.completion(model=model, **ask).choices[0].message.content)
-    parts = litellm.completion(model=model, stream=True, **ask)
-    told.append("".join(part.choices[0].delta.content or "" for part in parts))
-claude = dict(ask, api_base=url)
-told.append(litellm.completion(model="anthropic/smollm2", **claude).choices[0].message.content)
-parts = litellm.completion(model="anthropic/smollm2", stream=True, **claude)
-told.append("".join(part.choices[0].delta.content or "" for part in parts))
+ask = dict(api_key="none", messages=messages, max_tokens=5, temperature=0)
+
+def say(model, base, stream):
+    answer = litellm.completion(model=model, api_base=base, stream=stream, **ask)
+    if stream:
+        return "".join(part.choices[0].delta.content or "" for part in answer)
+    return answer.choices[0].message.content
+
+cases = [(model, base, stream) for stream in (False, True) for model, base in (
+    ("openai/smollm2", url + "/v1"),
+    ("hosted_vllm/smollm2", url + "/v1"),
+    ("anthropic/smollm2", url),
+)]
+with ThreadPoolExecutor() as threads:
+    told = list(threads.map(lambda case: say(*case), cases))
 try:
     litellm.completion(model="openai/smollm2", api_base=url + "/v1", api_key="none",
                        messages=[{"role": "user", "content": "word " * 5000}])
@@ -222,6 +251,7 @@ except litellm.ContextWindowExceededError:
 
 INSTRUCTOR = """
 import json, sys, instructor, openai
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 from pydantic import BaseModel, Field
 
@@ -234,11 +264,14 @@ url, question = sys.argv[1:]
 ask = dict(model="smollm2", response_model=Cat, max_tokens=90, max_retries=0,
            messages=[{"role": "user", "content": question}], temperature=1.3, seed=1)
 plain = openai.OpenAI(base_url=url + "/v1", api_key="none")
-told = {}
-for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS_STRICT):
+
+def say(mode):
     client = instructor.from_openai(plain, mode=mode)
-    told[str(mode)] = client.chat.completions.create(**ask).model_dump()
-print(json.dumps(told))
+    return str(mode), client.chat.completions.create(**ask).model_dump()
+
+modes = (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS_STRICT)
+with ThreadPoolExecutor() as threads:
+    print(json.dumps(dict(threads.map(say, modes))))
 """
 
 

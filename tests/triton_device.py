@@ -7,10 +7,10 @@ Import it before anything that imports triton: it asks for the interpreter where
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
+import triton_interpreter
 
 IS_CUDA = torch.cuda.is_available()
 if not IS_CUDA:
@@ -32,48 +32,10 @@ TOLERANCE = {_F32: 2e-5, _F16: 3e-3, _BF16: 2e-2}
 
 
 def require_triton() -> None:
-    """Skip the calling test module without triton; mend its interpreter for a new numpy."""
+    """Skip the calling test module without triton; make its interpreter ready."""
     pytest.importorskip("triton", reason="triton is not installed")
-    if not IS_INTERPRETED:
-        return
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-    if getattr(patch, "takes_index", False):
-        return
-
-    def patch_with_index(tensor: type, scope: object) -> None:
-        patch(tensor, scope)
-        # Its own takes the only element of an array by int(), which numpy no longer does.
-        tensor.__index__ = lambda self: int(self.handle.data.item())  # type: ignore[attr-defined]
-
-    patch_with_index.takes_index = True  # type: ignore[attr-defined]
-    interpreter._patch_lang_tensor = patch_with_index
-    _mend_fp8(interpreter)
-
-
-def _mend_fp8(interpreter: Any) -> None:
-    """Its own conversion to e4m3 does not round to nearest even, and that from it knows no NaN.
-
-    What is too large becomes NaN here: a kernel must not count on a device that saturates.
-    """
-    import triton.language as tl
-
-    types = {tl.float32: _F32, tl.float16: _F16, tl.float8e4nv: torch.float8_e4m3fn}
-    convert = interpreter.InterpreterBuilder.create_fp_to_fp
-
-    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
-        source, target = src.dtype.scalar, dst_type.scalar
-        if tl.float8e4nv not in (source, target) or not {source, target} <= types.keys():
-            return convert(self, src, dst_type, rounding_mode)
-        values = torch.from_numpy(src.data.copy()).view(types[source])
-        if target == tl.float8e4nv:
-            values = values.masked_fill(values.abs() > 448, float("nan"))
-        values = values.to(types[target])
-        data = values.view(torch.uint8).numpy().view(interpreter._get_np_dtype(dst_type))
-        return interpreter.TensorHandle(data, target)
-
-    interpreter.InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+    if IS_INTERPRETED:
+        triton_interpreter.prepare()
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:

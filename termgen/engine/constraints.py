@@ -110,9 +110,7 @@ class Constraints:
             if has_mask[i]
         ]
         table.take_back(slots[stayed[~has_mask[stayed]]])
-        if not masks:
-            return RowMasks.none(rows)
-        return RowMasks(rows[has_mask], np.stack(masks), rows[~has_mask])
+        return RowMasks(rows[has_mask], masks, rows[~has_mask])
 
     def take_failed(self) -> list[tuple[Request, TermgenError]]:
         """Requests whose grammar turned out to have no next mask, and why."""

@@ -23,7 +23,8 @@ from termgen.engine.delivery import FinishedRow, PromptLogprobs, StartedRow, Ste
 from termgen.engine.event_publisher import EventPublisher, StepTimes
 from termgen.engine.events import EventBus, StepRecord
 from termgen.engine.executor import Executor, StepHandle
-from termgen.engine.request import FinishReason, GenerationRequest, Request
+from termgen.engine.mail import Abort, Call, Mail, Submit
+from termgen.engine.request import FinishReason, GenerationRequest
 from termgen.engine.run_ahead import RunAhead
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import AppliedStep
@@ -40,23 +41,6 @@ class _InFlight:
     times: StepTimes
     awaits_masks: bool
     """Its model runs, and nothing is sampled yet. No step is behind such a one."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Submit:
-    request: GenerationRequest
-    arrival_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    function: Callable[[], Any]
-    future: Future[Any]
 
 
 class EngineCore:
@@ -85,8 +69,8 @@ class EngineCore:
         self._eos_token_ids = eos_token_ids
         self._seeds = random.Random(seed)
         self._on_delivery = on_delivery
-        self._inbox: deque[_Submit | _Abort | _Call] = deque()
-        self._calls: deque[_Call] = deque()
+        self._inbox: deque[Mail] = deque()
+        self._calls: deque[Call] = deque()
         self._closed: EngineError | None = None
         self._wake = threading.Event()
         self._in_flight: deque[_InFlight] = deque()
@@ -110,10 +94,10 @@ class EngineCore:
     # -- from any thread -------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, arrival_ns: int) -> None:
-        self._post(_Submit(request, arrival_ns))
+        self._post(Submit(request, arrival_ns))
 
     def abort(self, request_id: str) -> None:
-        self._post(_Abort(request_id))
+        self._post(Abort(request_id))
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Run a function on the engine thread between two steps.
@@ -121,7 +105,7 @@ class EngineCore:
         Cancelling the future is safe at any time. Raises what `close` was given once it is called.
         """
         future: Future[Any] = Future()
-        self._post(_Call(function, future))
+        self._post(Call(function, future))
         if self._closed is not None:  # looked at after posting: one of the two sides sees the other
             self._fail_calls(self._closed)
         return future
@@ -140,7 +124,7 @@ class EngineCore:
         self._wake.wait(timeout)
         self._wake.clear()
 
-    def _post(self, item: _Submit | _Abort | _Call) -> None:
+    def _post(self, item: Mail) -> None:
         if not self.has_work:
             # An idle time is neither a stall nor one in which the device should have worked.
             self.last_progress_ns = self._busy_since_ns = time.perf_counter_ns()
@@ -154,7 +138,7 @@ class EngineCore:
                     item = mail.popleft()
                 except IndexError:  # another thread was quicker
                     break
-                if isinstance(item, _Call) and item.future.set_running_or_notify_cancel():
+                if isinstance(item, Call) and item.future.set_running_or_notify_cancel():
                     item.future.set_exception(error)
 
     # -- on the engine thread --------------------------------------------------------------
@@ -308,13 +292,13 @@ class EngineCore:
     def _read_inbox(self) -> None:
         while self._inbox:
             match self._inbox.popleft():
-                case _Submit(request, arrival_ns):
-                    self._admit(request, arrival_ns)
-                case _Abort(request_id):
+                case Submit() as mail:
+                    self._admit(mail)
+                case Abort(request_id):
                     finished = self.scheduler.finish(request_id, FinishReason.ABORT)
                     if finished is not None:
                         self._finished.append(finished)
-                case _Call() as call:
+                case Call() as call:
                     self._calls.append(call)
 
     def _run_calls(self) -> None:
@@ -328,27 +312,11 @@ class EngineCore:
             except Exception as error:  # goes to whoever waits on the future
                 call.future.set_exception(error)
 
-    def _admit(self, submitted: GenerationRequest, arrival_ns: int) -> None:
-        params = submitted.params
-        num_prompt = len(submitted.prompt_token_ids)
-        stops = frozenset(params.stop_token_ids)
-        room = self._max_model_len - num_prompt
-        request = Request(
-            request_id=submitted.request_id,
-            token_ids=submitted.prompt,
-            num_prompt_tokens=num_prompt,
-            params=params,
-            seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
-            max_total_tokens=num_prompt + min(room, params.max_tokens or room),
-            stop_token_ids=stops if params.ignore_eos else stops | self._eos_token_ids,
-            priority=submitted.priority,
-            arrival_ns=arrival_ns,
-            cache_salt=submitted.cache_salt,
-            grammar=submitted.start_grammar(),
-            bad_token_ids=submitted.bad_token_ids,
-        )
+    def _admit(self, mail: Submit) -> None:
+        request = mail.to_request(self._max_model_len, self._eos_token_ids, self._seeds)
+        num_prompt = request.num_prompt_tokens
         try:
-            if room < 1 or not num_prompt:
+            if not 0 < num_prompt < self._max_model_len:
                 raise RequestError("the prompt does not fit the context", param="prompt")
             self.scheduler.add_request(request)
         except RequestError as error:
@@ -356,7 +324,7 @@ class EngineCore:
             cause.__cause__ = error
             self._finished.append(
                 FinishedRow(
-                    request_id=submitted.request_id,
+                    request_id=request.request_id,
                     reason=FinishReason.ERROR,
                     stop_token_id=None,
                     stopped_by_token=False,

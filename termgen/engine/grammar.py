@@ -42,12 +42,14 @@ class Grammar:
     def __init__(self, prototype: Any, num_words: int, eos_token_ids: Sequence[int]) -> None:
         self._prototype = prototype
         self._num_words = num_words
-        self._eos_bits = np.zeros(num_words, np.int32)
+        stays: dict[int, int] = {}
         for token_id in eos_token_ids:
-            self._eos_bits.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+            bit = int(np.uint32(1 << token_id % 32).view(np.int32))
+            stays[token_id // 32] = stays.get(token_id // 32, -1) & ~bit
+        self._without_eos = list(stays.items())
 
     def start(self, *, ends_at_eos: bool) -> Matcher:
-        withheld = None if ends_at_eos else self._eos_bits
+        withheld = None if ends_at_eos else self._without_eos
         return Matcher(self._prototype.deep_copy(), self._num_words, withheld)
 
 
@@ -56,8 +58,10 @@ class Matcher:
 
     __slots__ = ("_matcher", "_withheld", "num_words")
 
-    def __init__(self, matcher: Any, num_words: int, withheld: IntArray | None) -> None:
-        """withheld: bits to clear as long as others are left."""
+    def __init__(
+        self, matcher: Any, num_words: int, withheld: Sequence[tuple[int, int]] | None
+    ) -> None:
+        """withheld: what to clear as long as other bits are left: words, and the bits that stay."""
         self._matcher = matcher
         self.num_words = num_words
         self._withheld = withheld
@@ -77,10 +81,20 @@ class Matcher:
                 f"the grammar is too complex: {brief(self._matcher.get_error())}",
                 code="invalid_schema",
             )
-        if self._withheld is not None:
-            rest = bits & ~self._withheld
-            if rest.any():
-                bits[:] = rest
+        self._withhold(bits)
+
+    def _withhold(self, bits: IntArray) -> None:
+        if self._withheld is None:
+            return
+        before = []
+        for word, stays in self._withheld:  # scalars: arrays so short take longer
+            old = int(bits[word])
+            if old & ~stays:
+                before.append((word, old))
+                bits[word] = old & stays
+        if before and not bits.any():
+            for word, old in before:
+                bits[word] = old
 
 
 class _Lane:

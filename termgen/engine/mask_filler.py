@@ -1,7 +1,9 @@
-"""Owns the masks in flight, row by row: threads fill them, the engine's thread waits for some.
+"""Owns the masks in flight: threads fill them, the engine's thread waits for some.
 
-Each row's mask is a job of its own, so a slow one holds up no other; and rows whose last mask was
-slow have threads of their own, so they do not take all of them. Used by `Constraints`.
+Rows that land together and whose masks have been quick are one job: handing over costs more than
+most masks. A row that took long is a job of its own for a while, longer every time, and as long as
+its last mask was slow it has other threads, so that such rows do not take all of them. Used by
+`Constraints`.
 """
 
 from __future__ import annotations
@@ -33,10 +35,16 @@ class MaskFiller:
 
     def begin(self, rows: Iterable[GrammarState]) -> None:
         """Fill the next mask of each."""
+        together = []
         for row in rows:
             row.is_ready = False
-            threads = self._slow_threads if row.is_slow else self._threads
-            threads.submit(partial(self._fill, row))
+            if row.may_share and not row.is_slow:
+                together.append(row)
+            else:
+                threads = self._slow_threads if row.is_slow else self._threads
+                threads.submit(partial(self._fill, [row]))
+        if together:
+            self._threads.submit(partial(self._fill, together))
 
     def wait(self, rows: Iterable[GrammarState], timeout_s: float) -> None:
         """Until all of these are ready or the time is over. Those that are late count as slow, so
@@ -54,13 +62,14 @@ class MaskFiller:
         with self._progress:
             self._progress.wait(timeout_s)
 
-    def _fill(self, row: GrammarState) -> None:
-        began = time.perf_counter()
-        row.fill()
-        took_s = time.perf_counter() - began
-        with self._progress:
-            row.is_slow = took_s > SLOW_S
-            row.is_ready = True
-            self._awaited.discard(row)
-            if not self._awaited:
-                self._progress.notify()
+    def _fill(self, rows: list[GrammarState]) -> None:
+        for row in rows:
+            began = time.perf_counter()
+            row.fill()
+            took_s = time.perf_counter() - began
+            with self._progress:
+                row.note_time(is_slow=took_s > SLOW_S)
+                row.is_ready = True
+                self._awaited.discard(row)
+                if not self._awaited:
+                    self._progress.notify()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from termgen.engine.request import Request, RequestStatus
+from termgen.engine.slot_table import SlotTable
 
 
 class RequestQueue(Protocol):
@@ -108,3 +109,11 @@ def make_queue(policy: str) -> RequestQueue:
         "priority": PriorityQueue,
     }
     return queues[policy]()
+
+
+def choose_victim(table: SlotTable, policy: str) -> int:
+    """The slot to preempt. FCFS: the newest running request. Priority: the least urgent, newest
+    first."""
+    if policy == "fcfs":
+        return int(table.running[-1])
+    return max(map(int, table.running), key=lambda s: priority_key(table.request_at(s)))

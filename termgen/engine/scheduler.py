@@ -22,7 +22,7 @@ from termgen.engine.integrity import check_scheduler
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.plan_builder import PlanBuilder
 from termgen.engine.request import FinishReason, IntArray, Request, RequestStatus
-from termgen.engine.request_queue import first_of, make_queue, priority_key
+from termgen.engine.request_queue import choose_victim, first_of, make_queue, priority_key
 from termgen.engine.scheduler_types import AppliedStep, SchedulerConfig, SchedulerStats
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import StepPlan, StepResult
@@ -178,7 +178,7 @@ class Scheduler:
             while self.kv.pool.num_free < need:
                 if self.kv.pool.num_free + self.fence.num_blocks >= need:
                     break  # enough blocks come back once the steps in flight have landed
-                victim = self._choose_victim()
+                victim = choose_victim(self.slots, self.config.policy)
                 num_new[index_of[victim]] = 0
                 self._preempt(victim)
                 if victim == slot:
@@ -195,13 +195,6 @@ class Scheduler:
     def _append_blocks(self, slot: int, count: int, builder: PlanBuilder) -> None:
         start = int(self.kv.num_blocks[slot])
         builder.add_blocks(slot, start, [self.kv.append(slot) for _ in range(count)])
-
-    def _choose_victim(self) -> int:
-        """FCFS: the newest running request. Priority: the least urgent, newest first."""
-        running = self.slots.running
-        if self.config.policy == "fcfs":
-            return int(running[-1])
-        return max(map(int, running), key=lambda s: priority_key(self.slots.request_at(s)))
 
     def _preempt(self, slot: int) -> None:
         """Take a slot away; the request keeps its tokens and recomputes their KV later."""

@@ -96,7 +96,7 @@ class StepPlan(NamedTuple):
     needs_min_tokens: bool
     """True when some row asks for a minimum length."""
     constrained: IntArray | None = None
-    """[num_constrained] rows that sample under a grammar; their masks follow when the model runs."""
+    """[num_constrained] rows that sample under a grammar: masks follow while the model runs."""
     needs_logit_edits: bool = False
     """True when some row has a logit bias, allowed ids or bad words."""
     prompt_spans: tuple[PromptSpan, ...] = ()

@@ -5,6 +5,7 @@ Vocabulary. Matchers and grammars are seen here only by what others ask of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,7 +36,7 @@ class TokenMatcher(Protocol):
 
     def fill(self, bits: IntArray) -> None:
         """Write the mask of the next token: bit i % 32 of word i // 32 stands for token i. Raises
-        EngineError where the grammar turns out to be too complex."""
+        RequestError where the grammar turns out to be too complex."""
         ...
 
 
@@ -55,13 +56,24 @@ class GrammarState:
     on, until it asks for the mask behind the next token.
     """
 
-    __slots__ = ("_ends_at_eos", "_grammar", "_mask", "_matcher", "error", "is_ready", "is_slow")
+    __slots__ = (
+        "_ends_at_eos",
+        "_grammar",
+        "_mask",
+        "_matcher",
+        "_num_quick",
+        "_num_slow",
+        "error",
+        "is_ready",
+        "is_slow",
+    )
 
     def __init__(self, grammar: TokenGrammar, *, ends_at_eos: bool) -> None:
         self._grammar = grammar
         self._ends_at_eos = ends_at_eos
         self._matcher: TokenMatcher | None = None
         self._mask: IntArray | None = None
+        self._num_quick = self._num_slow = 0
         self.error: BaseException | None = None
         """Why there is no mask, and never will be one."""
         self.is_ready = False
@@ -86,6 +98,18 @@ class GrammarState:
         except BaseException as cause:  # a panic in llguidance is no Exception; it ends the request
             self.error = cause
 
+    @property
+    def may_share(self) -> bool:
+        """Whether others may have to wait for its next mask: not for the first, and after one that
+        took long only once many have been quick, more every time."""
+        return self._num_quick >= int(8**self._num_slow)
+
+    def note_time(self, *, is_slow: bool) -> None:
+        """How long the newest mask took."""
+        self.is_slow = is_slow
+        self._num_slow += is_slow
+        self._num_quick = 0 if is_slow else self._num_quick + 1
+
     def accept(self, token_id: int) -> bool:
         """Take in a landed token. Whether the answer is complete and nothing could follow.
 
@@ -108,8 +132,8 @@ class RowMasks:
 
     rows: IntArray
     """[num_masks] index of each in the plan."""
-    bits: IntArray
-    """[num_masks, num_words]"""
+    bits: Sequence[IntArray]
+    """num_masks of [num_words]"""
     late: IntArray
     """[num_late] index of the rows whose mask is not there: they sample nothing, and compute their
     newest token once more in a later step."""
@@ -117,4 +141,4 @@ class RowMasks:
     @classmethod
     def none(cls, rows: IntArray) -> RowMasks:
         """All of these rows are late."""
-        return cls(rows[:0], np.zeros((0, 0), np.int32), rows)
+        return cls(rows[:0], (), rows)

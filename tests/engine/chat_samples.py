@@ -1,4 +1,4 @@
-"""Chat templates in the style of well-known families, and a tokenizer that knows their tokens.
+"""Chats, templates in the style of well-known families, and a tokenizer that knows their tokens.
 
 Written for these tests; they use the Jinja features the real ones use.
 """
@@ -6,6 +6,7 @@ Written for these tests; they use the Jinja features the real ones use.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -204,3 +205,41 @@ def make_tokenizer(
             chat_templates={"default": template},
         )
     )
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": 'Weather <now> at a "place" & more: é',
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+        },
+    }
+]
+TOOL_CHAT: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather in Bonn?"},
+    {
+        "role": "assistant",
+        "content": "I'll look.",
+        "tool_calls": [
+            {
+                "type": "function",
+                "id": "call00001",
+                "function": {"name": "get_weather", "arguments": {"place": "Bonn"}},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call00001", "content": '{"t": 21}'},
+    {"role": "user", "content": "And Köln?"},
+]
+
+
+def chat(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": c} for i, c in enumerate(contents)]
+    return ([{"role": "system", "content": system}] if system is not None else []) + messages
+
+
+def control_ids(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    return [tokenizer.token_text(i) for i in ids if i in tokenizer.special_token_ids]

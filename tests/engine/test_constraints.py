@@ -140,7 +140,7 @@ def test_a_plan_and_its_masks_can_be_sent_elsewhere() -> None:
     plan, masks = driver.executor.plans[-1], all_masks[-1]
     copied_plan, copy = pickle.loads(pickle.dumps((plan, masks)))
     assert copied_plan.constrained.tolist() == copy.rows.tolist() == [0]
-    assert np.array_equal(copy.bits, masks.bits) and masks.bits.any() and not len(copy.late)
+    assert np.array_equal(copy.bits, masks.bits) and masks.bits[0].any() and not len(copy.late)
 
 
 @pytest.mark.parametrize("first", range(0, 80, 8), ids=lambda seed: f"seed-{seed}")

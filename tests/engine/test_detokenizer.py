@@ -11,20 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_texts import sample_texts
+from sentencepiece_samples import sentencepiece_decoder
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 from tokenizers.models import BPE, WordPiece
 
 from termgen.engine.detokenizer import BytesDecoder, Detokenizer, StopAutomaton, WindowDecoder
-from termgen.engine.tokenizer import Tokenizer, load_tokenizer
+from termgen.engine.tokenizer import Tokenizer
 from termgen.engine.tokenizer_files import TokenizerParts
 
 SEED = 77_001
-
-
-@pytest.fixture(scope="session")
-def smollm2(smollm2_gguf: Path) -> Tokenizer:
-    return load_tokenizer(smollm2_gguf)
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
@@ -32,14 +28,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
     pieces = ["<s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁a", "b", "你", "▁�", "�", "x▁y"]
     backend = Backend(BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
     backend.add_special_tokens(["<s>"])
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    backend.decoder = sentencepiece_decoder()
     return Tokenizer(TokenizerParts(backend=backend))
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 from chat_samples import CHATML, make_backend, make_tokenizer
-from tokenizers import AddedToken, decoders, normalizers, processors
-from tokenizers import Tokenizer as Backend
-from tokenizers.models import BPE
+from sentencepiece_samples import sentencepiece_backend
+from tokenizers import AddedToken, processors
 
 from termgen.client import FillPrompt
 from termgen.engine.input_processor import InputProcessor
@@ -58,21 +57,7 @@ def code_llama() -> Tokenizer:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     pieces += ["▁", *"abcdefghij", "▁a", "ab", "▁ab"]
     merges = [("▁", "a"), ("a", "b"), ("▁a", "b")]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    backend = Backend(
-        BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    backend = sentencepiece_backend(pieces, merges)
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
     )

@@ -6,22 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_reading import each_part_once
 from sample_texts import sample_texts
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, normalizers
-from tokenizers.models import BPE
+from sentencepiece_samples import sentencepiece_backend
 
 from termgen.engine.gguf_file import GGUFFile
 from termgen.engine.gguf_tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, build_parts
-from termgen.engine.tokenizer import Tokenizer, load_tokenizer
+from termgen.engine.tokenizer import Tokenizer
 from termgen.errors import CorruptFileError, ModelError, UnsupportedModelError
 
 SEED = 20_240_607
 
 
-@pytest.fixture(scope="session")
-def ours(smollm2_gguf: Path) -> Tokenizer:
-    return load_tokenizer(smollm2_gguf)
+@pytest.fixture
+def ours(smollm2: Tokenizer) -> Tokenizer:
+    return smollm2
 
 
 @pytest.fixture(scope="session")
@@ -29,9 +28,10 @@ def theirs(smollm2_gguf: Path) -> Any:
     """transformers' reading of the same file; takes many seconds."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(
-        str(smollm2_gguf.parent), gguf_file=smollm2_gguf.name, local_files_only=True
-    )
+    with each_part_once():
+        return AutoTokenizer.from_pretrained(
+            str(smollm2_gguf.parent), gguf_file=smollm2_gguf.name, local_files_only=True
+        )
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ class TestEqualsTransformers:
         assert ours.eos_token_ids == (theirs.eos_token_id,)
 
     def test_renders_chats_alike(self, ours: Tokenizer, theirs: Any) -> None:
-        # text that spells a special token is another matter: see test_chat_template.py
+        # text that spells a special token is another matter: see test_chat_forgery.py
         spelled = [ours.token_text(i) for i in ours.special_token_ids]
         texts = [t for t in sample_texts(SEED + 1, 300) if not any(s in t for s in spelled)]
         for a, b in zip(texts[::2], texts[1::2], strict=False):
@@ -250,26 +250,7 @@ def test_sentencepiece_equals_the_same_model_written_as_tokenizer_json() -> None
     metadata = sentencepiece_metadata()
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [("▁", "h"), ("e", "l"), ("l", "o"), ("▁h", "el"), ("▁hel", "lo"), ("l", "l")]
-    backend = Backend(
-        BPE(
-            vocab={t: i for i, t in enumerate(tokens)},
-            merges=merges,
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    backend = sentencepiece_backend(tokens, merges)
     tokenizer = build(metadata)
     for text in ["hello", " hello hell", "ello\nhello", "你好 hello", "héllo", "", "  "]:
         ids = backend.encode(text).ids

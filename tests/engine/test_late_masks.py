@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher
 
-from termgen.engine.mask_filler import NUM_SLOW_THREADS, NUM_THREADS, MaskFiller
+from termgen.engine.mask_filler import NUM_SLOW_THREADS, NUM_THREADS, SLOW_S, MaskFiller
 from termgen.engine.request import FinishReason
 from termgen.engine.token_mask import GrammarState, IntArray
 from termgen.errors import RequestError
@@ -39,6 +40,44 @@ class Gate:
         return grammar
 
 
+def wait_for(condition: Callable[[], bool]) -> bool:
+    for _ in range(2000):
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_row_shares_a_job_again_after_more_and_more_quick_masks() -> None:
+    row = GrammarState(FakeGrammar(3), ends_at_eos=True)
+    assert not row.may_share, "its first mask takes longer than any"
+    row.note_time(is_slow=False)
+    assert row.may_share
+    for needed in (8, 64):
+        row.note_time(is_slow=True)
+        for _ in range(needed):
+            assert not row.may_share
+            row.note_time(is_slow=False)
+        assert row.may_share and not row.is_slow
+
+
+def test_masks_of_rows_that_go_on_together_are_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    fill = MaskFiller._fill
+
+    def noting(filler: MaskFiller, rows: list[GrammarState]) -> None:
+        sizes.append(len(rows))
+        fill(filler, rows)
+
+    monkeypatch.setattr(MaskFiller, "_fill", noting)
+    driver = ConstrainedDriver(depth=2)
+    for i in range(4):
+        driver.constrain(f"c{i}", [3, i], FakeGrammar(7), max_tokens=20)
+    driver.run()
+    driver.assert_reference()
+    assert sizes == [1] * 4 + [4] * 6
+
+
 def test_slow_masks_hold_up_neither_free_rows_nor_other_constrained_ones(
     make_driver: Callable[..., ConstrainedDriver],
 ) -> None:
@@ -52,6 +91,12 @@ def test_slow_masks_hold_up_neither_free_rows_nor_other_constrained_ones(
     quick = driver.constrain("quick", [3, 4], FakeGrammar(20), max_tokens=20)
     for _ in range(4):
         driver.step()
+    gate.is_open.clear()
+    driver.step()  # all masks are one job, which takes long once
+    time.sleep(2 * SLOW_S)
+    gate.is_open.set()
+    requests = [driver.scheduler.requests[b.request.request_id] for b in (*slow, quick)]
+    assert wait_for(lambda: all(r.grammar is not None and r.grammar.is_ready for r in requests))
     gate.is_open.clear()
     for _ in range(4):
         driver.step()

@@ -38,12 +38,16 @@ def _mask_kernel(
         first = tl.program_id(1) * num_blocks_each
         last = tl.minimum(first + num_blocks_each, tl.cdiv(VOCAB_SIZE, BLOCK))
         for block in range(first, last):
-            ids = block * BLOCK + tl.arange(0, BLOCK)
-            inside = ids < VOCAB_SIZE
-            words = tl.load(bits_ptr + slot * bits_stride + ids // 32, mask=inside, other=-1)
-            is_allowed = ((words >> (ids % 32)) & 1) != 0
-            nothing = tl.full([BLOCK], float("-inf"), logits_ptr.dtype.element_ty)
-            tl.store(logits_ptr + row * logits_stride + ids, nothing, mask=inside & ~is_allowed)
+            word_ids = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+            # Each word once: they may lie in the host's memory.
+            has_word = word_ids < tl.cdiv(VOCAB_SIZE, 32)
+            words = tl.load(bits_ptr + slot * bits_stride + word_ids, mask=has_word, other=-1)
+            places = tl.arange(0, 32)[None, :]
+            is_allowed = ((words[:, None] >> places) & 1) != 0
+            ids = word_ids[:, None] * 32 + places
+            nothing = tl.full([BLOCK // 32, 32], float("-inf"), logits_ptr.dtype.element_ty)
+            forbidden = (ids < VOCAB_SIZE) & ~is_allowed
+            tl.store(logits_ptr + row * logits_stride + ids, nothing, mask=forbidden)
 
 
 def mask_tokens_(
@@ -51,7 +55,7 @@ def mask_tokens_(
     slots: torch.Tensor,  # [B] int64
     *,
     has_grammar: torch.Tensor,  # [R] bool
-    bits: torch.Tensor,  # [R, W] int32
+    bits: torch.Tensor,  # [R, W] int32, on the device or in pinned memory of the host
 ) -> None:
     """The masks are those of a row's slot."""
     num_rows, vocab_size = logits.shape

@@ -6,7 +6,9 @@ The only place of the step path where device values become host values.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -153,3 +155,23 @@ class AsyncOutput(RecordedOutput):
             of_prompts = StepLogprobs(*arrays[-3:])
         is_waited_for = self._event is not None
         return self._make_result(tokens, logprobs, of_prompts, was_waited_for=is_waited_for)
+
+
+def output_of(
+    plan: StepPlan,
+    dispatch: Dispatch,
+    started_ns: int,
+    results: StepTensors | torch.Tensor | IntArray,
+    *,
+    copy_stream: torch.cuda.Stream | None,
+    device_start: DeviceStart | None,
+    num_late_compiles: Callable[[], int],
+) -> RecordedOutput:
+    """Of a step that has been launched as a whole. results: all of them, or tokens [B] alone, on
+    the device or where it writes them in the host's memory."""
+    options: Any = {"device_start": device_start, "num_late_compiles": num_late_compiles()}
+    if isinstance(results, np.ndarray):
+        return RecordedOutput(plan, results, dispatch, started_ns, **options)
+    tensors = StepTensors(results, None) if isinstance(results, torch.Tensor) else results
+    with torch.inference_mode():
+        return AsyncOutput(plan, tensors, dispatch, started_ns, copy_stream, **options)

@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -142,8 +142,8 @@ class FullGraphs:
         address_check: AddressCheck | None = None,
         rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """header, ring and hidden [rows, hidden]: hold the `max_rows` of the dispatcher; pieces: has
-        its sizes. rehearsing: while it lasts, a step runs as little as uses every kernel it would."""
+        """header, ring and hidden [rows, hidden]: hold the dispatcher's `max_rows`. pieces: has its
+        sizes. rehearsing: meanwhile a step runs as little as uses every kernel it would."""
         self.dispatcher = dispatcher
         self.header = header
         self.pieces = pieces
@@ -305,6 +305,19 @@ class FullGraphs:
             self._check.check(descriptor)
         self.header.upload(plan, descriptor.num_rows)
         self._replays[descriptor]()
+
+    def replay_sampling(self, dispatch: Dispatch) -> bool:
+        """Sample what `replay_model` has just left, with masks. False, and nothing done, where that
+        is not recorded."""
+        if dispatch.descriptor is None:
+            return False
+        sampling = replace(dispatch.descriptor, sampling=SamplingVariant.MASKED)
+        if sampling not in self._replays:
+            return False
+        if self._check is not None:
+            self._check.check(sampling)
+        self._replays[sampling]()
+        return True
 
     def pushed(self, num_rows: int) -> torch.Tensor | IntArray:
         """Where the tokens [num_rows] are that the step launched last pushes to the ring, for

@@ -35,6 +35,8 @@ class SamplingVariant(enum.StrEnum):
     """Those, and rows with top-k, top-p or min-p."""
     OUTSIDE = "outside"
     """None: it ends with hidden states, and any sampling is launched behind it."""
+    MASKED = "masked"
+    """Only that: what a step of the kind before left out, with rows under a grammar and filters."""
 
 
 class SamplingNeeds(NamedTuple):
@@ -78,6 +80,7 @@ class SamplingNeeds(NamedTuple):
 NEEDS = {
     SamplingVariant.PLAIN: SamplingNeeds(),
     SamplingVariant.FILTERED: SamplingNeeds(filters=True),
+    SamplingVariant.MASKED: SamplingNeeds(filters=True, grammar=True),
 }
 """What the recordings that sample do."""
 
@@ -189,7 +192,8 @@ class CudaGraphDispatcher:
     def descriptors(self) -> list[BatchDescriptor]:
         """Every recording of a whole step, the largest first: later ones fit into its memory."""
         found = [self._decode(size, v) for size in self.sizes for v in SamplingVariant]
-        found += [self._mixed(size, v) for size in self.mixed for v in SamplingVariant]
+        whole = [v for v in SamplingVariant if v is not SamplingVariant.MASKED]
+        found += [self._mixed(size, v) for size in self.mixed for v in whole]
         return sorted(found, key=lambda d: (-d.num_tokens, -d.num_rows))
 
     def largest(self) -> CudaGraphDispatcher:

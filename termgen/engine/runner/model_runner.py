@@ -30,13 +30,13 @@ from termgen.engine.models.transformers_backend import TransformersDecoder
 from termgen.engine.request import IntArray
 from termgen.engine.runner.address_check import AddressCheck, NamedTensor, tensors_of
 from termgen.engine.runner.async_output import (
-    AsyncOutput,
     RecordedOutput,
     StepTensors,
     make_copy_stream,
+    output_of,
 )
 from termgen.engine.runner.cuda_graphs import RING_SIZE, FullGraphs
-from termgen.engine.runner.device_clock import DeviceClock, DeviceStart, cuda_event
+from termgen.engine.runner.device_clock import DeviceClock, cuda_event
 from termgen.engine.runner.dispatch import (
     NEEDS,
     BatchDescriptor,
@@ -261,65 +261,43 @@ class ModelRunner:
         dispatch = self.graphs.dispatch(plan, needs)
         if clock is not None and start is None:
             start = clock.start()
-        finish = partial(self._output, plan, dispatch, started_ns, start)
+        finish = partial(
+            output_of,
+            plan,
+            dispatch,
+            started_ns,
+            copy_stream=self._copy_stream,
+            device_start=start,
+            num_late_compiles=lambda: self.num_late_compiles,
+        )
         descriptor = dispatch.descriptor
         if descriptor is not None and descriptor.sampling is not SamplingVariant.OUTSIDE:
             return finish(self.graphs.replay(descriptor, plan))  # which compiles nothing
         with torch.inference_mode(), self.watch_compiles():
             output = self._run_model(plan, dispatch)
-        sample = partial(self._sample_step, plan, needs, output, finish)
+        sample = partial(self._sample_step, plan, dispatch, needs, output, finish)
         return sample(None) if plan.constrained is None else UnsampledStep(sample)
-
-    def _output(
-        self,
-        plan: StepPlan,
-        dispatch: Dispatch,
-        started_ns: int,
-        start: DeviceStart | None,
-        results: StepTensors | torch.Tensor | IntArray,
-    ) -> RecordedOutput:
-        """results: all of them, or tokens alone."""
-        if isinstance(results, np.ndarray):
-            return RecordedOutput(
-                plan,
-                results,
-                dispatch,
-                started_ns,
-                device_start=start,
-                num_late_compiles=self.num_late_compiles,
-            )
-        tensors = StepTensors(results, None) if isinstance(results, torch.Tensor) else results
-        with torch.inference_mode():
-            return AsyncOutput(
-                plan,
-                tensors,
-                dispatch,
-                started_ns,
-                self._copy_stream,
-                device_start=start,
-                num_late_compiles=self.num_late_compiles,
-            )
 
     def _run_model(self, plan: StepPlan, dispatch: Dispatch) -> ModelOutput:
         """Of a step that no recording samples."""
-        compute_logits = self.model.compute_logits
         if dispatch.descriptor is not None:
-            *rows, hidden = self.graphs.replay_model(dispatch.descriptor, plan)
-            return ModelOutput(*rows, compute_logits(hidden))
+            return ModelOutput(*self.graphs.replay_model(dispatch.descriptor, plan))
         if dispatch.padded_tokens is not None:
             batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
-            return ModelOutput(batch.slots, batch.num_tokens, compute_logits(hidden))
+            return ModelOutput(batch.slots, batch.num_tokens, hidden)
         batch = self.buffers.prepare(plan, self.state)
         if not plan.prompt_spans:
-            return ModelOutput(batch.slots, batch.num_tokens, self.forward(batch))
+            hidden = self._hidden(batch, batch.logits_indices)
+            return ModelOutput(batch.slots, batch.num_tokens, hidden)
         hidden = self._hidden(batch, None)
-        of_prompts = prompt_logprobs(plan, hidden, self.state, compute_logits)
-        logits = compute_logits(batch.last_tokens(hidden))
-        return ModelOutput(batch.slots, batch.num_tokens, logits, of_prompts)
+        of_prompts = prompt_logprobs(plan, hidden, self.state, self.model.compute_logits)
+        hidden = batch.last_tokens(hidden)
+        return ModelOutput(batch.slots, batch.num_tokens, hidden, of_prompts)
 
     def _sample_step(
         self,
         plan: StepPlan,
+        dispatch: Dispatch,
         needs: SamplingNeeds,
         output: ModelOutput,
         finish: Callable[[StepTensors | torch.Tensor | IntArray], RecordedOutput],
@@ -329,18 +307,25 @@ class ModelRunner:
         with torch.inference_mode(), self.watch_compiles():
             num_tokens = output.num_tokens
             if masks is not None:
-                self.state.set_masks(plan, masks)
+                self.state.set_masks(plan, masks, by_kernels=self._uses_kernels(needs))
                 if len(masks.late):  # short of its newest token, a row samples nothing
                     is_late = np.zeros(plan.num_rows, np.int64)
                     is_late[masks.late] = 1
                     num_tokens = num_tokens - self.state.upload(is_late)
+                elif needs.is_simple and not needs.edits and self.graphs.replay_sampling(dispatch):
+                    return finish(self.graphs.pushed(plan.num_rows))
             of_prompts = output.prompt_logprobs
             is_plain = needs.is_simple and of_prompts is None
             ring = self.graphs.ring if is_plain else None  # tokens alone need no copy
-            sampled = self._sample(output.slots, num_tokens, output.logits, needs, ring)
+            logits = self.model.compute_logits(output.hidden)
+            sampled = self._sample(output.slots, num_tokens, logits, needs, ring)
         if is_plain:
             return finish(self.graphs.pushed(plan.num_rows))
         return finish(replace(sampled, prompt_logprobs=of_prompts))
+
+    def _uses_kernels(self, needs: SamplingNeeds) -> bool:
+        """Whether a step is sampled by them."""
+        return self.fused_sampler is not None and needs.is_simple
 
     def step_on_device(
         self,
@@ -350,11 +335,16 @@ class ModelRunner:
         ring: TokenRing,
         hidden: torch.Tensor,
     ) -> None:
-        """A step from device memory alone: what a full graph records.
+        """A step, or a part of one, from device memory alone: what a full graph records.
 
         slots, num_tokens: [B] int64, num_tokens 0 for a padded row. Pushes tokens [B] int32 to the
-        ring, or writes the hidden state of each row's last token to the front of `hidden`.
+        ring; a step without sampling writes the hidden state of each row's last token to the front
+        of `hidden` instead, where sampling alone reads it.
         """
+        if descriptor.sampling is SamplingVariant.MASKED:
+            logits = self.model.compute_logits(hidden[: len(slots)])
+            self._sample(slots, num_tokens, logits, NEEDS[descriptor.sampling], ring)
+            return
         if descriptor.is_decode:
             batch = self.buffers.prepare_decode(
                 slots, num_tokens, self.state, max_seq_len=self.max_model_len

@@ -18,7 +18,7 @@ class ModelOutput:
 
     slots: torch.Tensor  # [B] int64
     num_tokens: torch.Tensor  # [B] int64
-    logits: torch.Tensor  # [B, V] of each row's last token, in the model's type
+    hidden: torch.Tensor  # [B, hidden], normed, of each row's last token
     prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     """As in `StepTensors`."""
 

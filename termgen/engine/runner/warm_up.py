@@ -179,8 +179,8 @@ def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool) -> StepPlan:
 
 def _unused_mask(vocab_size: int) -> RowMasks:
     """The mask of a row, which is not looked at: the row has no grammar."""
-    bits = np.zeros((1, -(-vocab_size // 32)), np.int32)
-    return RowMasks(_FIRST_ROW, bits, late=_FIRST_ROW[:0])
+    bits = np.zeros(-(-vocab_size // 32), np.int32)
+    return RowMasks(_FIRST_ROW, (bits,), late=_FIRST_ROW[:0])
 
 
 def _edit_logits(runner: ModelRunner) -> None:

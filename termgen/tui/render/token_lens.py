@@ -28,7 +28,7 @@ LINE_END = "↵"
 UNSEEN = "▯"
 """A token that shows nothing, while the cursor is on it."""
 SIGNS = 2
-"""Columns kept free in each row: for the sign of a line's end, and of a token that shows nothing."""
+"""Columns kept free in each row: for the signs of a line's end and of a token without text."""
 
 
 class TokenText:

@@ -47,6 +47,7 @@ def make_engine(folder: Path, device: str, *, fused: bool) -> SyncEngine:
     )
     runner = engine.core.executor._runner  # type: ignore[attr-defined]
     runner.state.fused = runner.buffers.fused = fused
+    runner.graphs = runner.make_graphs(runner.graphs.dispatcher)  # whose ring goes by that
     runner.fused_sampler = None
     if fused:
         runner.use_fused_sampler(MAX_NUM_SEQS)

@@ -1,0 +1,150 @@
+"""Triton's interpreter as the tests use it: mended where it is wrong, and spared needless work.
+
+What is spared changes no result: preparing what is prepared, checks whose outcome nobody reads, and
+making the same types and shapes anew for each value. That was two thirds of its time.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+
+def prepare() -> None:
+    """Once a process; a second call does nothing."""
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "is_prepared_for_tests"):
+        return
+    interpreter.is_prepared_for_tests = True  # type: ignore[attr-defined]
+    _mend_index(interpreter)
+    _mend_fp8(interpreter)
+    _patch_once_a_launch(interpreter)
+    _leave_out_unread_checks(interpreter)
+    _look_types_up(interpreter)
+
+
+def _mend_index(interpreter: Any) -> None:
+    """Its own takes the only element of an array by int(), which numpy no longer does."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: type, scope: object) -> None:
+        patch(tensor, scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())  # type: ignore[attr-defined]
+
+    interpreter._patch_lang_tensor = patch_with_index
+
+
+def _mend_fp8(interpreter: Any) -> None:
+    """Its own conversion to e4m3 does not round to nearest even, and that from it knows no NaN.
+
+    What is too large becomes NaN here: a kernel must not count on a device that saturates.
+    """
+    import triton.language as tl
+
+    types = {tl.float32: torch.float32, tl.float16: torch.float16}
+    types |= {tl.float8e4nv: torch.float8_e4m3fn}
+    convert = interpreter.InterpreterBuilder.create_fp_to_fp
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        source, target = src.dtype.scalar, dst_type.scalar
+        if tl.float8e4nv not in (source, target) or not {source, target} <= types.keys():
+            return convert(self, src, dst_type, rounding_mode)
+        values = torch.from_numpy(src.data.copy()).view(types[source])
+        if target == tl.float8e4nv:
+            values = values.masked_fill(values.abs() > 448, float("nan"))
+        values = values.to(types[target])
+        data = values.view(torch.uint8).numpy().view(interpreter._get_np_dtype(dst_type))
+        return interpreter.TensorHandle(data, target)
+
+    interpreter.InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+
+
+def _patch_once_a_launch(interpreter: Any) -> None:
+    """It patches the language for a launch, and again at each call of a function in its kernel."""
+    import triton.language as tl
+
+    patch = interpreter._patch_lang
+    patched: set[str] = set()
+
+    @functools.cache
+    def languages(fn: Callable[..., Any]) -> frozenset[str]:
+        modules = (value for value in fn.__globals__.values() if inspect.ismodule(value))
+        return frozenset(m.__name__ for m in modules if m is tl or m is tl.core)
+
+    class Scope(interpreter._LangPatchScope):  # type: ignore[misc, name-defined]
+        def restore(self) -> None:
+            patched.clear()
+            super().restore()
+
+    def patch_lang(fn: Callable[..., Any]) -> Any:
+        if languages(fn) <= patched:
+            return Scope()
+        patched.update(languages(fn))
+        return patch(fn)
+
+    interpreter._LangPatchScope = Scope
+    interpreter._patch_lang = patch_lang
+
+
+def _leave_out_unread_checks(interpreter: Any) -> None:
+    """Without `debug` it works out whether each sum and product overflows, and asks nobody."""
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _look_types_up(interpreter: Any) -> None:
+    """It makes the table of all types anew for each value, and each value's type and shape."""
+    import triton.language as tl
+
+    get_np_dtype, make_type = interpreter._get_np_dtype, tl.block_type.__init__
+    np_dtypes: dict[str, Any] = {}
+    types: dict[tuple[object, ...], dict[str, Any]] = {}
+
+    def look_np_dtype_up(tt_dtype: Any) -> Any:
+        scalar = tt_dtype.element_ty if isinstance(tt_dtype, tl.block_type) else tt_dtype
+        if scalar.name not in np_dtypes:
+            np_dtypes[scalar.name] = get_np_dtype(tt_dtype)
+        return np_dtypes[scalar.name]
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+        key = (element_ty.name, *sizes, *map(type, sizes))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            of_tensors = (tl.tuple([tl.constexpr(s) for s in sizes]), tl.constexpr(self.numel))
+            types[key] = {**vars(self), "of_tensors": of_tensors}
+        vars(self).update(types[key], element_ty=element_ty)
+
+    make_tensor = tl.tensor.__init__
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        of_tensors = getattr(type, "of_tensors", None)
+        if of_tensors is None:
+            make_tensor(self, handle, type)
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.element_ty
+            self.shape, self.numel = of_tensors
+
+    interpreter._get_np_dtype = look_np_dtype_up
+    tl.block_type.__init__ = init_type
+    tl.tensor.__init__ = init_tensor
+    _compare_shapes_at_once(type(interpreter.interpreter_semantic))
+
+
+def _compare_shapes_at_once(semantic: Any) -> None:
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left.is_block() and right.is_block() and left.shape.values == right.shape.values:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_impl_value
