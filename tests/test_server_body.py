@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -18,10 +19,12 @@ from hypothesis import strategies as st
 from lengths import scaled
 from server_harness import app_client, serving
 
+import termgen.api.chat as chat
 from termgen.api.fields import parse_json
 from termgen.errors import RequestError
-from termgen.serving import app, json_process
+from termgen.serving import json_process
 from termgen.serving import json_weight as module
+from termgen.serving.connection import Connection
 from termgen.serving.json_process import JSONProcess
 from termgen.serving.json_weight import check_weight
 
@@ -121,7 +124,7 @@ async def test_faults_come_from_the_process_as_they_are(process: JSONProcess) ->
 async def test_a_process_that_dies_costs_one_request(process: JSONProcess) -> None:
     """It is stopped in the middle of a body, as by a system short of memory."""
     assert await process.parse([b'{"a":1}'], dict) == {"a": 1}
-    child = process._process
+    child = process.helper._process
     assert child is not None
     child.send_signal(signal.SIGSTOP)
     waiting = asyncio.create_task(process.parse([b'{"a":2}'], dict))
@@ -136,9 +139,9 @@ async def test_a_process_that_dies_costs_one_request(process: JSONProcess) -> No
 async def test_small_bodies_do_not_wait_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     parse = json_process.JSONProcess._parse
 
-    def slow(self: JSONProcess, parts: Sequence[bytes]) -> dict[str, Any]:
+    def slow(self: JSONProcess, parts: Sequence[bytes], take: Any) -> Any:
         time.sleep(0.3)
-        return parse(self, parts)
+        return parse(self, parts, take)
 
     monkeypatch.setattr(json_process.JSONProcess, "_parse", slow)
     async with app_client(FakeEngine()) as client:
@@ -154,23 +157,73 @@ async def test_small_bodies_do_not_wait_for_large_ones(monkeypatch: pytest.Monke
         assert await asyncio.gather(*large) == [200, 200]
 
 
-async def test_large_bodies_are_checked_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tools of 400 KB take long to look at, value by value."""
-    parse, names = app.parse_chat, []
+async def test_large_bodies_are_checked_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools of 400 KB take long to look at, value by value. Faults come back as faults."""
+    parse, num_here = chat.parse_options, 0
 
     def noting(*args: Any, **options: Any) -> Any:
-        names.append(threading.current_thread().name)
+        nonlocal num_here
+        num_here += 1
         return parse(*args, **options)
 
-    monkeypatch.setattr(app, "parse_chat", noting)
+    monkeypatch.setattr(chat, "parse_options", noting)
     async with app_client(FakeEngine()) as client:
+        message = {"role": "user", "content": "x"}
         for size, temperature in ((10, 1), (100_000, 1), (100_000, -1)):
-            message = {"role": "user", "content": "x"}
             body = {"messages": [message], "user": "u" * size, "temperature": temperature}
             response = await client.post("/v1/chat/completions", json=body)
             assert response.status_code == (200 if temperature == 1 else 400)
-    assert names[0] == threading.current_thread().name
-    assert [name.rpartition("_")[0] for name in names[1:]] == ["termgen-json"] * 2
+        assert response.json()["error"]["param"] == "temperature"
+    assert num_here == 1
+
+
+async def test_functions_that_only_exist_here_come_back(process: JSONProcess) -> None:
+    """As a model's own parser of answers does, which is part of how a body is checked."""
+
+    def local() -> str:
+        return "here"
+
+    taken: dict[str, Any] = await process.parse(
+        [b'{"a":1}'], partial(dict, first=local, again=[local], b=len)
+    )
+    assert taken == {"a": 1, "first": local, "again": [local], "b": len}
+
+
+async def test_a_bug_over_there_is_shown_here(process: JSONProcess) -> None:
+    with pytest.raises(RuntimeError, match="KeyError in a helper"):
+        await process.parse([b"{}"], operator.itemgetter("missing"))
+    assert await process.parse([b"{}"], dict) == {}, "it goes on"
+
+
+async def test_objects_of_too_many_fields_are_refused() -> None:
+    """Before they are looked at one by one."""
+    async with app_client(FakeEngine()) as client:
+        fields = {f"n{i}": 0 for i in range(30_000)}
+        small = {f"n{i}": 0 for i in range(1001)}
+        for body, param in (
+            ({"prompt": "x", **fields}, None),
+            ({"prompt": "x", **small}, None),
+            ({"prompt": "x", "stream": True, "stream_options": small}, "stream_options"),
+        ):
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert "more than 1000 fields" in error["message"] and error["param"] == param
+
+
+async def test_large_bodies_come_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is copied on the event loop."""
+    receive, sizes = Connection.data_received, list[int]()
+
+    def noting(self: Connection, data: bytes) -> None:
+        sizes.append(len(data))
+        receive(self, data)
+
+    monkeypatch.setattr(Connection, "data_received", noting)
+    async with serving(FakeEngine()) as server, httpx.AsyncClient(base_url=server.url) as client:
+        body = {"prompt": "x", "user": "u" * 2**21}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+    assert max(sizes) <= 2**17 and sum(sizes) > 2**21
 
 
 async def test_the_process_ends_with_the_server() -> None:
@@ -178,7 +231,7 @@ async def test_the_process_ends_with_the_server() -> None:
         body = {"prompt": "x", "user": "u" * 100_000}
         async with httpx.AsyncClient(base_url=server.url) as client:
             assert (await client.post("/v1/completions", json=body)).status_code == 200
-        child = server._state.large_bodies._process
+        child = server._state.large_bodies.helper._process
         assert child is not None and child.poll() is None
     assert child.poll() is not None
 
@@ -189,3 +242,44 @@ async def test_too_many_messages_are_refused() -> None:
         response = await client.post("/v1/chat/completions", json={"messages": [message] * 4097})
         assert response.status_code == 400
         assert response.json()["error"]["message"] == "at most 4096 messages are allowed"
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": [1]}}}}
+TOOL = {"type": "function", "function": FUNCTION}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO, "tools": [TOOL], "stop": ["x"]}),
+        ("/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}}),
+        ("/v1/completions", {"prompt": ["a", "b"], "logit_bias": {"3": 1}, "seed": 1}),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 5, "system": "be brief"}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 5, "tools": [{"name": "f"}]}),
+        ("/v1/messages/count_tokens", {"messages": HELLO}),
+        ("/v1/responses", {"input": "hello", "metadata": {"a": "b"}, "tools": []}),
+        ("/tokenize", {"prompt": "hello"}),
+        ("/tokenize", {"messages": HELLO}),
+        ("/detokenize", {"tokens": [1, 2]}),
+    ],
+)
+async def test_large_bodies_get_what_small_ones_get(path: str, body: dict[str, Any]) -> None:
+    """What is found in them crosses from one process to the other, on every endpoint."""
+    async with app_client(FakeEngine()) as client:
+        small = await client.post(path, json=body)
+        large = await client.post(
+            path,
+            content=json.dumps(body).encode() + b" " * 50_000,
+            headers={"content-type": "application/json"},
+        )
+    assert large.status_code == small.status_code, large.text
+    told, expected = large.json(), small.json()
+    for answer in (told, expected):
+        for name in ("id", "created", "created_at", "completed_at", "output"):
+            answer.pop(name, None)
+    if small.status_code == 200:
+        assert told == expected
+    else:
+        assert told["error"]["param"] == expected["error"]["param"], told

@@ -99,14 +99,13 @@ def assert_same_answer(
 
 
 async def test_streamed_answers_equal_whole_ones_byte_for_byte(tiny_llama_dir: Path) -> None:
-    """Every number too, and so one at a time: 50 requests where the next test has 200 at once;
-    TEST_LENGTH=4 makes them 200 too."""
+    """Every number too, and so one at a time, where the next test asks for many at once."""
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
     # One at a time and without cached prompts, so that both ways compute the same batches.
     async with serving_tiny(tiny_llama_dir, enable_prefix_caching=False) as (client, _):
-        for _ in range(scaled(50)):
+        for _ in range(scaled(200)):
             body = {**random_body(rng), "n": 1}
             whole, events = await ask_both_ways(client, body)
             assert_same_answer(body, whole, events, is_exact=True)

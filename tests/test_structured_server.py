@@ -247,9 +247,9 @@ async def test_a_request_whose_grammar_is_being_compiled_holds_nobody_up(
     may_go_on = threading.Event()
     source_of = grammar_source.source_of
 
-    def slowly(wanted: StructuredOutputsParams) -> str:
+    def slowly(wanted: StructuredOutputsParams, gbnf_to_lark: Callable[[str], str]) -> str:
         assert wanted.regex is None or may_go_on.wait(30)
-        return source_of(wanted)
+        return source_of(wanted, gbnf_to_lark)
 
     monkeypatch.setattr("termgen.engine.grammar.source_of", slowly)
     async with tiny_server(long_llama_dir) as (client, engine):

@@ -18,6 +18,8 @@ from termgen.api.errors import invalid_json, unsupported
 from termgen.errors import RequestError
 
 MAX_IGNORED_NAMES = 20
+MAX_FIELDS = 1000
+"""Of one object; no endpoint knows a tenth as many."""
 _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 Check = Callable[[Any], bool]
@@ -103,6 +105,11 @@ class Fields:
     __slots__ = ("_children", "_data", "_seen", "_where")
 
     def __init__(self, data: Mapping[str, Any], where: str = "") -> None:
+        if len(data) > MAX_FIELDS:
+            what = where.rstrip(".") or "The request body"
+            raise RequestError(
+                f"{what} has more than {MAX_FIELDS} fields", param=where.rstrip(".") or None
+            )
         self._data = data
         self._seen: set[str] = set()
         self._children: list[tuple[str, Fields]] = []

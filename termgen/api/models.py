@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from termgen.api.errors import model_not_found
 from termgen.api.fields import wrong_type
 from termgen.client import ModelInfo
+
+T = TypeVar("T")
 
 
 def served_names(info: ModelInfo, configured: Sequence[str]) -> tuple[str, ...]:
@@ -24,6 +26,19 @@ def resolve_model(value: object, names: Sequence[str]) -> str:
     if value not in names:
         raise model_not_found(value)
     return value
+
+
+def parse_for_model(data: Mapping[str, Any], *, names: Sequence[str], parse: Callable[..., T]) -> T:
+    """What `parse` makes of a body; it is told by which of its names the model was asked for."""
+    return parse(data, model=resolve_model(data.get("model"), names))
+
+
+def parse_beside_model(
+    data: Mapping[str, Any], *, names: Sequence[str], parse: Callable[..., T]
+) -> T:
+    """The same for an answer that does not name the model."""
+    resolve_model(data.get("model"), names)
+    return parse(data)
 
 
 def model_object(info: ModelInfo, name: str) -> dict[str, Any]:

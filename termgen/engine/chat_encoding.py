@@ -34,7 +34,7 @@ from termgen.client import Message
 from termgen.engine.chat_mask import Chat, Mask, alphabets, strings, unused_chars
 from termgen.engine.chat_messages import count_chars, normalise_messages, plain
 from termgen.engine.chat_template import ChatTemplate, last_text, select_template, template_error
-from termgen.engine.encode_text import encode_text
+from termgen.engine.encode_text import encode_ids, encode_text
 from termgen.engine.request_template import RequestTemplate, TemplateWorkers
 from termgen.engine.tokenizer_files import TokenizerParts
 from termgen.errors import RequestError
@@ -278,7 +278,7 @@ class _Guard:
             pieces += (text[position : place_of(control.start)], anchor)
             position = place_of(control.end)
         pieces.append(text[position:])
-        ids: list[int] = encode_text(backend, "".join(pieces), add_special_tokens=False).ids
+        ids = encode_ids(backend, "".join(pieces), add_special_tokens=False)
         for token_id in ids:
             if token_id in self._guarded and token_id != self._unknown[0]:
                 raise _refusal(self._guarded[token_id].content)

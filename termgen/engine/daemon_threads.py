@@ -1,11 +1,17 @@
 """A few threads for work that may take long, and that nobody waits for when the process ends.
 
 Used for what clients can make slow: compiling grammars, filling masks. The threads of a
-`ThreadPoolExecutor` are joined when Python exits, however long that takes; these are not.
+`ThreadPoolExecutor` are joined when Python exits, however long that takes; these are not. They may
+have a lower priority, where the system gives each thread its own: for native code that computes for
+long without Python's lock. With the lock they must only be for moments, as others then wait for
+them however little they are given.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,8 +24,9 @@ Jobs = SimpleQueue[Job | None]
 class DaemonThreads:
     """Runs jobs in order. The threads start when they are needed and end with this object."""
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, *, niceness: int = 0) -> None:
         self._num_threads = num_threads
+        self._niceness = niceness
         self._name = name
         self._jobs: Jobs = SimpleQueue()
         self._num_started = 0
@@ -31,10 +38,15 @@ class DaemonThreads:
         if self._num_started < self._num_threads:
             self._num_started += 1
             name = f"{self._name}-{self._num_started}"
-            threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True).start()
+            args = (self._jobs, self._niceness)
+            threading.Thread(target=_run, args=args, name=name, daemon=True).start()
 
 
-def _run(jobs: Jobs) -> None:
+def _run(jobs: Jobs, niceness: int) -> None:
+    if niceness and sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            # of this thread alone, and of processes that it starts
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     while (job := jobs.get()) is not None:
         job()
         del job  # it may hold the owner of these threads, which would never end

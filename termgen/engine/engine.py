@@ -14,24 +14,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
 
-from termgen.client import (
-    ChatPrompt,
-    ModelInfo,
-    PauseMode,
-    Prompt,
-    SleepLevel,
-    TokenDelta,
-    TokenizerInfo,
-)
+from termgen.client import ModelInfo, PauseMode, Prompt, SleepLevel, TokenDelta, TokenizerInfo
 from termgen.config import EngineConfig
 from termgen.engine.control import EngineControl, check_level
 from termgen.engine.delivery import StepDelivery
 from termgen.engine.events import EngineSnapshot, EventRing
 from termgen.engine.grammar_times import GrammarTotals
+from termgen.engine.prompt_threads import PromptThreads
 from termgen.engine.pulse import Pulse
 from termgen.engine.request import GenerationRequest
 from termgen.engine.sampling_params import SamplingParams
@@ -54,9 +46,6 @@ FULL_COLLECTIONS = 20
 MOST_BEHIND = 1000
 """Steps whose tokens the loop has not taken yet. With more, the engine waits for it."""
 HOLD_S = 0.001
-TEMPLATE_THREADS = 2
-
-Made = TypeVar("Made")
 
 
 class AsyncEngine:
@@ -79,7 +68,7 @@ class AsyncEngine:
         self._stopping = False
         self._death: EngineDeadError | None = None
         self._pulse = Pulse()
-        self._template_threads = ThreadPoolExecutor(TEMPLATE_THREADS, "termgen-template")
+        self._prompt_threads = PromptThreads()
         self._thread = threading.Thread(target=self._run, name="termgen-engine", daemon=True)
 
     @classmethod
@@ -106,7 +95,7 @@ class AsyncEngine:
     async def shutdown(self) -> None:
         """Stop the engine thread; whatever still runs or waits ends with `EngineDeadError`."""
         self._stop()
-        self._template_threads.shutdown(wait=False, cancel_futures=True)
+        self._prompt_threads.shutdown()
         await asyncio.to_thread(self._thread.join)
         self._end(EngineDeadError("the engine was shut down"))
 
@@ -146,7 +135,7 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        prepared = await self._on_thread(prompt, prepare)
+        prepared = await self._prompt_threads.run(prompt, prepare)
         request = await processor.add_grammar(prepared)
         stream = self._open(request, arrival_ns)
         try:
@@ -154,13 +143,6 @@ class AsyncEngine:
                 yield delta
         finally:
             self._close(request.request_id)
-
-    async def _on_thread(self, prompt: Prompt, work: Callable[[], Made]) -> Made:
-        """Make tokens of a prompt. A template that a request brought may take its time: it has
-        threads of its own, so that it takes none from others."""
-        has_template = isinstance(prompt, ChatPrompt) and prompt.chat_template is not None
-        threads = self._template_threads if has_template else None
-        return await self._loop.run_in_executor(threads, work)
 
     def _new_id(self) -> str:
         while (request_id := f"req-{next(self._ids)}") in self._streams:
@@ -189,15 +171,20 @@ class AsyncEngine:
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         tokenize = self.parts.input_processor.tokenize
         work = partial(tokenize, prompt, add_special_tokens=add_special_tokens)
-        return await self._on_thread(prompt, work)
+        return await self._prompt_threads.run(prompt, work)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        tokenizer = self._tokenizer_for(token_ids)
-        return await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=False)
+        def decode() -> str:
+            return self._tokenizer_for(token_ids).decode(token_ids, skip_special_tokens=False)
+
+        return await asyncio.to_thread(decode)
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        tokenizer = self._tokenizer_for(token_ids)
-        return [tokenizer.token_text(token_id) for token_id in token_ids]
+        def texts() -> list[str]:
+            tokenizer = self._tokenizer_for(token_ids)
+            return [tokenizer.token_text(token_id) for token_id in token_ids]
+
+        return await asyncio.to_thread(texts)
 
     @property
     def tokenizer_info(self) -> TokenizerInfo:
@@ -295,6 +282,7 @@ class AsyncEngine:
                 self._ready.set_exception(error)
             return
         if not self._ready.set_running_or_notify_cancel():
+            parts.input_processor.close()
             parts.core.executor.shutdown()
             return
         gc.collect()
@@ -310,6 +298,7 @@ class AsyncEngine:
         finally:
             gc.enable()
             parts.core.close(death)
+            parts.input_processor.close()
             self._post(lambda: self._end(death))
             parts.core.executor.shutdown()
 

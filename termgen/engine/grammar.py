@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from termgen.engine.daemon_threads import DaemonThreads
-from termgen.engine.grammar_source import LIMITS, brief, needs_trial, source_of, try_out
+from termgen.engine.grammar_source import brief, limits_of, needs_trial, source_of, try_out
 from termgen.engine.grammar_times import GrammarTimes
+from termgen.engine.mask_filler import SLOW_S
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.engine.token_mask import IntArray
 from termgen.errors import OverloadedError, RequestError
+from termgen.helper_process import NICENESS, HelperDied, HelperProcess
 
 if TYPE_CHECKING:
     from termgen.engine.tokenizer import Tokenizer
@@ -34,12 +38,14 @@ MAX_WAITING = 64
 """Compilations of one lane that may wait for a thread or be under way; more are refused."""
 NUM_THREADS = 2
 COMPILE_TIMEOUT_S = 10.0
+PROGRAM = Path(__file__).with_name("grammar_program.py")
 
 
 class Grammar:
     """A `TokenGrammar`."""
 
     def __init__(self, prototype: Any, num_words: int, eos_token_ids: Sequence[int]) -> None:
+        """Fills the first mask, which is that of every answer. Raises RequestError."""
         self._prototype = prototype
         self._num_words = num_words
         stays: dict[int, int] = {}
@@ -47,26 +53,38 @@ class Grammar:
             bit = int(np.uint32(1 << token_id % 32).view(np.int32))
             stays[token_id // 32] = stays.get(token_id // 32, -1) & ~bit
         self._without_eos = list(stays.items())
+        self._first_mask = np.zeros(num_words, np.int32)
+        began = time.perf_counter()
+        Matcher(prototype, num_words, None).fill(self._first_mask)
+        self.is_slow = time.perf_counter() - began > SLOW_S
 
     def start(self, *, ends_at_eos: bool) -> Matcher:
         withheld = None if ends_at_eos else self._without_eos
-        return Matcher(self._prototype.deep_copy(), self._num_words, withheld)
+        first = None if self.is_slow else self._first_mask  # or the next would be taken for quick
+        return Matcher(self._prototype.deep_copy(), self._num_words, withheld, first)
 
 
 class Matcher:
     """A `TokenMatcher`."""
 
-    __slots__ = ("_matcher", "_withheld", "num_words")
+    __slots__ = ("_first", "_matcher", "_withheld", "num_words")
 
     def __init__(
-        self, matcher: Any, num_words: int, withheld: Sequence[tuple[int, int]] | None
+        self,
+        matcher: Any,
+        num_words: int,
+        withheld: Sequence[tuple[int, int]] | None,
+        first: IntArray | None = None,
     ) -> None:
-        """withheld: what to clear as long as other bits are left: words, and the bits that stay."""
+        """withheld: what to clear as long as other bits are left: words, and the bits that stay.
+        first: the first mask, where it is known."""
         self._matcher = matcher
         self.num_words = num_words
         self._withheld = withheld
+        self._first = first
 
     def accept(self, token_id: int) -> bool:
+        self._first = None
         # A matcher that has failed takes end tokens all the same.
         return bool(self._matcher.consume_token(token_id)) and not self._matcher.is_error()
 
@@ -75,13 +93,19 @@ class Matcher:
         return bool(self._matcher.is_stopped())
 
     def fill(self, bits: IntArray) -> None:
+        if self._first is not None:
+            bits[:] = self._first
+        else:
+            self._compute(bits)
+        self._withhold(bits)
+
+    def _compute(self, bits: IntArray) -> None:
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done
             raise RequestError(
                 f"the grammar is too complex: {brief(self._matcher.get_error())}",
                 code="invalid_schema",
             )
-        self._withhold(bits)
 
     def _withhold(self, bits: IntArray) -> None:
         if self._withheld is None:
@@ -101,7 +125,7 @@ class _Lane:
     """Threads that compile, and how much they have to do."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self.threads = DaemonThreads(num_threads, name)
+        self.threads = DaemonThreads(num_threads, name, niceness=NICENESS)
         self.num_waiting = 0
 
 
@@ -121,6 +145,8 @@ class GrammarCompiler:
         self._trial_lane = _Lane(1, "termgen-grammar-trial")
         self._vocabulary: Any = None
         self._vocabulary_lock = threading.Lock()
+        self._gbnf = HelperProcess(PROGRAM)
+        self._gbnf_lock = threading.Lock()
 
     def prepare_for_strangers(self) -> None:
         """Read the vocabulary now; if it cannot be, whoever asks for a grammar is told."""
@@ -193,15 +219,23 @@ class GrammarCompiler:
     def _compile(self, wanted: StructuredOutputsParams) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits
 
-        source = source_of(wanted)
+        source = source_of(wanted, self._from_gbnf)
         if needs_trial(wanted):
             try_out(source)
-        limits = LLParserLimits(**LIMITS)
+        limits = LLParserLimits(**limits_of(wanted))
         prototype = LLMatcher(self._vocabulary_of_model(), source, limits=limits, log_level=0)
         error = prototype.get_error()
         if error:
             raise RequestError(brief(error), code="invalid_schema")
         return Grammar(prototype, -(-self._num_tokens // 32), self._eos_token_ids)
+
+    def _from_gbnf(self, grammar: str) -> str:
+        try:
+            with self._gbnf_lock:
+                lark: str = self._gbnf.ask(grammar)
+        except HelperDied:
+            raise RequestError("too complex to be compiled", code="invalid_schema") from None
+        return lark
 
     def _vocabulary_of_model(self) -> Any:
         """llguidance's own form of the vocabulary, made once: it takes up to a second, in which

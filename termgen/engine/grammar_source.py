@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,21 @@ from termgen.errors import RequestError
 
 MAX_LEXER_STATES = 50_000
 """A kilobyte or two each."""
-LIMITS: dict[str, Any] = {"verbose_errors": False, "max_lexer_states": MAX_LEXER_STATES}
+MAX_ITEMS_IN_ROW = 6000
+"""Ways in which an answer may go on at one place: 5000 choices and 1000 properties, the most that
+are taken, have as many."""
+MAX_ITEMS_IN_GRAMMAR_ROW = 2000
+"""The same where the client wrote the rules: then all of them may be about the same text. Taking in
+a token holds Python's lock, and takes the longer the more there are of those."""
+MAX_ITEMS_IN_MASK = 8000
+"""Of all rows that a mask goes through, the next one among them as a rule: that there are too many
+is found out without the lock then."""
+LIMITS: dict[str, Any] = {
+    "verbose_errors": False,
+    "max_lexer_states": MAX_LEXER_STATES,
+    "max_items_in_row": MAX_ITEMS_IN_ROW,
+    "step_max_items": MAX_ITEMS_IN_MASK,
+}
 TRIAL_CPU_S = 2
 TRIAL_TIMEOUT_S = 6.0
 """By the clock: other programs may run meanwhile."""
@@ -24,8 +39,8 @@ TRIAL_BYTES = 2 << 30
 MAX_ERROR_CHARS = 300
 
 
-def source_of(wanted: StructuredOutputsParams) -> str:
-    """What llguidance compiles."""
+def source_of(wanted: StructuredOutputsParams, gbnf_to_lark: Callable[[str], str]) -> str:
+    """What llguidance compiles. gbnf_to_lark: `from_gbnf`, wherever it runs."""
     from llguidance import LLMatcher
 
     if wanted.regex is not None:
@@ -35,11 +50,18 @@ def source_of(wanted: StructuredOutputsParams) -> str:
         return str(LLMatcher.grammar_from_lark(f"start: {choices}"))
     if wanted.grammar is not None:
         is_lark = not is_gbnf(wanted.grammar)
-        lark = wanted.grammar if is_lark else _from_gbnf(wanted.grammar)
+        lark = wanted.grammar if is_lark else gbnf_to_lark(wanted.grammar)
         return str(LLMatcher.grammar_from_lark(lark))
     schema = '{"type":"object"}' if wanted.json_object else str(wanted.json)
     # Where any white space is allowed, small models write nothing else.
     return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
+
+
+def limits_of(wanted: StructuredOutputsParams) -> dict[str, Any]:
+    """Of llguidance."""
+    if wanted.grammar is None:
+        return LIMITS
+    return {**LIMITS, "max_items_in_row": MAX_ITEMS_IN_GRAMMAR_ROW}
 
 
 def needs_trial(wanted: StructuredOutputsParams) -> bool:
@@ -77,7 +99,8 @@ def brief(error: str) -> str:
     return text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + "..."
 
 
-def _from_gbnf(grammar: str) -> str:
+def from_gbnf(grammar: str) -> str:
+    """In Python: whoever else runs it meanwhile is slowed down."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:

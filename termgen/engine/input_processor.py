@@ -2,7 +2,7 @@
 
 The one place where a request is judged before the engine sees it, for every front end alike. What
 it returns fits the model: ids in the vocabulary, room for at least one new token, `max_tokens`
-filled in. Every fault is a `RequestError` naming the field. Stateless, so any thread may call it.
+filled in. Every fault is a `RequestError` naming the field. Any thread may call it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from termgen.engine.request import (
 )
 from termgen.engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from termgen.engine.structured_outputs import StructuredOutputsParams
+from termgen.engine.text_process import TextProcess, is_long
 from termgen.engine.tokenizer import Tokenizer, check_encodable
 from termgen.errors import ContextLengthError, RequestError
 
@@ -62,14 +63,24 @@ class InputProcessor:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._has_priorities = has_priorities
         self._clamps_max_tokens = clamps_max_tokens
+        self._long_texts: TextProcess | None = None
 
-    def prepare_for_strangers(self) -> None:
+    def prepare_for_strangers(self, texts: TextProcess | None = None) -> None:
         """Make now what is made once, for the first message that spells a control token and the
-        first answer under a grammar: each holds Python's lock for a third of a second."""
+        first answer under a grammar: each holds Python's lock for a third of a second. And have
+        long prompts tokenised elsewhere, from now on."""
+        if texts is not None and self._tokenizer is not None:
+            texts.start()
+            self._long_texts = texts
         if self._tokenizer is not None:
             self._tokenizer.prepare_for_strangers()
         if self._grammars is not None:
             self._grammars.prepare_for_strangers()
+
+    def close(self) -> None:
+        """No prompt comes any more."""
+        if self._long_texts is not None:
+            self._long_texts.close()
 
     def process(
         self, prompt: Prompt, params: SamplingParams, **envelope: Unpack[Envelope]
@@ -112,7 +123,7 @@ class InputProcessor:
             self._need_grammars(params.structured_outputs)
         bad_token_ids = self._bad_token_ids(params)
         self._check_allowed(params, bad_token_ids)
-        ids = self.tokenize(prompt)
+        ids = self.tokenize(prompt, has_to_fit=True)
         params = self._complete(params, num_prompt=len(ids), param=_param_of(prompt))
         return GenerationRequest(
             request_id=request_id or f"req-{uuid.uuid4().hex}",
@@ -197,11 +208,27 @@ class InputProcessor:
             )
         return self._grammars
 
-    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids `process` would submit for this prompt; may be longer than the context.
+    def tokenize(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, has_to_fit: bool = False
+    ) -> list[int]:
+        """The ids `process` would submit for this prompt.
 
-        add_special_tokens: for raw text only; chat templates write their own.
+        add_special_tokens: for raw text only; chat templates write their own. has_to_fit: what is
+        longer than the context is an error.
         """
+        if self._long_texts is not None and is_long(prompt):
+            self._check_size(prompt)
+            return self._long_texts.tokenize(
+                prompt, add_special_tokens=add_special_tokens, has_to_fit=has_to_fit
+            )
+        ids = self._tokenize(prompt, add_special_tokens)
+        if has_to_fit and len(ids) >= self._max_model_len:
+            raise self._too_long(f"{len(ids)} tokens", _param_of(prompt))
+        # A tokenizer may know more tokens than the model has rows.
+        self._check_range(ids, _param_of(prompt))
+        return ids
+
+    def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
             ids = self._encode_text(prompt, add_special_tokens)
         elif isinstance(prompt, ChatPrompt):
@@ -212,23 +239,21 @@ class InputProcessor:
             ids = self._check_ids(prompt)
         if not ids:
             raise RequestError("the prompt is empty", param=_param_of(prompt))
-        # A tokenizer may know more tokens than the model has rows.
-        self._check_range(ids, _param_of(prompt))
         return ids
 
     def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
         tokenizer = self._need_tokenizer("prompt")
-        self._check_size(len(text), tokenizer, "prompt")
+        self._check_size(text)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _encode_fill(self, prompt: FillPrompt) -> list[int]:
         tokenizer = self._need_tokenizer("suffix")
-        self._check_size(prompt_chars(prompt), tokenizer, "prompt")
+        self._check_size(prompt)
         return tokenizer.encode_fill(prompt.prefix, prompt.suffix)
 
     def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
         tokenizer = self._need_tokenizer("messages")
-        self._check_size(prompt_chars(prompt), tokenizer, "messages")
+        self._check_size(prompt)
         variables = _template_variables(prompt.template_kwargs)
         ids = tokenizer.apply_chat_template(
             prompt.messages,
@@ -270,17 +295,18 @@ class InputProcessor:
             )
         return self._tokenizer
 
-    def _check_size(self, num_chars: int, tokenizer: Tokenizer, param: str) -> None:
-        """Refuse what cannot fit however it is cut into tokens, before spending time on it."""
-        least = -(-num_chars // tokenizer.max_token_chars)
+    def _check_size(self, prompt: Prompt) -> None:
+        """Refuse text that cannot fit however it is cut into tokens, before spending time on it."""
+        assert isinstance(prompt, (str, ChatPrompt, FillPrompt)), "ids are counted"
+        assert self._tokenizer is not None, "it has been asked for"
+        least = -(-prompt_chars(prompt) // self._tokenizer.max_token_chars)
         if least >= self._max_model_len:
-            raise self._too_long(f"at least {least} tokens", param)
+            raise self._too_long(f"at least {least} tokens", _param_of(prompt))
 
     def _complete(self, params: SamplingParams, *, num_prompt: int, param: str) -> SamplingParams:
         """Fill in max_tokens and check what only holds once it is known."""
         room = self._max_model_len - num_prompt
-        if room < 1:
-            raise self._too_long(f"{num_prompt} tokens", param)
+        assert room >= 1, "`tokenize` was told that it has to fit"
         max_tokens = room if params.max_tokens is None else params.max_tokens
         if max_tokens > room and self._clamps_max_tokens:
             max_tokens = room

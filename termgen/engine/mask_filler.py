@@ -15,6 +15,7 @@ from functools import partial
 
 from termgen.engine.daemon_threads import DaemonThreads
 from termgen.engine.token_mask import GrammarState
+from termgen.helper_process import NICENESS
 
 NUM_THREADS = 2
 NUM_SLOW_THREADS = 2
@@ -27,7 +28,9 @@ class MaskFiller:
 
     def __init__(self) -> None:
         self._threads = DaemonThreads(NUM_THREADS, "termgen-masks")
-        self._slow_threads = DaemonThreads(NUM_SLOW_THREADS, "termgen-slow-masks")
+        self._slow_threads = DaemonThreads(
+            NUM_SLOW_THREADS, "termgen-slow-masks", niceness=NICENESS
+        )
         self._progress = threading.Condition()
         self._awaited: set[GrammarState] = set()
         """Rows that the engine's thread waits for now; guarded by `_progress`, as are the flags of

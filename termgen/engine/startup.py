@@ -32,6 +32,7 @@ from termgen.engine.startup_phases import (
     describe_startup,
 )
 from termgen.engine.step import DeviceInfo
+from termgen.engine.text_process import TextProcess
 from termgen.engine.tokenizer import Tokenizer, load_tokenizer
 from termgen.engine.tool_detection import tool_format
 from termgen.engine.tool_format import ToolFormat
@@ -78,7 +79,7 @@ def build_engine(
     """
     progress = PhaseClock(on_progress or (lambda phase, fraction: None))
     local = resolve_model(config.model)
-    tokenizer = None
+    tokenizer, source = None, local
     if not config.skip_tokenizer_init:
         progress(LOADING_TOKENIZER, 0.0)
         source = resolve_model(config.tokenizer) if config.tokenizer else local
@@ -89,7 +90,8 @@ def build_engine(
         parts = _assemble(config, local, tokenizer, executor, info, on_delivery)
         if for_strangers:
             progress(READING_VOCABULARY, 0.0)
-            parts.input_processor.prepare_for_strangers()
+            texts = TextProcess(source.path, info.max_model_len, info.vocab_size)
+            parts.input_processor.prepare_for_strangers(texts)
     except BaseException:
         executor.shutdown()
         raise

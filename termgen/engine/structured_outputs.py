@@ -17,7 +17,7 @@ from termgen.errors import RequestError
 MAX_TEXT_BYTES = 65_536
 """Of a schema, a regular expression, all choices together or a grammar."""
 MAX_GBNF_BYTES = 8_192
-"""GBNF is turned into Lark by Python, whose other threads are slowed down meanwhile."""
+"""GBNF is turned into Lark by Python, which takes seconds for more."""
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_PROPERTIES = 1000
 MAX_ENUM_VALUES = 5000

@@ -43,6 +43,11 @@ class TokenMatcher(Protocol):
 class TokenGrammar(Protocol):
     """A compiled grammar; any thread may begin answers."""
 
+    @property
+    def is_slow(self) -> bool:
+        """The mask of the first token takes long."""
+        ...
+
     def start(self, *, ends_at_eos: bool) -> TokenMatcher:
         """A matcher at the beginning. Without `ends_at_eos` an end token is only allowed where
         nothing else is."""
@@ -78,7 +83,7 @@ class GrammarState:
         """Why there is no mask, and never will be one."""
         self.is_ready = False
         """The mask is filled, or there is an error."""
-        self.is_slow = False
+        self.is_slow = grammar.is_slow
         """The newest mask took long: the next one is waited for less, and filled elsewhere."""
 
     @property

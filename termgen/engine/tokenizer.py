@@ -16,7 +16,7 @@ from typing import Any
 from termgen.client import Message, TokenizerInfo
 from termgen.engine.chat_encoding import ChatEncoder
 from termgen.engine.detokenizer import BytesDecoder, TokenDecoder, WindowDecoder
-from termgen.engine.encode_text import encode_text
+from termgen.engine.encode_text import encode_ids
 from termgen.engine.fill_in_middle import find_fill_tokens
 from termgen.engine.tokenizer_files import TokenizerParts, read_folder
 from termgen.errors import ModelNotFoundError, RequestError
@@ -82,9 +82,8 @@ class Tokenizer:
         """Token ids of raw text. Text that spells a special token becomes that token."""
         check_encodable(text, param="prompt")
         if self._prefix_ids is None and self._suffix_ids is None:
-            encoding = encode_text(self._backend, text, add_special_tokens=add_special_tokens)
-            return list(encoding.ids)
-        ids = list(encode_text(self._backend, text, add_special_tokens=False).ids)
+            return encode_ids(self._backend, text, add_special_tokens=add_special_tokens)
+        ids = encode_ids(self._backend, text, add_special_tokens=False)
         if not add_special_tokens:
             return ids
         return [*(self._prefix_ids or ()), *ids, *(self._suffix_ids or ())]

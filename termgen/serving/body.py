@@ -1,7 +1,7 @@
 """The body of a request, parsed so that nobody else has to wait for long.
 
 `json.loads` lets nobody else run until it is done. Small bodies are parsed and checked here, large
-ones by a process and a thread of their own, one after the other.
+ones by a process of its own, one after the other.
 """
 
 from __future__ import annotations

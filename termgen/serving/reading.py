@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from termgen.api.fields import ignored_header
-from termgen.api.models import resolve_model
+from termgen.api.models import parse_for_model
 from termgen.errors import RequestError
 from termgen.serving.body import read_object
 from termgen.serving.responses import Headers
@@ -25,8 +26,9 @@ def state_of(request: Request) -> ServerState:
 async def read_json(request: Request, take: Callable[[dict[str, Any]], T]) -> T:
     """What `take` makes of the body of a POST, which must say that it is JSON.
 
-    Of a large one it is called in a thread. Browsers may send other types across sites without
-    asking first, JSON they may not.
+    Of a large one it is called in another process: a function of a module, or a `partial` of one,
+    whose result can travel. Browsers may send other types across sites without asking
+    first, JSON they may not.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
@@ -46,12 +48,8 @@ async def parse_body(request: Request, parse: Callable[..., T], **options: bool)
     engine = state.require_engine()
     state.admission.check_room()
     names, defaults = state.names_for(engine), engine.model.default_params
-
-    def take(data: dict[str, Any]) -> T:
-        model = resolve_model(data.get("model"), names)
-        return parse(data, model=model, defaults=defaults, **options)
-
-    return await read_json(request, take)
+    parse = partial(parse, defaults=defaults, **options)
+    return await read_json(request, partial(parse_for_model, names=names, parse=parse))
 
 
 def ignored_headers(state: ServerState, names: tuple[str, ...]) -> Headers:

@@ -3,17 +3,15 @@ wait in line with everybody else."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from termgen.api.models import resolve_model
+from termgen.api.models import parse_beside_model
 from termgen.api.tokens import (
-    DetokenizeRequest,
-    TokenizeRequest,
     parse_detokenize,
     parse_tokenize,
     tokenize_response,
@@ -29,12 +27,8 @@ async def tokenize(request: Request) -> Response:
     state.admission.check_room()
     names, tool_format = state.names_for(engine), engine.model.tool_format
     trusts = state.config.trust_request_chat_template
-
-    def take(data: dict[str, Any]) -> TokenizeRequest:
-        resolve_model(data.get("model"), names)
-        return parse_tokenize(data, tool_format, trusts_template=trusts)
-
-    asked = await read_json(request, take)
+    parse = partial(parse_tokenize, tool_format=tool_format, trusts_template=trusts)
+    asked = await read_json(request, partial(parse_beside_model, names=names, parse=parse))
 
     async def work() -> tuple[list[int], list[str] | None]:
         ids = await engine.tokenize(asked.prompt, add_special_tokens=asked.add_special_tokens)
@@ -51,11 +45,7 @@ async def detokenize(request: Request) -> Response:
     state, engine = state_of(request), state_of(request).require_engine()
     state.admission.check_room()
     names = state.names_for(engine)
-
-    def take(data: dict[str, Any]) -> DetokenizeRequest:
-        resolve_model(data.get("model"), names)
-        return parse_detokenize(data)
-
+    take = partial(parse_beside_model, names=names, parse=parse_detokenize)
     asked = await read_json(request, take)
     ids = asked.token_ids
     text = await work_on_tokens(request, len(ids), lambda: engine.detokenize(ids))

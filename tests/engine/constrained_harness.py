@@ -25,6 +25,8 @@ from termgen.engine.token_mask import IntArray, RowMasks
 class FakeGrammar:
     """A `TokenGrammar` over `vocab` tokens."""
 
+    is_slow = False
+
     def __init__(self, length: int, *, vocab: int = VOCAB, modulus: int = 3) -> None:
         self.length = length
         self.vocab = vocab

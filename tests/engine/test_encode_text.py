@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from termgen.engine.encode_text import LONG_TEXT_CHARS, encode_text
+from termgen.engine.encode_text import LONG_TEXT_CHARS, encode_ids, encode_text
 
 WORDS = "the model reads 👋🏽 a prompt, Grüße 你好 \n and <s> writes".split(" ")
 
@@ -38,6 +38,7 @@ def test_both_ways_give_the_same_encoding(backend: Any) -> None:
         expected = backend.encode(text, add_special_tokens=False)
         assert found.ids == expected.ids
         assert found.offsets == expected.offsets
+        assert encode_ids(backend, text, add_special_tokens=False) == expected.ids
 
 
 def test_python_goes_on_while_a_long_text_is_encoded(backend: Any) -> None:

@@ -184,6 +184,49 @@ def test_a_limit_reached_in_a_mask_is_an_error_and_no_end_of_the_answer(
     assert not matcher.accept(EOS), "a broken matcher takes nothing"
 
 
+def test_the_largest_that_are_taken_can_be_followed(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """From their first token to their last one."""
+    choices = tuple(f"c{i:05}" for i in range(MAX_ENUM_VALUES))
+    assert fits(compiler, tokenizer, choices[4321], choice=choices)
+    assert not fits(compiler, tokenizer, "c", choice=choices)
+    properties = {f"p{i}": {"type": "string"} for i in range(MAX_SCHEMA_PROPERTIES)}
+    schema = {"type": "object", "properties": properties}
+    assert fits(compiler, tokenizer, '{"p7":"x","p998":""}', json=schema)
+    required = {**schema, "required": list(properties)}
+    assert not fits(compiler, tokenizer, '{"p0":"x"}', json=required)
+
+
+@pytest.mark.parametrize("kind", ["alternatives", "rules"])
+def test_what_goes_on_in_too_many_ways_is_refused_before_it_begins(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, kind: str
+) -> None:
+    """To take in a token of these would take half a second, in which nobody else runs."""
+    texts = map(tokenizer.token_text, range(2, tokenizer.vocab_size))
+    letter = next(t[0] for t in texts if len(t) == 2 and t[0] == t[1] and t.isalpha())
+    if kind == "alternatives":
+        grammar = f'start: a*\na: {"|".join(["b"] * 3000)}\nb: a a | "{letter}"\n'
+    else:
+        rules = [f'r{i}: r{i + 1} r{i + 1} | "{letter}"\n' for i in range(1500)]
+        grammar = f'start: r0\n{"".join(rules)}r1500: "y"\n'
+    with pytest.raises(RequestError, match="^tools: the grammar is too complex: .*limit 8000"):
+        compiler.compile(StructuredOutputsParams(grammar=grammar, param="tools"))
+
+
+def test_the_first_mask_is_filled_once(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(StructuredOutputsParams(regex="[ab]c|"))
+    (one, other), strict = (
+        (grammar.start(ends_at_eos=True) for _ in range(2)),
+        grammar.start(ends_at_eos=False),
+    )
+    first = allowed(one)
+    assert first == allowed(one) == allowed(other) == allowed(strict) | {EOS} != {EOS}
+    assert one.accept(min(first - {EOS})) and allowed(one) != first
+    assert allowed(other) == first and other.accept(min(first - {EOS}))
+    assert grammar.is_slow is False
+
+
 def test_grammars_are_kept_up_to_a_number(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import string
 import subprocess
 import sys
@@ -11,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from termgen.engine import grammar as grammar_module
 from termgen.engine import grammar_source, input_processor
+from termgen.engine.daemon_threads import DaemonThreads
 from termgen.engine.grammar import GrammarCompiler
 from termgen.engine.grammar_source import needs_trial
 from termgen.engine.input_processor import InputProcessor
@@ -56,11 +59,11 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     may_go_on = threading.Event()
     source_of = grammar_source.source_of
 
-    def slowly(wanted: StructuredOutputsParams) -> str:
+    def slowly(wanted: StructuredOutputsParams, gbnf_to_lark: Callable[[str], str]) -> str:
         assert threading.current_thread().name.startswith("termgen-grammar")
         if wanted.regex and wanted.regex.startswith("slow"):
             assert may_go_on.wait(20)
-        return source_of(wanted)
+        return source_of(wanted, gbnf_to_lark)
 
     monkeypatch.setattr("termgen.engine.grammar.source_of", slowly)
     yield may_go_on
@@ -230,6 +233,20 @@ async def test_waiting_on_the_loop_ends_as_waiting_in_a_thread_does(
     gc.collect()
     await asyncio.sleep(0)
     assert not complaints
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads share a priority elsewhere")
+def test_threads_for_native_work_have_a_lower_priority_of_their_own() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own, found = priority(), SimpleQueue[int]()
+    for niceness in (0, 7):
+        DaemonThreads(1, "nice", niceness=niceness).submit(lambda: found.put(priority()))
+        assert found.get(timeout=20) == min(19, niceness or own)
+    thread = threading.Thread(target=lambda: found.put(priority()))
+    thread.start()
+    assert found.get(timeout=20) == own == priority(), "nobody else has it"
 
 
 def test_a_job_that_never_ends_does_not_keep_the_process() -> None:

@@ -6,9 +6,9 @@ import random
 import re
 from itertools import count
 
+from chat_harness import SIZE, sent, shown
 from fake_engine import Script
 from lengths import scaled
-from test_tui_chat import SIZE, sent, shown
 from tui_harness import FrozenApp, TimedEngine, ask, chat_engine, pieces, ready, wait_until
 
 from termgen.engine.request import FinishReason

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from fake_engine import FakeEngine, GenerateCall, Script
+from chat_harness import SIZE, sent, shown
+from fake_engine import GenerateCall, Script
 from textual.events import Paste
 from tui_harness import (
     ANSWER,
@@ -19,25 +18,12 @@ from tui_harness import (
     wait_until,
 )
 
-from termgen.client import ChatPrompt
 from termgen.config import UIConfig
 from termgen.engine.request import FinishReason
 from termgen.errors import ContextLengthError, EngineError
 from termgen.tui.conversation import AnswerState
 from termgen.tui.markdown import render
 from termgen.tui.spans import row_text
-
-SIZE = (100, 30)
-
-
-def sent(engine: FakeEngine, index: int = -1) -> list[tuple[str, str]]:
-    prompt = engine.calls[index].prompt
-    assert isinstance(prompt, ChatPrompt)
-    return [(m["role"], m["content"]) for m in prompt.messages]
-
-
-def shown(app: FrozenApp) -> str:
-    return app.chat.transcript.plain_text
 
 
 async def test_an_empty_chat_explains_itself() -> None:
@@ -343,104 +329,6 @@ async def test_a_paste_goes_into_the_prompt() -> None:
         assert app.chat.prompt.text == "two\nlines"
 
 
-async def test_control_bytes_of_the_model_never_reach_the_screen() -> None:
-    evil = ("a\x1b]52;c;eA==\x07", "b\x9b2J", "\r", "\nc \u202eabc")
-    app = FrozenApp(chat_engine(Script(pieces=evil)))
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "why")
-        lines = [
-            strip.text for strip in app.chat.transcript.render_lines(app.chat.transcript.region)
-        ]
-        drawn = "".join(lines)
-        assert not [c for c in drawn if ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or c == "\u202e"]
-        assert "a␛]52;c;eA==␇b" in drawn and "⇄abc" in drawn
-        assert app.chat.conversation.turns[0].answer == "".join(evil)
-
-
-async def test_copy_the_last_answer() -> None:
-    app = FrozenApp(chat_engine(Script(pieces=("**bold**",))))
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "why")
-        await pilot.press("tab", "y")
-        assert app.clipboard == "**bold**"
-        await pilot.press("i")
-        assert app.focused is app.chat.prompt
-        await ask(app, pilot, "/copy")
-        assert app.clipboard == "**bold**"
-
-
-async def test_it_follows_the_tail_until_the_user_scrolls_up() -> None:
-    text = "\n\n".join(f"line {i}" for i in range(60))
-    engine = chat_engine(Script(pieces=pieces(text, 8), hold_after=40))
-    app = FrozenApp(engine)
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "why", wait=False)
-        transcript = app.chat.transcript
-        await wait_until(pilot, lambda: transcript.max_scroll_y > 10)
-        assert transcript.at_end
-        await pilot.press("ctrl+up")
-        await pilot.pause()
-        top = transcript.scroll_offset.y
-        assert not transcript.at_end
-        await wait_until(pilot, lambda: "↓ more below" in app.chat.status.text)
-        engine.release.set()
-        await wait_until(pilot, lambda: not app.chat.is_streaming)
-        assert transcript.scroll_offset.y == top
-        await pilot.press("ctrl+down", "ctrl+down", "ctrl+down", "ctrl+down", "ctrl+down")
-        await pilot.pause()
-        assert transcript.at_end
-
-
-async def test_text_can_be_selected_with_the_mouse() -> None:
-    app = FrozenApp(chat_engine(Script(pieces=("alpha beta gamma",))))
-    async with app.run_test(size=(80, 24)) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "why")
-        transcript = app.chat.transcript
-        y = transcript.plain_text.split("\n").index("  alpha beta gamma")
-        left = transcript.margin + 2
-        await pilot.mouse_down(transcript, offset=(left, y))
-        await pilot.hover(transcript, offset=(left + 10, y))
-        await pilot.mouse_up(transcript, offset=(left + 10, y))
-        await pilot.pause()
-        assert (app.screen.get_selected_text() or "").strip().startswith("alpha bet")
-
-
-async def test_resizing_wraps_everything_anew() -> None:
-    app = FrozenApp(chat_engine())
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "why")
-        for size in ((60, 20), (140, 40), (30, 8), (80, 24)):
-            await pilot.resize_terminal(*size)
-            await pilot.pause()
-            width = app.chat.transcript.text_width - 2
-            expected = [row_text(row).rstrip() for row in render(ANSWER, width)]
-            assert "\n".join(f"  {line}".rstrip() for line in expected) in shown(app)
-
-
-async def test_resizing_keeps_the_tail_or_the_place_in_view() -> None:
-    text = "\n\n".join(f"line {i}" for i in range(60))
-    app = FrozenApp(chat_engine(Script(pieces=pieces(text, 8))))
-    async with app.run_test(size=(140, 40)) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "why")
-        transcript = app.chat.transcript
-        for size in ((50, 12), (20, 6), (80, 24), (140, 40), (140, 20)):
-            await pilot.resize_terminal(*size)
-            await pilot.pause()
-            assert transcript.at_end, size
-        await pilot.press("ctrl+up", "ctrl+up")
-        await pilot.pause()
-        top = transcript.scroll_offset.y
-        await pilot.resize_terminal(140, 16)
-        await pilot.pause()
-        assert transcript.scroll_offset.y == top and not transcript.at_end
-
-
 async def test_a_length_limit_is_told() -> None:
     script = Script(pieces=("a", "b"), finish_reason=FinishReason.LENGTH)
     app = FrozenApp(chat_engine(script))
@@ -448,21 +336,6 @@ async def test_a_length_limit_is_told() -> None:
         await ready(app, pilot)
         await ask(app, pilot, "why")
         assert "■ length limit · 2 tok" in shown(app)
-
-
-async def test_drawing_is_coalesced(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = chat_engine(Script(pieces=tuple("word " for _ in range(400))))
-    app = FrozenApp(engine)
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        drawn: list[Any] = []
-        update = app.chat.transcript.update
-        monkeypatch.setattr(
-            app.chat.transcript, "update", lambda entry: (drawn.append(entry), update(entry))
-        )
-        await ask(app, pilot, "why")
-        assert app.chat.conversation.turns[0].stats.output_tokens == 400
-        assert len(drawn) < 100
 
 
 async def test_each_call_has_the_request_of_this_chat() -> None:

@@ -75,6 +75,7 @@ async def test_an_edit_that_is_sent_keeps_what_is_typed_ahead() -> None:
         await pilot.press("alt+e")
         keys(app, "s", "enter", "z")
         await wait_until(pilot, lambda: app.chat.prompt.text == "draft z")
+        await wait_until(pilot, lambda: not app.chat.is_streaming)
 
 
 async def test_ctrl_c_stops_the_answer_wherever_the_keys_are() -> None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from chat_harness import shown
 from chat_store_harness import keep, loaded, talk_of
 from fake_engine import Script
 from foreign_server import ForeignServer, chunk, done, foreign_server
-from test_tui_chat import shown
 from test_tui_remote import ask as ask_remote
 from test_tui_remote import chat_of, remote_app
 from textual.pilot import Pilot

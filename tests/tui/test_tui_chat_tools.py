@@ -7,36 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, Script
+from chat_harness import SIZE, sent_messages, shown
+from fake_engine import Script
 from textual.events import Paste
 from textual.pilot import Pilot
-from textual.widgets import Input, OptionList, TextArea
 from tui_harness import FrozenApp, ask, chat_engine, pieces, ready, type_text, wait_until
 
-from termgen.client import ChatPrompt
 from termgen.engine.request import FinishReason
 from termgen.errors import ContextLengthError
 from termgen.tui.attachments import MAX_BYTES
-from termgen.tui.screens.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
 from termgen.tui.widgets.file_completion import FileCompletion
 
-SIZE = (100, 30)
 THINKS = ("<think>", "\n", "Let me", " see", ".\n", "</think>", "\n\n", "Yes", ".")
 CODE = "First:\n\n```python\nprint(1)\n```\n\nthen\n\n```sh\nls\n```\n"
 
 
-def shown(app: FrozenApp) -> str:
-    return app.chat.transcript.plain_text
-
-
 def told(app: FrozenApp) -> str:
     return "\n".join(str(note.message) for note in app._notifications)
-
-
-def sent(engine: FakeEngine, index: int = -1) -> list[dict[str, Any]]:
-    prompt = engine.calls[index].prompt
-    assert isinstance(prompt, ChatPrompt)
-    return [dict(message) for message in prompt.messages]
 
 
 def lists_files(app: FrozenApp) -> bool:
@@ -84,7 +71,7 @@ async def test_thoughts_go_back_as_such_and_are_not_copied() -> None:
         await ask(app, pilot, "/copy", wait=False)
         assert app.clipboard == "Yes."
         await ask(app, pilot, "really?")
-        assert sent(engine)[1] == {
+        assert sent_messages(engine)[1] == {
             "role": "assistant",
             "content": "Yes.",
             "reasoning_content": "Let me see.",
@@ -102,7 +89,7 @@ async def test_stopped_thoughts_stay() -> None:
         assert "▸ thought for" in shown(app) and "■ stopped" in shown(app)
         engine._script = Script(pieces=("ok",))
         await ask(app, pilot, "again")
-        assert sent(engine) == [{"role": "user", "content": "sure?\n\nagain"}]
+        assert sent_messages(engine) == [{"role": "user", "content": "sure?\n\nagain"}]
 
 
 # -- code blocks ---------------------------------------------------------------------------
@@ -175,11 +162,14 @@ async def test_a_file_is_completed_shown_and_sent(folder: Path) -> None:
         await wait_until(pilot, lambda: "ok" in shown(app))
         assert "▎ why @scheduler.py\n▎ ▤ scheduler.py 1.2k\n" in shown(app)
         assert "x = 1" not in shown(app)
-        content = sent(engine)[0]["content"]
+        content = sent_messages(engine)[0]["content"]
         assert content.startswith("scheduler.py:\n```py\nx = 1\n")
         assert content.endswith("```\n\nwhy @scheduler.py ")
         await ask(app, pilot, "and?")
-        assert sent(engine)[0]["content"] == content and sent(engine)[2]["content"] == "and?"
+        assert (
+            sent_messages(engine)[0]["content"] == content
+            and sent_messages(engine)[2]["content"] == "and?"
+        )
 
 
 async def test_escape_closes_the_list_and_the_arrows_are_the_prompts_again(folder: Path) -> None:
@@ -209,15 +199,15 @@ async def test_files_are_attached_and_dropped_by_command(folder: Path) -> None:
         await ask(app, pilot, "/attach gone", wait=False)
         assert "gone: No such file" in told(app)
         await ask(app, pilot, "what?")
-        assert sent(engine)[0]["content"] == "notes.md:\n```md\nhello\n```\n\nwhat?"
+        assert sent_messages(engine)[0]["content"] == "notes.md:\n```md\nhello\n```\n\nwhat?"
         assert not app.chat.prompt.border_title
         await pilot.press("alt+r")
         await wait_until(pilot, lambda: len(engine.calls) == 2 and not app.chat.is_streaming)
-        assert "hello" in sent(engine)[0]["content"]
+        assert "hello" in sent_messages(engine)[0]["content"]
         await ask(app, pilot, "/attach notes.md", wait=False)
         await ask(app, pilot, "/attach off", wait=False)
         await ask(app, pilot, "bare")
-        assert sent(engine)[-1]["content"] == "bare"
+        assert sent_messages(engine)[-1]["content"] == "bare"
 
 
 async def test_a_file_that_cannot_go_keeps_the_question_in_the_prompt(folder: Path) -> None:
@@ -257,97 +247,8 @@ async def test_a_paste_of_a_megabyte_becomes_a_file() -> None:
         engine._script = Script(raises=ContextLengthError("too long"))
         await ask(app, pilot, "sum it up")
         assert app.chat.prompt.border_title == "▤ pasted-1.txt 1.0M"
-        content = sent(engine)[0]["content"]
+        content = sent_messages(engine)[0]["content"]
         assert len(content) > len(text) and "pasted-1.txt:\n```txt\nline of text\n" in content
-
-
-# -- sampling, system prompt, history ------------------------------------------------------
-
-
-async def test_sampling_is_set_in_a_panel_and_shown() -> None:
-    engine = chat_engine(Script(pieces=("ok",)))
-    app = FrozenApp(engine)
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        assert "T 0.7" in app.chat.status.text
-        await pilot.press("f3")
-        panel = await opened(app, pilot, SamplingPanel)
-        fields = {field.id: field for field in panel.query(Input).results(Input)}
-        assert fields["temperature"].value == "0.7" and fields["top_p"].value == "0.95"
-        fields["top_p"].value, fields["stop"].value = "1.5", "END,\\n"
-        fields["seed"].focus()
-        await pilot.press("7")
-        await pilot.press("enter")
-        await pilot.pause()
-        assert app.screen is panel and app.focused is fields["top_p"]
-        notes = {note.id: str(note.render()) for note in panel.query(".note")}
-        assert notes["top_p-note"] == "✗ top_p must be in (0, 1], not 1.5"
-        fields["top_p"].value = "0.5"
-        await pilot.press("enter")
-        await wait_until(pilot, lambda: app.screen is not panel)
-        assert "top_p 0.5  seed 7  stop (2)" in app.chat.status.text
-        await ask(app, pilot, "one")
-        params = engine.calls[-1].params
-        assert (params.top_p, params.seed, params.stop) == (0.5, 7, ("END", "\n"))
-        await pilot.press("f3")
-        panel = await opened(app, pilot, SamplingPanel)
-        await pilot.press("ctrl+r", "enter")
-        await wait_until(pilot, lambda: app.screen is not panel)
-        assert "T 0.7" in app.chat.status.text and "seed" not in app.chat.status.text
-
-
-async def test_the_system_prompt_has_an_editor_of_many_lines() -> None:
-    engine = chat_engine(Script(pieces=("ok",)))
-    app = FrozenApp(engine)
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await pilot.press("f4")
-        panel = await opened(app, pilot, SystemPromptPanel)
-        await pilot.press("a", "enter", "b", "ctrl+s")
-        await wait_until(pilot, lambda: app.screen is not panel)
-        await ask(app, pilot, "one")
-        assert sent(engine)[0] == {"role": "system", "content": "a\nb"}
-        await pilot.press("f4")
-        panel = await opened(app, pilot, SystemPromptPanel)
-        panel.query_one(TextArea).text = ""
-        await pilot.press("escape")
-        await wait_until(pilot, lambda: app.screen is not panel)
-        assert app.chat.conversation.system_prompt == "a\nb"
-        await pilot.press("f4")
-        panel = await opened(app, pilot, SystemPromptPanel)
-        panel.query_one(TextArea).text = ""
-        await pilot.press("ctrl+s")
-        await wait_until(pilot, lambda: app.screen is not panel)
-        assert app.chat.conversation.system_prompt is None
-
-
-async def test_earlier_prompts_are_searched() -> None:
-    app = FrozenApp(chat_engine(Script(pieces=("ok",))))
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        for question in ("why is the sky blue", "what is rust", "why is grass green"):
-            app.chat.prompt.prompts.add(question)
-        await pilot.press("ctrl+r")
-        panel = await opened(app, pilot, HistoryPanel)
-        found = panel.query_one(OptionList)
-        assert found.option_count == 3
-        await pilot.press(*"why")
-        await pilot.pause()
-        assert found.option_count == 2
-        await pilot.press("ctrl+r", "enter")
-        await wait_until(pilot, lambda: app.screen is not panel)
-        assert app.chat.prompt.text == "why is the sky blue"
-        await pilot.press("ctrl+r")
-        panel = await opened(app, pilot, HistoryPanel)
-        await pilot.press(*"zzz", "enter")
-        await wait_until(pilot, lambda: app.screen is not panel)
-        assert app.chat.prompt.text == "why is the sky blue"
-
-
-async def opened(app: FrozenApp, pilot: Pilot[Any], kind: type[Any]) -> Any:
-    await wait_until(pilot, lambda: isinstance(app.screen, kind))
-    await pilot.pause()
-    return app.screen
 
 
 # -- forms of answers ----------------------------------------------------------------------

@@ -70,6 +70,7 @@ class AnyToken:
     """A grammar and its own matcher, of answers without end."""
 
     num_words = 200
+    is_slow = False
     is_ended = False
 
     def start(self, *, ends_at_eos: bool) -> AnyToken:

@@ -1,0 +1,169 @@
+"""Long prompts become the same tokens in another process, and the same faults."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_texts import SPECIAL_LOOKALIKES, sample_texts
+
+from termgen.client import ChatPrompt, FillPrompt, Prompt
+from termgen.config import EngineConfig
+from termgen.engine.engine import AsyncEngine
+from termgen.engine.input_processor import InputProcessor
+from termgen.engine.prompt_threads import PromptThreads
+from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.text_process import LONG_PROMPT_CHARS, TextProcess, is_long
+from termgen.engine.tokenizer import load_tokenizer
+from termgen.errors import ContextLengthError, RequestError
+
+MAX_LEN = 3000
+
+
+def chat(*contents: str, **variables: Any) -> ChatPrompt:
+    messages = tuple({"role": "user", "content": content} for content in contents)
+    return ChatPrompt(messages, template_kwargs=variables)
+
+
+@pytest.fixture(scope="module")
+def sizes(tiny_llama_dir: Path) -> tuple[Path, int, int]:
+    return tiny_llama_dir, MAX_LEN, load_tokenizer(tiny_llama_dir).vocab_size
+
+
+@pytest.fixture(scope="module")
+def texts(sizes: tuple[Path, int, int]) -> Iterator[TextProcess]:
+    texts = TextProcess(*sizes)
+    yield texts
+    texts.close()
+
+
+@pytest.fixture
+def here(sizes: tuple[Path, int, int]) -> InputProcessor:
+    return InputProcessor(load_tokenizer(sizes[0]), *sizes[1:])
+
+
+def outcome(tokenize: Any, prompt: Prompt, **how: bool) -> Any:
+    """The tokens, or what is wrong."""
+    how = {"add_special_tokens": True, "has_to_fit": False, **how}
+    try:
+        return tokenize(prompt, **how)
+    except RequestError as error:
+        return type(error), str(error), error.param, error.code, error.status
+
+
+def test_it_gives_what_would_be_made_here(texts: TextProcess, here: InputProcessor) -> None:
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    prompts: list[Prompt] = ["", "\ud800", chat(), chat("\udfff"), FillPrompt("a", "b"), [7, 8]]
+    prompts += [chat("x", no_such_variable=1), chat("x", tokenize=True), [10**6]]
+    for text in sample_texts(seed, 20):
+        forged = rng.choice(SPECIAL_LOOKALIKES)
+        prompts += [text, text + forged + text, chat(text), chat(text, forged * 3 + text)]
+    for prompt in prompts:
+        how = {"add_special_tokens": rng.random() < 0.5, "has_to_fit": rng.random() < 0.5}
+        assert outcome(texts.tokenize, prompt, **how) == outcome(here.tokenize, prompt, **how)
+
+
+@pytest.mark.parametrize("prompt", ["ab " * MAX_LEN, chat("ab " * MAX_LEN)])
+def test_what_does_not_fit_is_refused_there(
+    prompt: Prompt, texts: TextProcess, here: InputProcessor
+) -> None:
+    """So that its tokens do not even come back."""
+    with pytest.raises(ContextLengthError, match="maximum context length is 3000 tokens") as fault:
+        texts.tokenize(prompt, add_special_tokens=True, has_to_fit=True)
+    assert fault.value.param == ("prompt" if isinstance(prompt, str) else "messages")
+    num_tokens = len(here.tokenize(prompt))
+    assert f"requested {num_tokens} tokens" in str(fault.value)
+    assert outcome(texts.tokenize, prompt) == outcome(here.tokenize, prompt)
+
+
+def test_a_process_that_dies_costs_one_prompt(texts: TextProcess) -> None:
+    def tokens() -> list[int]:
+        return texts.tokenize("hello", add_special_tokens=True, has_to_fit=True)
+
+    expected = tokens()
+    process = texts._helper.start()
+    process.kill()
+    process.wait()
+    assert tokens() == expected, "one that has died before is started again"
+    os.kill(texts._helper.start().pid, 19)  # SIGSTOP: it cannot answer, and is killed then
+    asked = asyncio.run(_ask_and_kill(texts))
+    assert isinstance(asked, RequestError) and asked.status == 413 and asked.param == "prompt"
+    assert tokens() == expected
+
+
+async def _ask_and_kill(texts: TextProcess) -> BaseException | None:
+    asking = asyncio.create_task(
+        asyncio.to_thread(texts.tokenize, "x", add_special_tokens=True, has_to_fit=True)
+    )
+    await asyncio.sleep(0.05)
+    texts.close()
+    await asyncio.wait([asking])
+    return asking.exception()
+
+
+def test_only_long_prompts_go_there(
+    texts: TextProcess, here: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(here, "_long_texts", texts)
+    sent: list[Prompt] = []
+    tokenize = texts.tokenize
+
+    def noting(prompt: Prompt, **how: bool) -> list[int]:
+        sent.append(prompt)
+        return tokenize(prompt, **how)
+
+    monkeypatch.setattr(texts, "tokenize", noting)
+    long, short = "ab  " * (LONG_PROMPT_CHARS // 4), "ab"
+    for prompt in (short, chat(short), [1] * LONG_PROMPT_CHARS):
+        outcome(here.tokenize, prompt)
+    assert not sent
+    expected: list[Prompt] = [long, chat(long), chat(*["ab"] * (LONG_PROMPT_CHARS // 2))]
+    for prompt in expected:
+        assert is_long(prompt)
+        outcome(here.tokenize, prompt)
+    assert sent == expected
+    own = ChatPrompt(({"role": "user", "content": long},), chat_template="{{ messages }}")
+    assert not is_long(own), "that has processes of its own"
+
+
+async def test_an_engine_for_strangers_has_one_and_ends_it(tiny_llama_dir: Path) -> None:
+    config = EngineConfig(model=str(tiny_llama_dir), device="cpu", max_model_len=512)
+    engine = await AsyncEngine.start(config, for_strangers=True)
+    processor = engine.parts.input_processor
+    assert processor._long_texts is not None
+    process = processor._long_texts._helper.start()
+    try:
+        text = "one two three " * 300
+        with pytest.raises(ContextLengthError):
+            await anext(engine.generate(text, SamplingParams()))
+        assert await engine.tokenize(text) == engine.parts.tokenizer.encode(text)  # type: ignore
+        assert process.poll() is None
+    finally:
+        await engine.shutdown()
+    assert process.poll() is not None
+
+
+async def test_short_prompts_do_not_wait_for_long_ones() -> None:
+    threads, order = PromptThreads(), []
+    free = asyncio.Event()
+
+    def wait(name: str) -> None:
+        asyncio.run_coroutine_threadsafe(free.wait(), loop).result()
+        order.append(name)
+
+    loop = asyncio.get_running_loop()
+    long = "x" * LONG_PROMPT_CHARS
+    waiting = [asyncio.create_task(threads.run(long, lambda: wait("long"))) for _ in range(50)]
+    await asyncio.sleep(0.01)
+    await threads.run("x", lambda: order.append("short"))
+    assert order == ["short"]
+    free.set()
+    await asyncio.gather(*waiting)
+    threads.shutdown()
