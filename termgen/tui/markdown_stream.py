@@ -7,6 +7,7 @@ rendered once. The transcript's entries ask for the rows in each frame. No Textu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -151,6 +152,20 @@ class StreamingMarkdown:
         if self._rendered_chars != len(self.source):
             self._update()
         return self._frozen + self._tail
+
+    def num_chars_to_do(self, width: int) -> int:
+        """How much is rendered when the rows of a finished text are asked for, about 4 ms for a
+        thousand. Of a text that still grows: 0, as it has to be shown."""
+        if not self.finished or (width == self._width and self._rendered_chars >= 0):
+            return 0
+        return len(self.source) - (self._frozen_chars if width == self._width else 0)
+
+    def take(self, width: int, rows: Sequence[Row]) -> None:
+        """What `render` made of the source of a finished text, in another thread."""
+        assert self.finished
+        self._reset(width)
+        self._frozen += rows
+        self._frozen_chars = self._rendered_chars = len(self.source)
 
     @property
     def num_frozen_rows(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textual.containers import Horizontal, Vertical
 from textual.geometry import Region
 from textual.screen import Screen
 from textual.strip import Strip
@@ -10,6 +11,20 @@ from textual.theme import Theme
 from termgen.tui.palette import Palette
 from termgen.tui.widgets.canvas import Canvas
 from termgen.tui.widgets.transcript import Transcript
+
+
+class Column(Vertical):
+    """Of canvases, which cover it: what little of it is seen is the screen's ground."""
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        return self.screen.render_lines(crop)
+
+
+class Line(Horizontal):
+    """As a `Column`."""
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        return self.screen.render_lines(crop)
 
 
 class ThemedScreen(Screen[None]):

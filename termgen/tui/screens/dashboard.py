@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from textual import on, work
 from textual.app import ComposeResult
-from textual.containers import Horizontal, Vertical
 from textual.events import (
     Click,
     MouseMove,
@@ -35,7 +34,7 @@ from termgen.tui.render.frame import Frame
 from termgen.tui.render.kv_map import kv_panel
 from termgen.tui.render.overview import LiveState
 from termgen.tui.render.requests import requests_panel, row_at
-from termgen.tui.screens.base import ThemedScreen
+from termgen.tui.screens.base import Column, Line, ThemedScreen
 from termgen.tui.screens.dashboard_keys import KEYS, PAGES, Page, page_at, tab_line
 from termgen.tui.screens.dashboard_pages import Pages, Sight
 from termgen.tui.spans import Row
@@ -88,10 +87,10 @@ class DashboardScreen(ThemedScreen):
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_header, id="header")
         yield Canvas(lambda width, height: [tab_line(self._page, self.pages)], id="tabs")
-        with Vertical(id="overview"):
+        with Column(id="overview"):
             yield Canvas(self._paint_numbers, id="numbers")
             yield Canvas(lambda width, _: [overview.sparks_line(self._view, width)], id="sparks")
-            with Horizontal(id="tiles"):
+            with Line(id="tiles"):
                 yield Canvas(self._framed(overview.decode_tile), id="decode")
                 yield Canvas(self._framed(overview.prefill_tile), id="prefill")
                 yield Canvas(self._framed(overview.step_tile), id="step")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from termgen.client import ModelInfo
 from termgen.tui.answer_form import as_markdown, json_opening
 from termgen.tui.conversation import AnswerState, Turn
 from termgen.tui.key_hints import KeyOf
+from termgen.tui.markdown import render
 from termgen.tui.markdown_stream import StreamingMarkdown
 from termgen.tui.render.chat import (
     answer_footer,
@@ -21,6 +23,7 @@ from termgen.tui.render.chat import (
 )
 from termgen.tui.sanitize import StreamCleaner, clean
 from termgen.tui.spans import Row, Span
+from termgen.tui.widgets.layout_work import Job
 from termgen.tui.widgets.thoughts import ThoughtRows
 
 INDENT: Span = ("  ", "text")
@@ -37,16 +40,22 @@ class QuestionEntry:
     def __call__(self, width: int) -> Sequence[Row]:
         key = (width, self.is_marked)
         if self._rows is None or self._rows[0] != key:
-            self._rows = (
-                key,
-                question_rows(
-                    self._turn.question,
-                    width,
-                    attachments=self._turn.attachments,
-                    marked=self._keys if self.is_marked else None,
-                ),
-            )
+            self._rows = key, self._lay_out(width, marked=self._keys if self.is_marked else None)
         return self._rows[1]
+
+    def _lay_out(self, width: int, *, marked: str | None) -> Sequence[Row]:
+        turn = self._turn
+        return question_rows(turn.question, width, attachments=turn.attachments, marked=marked)
+
+    def num_chars_to_do(self, width: int) -> int:
+        is_done = self._rows is not None and self._rows[0][0] == width
+        return 0 if is_done else len(self._turn.question)
+
+    def job(self, width: int) -> Job:
+        return partial(self._lay_out, width, marked=None)  # it may be marked or not by then
+
+    def take(self, width: int, rows: Sequence[Row]) -> None:
+        self._rows = (width, False), rows
 
 
 class AnswerEntry:
@@ -94,6 +103,16 @@ class AnswerEntry:
         else:
             self._markdown.append(self._cleaner.finish())
         self._markdown.finish()
+
+    def num_chars_to_do(self, width: int) -> int:
+        return self._markdown.num_chars_to_do(width - 2)
+
+    def job(self, width: int) -> Job:
+        return partial(render, self._markdown.source, width - 2)
+
+    def take(self, width: int, rows: Sequence[Row]) -> None:
+        self._markdown.take(width - 2, rows)
+        self._indented_for = (0, False)
 
     def __call__(self, width: int) -> Sequence[Row]:
         turn = self._turn

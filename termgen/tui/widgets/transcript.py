@@ -1,15 +1,16 @@
 """The transcript: everything said in a chat, as one scrolling sheet of cached strips.
 
 The screen gives it entries; an entry turns itself into rows for a width. Only rows that differ
-from what is shown are drawn again, so an answer that streams costs its open tail. It follows the
-tail until the user scrolls up. Text can be selected with the mouse.
+from what is shown are drawn again, so an answer that streams costs its open tail. What is long is
+laid out by a thread, the end first; until then its place is kept, or shows what was there. It
+follows the tail until the user scrolls up. Text can be selected with the mouse.
 """
 
 from __future__ import annotations
 
 import textwrap
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from rich.cells import cell_len
@@ -23,12 +24,15 @@ from textual.strip import Strip
 from termgen.tui.messages import EntryClicked
 from termgen.tui.palette import Palette
 from termgen.tui.spans import Row, row_text
+from termgen.tui.widgets.layout_work import AT_ONCE, LayoutWork, LongEntry
 
 Entry = Callable[[int], Sequence[Row]]
 """Rows for a width in cells."""
 
 MAX_TEXT_WIDTH = 96
 SIDE_MARGIN = 2
+_PLACE: tuple[Row, ...] = ((), (("…", "faint"),))
+"""Of an entry that has no rows yet."""
 
 
 class Transcript(ScrollView, can_focus=True):
@@ -93,6 +97,9 @@ class Transcript(ScrollView, can_focus=True):
         self._empty: Callable[[int, int], Sequence[Row]] | None = None
         self._follows = True
         """Kept, as a resize moves the end before anybody can ask whether it was on view."""
+        self._laid_width = 0
+        """What the rows are for."""
+        self._work = LayoutWork(self._laid_out)
 
     @property
     def text_width(self) -> int:
@@ -132,15 +139,17 @@ class Transcript(ScrollView, can_focus=True):
         if same is None:
             same = min(len(self._entries), len(entries))
         self._entries = list(entries)
+        if not entries:
+            self._work.clear()
         if not entries or not self._starts:
             self._layout_all()
             return
         start = self._starts[same] if same < len(self._starts) else len(self._rows)
         del self._starts[same:]
         fresh: list[Row] = []
-        for index in range(same, len(entries)):
+        for rows in self._rows_of(range(same, len(entries)), {}):
             self._starts.append(start + len(fresh))
-            fresh += self._entry_rows(index)
+            fresh += rows
         self._replace_from(start, fresh)
 
     def add(self, entry: Entry) -> None:
@@ -166,19 +175,25 @@ class Transcript(ScrollView, can_focus=True):
             self.scroll_to(y=wanted, animate=False, immediate=True)
 
     def update(self, entry: Entry) -> None:
-        """`entry` has changed."""
+        """`entry` has changed. What is in view below it stays where it is."""
         if entry not in self._entries:
             return
-        follow = self.at_end
+        follow, offset = self.at_end, self.scroll_offset.y
         index = self._entries.index(entry)
         start, old_end = self._starts[index], self._end(index)
-        fresh = self._entry_rows(index)
+        [fresh] = self._rows_of([index], {index: self._rows[start:old_end]})
         moved = start + len(fresh) - old_end
-        self._replace_from(start, fresh + self._rows[old_end:])
+        self._replace_from(start, [*fresh, *self._rows[old_end:]])
         for later in range(index + 1, len(self._starts)):
             self._starts[later] += moved
         if follow:
             self.to_end()
+        elif moved and old_end <= offset:
+            self.scroll_to(y=offset + moved, animate=False, immediate=True)
+
+    def _laid_out(self, entry: LongEntry) -> None:
+        if self.is_attached:
+            self.update(entry)
 
     def _end(self, index: int) -> int:
         return self._starts[index + 1] if index + 1 < len(self._starts) else len(self._rows)
@@ -189,25 +204,54 @@ class Transcript(ScrollView, can_focus=True):
 
     def on_resize(self) -> None:
         follow = self._follows
-        self._layout_all()
+        if self._entries and self.text_width == self._laid_width:  # the margin is another
+            self._strips = [None] * len(self._rows)
+            self.virtual_size = Size(self.size.width, len(self._rows))
+            self.refresh()
+        else:
+            self._layout_all()
         if follow:
             self.to_end()
 
     def _layout_all(self) -> None:
+        """What cannot be laid out at once keeps the rows of the width before."""
+        known = {i: self._rows[s : self._end(i)] for i, s in enumerate(self._starts)}
         self._starts = []
         rows: list[Row] = []
-        for index in range(len(self._entries)):
+        for entry_rows in self._rows_of(range(len(self._entries)), known):
             self._starts.append(len(rows))
-            rows += self._entry_rows(index)
+            rows += entry_rows
+        self._laid_width = self.text_width
         if not self._entries and self._empty is not None and self.size.height:
             rows = list(self._empty(self.text_width, self.size.height))
         self._rows, self._strips = rows, [None] * len(rows)
         self.virtual_size = Size(self.size.width, len(rows))
         self.refresh()
 
-    def _entry_rows(self, index: int) -> list[Row]:
-        """With a blank row before it."""
-        return [(), *self._entries[index](self.text_width)]
+    def _rows_of(
+        self, indexes: Sequence[int], known: Mapping[int, Sequence[Row]]
+    ) -> list[Sequence[Row]]:
+        """Of some entries, each with a blank row before it. The last ones are laid out at once, as
+        far as that is quick; the others have the rows that are known, until the thread is done."""
+        width, left = self.text_width, AT_ONCE
+        found: list[Sequence[Row]] = []
+        waiting: list[LongEntry] = []
+        for index in reversed(indexes):
+            entry = self._entries[index]
+            to_do = entry.num_chars_to_do(width) if isinstance(entry, LongEntry) else 0
+            left -= to_do
+            if to_do and left < 0:
+                assert isinstance(entry, LongEntry)
+                waiting.append(entry)
+                found.append(known.get(index, _PLACE))
+            else:
+                found.append([(), *entry(width)])
+        for entry in reversed(waiting):  # the last to be added is the first to be done
+            self._work.add(entry, width)
+        if waiting and not self._work.is_running:
+            self._work.is_running = True
+            self.run_worker(self._work.run(), group="layout")
+        return found[::-1]
 
     def _replace_from(self, start: int, fresh: list[Row]) -> None:
         """Put `fresh` where the rows from `start` on were, and redraw what differs."""

@@ -1,0 +1,112 @@
+"""The longest turn of the screen's loop while long answers are laid out, in processor time.
+
+    python benchmarks/long_answers.py
+
+open     an old chat: a table of 1,000 rows, and 30 answers of a page
+resize   the same for another width
+stream   a table of 1,000 rows, by 400 characters
+close    its end, when its columns get their widths
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import time
+from typing import Any
+
+from textual.app import App, ComposeResult
+
+from termgen.tui.conversation import AnswerState, Turn
+from termgen.tui.palette import Palette
+from termgen.tui.widgets.entries import AnswerEntry
+from termgen.tui.widgets.transcript import Transcript
+
+TABLE = "| name | value | note |\n|---|--:|---|\n" + "".join(
+    f"| row {i} | {7 * i} | some `text` of {i} |\n" for i in range(1000)
+)
+PAGE = (
+    "A **word** here, then more of it that is longer than a line.\n\n- an item\n- another\n\n" * 10
+)
+PIECE = 400
+SETTLE_S = 1.0
+"""Longer than all of it takes."""
+
+
+class Sheet(App[None]):
+    CSS = "Transcript { overflow-x: hidden; overflow-y: scroll; }"
+
+    def compose(self) -> ComposeResult:
+        yield Transcript()
+
+    def on_mount(self) -> None:
+        palette = Palette({"foreground": "#e0e0e0", "background": "#101010"})
+        self.query_one(Transcript).set_palette(palette)
+
+
+class Turns:
+    """Times every turn of the loop."""
+
+    def __init__(self) -> None:
+        self.longest_ms = 0.0
+        run = asyncio.Handle._run
+
+        def timed(handle: Any) -> None:
+            began_ns = time.thread_time_ns()
+            run(handle)
+            self.longest_ms = max(self.longest_ms, (time.thread_time_ns() - began_ns) / 1e6)
+
+        asyncio.Handle._run = timed  # type: ignore[method-assign]
+
+    async def told(self, name: str) -> None:
+        await asyncio.sleep(SETTLE_S)
+        print(f"{name:8}{self.longest_ms:8.1f} ms")
+        self.longest_ms = 0.0
+
+
+def answer(text: str, model: Any, *, is_open: bool = False) -> AnswerEntry:
+    turn = Turn("q", answer=text)
+    turn.stats.output_tokens = 1
+    entry = AnswerEntry(turn, model, lambda action: action)
+    entry.feed(text)
+    if not is_open:
+        turn.end(AnswerState.DONE)
+        entry.close()
+    return entry
+
+
+class Model:
+    model_id = "a model"
+
+
+async def measure() -> None:
+    app, turns = Sheet(), Turns()
+    async with app.run_test(size=(110, 40)) as pilot:
+        sheet = app.query_one(Transcript)
+        answer(PAGE, Model)(80)  # the parser makes its rules
+        gc.collect()
+        gc.disable()  # as the command line has it while an engine computes
+        await asyncio.sleep(0)
+        turns.longest_ms = 0.0
+        sheet.set_entries([answer(text, Model) for text in [TABLE, *[PAGE] * 30]])
+        sheet.to_end()
+        await turns.told("open")
+        await pilot.resize_terminal(80, 40)
+        await turns.told("resize")
+        streaming = answer("", Model, is_open=True)
+        sheet.add(streaming)
+        for at in range(0, len(TABLE), PIECE):
+            streaming.feed(TABLE[at : at + PIECE])
+            sheet.update(streaming)
+            await asyncio.sleep(0)
+        await turns.told("stream")
+        streaming.turn.end(AnswerState.DONE)
+        streaming.close()
+        sheet.update(streaming)
+        await turns.told("close")
+
+
+if __name__ == "__main__":
+    sys.setswitchinterval(1e-4)  # as the command line sets it
+    asyncio.run(measure())

@@ -1,0 +1,179 @@
+"""Long entries of the transcript: a thread lays them out, no frame waits, the end is the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_engine import make_model_info
+from textual.app import App, ComposeResult
+from tui_harness import wait_until
+
+from termgen.tui import markdown
+from termgen.tui.conversation import AnswerState, Turn
+from termgen.tui.markdown import render
+from termgen.tui.palette import Palette
+from termgen.tui.spans import row_text
+from termgen.tui.widgets.entries import AnswerEntry, QuestionEntry
+from termgen.tui.widgets.layout_work import AT_ONCE
+from termgen.tui.widgets.transcript import Transcript
+
+TABLE = "| name | value | note |\n|---|--:|---|\n" + "".join(
+    f"| row {i} | {7 * i} | some `text` of {i}, longer than before |\n" for i in range(300)
+)
+PROSE = "A **word** here, then more of it that is longer than a line.\n\n- an item\n- another\n\n"
+CODE = "```python\n" + "".join(f"x{i} = {i}  # of many\n" for i in range(200)) + "```\n"
+LONG = PROSE * 20 + TABLE + "\nAnd an end.\n"
+
+
+class Sheet(App[None]):
+    CSS = "Transcript { overflow-x: hidden; overflow-y: scroll; }"
+
+    def compose(self) -> ComposeResult:
+        yield Transcript()
+
+    def on_mount(self) -> None:
+        self.sheet.set_palette(Palette({"foreground": "#e0e0e0", "background": "#101010"}))
+
+    @property
+    def sheet(self) -> Transcript:
+        return self.query_one(Transcript)
+
+    @property
+    def is_done(self) -> bool:
+        return not self.sheet._work.is_running
+
+
+def answer(text: str, *, is_open: bool = False) -> AnswerEntry:
+    turn = Turn("q", answer=text)
+    turn.stats.output_tokens = 1
+    entry = AnswerEntry(turn, make_model_info(), lambda action: "x")
+    entry.feed(text)
+    if not is_open:
+        turn.end(AnswerState.DONE)
+        entry.close()
+    return entry
+
+
+def question(text: str) -> QuestionEntry:
+    return QuestionEntry(Turn(text), lambda action: "x")
+
+
+@pytest.fixture
+def in_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many characters each parse in the screen's own thread was of."""
+    lengths: list[int] = []
+    screen_thread = threading.get_ident()
+
+    def counting(parse: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(source: str, *args: Any) -> Any:
+            if threading.get_ident() == screen_thread:
+                lengths.append(len(source))
+            return parse(source, *args)
+
+        return counted
+
+    for parser in (markdown.parser, markdown._blocks):
+        monkeypatch.setattr(parser, "parse", counting(parser.parse))
+    return lengths
+
+
+def expected(sheet: Transcript, *texts: str) -> list[str]:
+    """The answers, as a parse of the whole of each would have them."""
+    lines: list[str] = []
+    for text in texts:
+        lines += (row_text(row) for row in render(text, sheet.text_width - 2) if row)
+    return [line.strip() for line in lines if line.strip()]
+
+
+def shown(sheet: Transcript) -> list[str]:
+    """Without headers and footers."""
+    lines = [line.strip() for line in sheet.plain_text.split("\n")]
+    around = "", "1 tok", make_model_info().model_id
+    return [line for line in lines if line not in around]
+
+
+async def test_a_long_chat_is_opened_and_resized_without_a_long_frame(in_frames: list[int]) -> None:
+    app, texts = Sheet(), [LONG, PROSE, CODE, *[PROSE] * 30, "The last word."]
+    async with app.run_test(size=(90, 24)) as pilot:
+        sheet = app.sheet
+        sheet.set_entries([answer(text) for text in texts])
+        sheet.to_end()
+        assert "The last word." in sheet.plain_text and "row 299" not in sheet.plain_text
+        assert not app.is_done
+        for width in (90, 60, 75):
+            await pilot.resize_terminal(width, 24)
+            await pilot.pause()
+            assert "The last word." in sheet.plain_text
+            await wait_until(pilot, lambda: app.is_done, tries=1000)
+            await pilot.pause()
+            assert max(in_frames) <= AT_ONCE
+            assert shown(sheet) == expected(sheet, *texts)
+            assert sheet.at_end
+            in_frames.clear()
+
+
+async def test_another_margin_lays_nothing_out(in_frames: list[int]) -> None:
+    app = Sheet()
+    async with app.run_test(size=(120, 24)) as pilot:
+        app.sheet.set_entries([answer(PROSE), answer(LONG)])
+        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        before = app.sheet.plain_text
+        in_frames.clear()
+        await pilot.resize_terminal(140, 30)
+        await pilot.pause()
+        assert app.sheet.plain_text == before and not in_frames
+        assert app.sheet.virtual_size.width == 140 and app.is_done
+
+
+async def test_closing_a_long_table_shows_it_as_it_was_until_it_is_whole(
+    in_frames: list[int],
+) -> None:
+    wider = TABLE + "| the widest name of them all | 1 | x |\n"
+    app, entry = Sheet(), answer(wider, is_open=True)
+    async with app.run_test(size=(90, 24)) as pilot:
+        sheet = app.sheet
+        sheet.add(entry)
+        sheet.update(entry)
+        sheet.to_end()
+        live = sheet.plain_text
+        in_frames.clear()
+        entry.turn.end(AnswerState.DONE)
+        entry.close()
+        sheet.update(entry)
+        assert sheet.plain_text == live and not in_frames
+        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        assert sheet.plain_text != live and "tok" in sheet.plain_text.split("\n")[-1]
+        assert sheet.at_end and not in_frames
+        assert shown(sheet) == expected(sheet, wider)
+
+
+async def test_what_is_in_view_stays_while_more_comes_above_it() -> None:
+    app = Sheet()
+    async with app.run_test(size=(90, 24)) as pilot:
+        sheet = app.sheet
+        sheet.set_entries([answer(LONG), question("Where am I?"), answer(PROSE * 12)])
+        sheet.scroll_to(y=sheet._starts[1], animate=False, immediate=True)
+        assert not sheet.at_end and not app.is_done
+
+        def top() -> list[str]:
+            rows = sheet._rows[sheet.scroll_offset.y :][:20]
+            return [row_text(row) for row in rows]
+
+        before = top()
+        assert "Where am I?" in "".join(before)
+        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        await pilot.pause()
+        assert top() == before and len(sheet._rows) > 300
+
+
+async def test_a_question_that_was_marked_meanwhile_is_marked() -> None:
+    app, entry = Sheet(), question("word " * 2 * AT_ONCE)
+    async with app.run_test(size=(90, 24)) as pilot:
+        app.sheet.set_entries([entry])
+        assert not app.is_done
+        entry.is_marked = True
+        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        assert "◂" in app.sheet.plain_text and app.sheet.plain_text.count("word") == 2 * AT_ONCE
