@@ -165,15 +165,15 @@ async def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = engine.parts.core.executor._runner  # type: ignore[attr-defined]
-    real, calls = runner.forward, []
+    real, calls = runner._run_model, []
 
-    def fail_once(batch: object) -> object:
-        calls.append(batch)
+    def fail_once(plan: object, dispatch: object) -> object:
+        calls.append(plan)
         if len(calls) == 3:
             raise RuntimeError("a cosmic ray")
-        return real(batch)
+        return real(plan, dispatch)
 
-    monkeypatch.setattr(runner, "forward", fail_once)
+    monkeypatch.setattr(runner, "_run_model", fail_once)
     deltas = await collect(engine, "Hello there", SHORT)
     assert deltas[-1].finish_reason is FinishReason.ERROR
     assert isinstance(deltas[-1].error, StepError) and "cosmic ray" in str(deltas[-1].error)

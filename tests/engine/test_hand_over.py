@@ -25,6 +25,7 @@ from termgen.engine.engine import AsyncEngine
 from termgen.engine.output import OutputProcessor
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.step import StepPlan
 from termgen.engine.tokenizer import Tokenizer
 from termgen.errors import StepError
 
@@ -144,16 +145,16 @@ async def test_an_exception_in_flight_names_its_step_and_batch_and_ends_each_req
 ) -> None:
     expected = tokens(await collect_all(engine, max_tokens=30))
     runner = engine.parts.core.executor._runner  # type: ignore[attr-defined]
-    real = runner.forward
+    real = runner._run_model
     failed: list[int] = []
 
-    def fail_when_all_decode(batch: Any) -> Any:
-        if not failed and len(batch.slots) == len(batch.input_ids) == len(TEXTS):
+    def fail_when_all_decode(plan: StepPlan, dispatch: object) -> Any:
+        if not failed and plan.is_decode and plan.num_rows == len(TEXTS):
             failed.append(1)
             raise RuntimeError("a cosmic ray")
-        return real(batch)
+        return real(plan, dispatch)
 
-    monkeypatch.setattr(runner, "forward", fail_when_all_decode)
+    monkeypatch.setattr(runner, "_run_model", fail_when_all_decode)
     answers = await collect_all(engine, max_tokens=30)
     errors = {delta.error for deltas in answers for delta in deltas if delta.error is not None}
     assert len(errors) == 1
