@@ -13,9 +13,9 @@ import gc
 import io
 import os
 import pickle
-import signal
 import subprocess
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,16 +31,21 @@ NICENESS = 5
 
 
 class HelperDied(Exception):
-    """The process has ended instead of answering; the next question starts another."""
+    """The process has ended instead of answering; the next question starts another, unless it was
+    ended by `close`."""
 
 
 class HelperProcess:
-    """Starts with the first question, and stays. One thread asks at a time; any may `close`."""
+    """Starts with the first question, and stays until `close`. One thread asks at a time; any may
+    close."""
 
     def __init__(self, program: Path, *arguments: str) -> None:
         self._command = [sys.executable, "-P", str(program), *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[..., HelperProcess] | None = None
+        self._lock = threading.Lock()
+        """Nothing is started behind `close`."""
+        self.is_closed = False
         self.has_answered = False
         """Ever: it does start."""
 
@@ -54,6 +59,9 @@ class HelperProcess:
         except (OSError, EOFError):
             _end(process)
             raise HelperDied from None
+        except BaseException:  # what is left of this answer must not be taken for the next one
+            _end(process)
+            raise
         self.has_answered = True
         told = _Unpickler(answer, kept).load()
         if isinstance(told, BaseException):
@@ -61,20 +69,28 @@ class HelperProcess:
         return told
 
     def close(self) -> None:
-        """What is asked now dies."""
-        if self._process is not None:
-            _end(self._process)
+        """What is asked now dies, and whatever is asked from now on."""
+        with self._lock:
+            self.is_closed = True
+            if self._process is not None:
+                _end(self._process)
 
     def start(self) -> subprocess.Popen[bytes]:
         """Unless it runs; the first question does it, too."""
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
-            if self._finalizer is not None:
-                self._finalizer.detach()
-            self._finalizer = weakref.finalize(self, _end, self._process)
-        return self._process
+        with self._lock:
+            if self.is_closed:
+                raise HelperDied
+            if self._process is None or self._process.poll() is not None:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,  # Ctrl-C is not for it
+                )
+                if self._finalizer is not None:
+                    self._finalizer.detach()
+                self._finalizer = weakref.finalize(self, _end, self._process)
+            return self._process
 
 
 def _exchange(process: subprocess.Popen[bytes], parts: Sequence[bytes]) -> bytes:
@@ -144,11 +160,11 @@ def _packed(task: object) -> tuple[bytes, Sequence[object]]:
 def answer_questions(answer: Callable[[Any, bytes], object]) -> None:
     """What the program does until its standard input ends: `answer` makes something of each task
     and of the bytes that came with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; whoever started it ends it
     with contextlib.suppress(AttributeError, OSError):  # not every system can
         os.nice(NICENESS)  # the engine goes first
     gc.disable()  # JSON has no cycles
     source, target = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # what a library prints is no answer
     while head := source.read(SIZE_BYTES):
         told = _told(answer, source.read(int.from_bytes(head, "little")))
         target.write(len(told).to_bytes(SIZE_BYTES, "little") + told)

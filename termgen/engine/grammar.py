@@ -27,7 +27,7 @@ from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.mask_filler import SLOW_S
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.engine.token_mask import IntArray
-from termgen.errors import OverloadedError, RequestError
+from termgen.errors import EngineError, OverloadedError, RequestError
 from termgen.helper_process import HelperDied, HelperProcess
 
 if TYPE_CHECKING:
@@ -155,6 +155,10 @@ class GrammarCompiler:
         with contextlib.suppress(RequestError):
             self._vocabulary_of_model()
 
+    def close(self) -> None:
+        """No grammar comes any more."""
+        self._gbnf.close()
+
     def submit(self, wanted: StructuredOutputsParams) -> Future[Grammar]:
         """The grammar, or the `RequestError` it ends in. Do not cancel it: others may wait too."""
         key = _key(wanted)
@@ -237,8 +241,8 @@ class GrammarCompiler:
         try:
             with self._gbnf_lock:
                 lark: str = self._gbnf.ask(grammar)
-        except HelperDied:
-            raise RequestError("too complex to be compiled", code="invalid_schema") from None
+        except HelperDied:  # for lack of memory, as a rule: whoever asks next tries again
+            raise EngineError("the process that converts GBNF has ended") from None
         return lark
 
     def _vocabulary_of_model(self) -> Any:

@@ -77,9 +77,11 @@ class InputProcessor:
             self._grammars.prepare_for_strangers()
 
     def close(self) -> None:
-        """No prompt comes any more."""
+        """No request comes any more."""
         if self._long_texts is not None:
             self._long_texts.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def process(
         self, prompt: Prompt, params: SamplingParams, **envelope: Unpack[Envelope]

@@ -116,4 +116,5 @@ class SyncEngine:
     def shutdown(self) -> None:
         """Free the model; whatever still runs or waits is dropped. May be called again."""
         self.core.drain()
+        self.input_processor.close()
         self.core.executor.shutdown()

@@ -14,7 +14,7 @@ from array import array
 from pathlib import Path
 
 from termgen.client import ChatPrompt, FillPrompt, Prompt, prompt_chars
-from termgen.errors import EngineError, RequestError
+from termgen.errors import EngineDeadError, EngineError, RequestError
 from termgen.helper_process import HelperDied, HelperProcess
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,8 @@ class TextProcess:
             with self._lock:
                 ids: bytes = self._helper.ask(asked)
         except HelperDied:
+            if self._helper.is_closed:
+                raise EngineDeadError("the engine was shut down") from None
             if not self._helper.has_answered:
                 raise EngineError(
                     "the process that tokenises long prompts does not start"

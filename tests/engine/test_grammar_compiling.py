@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import string
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from termgen.engine.input_processor import InputProcessor
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.structured_outputs import MAX_GBNF_BYTES, StructuredOutputsParams
 from termgen.engine.tokenizer import Tokenizer, load_tokenizer
-from termgen.errors import ContextLengthError, OverloadedError, RequestError
+from termgen.errors import ContextLengthError, EngineError, OverloadedError, RequestError
 
 VOCAB = 600
 ENDLESS: dict[str, Any] = {
@@ -106,6 +107,22 @@ def test_what_asks_for_several_patterns_at_once_is_tried_out_and_taken_if_it_can
     for wanted in others:
         compiler.compile(StructuredOutputsParams(**wanted))
     assert len(tried) == 3, "the last has a pattern below allOf"
+
+
+def test_a_converter_that_dies_is_no_fault_of_the_grammar(compiler: GrammarCompiler) -> None:
+    """It is stopped in the middle, as by a system short of memory; the next who asks starts one."""
+    wanted = StructuredOutputsParams(grammar='root ::= "x"')
+    converter = compiler._gbnf.start()
+    converter.send_signal(signal.SIGSTOP)
+    future = compiler.submit(wanted)
+    while not compiler._gbnf_lock.locked():
+        time.sleep(0.001)
+    time.sleep(0.05)
+    converter.kill()
+    with pytest.raises(EngineError, match="converts GBNF"):
+        future.result(20)
+    compiler.compile(wanted)
+    compiler.close()
 
 
 def test_the_worst_gbnf_that_is_taken_is_converted_in_time(compiler: GrammarCompiler) -> None:

@@ -15,13 +15,13 @@ from sample_texts import SPECIAL_LOOKALIKES, sample_texts
 
 from termgen.client import ChatPrompt, FillPrompt, Prompt
 from termgen.config import EngineConfig
-from termgen.engine.engine import AsyncEngine
+from termgen.engine.engine import AsyncEngine, SyncEngine
 from termgen.engine.input_processor import InputProcessor
 from termgen.engine.prompt_threads import PromptThreads
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.text_process import LONG_PROMPT_CHARS, TextProcess, is_long
 from termgen.engine.tokenizer import load_tokenizer
-from termgen.errors import ContextLengthError, EngineError, RequestError
+from termgen.errors import ContextLengthError, EngineDeadError, EngineError, RequestError
 
 MAX_LEN = 3000
 
@@ -103,8 +103,10 @@ async def _ask_and_kill(texts: TextProcess) -> BaseException | None:
     asking = asyncio.create_task(
         asyncio.to_thread(texts.tokenize, "x", add_special_tokens=True, has_to_fit=True)
     )
+    while not texts._lock.locked():
+        await asyncio.sleep(0.001)
     await asyncio.sleep(0.05)
-    texts.close()
+    texts._helper.start().kill()
     await asyncio.wait([asking])
     return asking.exception()
 
@@ -141,6 +143,8 @@ async def test_an_engine_for_strangers_has_one_and_ends_it(tiny_llama_dir: Path)
     processor = engine.parts.input_processor
     assert processor._long_texts is not None
     process = processor._long_texts._helper.start()
+    assert processor._grammars is not None
+    of_grammars = processor._grammars._gbnf.start()
     try:
         text = "one two three " * 300
         with pytest.raises(ContextLengthError):
@@ -149,6 +153,17 @@ async def test_an_engine_for_strangers_has_one_and_ends_it(tiny_llama_dir: Path)
         assert process.poll() is None
     finally:
         await engine.shutdown()
+    assert process.poll() is not None and of_grammars.poll() is not None
+    with pytest.raises(EngineDeadError):  # and no other is started
+        await asyncio.to_thread(processor.tokenize, text)
+
+
+def test_an_engine_without_a_loop_ends_its_processes(tiny_llama_dir: Path) -> None:
+    engine = SyncEngine(EngineConfig(model=str(tiny_llama_dir), device="cpu", max_model_len=64))
+    grammars = engine.input_processor._grammars
+    assert grammars is not None
+    process = grammars._gbnf.start()
+    engine.shutdown()
     assert process.poll() is not None
 
 
