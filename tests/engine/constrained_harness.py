@@ -168,8 +168,8 @@ class ConstrainedDriver(CoreDriver):
 
 
 def make_late(scheduler: Scheduler, rng: np.random.Generator, on_time: float) -> list[int]:
-    """Of the masks that a step waits for, let this share come. Returns how many were late, step by
-    step."""
+    """Of the masks that a step waits for, let this share come. Returns a one for each that was
+    late."""
     constraints, num_late = scheduler.constraints, list[int]()
     has_mask, masks_for = constraints._has_mask, constraints.masks_for
     schedule = scheduler.schedule
@@ -181,18 +181,22 @@ def make_late(scheduler: Scheduler, rng: np.random.Generator, on_time: float) ->
         return schedule(now_ns)
 
     def unreliable(request: Request) -> bool:
+        if not has_mask(request):
+            return False
         may_be_late = is_sampling and request.request_id in ahead
-        return has_mask(request) and not (may_be_late and rng.random() > on_time)
+        if may_be_late and rng.random() > on_time:
+            num_late.append(1)  # rows that have ended are late too, but want no mask
+            return False
+        return True
 
-    def counted(table: SlotTable, plan: StepPlan, *, runs_until_s: float = 0.0) -> RowMasks | None:
+    def noting(table: SlotTable, plan: StepPlan, *, runs_until_s: float = 0.0) -> RowMasks | None:
         nonlocal is_sampling
         is_sampling = True
         masks = masks_for(table, plan, runs_until_s=runs_until_s)
         is_sampling = False
-        num_late.append(0 if masks is None else len(masks.late))
         return masks
 
     scheduler.schedule = noting_who_is_ahead  # type: ignore[method-assign]
     constraints._has_mask = unreliable  # type: ignore[method-assign]
-    constraints.masks_for = counted  # type: ignore[method-assign]
+    constraints.masks_for = noting  # type: ignore[method-assign]
     return num_late
