@@ -26,6 +26,8 @@ NUMBER_INDENT = 4
 parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
 _blocks = MarkdownIt("commonmark", {"html": False}).enable("table")
 _blocks.core.ruler.disable("inline")
+for _each in (parser, _blocks):
+    _each.parse("x")  # makes its rules: two threads must not be at that at once
 
 
 def render(source: str, width: int) -> list[Row]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 import pytest
@@ -177,3 +179,15 @@ async def test_a_question_that_was_marked_meanwhile_is_marked() -> None:
         entry.is_marked = True
         await wait_until(pilot, lambda: app.is_done, tries=1000)
         assert "◂" in app.sheet.plain_text and app.sheet.plain_text.count("word") == 2 * AT_ONCE
+
+
+def test_no_two_threads_make_the_rules_of_a_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them would find none, and look for the end of a block for ever."""
+    spec = spec_from_file_location("another_markdown", markdown.__file__)
+    assert spec is not None and spec.loader is not None
+    fresh = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, fresh)
+    spec.loader.exec_module(fresh)
+    rulers = [part.ruler for p in (fresh.parser, fresh._blocks) for part in (p.core, p.block)]
+    rulers += [fresh.parser.inline.ruler, fresh.parser.inline.ruler2]
+    assert all(ruler.__cache__ is not None for ruler in rulers)
