@@ -133,8 +133,7 @@ class Scheduler:
         if not len(slots):
             self.constraints.rest()
             return None
-        counts = counts.astype(np.int32)
-        released = tuple(self._released)
+        counts, released = counts.astype(np.int32), tuple(self._released)
         return self._count_plan(
             builder.build(self._next_step, table, slots=slots, counts=counts, released=released)
         )

@@ -107,7 +107,7 @@ class GrammarState:
     def may_share(self) -> bool:
         """Whether others may have to wait for its next mask: not for the first, and after one that
         took long only once many have been quick, more every time."""
-        return self._num_quick >= int(8**self._num_slow)
+        return self._num_quick >> 3 * self._num_slow > 0  # eight times as many every time
 
     def note_time(self, *, is_slow: bool) -> None:
         """How long the newest mask took."""
