@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,8 @@ def test_ctrl_c_leaves_nothing_behind(tiny_llama_dir: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell's jobs in the background ignore the signal, and so do their children.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert child.stderr is not None
     for line in child.stderr:
