@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
-from typing import Any
 
 import pytest
 from fake_engine import make_model_info
 from textual.app import App, ComposeResult
-from tui_harness import wait_until
+from tui_harness import tell_parses, wait_until
 
 from termgen.tui import markdown
 from termgen.tui.conversation import AnswerState, Turn
@@ -69,16 +67,11 @@ def in_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
     screen_thread = threading.get_ident()
 
-    def counting(parse: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(source: str, *args: Any) -> Any:
-            if threading.get_ident() == screen_thread:
-                lengths.append(len(source))
-            return parse(source, *args)
+    def note(source: str) -> None:
+        if threading.get_ident() == screen_thread:
+            lengths.append(len(source))
 
-        return counted
-
-    for parser in (markdown.parser, markdown._blocks):
-        monkeypatch.setattr(parser, "parse", counting(parser.parse))
+    tell_parses(monkeypatch, note)
     return lengths
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from fake_engine import make_model_info
 from textual.app import App, ComposeResult
 from textual.strip import Strip
-from tui_harness import in_pieces
+from tui_harness import in_pieces, tell_parses
 
-from termgen.tui import code_panel, markdown, markdown_stream
+from termgen.tui import code_panel, markdown_stream
 from termgen.tui.conversation import Turn
 from termgen.tui.markdown import render
 from termgen.tui.markdown_stream import LONG_BLOCK, StreamingMarkdown
@@ -39,15 +37,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many characters each parse was of."""
     lengths: list[int] = []
 
-    def counting(parse: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(source: str, *args: Any) -> Any:
-            lengths.append(len(source))
-            return parse(source, *args)
-
-        return counted
-
-    for parser in (markdown.parser, markdown._blocks):
-        monkeypatch.setattr(parser, "parse", counting(parser.parse))
+    tell_parses(monkeypatch, lambda source: lengths.append(len(source)))
     return lengths
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from fake_engine import FakeEngine, Script, make_model_info, make_snapshot, make_step_record
 from textual.pilot import Pilot
 
@@ -23,6 +24,7 @@ from termgen.engine.events import (
     RequestView,
     StepRecord,
 )
+from termgen.tui import markdown
 from termgen.tui.app import TermgenApp
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.dashboard import DashboardScreen
@@ -321,3 +323,17 @@ async def feed_dashboard(app: FrozenApp, pilot: Pilot[Any]) -> None:
 
 
 RunBefore = Callable[[Pilot[Any]], Awaitable[None]]
+
+
+def tell_parses(monkeypatch: pytest.MonkeyPatch, note: Callable[[str], None]) -> None:
+    """Of markdown: what is parsed, before it is."""
+
+    def telling(parse: Callable[..., Any]) -> Callable[..., Any]:
+        def told(source: str, *args: Any) -> Any:
+            note(source)
+            return parse(source, *args)
+
+        return told
+
+    for parser in (markdown.parser, markdown._blocks):
+        monkeypatch.setattr(parser, "parse", telling(parser.parse))
