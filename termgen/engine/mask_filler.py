@@ -41,10 +41,15 @@ class MaskFiller:
             if row.may_share and not row.is_slow:
                 together.append(row)
             else:
-                threads = self._slow_threads if row.is_slow else self._threads
-                threads.submit(partial(self._fill, [row]))
+                self._hand_over([row], self._slow_threads if row.is_slow else self._threads)
         if together:
-            self._threads.submit(partial(self._fill, together))
+            self._hand_over(together, self._threads)
+
+    def _hand_over(self, rows: list[GrammarState], threads: DaemonThreads) -> None:
+        try:
+            threads.submit(partial(self._fill, rows))
+        except RuntimeError:  # the system has no thread left, and these requests wait
+            self._fill(rows)
 
     def wait(self, rows: Iterable[GrammarState], timeout_s: float) -> None:
         """Until all of these are ready or the time is over. Those that are late count as slow, so

@@ -305,6 +305,29 @@ def test_the_threads_end_with_their_owner() -> None:
         assert not thread.is_alive()
 
 
+def test_without_threads_masks_are_filled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, num_started = threading.Thread.start, 0
+
+    def one_more(thread: threading.Thread) -> None:
+        nonlocal num_started
+        if num_started:
+            raise RuntimeError("can't start new thread")
+        num_started += 1
+        start(thread)
+
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    for refuse in (none, one_more):
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        filler = MaskFiller()
+        for _ in range(3):
+            rows = [GrammarState(FakeGrammar(3), ends_at_eos=True) for _ in range(4)]
+            filler.begin(rows)
+            filler.wait(rows, 20.0)
+            assert all(row.is_ready and row.mask.any() for row in rows)
+
+
 def test_a_failed_request_whose_name_is_taken_again_ends_alone() -> None:
     driver = ConstrainedDriver(depth=1)
     bad = driver.constrain("name", [3, 4], Breaking("fill"), max_tokens=20)
