@@ -201,7 +201,9 @@ async def chat(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Counter
             screen = app.screen
             assert isinstance(screen, ChatScreen)
             await asyncio.sleep(0.5)  # until it has been laid out
-            screen.ask("Count from one to a thousand, a number a line.")  # a real model goes on, too
+            screen.ask(
+                "Count from one to a thousand, a number a line."
+            )  # a real model goes on, too
             yield lambda: 0
             assert screen.is_streaming, "the answer ended before the cell"
         finally:
