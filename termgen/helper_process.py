@@ -30,6 +30,7 @@ from types import FunctionType
 from typing import Any
 
 from termgen.errors import OverloadedError, RequestError, TermgenError
+from termgen.turns import take_long_turns
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class _Child:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     bufsize=0,
-                    start_new_session=True,  # Ctrl-C is not for it
+                    process_group=0,  # Ctrl-C is not for it; priorities count within a session
                 )
             except BaseException:
                 self._socket.close()
@@ -332,6 +333,7 @@ def answer_questions(answer: Callable[[Any, bytes], object]) -> None:
     and of the bytes that came with it."""
     with contextlib.suppress(AttributeError, OSError):  # not every system can
         os.nice(NICENESS)  # the engine goes first
+    take_long_turns()
     gc.disable()  # JSON has no cycles
     channel = socket.socket(fileno=sys.stdin.fileno()).makefile("rwb")
     channel.write(READY)

@@ -35,6 +35,7 @@ from termgen.helper_process import (
     HelperTooSlow,
     no_process,
 )
+from termgen.turns import long_turns
 
 if TYPE_CHECKING:
     from termgen.engine.tokenizer import Tokenizer
@@ -63,7 +64,8 @@ class Grammar:
         self._without_eos = list(stays.items())
         self._first_mask = np.zeros(num_words, np.int32)
         began = time.perf_counter()
-        Matcher(prototype, num_words, None).fill(self._first_mask)
+        with long_turns():
+            Matcher(prototype, num_words, None).fill(self._first_mask)
         self.is_slow = time.perf_counter() - began > SLOW_S
 
     def start(self, *, ends_at_eos: bool) -> Matcher:
@@ -75,7 +77,7 @@ class Grammar:
 class Matcher:
     """A `TokenMatcher`."""
 
-    __slots__ = ("_first", "_matcher", "_withheld", "num_words")
+    __slots__ = ("_address", "_bits", "_first", "_matcher", "_withheld", "num_words")
 
     def __init__(
         self,
@@ -90,6 +92,8 @@ class Matcher:
         self.num_words = num_words
         self._withheld = withheld
         self._first = first
+        self._bits: IntArray | None = None
+        self._address = 0  # asking an array for it takes as long as a short mask
 
     def accept(self, token_id: int) -> bool:
         self._first = None
@@ -121,7 +125,9 @@ class Matcher:
                 bits[word] = old
 
     def _compute(self, bits: IntArray) -> None:
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if bits is not self._bits:
+            self._bits, self._address = bits, bits.ctypes.data
+        self._matcher.unsafe_compute_mask_ptr(self._address, bits.nbytes)
         if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done
             raise RequestError(
                 f"the grammar is too complex: {brief(self._matcher.get_error())}",
@@ -241,7 +247,8 @@ class GrammarCompiler:
         limits = LLParserLimits(**limits_of(wanted))
         vocabulary = self._vocabulary_of_model()
         with self._computing:
-            prototype = LLMatcher(vocabulary, source, limits=limits, log_level=0)
+            with long_turns():
+                prototype = LLMatcher(vocabulary, source, limits=limits, log_level=0)
             error = prototype.get_error()
             if error:
                 raise RequestError(brief(error), code="invalid_schema")

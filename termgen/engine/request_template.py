@@ -106,7 +106,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**kept, "PYTHONPATH": path},  # no keys, should a template break out
-            start_new_session=True,  # Ctrl-C is not for it
+            process_group=0,  # Ctrl-C is not for it
         )
         if self.ask(b"", MAX_START_S) is None:
             raise _no_process()

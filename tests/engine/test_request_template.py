@@ -198,7 +198,8 @@ def test_the_process_knows_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERMGEN_API_KEY", "secret")
     monkeypatch.setattr(request_template.subprocess, "Popen", start)
     RequestTemplate("x", TemplateWorkers())
-    assert "secret" not in str(started[0]["env"]) and started[0]["start_new_session"]
+    assert "secret" not in str(started[0]["env"])
+    assert started[0]["process_group"] == 0, "Ctrl-C does not reach it"
 
 
 def test_the_worker_answers_in_plain_data() -> None:
