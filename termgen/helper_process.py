@@ -17,6 +17,7 @@ import logging
 import os
 import pickle
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -45,6 +46,8 @@ MAX_START_S = 60.0
 is busy."""
 EXIT_S = 1.0
 """For the last words of a program that ends by itself."""
+ORPHAN_S = 1.0
+"""So long beyond its limit a question lasts if nobody is there any more to end it."""
 KEPT_OUTPUT_BYTES = 4096
 RETRY_AFTER_S = 1.0
 
@@ -113,7 +116,7 @@ class HelperProcess:
 
         limit_s: from its turn on, by the clock, not counting the start of the process.
         """
-        head, kept = _packed(task)
+        head, kept = _packed((task, limit_s + ORPHAN_S))
         with self.turn:
             child = self._running()
             answer = None
@@ -185,7 +188,7 @@ class _Child:
             try:
                 self.process = subprocess.Popen(
                     command,
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     bufsize=0,
@@ -350,11 +353,15 @@ def answer_questions(answer: Callable[[Any, bytes], object]) -> None:
 def _told(answer: Callable[[Any, bytes], object], question: bytes) -> bytes:
     stream = io.BytesIO(question)
     try:
-        told = answer(pickle.load(stream), stream.read())
+        task, limit_s = pickle.load(stream)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)  # which nothing that runs here can ignore
+        told = answer(task, stream.read())
     except MemoryError:
         raise  # ends this process, which is what makes room
     except TermgenError as error:
         told = error
     except Exception as error:  # the top of this process: a bug of ours, shown where it is asked
         told = RuntimeError(f"{type(error).__name__} in a helper:\n{traceback.format_exc()}")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
     return pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)

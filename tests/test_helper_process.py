@@ -52,6 +52,8 @@ def answer(task, raw):
             sys.stderr.write("x" * size)
         case ["die", words]:
             raise MemoryError(words)
+        case ["fail"]:
+            raise KeyError(task)
         case ["leave"]:
             os._exit(3)
     return task, raw
@@ -108,6 +110,20 @@ def test_nothing_is_started_once_it_is_closed(helper: HelperProcess) -> None:
     with pytest.raises(HelperClosed):
         helper.start()
     helper.close()
+
+
+def test_a_limit_is_over_with_its_question(
+    helper: HelperProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(helper_process, "ORPHAN_S", 0.0)
+    process = helper.start()
+    ask(helper, "it runs")
+    assert helper.ask("first", limit_s=0.15) == ("first", b"")
+    with pytest.raises(RuntimeError, match="KeyError in a helper"):
+        helper.ask(["fail"], limit_s=0.15)
+    time.sleep(0.3)
+    assert ask(helper, "second") == ("second", b"")
+    assert helper.start() is process
 
 
 def test_a_question_without_end_is_ended_and_the_next_is_answered(helper: HelperProcess) -> None:
@@ -253,8 +269,9 @@ def test_one_that_nobody_refers_to_leaves_nothing(tmp_path: Path) -> None:
         assert resources() == before
 
 
-def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
-    """Which has no time to close it."""
+@pytest.mark.parametrize("question", [None, ["sleep", 600]])
+def test_it_ends_with_a_process_that_is_killed(tmp_path: Path, question: object) -> None:
+    """Which has no time to close it, not even in the middle of a question."""
     text = """
 import sys
 from pathlib import Path
@@ -262,10 +279,13 @@ from termgen.helper_process import HelperProcess
 helper = HelperProcess(Path(sys.argv[1]))
 helper.ask("first", limit_s=20)
 print(helper.start().pid, flush=True)
+question = eval(sys.argv[2])
+if question:
+    helper.ask(question, limit_s=0.3)
 input()
 """
     asking = subprocess.Popen(
-        [sys.executable, "-c", text, str(write_program(tmp_path))],
+        [sys.executable, "-c", text, str(write_program(tmp_path)), repr(question)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=Path(termgen.__file__).parents[1],
@@ -273,6 +293,7 @@ input()
     assert asking.stdout is not None and asking.stdin is not None
     with asking:
         pid = int(asking.stdout.readline())
+        time.sleep(0.1 if question else 0)
         asking.kill()
     _until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
 
