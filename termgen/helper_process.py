@@ -104,7 +104,7 @@ class HelperProcess:
         self._name = program.name
         self._command = [sys.executable, "-P", str(program), *arguments]
         self._child: _Child | None = None
-        self.turn = threading.Lock()
+        self._turn = threading.Lock()
         """Held by whoever asks."""
         self._lock = threading.Lock()
         """Nothing is started behind `close`."""
@@ -117,7 +117,7 @@ class HelperProcess:
         limit_s: from its turn on, by the clock, not counting the start of the process.
         """
         head, kept = _packed((task, limit_s + ORPHAN_S))
-        with self.turn:
+        with self._turn:
             child = self._running()
             answer = None
             try:
@@ -134,7 +134,7 @@ class HelperProcess:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Unless it runs; the first question does it, too. Raises `HelperFault`."""
-        with self.turn:
+        with self._turn:
             return self._running().process
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class HelperProcess:
             self.is_closed = True
             if self._child is not None:
                 self._child.process.kill()
-        with self.turn:  # whoever had it has seen the end
+        with self._turn:  # whoever had it has seen the end
             if self._child is not None:
                 self._child.end()
 

@@ -120,7 +120,7 @@ def test_a_converter_that_dies_is_no_fault_of_the_grammar(compiler: GrammarCompi
     converter = compiler._gbnf.start()
     converter.send_signal(signal.SIGSTOP)
     future = compiler.submit(wanted)
-    while not compiler._gbnf.turn.locked():
+    while not compiler._gbnf._turn.locked():
         time.sleep(0.001)
     time.sleep(0.05)
     converter.kill()

@@ -126,7 +126,7 @@ async def _ask_and_kill(
     asking = asyncio.create_task(
         asyncio.to_thread(texts.tokenize, "x", add_special_tokens=True, has_to_fit=True)
     )
-    while not texts._helper.turn.locked():
+    while not texts._helper._turn.locked():
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.05)
     process.kill()
