@@ -355,11 +355,11 @@ def _told(answer: Callable[[Any, bytes], object], question: bytes) -> bytes:
     try:
         task, limit_s = pickle.load(stream)
         signal.setitimer(signal.ITIMER_REAL, limit_s)  # which nothing that runs here can ignore
-        told = answer(task, stream.read())
+        return pickle.dumps(answer(task, stream.read()), protocol=pickle.HIGHEST_PROTOCOL)
     except MemoryError:
         raise  # ends this process, which is what makes room
     except TermgenError as error:
-        told = error
+        told: Exception = error
     except Exception as error:  # the top of this process: a bug of ours, shown where it is asked
         told = RuntimeError(f"{type(error).__name__} in a helper:\n{traceback.format_exc()}")
     finally:
