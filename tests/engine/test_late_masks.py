@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher
 
+from termgen.engine.executor import StepHandle
 from termgen.engine.mask_filler import MANY, NUM_SLOW_THREADS, NUM_THREADS, SLOW_S, MaskFiller
 from termgen.engine.request import FinishReason
 from termgen.engine.token_mask import GrammarState, IntArray, RowMasks
@@ -199,9 +200,12 @@ def test_masks_are_waited_for_as_long_as_the_model_runs(monkeypatch: pytest.Monk
     threading.Timer(0.03, grammar.may_fill.set).start()
     given: list[RowMasks] = []
     sample = driver.executor.sample
-    monkeypatch.setattr(
-        driver.executor, "sample", lambda step, masks: given.append(masks) or sample(step, masks)
-    )
+
+    def noted(step: StepHandle, masks: RowMasks) -> StepHandle:
+        given.append(masks)
+        return sample(step, masks)
+
+    monkeypatch.setattr(driver.executor, "sample", noted)
     num_tokens = len(bound.tokens)
     while len(bound.tokens) < num_tokens + 2:
         driver.core._step_ns = 20 * 10**9  # a step that lands tells how long it took
@@ -328,7 +332,8 @@ def test_quick_rows_that_land_together_are_few_jobs(
     num_rows: int, num_jobs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row once, and each into the array it had before."""
-    filler, jobs = MaskFiller(), []
+    filler = MaskFiller()
+    jobs: list[list[GrammarState]] = []
     rows = [GrammarState(FakeGrammar(9), ends_at_eos=True) for _ in range(num_rows)]
     filler.begin(rows)
     filler.wait(rows, 20.0)
