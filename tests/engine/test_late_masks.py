@@ -6,13 +6,15 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher
 
 from termgen.engine.mask_filler import NUM_SLOW_THREADS, NUM_THREADS, SLOW_S, MaskFiller
 from termgen.engine.request import FinishReason
-from termgen.engine.token_mask import GrammarState, IntArray
+from termgen.engine.step import StepPlan, StepResult
+from termgen.engine.token_mask import GrammarState, IntArray, RowMasks
 from termgen.errors import RequestError
 
 
@@ -201,6 +203,29 @@ def test_masks_are_waited_for_as_long_as_the_model_runs() -> None:
     assert len(bound.tokens) == num_tokens + 2, "no step went by without its token"
     driver.run()
     driver.assert_reference()
+
+
+def test_how_long_the_model_runs_is_no_matter_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with a prompt takes 400 s here, one without 20 s: of the next, 10 s are waited for."""
+    driver, waits_s = ConstrainedDriver(depth=2), list[float]()
+    execute, masks_for = driver.executor.device.execute, driver.scheduler.masks_for
+
+    def timed(plan: StepPlan, **options: Any) -> StepResult:
+        return execute(plan, **options)._replace(ended_ns=(20 if plan.is_decode else 400) * 10**9)
+
+    def noting(plan: StepPlan, *, runs_until_s: float = 0.0) -> RowMasks | None:
+        waits_s.append(runs_until_s - time.perf_counter())
+        return masks_for(plan, runs_until_s=runs_until_s)
+
+    monkeypatch.setattr(driver.executor.device, "execute", timed)
+    monkeypatch.setattr(driver.scheduler, "masks_for", noting)
+    driver.constrain("bound", [3, 4], FakeGrammar(9), max_tokens=20)
+    for i in range(3):
+        driver.step()
+        driver.submit(f"prompt {i}", [5] * 20, max_tokens=2)
+    driver.run()
+    driver.assert_reference()
+    assert 0.0 < max(waits_s) <= 10.0
 
 
 def test_an_abort_while_the_mask_is_filled(
