@@ -172,6 +172,8 @@ def test_a_first_mask_that_takes_long_holds_up_nobody_behind_it_in_the_queue(
     gate.is_open.clear()
     first = driver.constrain("first", [3, 4], gate.grammar(5), max_tokens=20)
     assert not driver.step() and not driver.step()
+    reason = driver.core.copy_state().snapshot().waiting_reason
+    assert reason == "the mask of its grammar takes long"
     second = driver.submit("second", [5, 6], max_tokens=4)
     third = driver.constrain("third", [3, 7], FakeGrammar(4), max_tokens=9)
     while second.ending is None or third.ending is None:

@@ -100,7 +100,8 @@ class RequestState:
     def set_masks(self, plan: StepPlan, masks: RowMasks, *, by_kernels: bool) -> None:
         """Put the masks of a plan's rows where its sampling reads them. by_kernels: who samples.
 
-        No step that reads a row's old mask is under way: its token has landed.
+        No step under way needs a row's old mask: its token has landed, or the row was late and
+        samples nothing there, so that a mask half written does no harm.
         """
         if not len(masks.rows):
             return
