@@ -29,6 +29,7 @@ from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.engine.token_mask import IntArray
 from termgen.errors import EngineError, OverloadedError, RequestError
 from termgen.helper_process import HelperDied, HelperProcess
+from termgen.turns import long_turns
 
 if TYPE_CHECKING:
     from termgen.engine.tokenizer import Tokenizer
@@ -55,7 +56,8 @@ class Grammar:
         self._without_eos = list(stays.items())
         self._first_mask = np.zeros(num_words, np.int32)
         began = time.perf_counter()
-        Matcher(prototype, num_words, None).fill(self._first_mask)
+        with long_turns():
+            Matcher(prototype, num_words, None).fill(self._first_mask)
         self.is_slow = time.perf_counter() - began > SLOW_S
 
     def start(self, *, ends_at_eos: bool) -> Matcher:
@@ -231,7 +233,8 @@ class GrammarCompiler:
         limits = LLParserLimits(**limits_of(wanted))
         vocabulary = self._vocabulary_of_model()
         with self._computing:
-            prototype = LLMatcher(vocabulary, source, limits=limits, log_level=0)
+            with long_turns():
+                prototype = LLMatcher(vocabulary, source, limits=limits, log_level=0)
             error = prototype.get_error()
             if error:
                 raise RequestError(brief(error), code="invalid_schema")
