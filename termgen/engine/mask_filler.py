@@ -19,8 +19,6 @@ from termgen.turns import long_turns
 
 NUM_THREADS = 2
 NUM_SLOW_THREADS = 2
-MANY = 16
-"""So many rows that land together are two jobs."""
 SLOW_S = 0.005
 """A mask that takes longer is slow. Most take some microseconds."""
 
@@ -47,10 +45,8 @@ class MaskFiller:
                 together.append(row)
             else:
                 self._hand_over(self._threads, [row])
-        middle = len(together) // 2 if len(together) >= MANY else 0
-        for some in (together[:middle], together[middle:]):
-            if some:
-                self._hand_over(self._threads, some)
+        if together:
+            self._hand_over(self._threads, together)
 
     def _hand_over(self, threads: DaemonThreads, rows: list[GrammarState]) -> None:
         fill = self._fill_slowly if threads is self._slow_threads else self._fill
