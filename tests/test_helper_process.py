@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import random
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_resources import resources
+from process_resources import no_process, resources
 
 import termgen
 from termgen import helper_process
@@ -195,7 +194,7 @@ def test_one_that_cannot_be_started_has_its_reason_logged(
             ask(helper, "first")
     assert caplog.text.count("No module named 'no_such_module'") == 2
     helper.close()
-    assert resources() == before
+    assert resources() <= before
 
 
 def test_one_that_was_killed_while_it_had_nothing_to_do_is_replaced(
@@ -244,11 +243,8 @@ def test_without_file_descriptors_or_processes_it_says_so_and_goes_on_later(
         assert ask(helper, "first") == ("first", b"")
     helper.start().kill()
 
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise BlockingIOError(errno.EAGAIN, "no more processes")
-
     with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", refuse)
+        patch.setattr(subprocess, "Popen", no_process)
         time.sleep(0.01)
         for _ in range(50):
             with pytest.raises(HelperFault) as fault:
@@ -258,7 +254,7 @@ def test_without_file_descriptors_or_processes_it_says_so_and_goes_on_later(
         assert (told.status, told.code, told.param) == (429, "no_process", "prompt")
     assert ask(helper, "third") == ("third", b"")
     helper.close()
-    assert resources() == before
+    assert resources() <= before
 
 
 def test_one_that_nobody_refers_to_leaves_nothing(tmp_path: Path) -> None:
@@ -267,9 +263,9 @@ def test_one_that_nobody_refers_to_leaves_nothing(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         helper = HelperProcess(write_program(tmp_path))
         ask(helper, "first")
-        assert resources() != before
+        assert not resources() <= before
         del helper
-        assert resources() == before
+        assert resources() <= before
 
 
 @pytest.mark.parametrize("question", [None, ["sleep", 600]])
@@ -355,4 +351,4 @@ def test_killed_at_any_moment_it_gives_right_answers_or_none(
             thread.join()
     print({outcome: outcomes.count(outcome) for outcome in outcomes})
     assert "HelperClosed" in outcomes
-    assert resources() == before and threading.active_count() == num_threads
+    assert resources() <= before and threading.active_count() == num_threads

@@ -20,7 +20,7 @@ from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lengths import scaled
-from process_resources import resources
+from process_resources import no_process, no_thread, resources
 from server_harness import ANSWER, app_client, error_of, eventually, serving
 
 import termgen.api.chat as chat
@@ -164,12 +164,6 @@ LARGE = {"prompt": "x", "user": "u" * 100_000}
 async def test_without_a_process_or_a_thread_a_body_is_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def no_process(*args: Any, **options: Any) -> Any:
-        raise BlockingIOError("no more processes")
-
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     async with app_client(FakeEngine()) as client:
         for place, name, refuse in (
             (threading.Thread, "start", no_thread),
@@ -251,7 +245,7 @@ async def test_fifty_large_bodies_at_once_while_the_process_is_killed() -> None:
     print(statuses)
     assert statuses.keys() <= {200, 413, 429} and statuses[200] > 20
     await eventually(lambda: threading.active_count() <= num_threads)
-    assert resources() == before and len(asyncio.all_tasks()) == 1
+    assert resources() <= before and len(asyncio.all_tasks()) == 1
 
 
 async def test_small_bodies_do_not_wait_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_resources import no_process, no_thread
 
 from termgen.engine import grammar as grammar_module
 from termgen.engine import grammar_source, input_processor
@@ -153,12 +154,6 @@ def test_gbnf_without_end_is_given_up_once_and_holds_up_nobody(
 def test_without_processes_or_threads_whoever_asks_next_tries_again(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_process(*args: Any, **options: Any) -> Any:
-        raise BlockingIOError("no more processes")
-
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     few = {"type": "string", "allOf": [{"pattern": "^[a-z]+$"}, {"pattern": "b"}]}
     wanted: list[dict[str, Any]] = [{"grammar": 'root ::= "x"'}, {"json": few}, {"regex": "a"}]
     for refuse, count in ((no_thread, 3), (no_process, 2)):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher
+from process_resources import no_thread
 
 from termgen.engine.mask_filler import NUM_SLOW_THREADS, NUM_THREADS, SLOW_S, MaskFiller
 from termgen.engine.request import FinishReason
@@ -339,10 +340,7 @@ def test_without_threads_masks_are_filled_all_the_same(monkeypatch: pytest.Monke
         num_started += 1
         start(thread)
 
-    def none(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    for refuse in (none, one_more):
+    for refuse in (no_thread, one_more):
         monkeypatch.setattr(threading.Thread, "start", refuse)
         filler = MaskFiller()
         for _ in range(3):

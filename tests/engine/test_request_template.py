@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from chat_samples import CHATML, LLAMA3, QWEN, make_tokenizer
-from process_resources import resources
+from process_resources import no_process, no_thread, resources
 
 from termgen.client import MAX_CHAT_TEMPLATE_CHARS, ChatPrompt
 from termgen.engine import request_template
@@ -147,12 +147,6 @@ def test_threads_do_not_wait_for_each_other_and_no_process_stays() -> None:
 def test_without_processes_or_threads_a_template_is_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def no_process(*args: Any, **options: Any) -> Any:
-        raise BlockingIOError("no more processes")
-
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     before = resources()
     workers = TemplateWorkers()
     for place, name, refuse in (
@@ -171,7 +165,7 @@ def test_without_processes_or_threads_a_template_is_to_come_again(
             RequestTemplate("y", workers)
     assert RequestTemplate("y", workers).render({}, num_input_chars=1) == "y"
     workers.close()
-    assert resources() == before
+    assert resources() <= before
     with pytest.raises(EngineDeadError):
         RequestTemplate("z", workers)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_resources import no_process, no_thread
 from sample_texts import SPECIAL_LOOKALIKES, sample_texts
 
 from termgen.client import ChatPrompt, FillPrompt, Prompt
@@ -193,10 +194,7 @@ def test_an_engine_without_a_loop_ends_its_processes(tiny_llama_dir: Path) -> No
 def test_without_a_process_prompts_are_tokenised_here(
     here: InputProcessor, sizes: tuple[Path, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise BlockingIOError("no more processes")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(subprocess, "Popen", no_process)
     here.prepare_for_strangers(TextProcess(*sizes))
     assert len(here.tokenize("ab " * LONG_PROMPT_CHARS)) > 10
 
@@ -204,13 +202,10 @@ def test_without_a_process_prompts_are_tokenised_here(
 def test_without_another_process_later_a_prompt_is_to_come_again(
     texts: TextProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise BlockingIOError("no more processes")
-
     texts._helper.start().kill()
     texts._helper.start().wait()
     with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", refuse)
+        patch.setattr(subprocess, "Popen", no_process)
         with pytest.raises(OverloadedError, match="no process left") as refusal:
             texts.tokenize(chat("x"), add_special_tokens=True, has_to_fit=True)
     assert (refusal.value.code, refusal.value.param) == ("no_process", "messages")
@@ -246,12 +241,9 @@ async def test_what_waits_at_shutdown_is_told_so_and_so_is_what_comes_later() ->
 
 
 async def test_without_threads_prompts_are_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     threads = PromptThreads()
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(threading.Thread, "start", no_thread)
         with pytest.raises(OverloadedError) as refusal:
             await threads.run("x" * LONG_PROMPT_CHARS, lambda: 1)
         assert refusal.value.code == "no_process"
