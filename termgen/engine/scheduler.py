@@ -22,7 +22,7 @@ from termgen.engine.integrity import check_scheduler
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.plan_builder import PlanBuilder
 from termgen.engine.request import FinishReason, IntArray, Request, RequestStatus
-from termgen.engine.request_queue import choose_victim, first_of, make_queue, priority_key
+from termgen.engine.request_queue import candidates, choose_victim, make_queue, priority_key
 from termgen.engine.scheduler_types import AppliedStep, SchedulerConfig, SchedulerStats
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import StepPlan, StepResult
@@ -207,10 +207,10 @@ class Scheduler:
     def _admit(self, budget: int, builder: PlanBuilder, now_ns: int) -> tuple[IntArray, IntArray]:
         """Give slots to waiting requests while tokens, slots and blocks last."""
         slots, counts = list[int](), list[int]()
-        while budget > 0 and len(self.waiting) and self.free_slots:
-            request = first_of(self.waiting, self.constraints.is_ready, begun=not self.admits_new)
-            cached = None if request is None else self.kv.try_fit(request)
-            if request is None or cached is None:
+        ready = candidates(self.waiting, self.constraints.is_ready, begun=not self.admits_new)
+        while budget > 0 and self.free_slots and (request := next(ready, None)) is not None:
+            cached = self.kv.try_fit(request)
+            if cached is None:
                 break
             missing = len(request.token_ids) - len(cached) * self.kv.block_size
             self.waiting.remove(request)

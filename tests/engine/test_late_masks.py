@@ -12,7 +12,7 @@ import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher
 
 from termgen.engine.mask_filler import NUM_SLOW_THREADS, NUM_THREADS, SLOW_S, MaskFiller
-from termgen.engine.request import FinishReason
+from termgen.engine.request import FinishReason, Request
 from termgen.engine.step import StepPlan, StepResult
 from termgen.engine.token_mask import GrammarState, IntArray, RowMasks
 from termgen.errors import RequestError
@@ -183,6 +183,32 @@ def test_a_first_mask_that_takes_long_holds_up_nobody_behind_it_in_the_queue(
     driver.run()
     driver.assert_reference()
     driver.assert_drained()
+
+
+def test_whoever_waits_for_a_mask_is_looked_at_once_in_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many are admitted from behind them."""
+    driver, gate, asked = ConstrainedDriver(depth=1), Gate(), list[str]()
+    constraints = driver.scheduler.constraints
+    constraints.patience_s = constraints.idle_patience_s = 0.0
+    is_ready = constraints.is_ready
+
+    def noting(request: Request) -> bool:
+        asked.append(request.request_id)
+        return is_ready(request)
+
+    monkeypatch.setattr(constraints, "is_ready", noting)
+    gate.is_open.clear()
+    for i in range(40):
+        driver.constrain(f"slow {i}", [3, i], gate.grammar(5), max_tokens=9)
+    for i in range(5):
+        driver.submit(f"free {i}", [5, i], max_tokens=3)
+    driver.step()
+    assert driver.scheduler.num_running == 5 and len(asked) == len(set(asked)) == 45
+    gate.is_open.set()
+    driver.run()
+    driver.assert_reference()
 
 
 def test_masks_are_waited_for_as_long_as_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
