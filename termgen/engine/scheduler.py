@@ -147,8 +147,6 @@ class Scheduler:
         target = self.slots.num_computed[running] + num_new
         missing = -(-target // kv.block_size) - kv.num_blocks[running]
         needy = np.flatnonzero((missing > 0) & (num_new > 0))
-        if not len(needy):
-            return False
         if int(missing[needy].sum()) <= kv.pool.num_free:
             for slot, need in zip(running[needy].tolist(), missing[needy].tolist(), strict=True):
                 self._append_blocks(slot, need, builder)
@@ -356,6 +354,8 @@ class Scheduler:
     ) -> FinishedRow:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        if request.grammar is not None:
+            request.grammar.drop()
         del self.requests[request.request_id]
         self.stats.num_finished += 1
         own = stop_token is not None and stop_token in request.params.stop_token_ids

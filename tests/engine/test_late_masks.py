@@ -272,6 +272,34 @@ def test_an_abort_while_the_mask_is_filled(
     driver.assert_drained()
 
 
+def test_masks_of_aborted_requests_are_not_filled(
+    make_driver: Callable[..., ConstrainedDriver],
+) -> None:
+    """All threads have begun one when they are aborted; the others must keep nobody waiting."""
+    filled: list[str] = []
+
+    class Noting(FakeGrammar):
+        def start(self, *, ends_at_eos: bool) -> FakeMatcher:
+            filled.append(threading.current_thread().name)
+            return super().start(ends_at_eos=ends_at_eos)
+
+    driver, gate = make_driver(depth=2), threading.Event()
+    for i in range(20):
+        grammar = Noting(5)
+        grammar.may_fill = gate
+        driver.constrain(f"aborted {i}", [3, i], grammar, max_tokens=9)
+    driver.core._read_inbox()
+    assert wait_for(lambda: len(filled) == NUM_THREADS)
+    for i in range(20):
+        driver.abort(f"aborted {i}")
+    last = driver.constrain("last", [3, 4], FakeGrammar(4), max_tokens=9)
+    driver.core._read_inbox()
+    gate.set()
+    driver.run()
+    driver.assert_reference(last)
+    assert len(filled) == NUM_THREADS
+
+
 class Panic(BaseException):
     """As libraries written in Rust raise it."""
 
