@@ -69,7 +69,7 @@ class Grammar:
 class Matcher:
     """A `TokenMatcher`."""
 
-    __slots__ = ("_first", "_matcher", "_withheld", "num_words")
+    __slots__ = ("_address", "_bits", "_first", "_matcher", "_withheld", "num_words")
 
     def __init__(
         self,
@@ -84,6 +84,8 @@ class Matcher:
         self.num_words = num_words
         self._withheld = withheld
         self._first = first
+        self._bits: IntArray | None = None
+        self._address = 0  # asking an array for it takes as long as a short mask
 
     def accept(self, token_id: int) -> bool:
         self._first = None
@@ -115,7 +117,9 @@ class Matcher:
                 bits[word] = old
 
     def _compute(self, bits: IntArray) -> None:
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if bits is not self._bits:
+            self._bits, self._address = bits, bits.ctypes.data
+        self._matcher.unsafe_compute_mask_ptr(self._address, bits.nbytes)
         if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done
             raise RequestError(
                 f"the grammar is too complex: {brief(self._matcher.get_error())}",
