@@ -72,6 +72,7 @@ def test_masks_of_rows_that_go_on_together_are_one_job(monkeypatch: pytest.Monke
         fill(filler, rows)
 
     monkeypatch.setattr(MaskFiller, "_fill", noting)
+    monkeypatch.setattr("termgen.engine.mask_filler.SLOW_S", 60.0)  # on a busy machine too
     driver = ConstrainedDriver(depth=2)
     for i in range(4):
         driver.constrain(f"c{i}", [3, i], FakeGrammar(7), max_tokens=20)
@@ -395,6 +396,7 @@ def test_a_failed_request_whose_name_is_taken_again_ends_alone() -> None:
 
 def test_quick_rows_that_land_together_are_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row once, and each into the array it had before."""
+    monkeypatch.setattr("termgen.engine.mask_filler.SLOW_S", 60.0)
     filler = MaskFiller()
     jobs: list[list[GrammarState]] = []
     rows = [GrammarState(FakeGrammar(9), ends_at_eos=True) for _ in range(20)]
