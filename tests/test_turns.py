@@ -13,7 +13,7 @@ import pytest
 
 from termgen import turns
 from termgen.engine.mask_filler import MaskFiller
-from termgen.engine.token_mask import GrammarState, IntArray
+from termgen.engine.token_mask import GrammarState, IntArray, fill_each
 from termgen.helper_process import HelperProcess
 from termgen.turns import SHORT_SLICE_NS, long_turns, slice_ns, take_long_turns, take_short_turns
 
@@ -144,6 +144,8 @@ class TellingGrammar:
 
     def accept(self, token_id: int) -> bool:
         return True
+
+    fill_all = staticmethod(fill_each)
 
     def fill(self, bits: IntArray) -> None:
         self.slices.append(slice_ns())
