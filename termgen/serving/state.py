@@ -74,14 +74,15 @@ class ServerState:
 
     def detach(self) -> None:
         """Let go of the engine's events, and of the process for large bodies."""
-        self.close_hub()
-        self.large_bodies.close()
+        self.end_what_waits()
         if self.engine is not None and self._ring is not None:
             self.engine.close_events(self._ring)
             self._ring = None
 
-    def close_hub(self) -> None:
-        """End the streams of events; new ones end at once."""
+    def end_what_waits(self) -> None:
+        """End what is no answer yet, or never: bodies that are parsed get 503, streams of events
+        end; new ones do so at once."""
+        self.large_bodies.close()
         if self.hub is not None:
             self.hub.close()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher
+from process_resources import no_thread
 
 from termgen.engine.mask_filler import NUM_SLOW_THREADS, NUM_THREADS, SLOW_S, MaskFiller
 from termgen.engine.request import FinishReason, Request
@@ -382,6 +383,26 @@ def test_the_threads_end_with_their_owner() -> None:
     for thread in threads:
         thread.join(20.0)
         assert not thread.is_alive()
+
+
+def test_without_threads_masks_are_filled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, num_started = threading.Thread.start, 0
+
+    def one_more(thread: threading.Thread) -> None:
+        nonlocal num_started
+        if num_started:
+            raise RuntimeError("can't start new thread")
+        num_started += 1
+        start(thread)
+
+    for refuse in (no_thread, one_more):
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        filler = MaskFiller()
+        for _ in range(3):
+            rows = [GrammarState(FakeGrammar(3), ends_at_eos=True) for _ in range(4)]
+            filler.begin(rows)
+            filler.wait(rows, 20.0)
+            assert all(row.is_ready and row.mask.any() for row in rows)
 
 
 def test_a_failed_request_whose_name_is_taken_again_ends_alone() -> None:
