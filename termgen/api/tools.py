@@ -139,7 +139,8 @@ def _choice(value: Any) -> tuple[str, str]:
         return "auto", ""
     if isinstance(value, str) and value in ("none", "auto", "required"):
         return value, ""
-    function = value.get("function") if isinstance(value, dict) else None
+    is_function = isinstance(value, dict) and value.get("type", "function") == "function"
+    function = value.get("function") if is_function else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         wanted = 'none, auto, required or {"type": "function", "function": {"name": NAME}}'

@@ -216,6 +216,12 @@ def test_what_ends_with_a_call(reason: str, told: str, monkeypatch: pytest.Monke
     assert events[-2]["delta"]["stop_reason"] == told
 
 
+def test_a_call_that_a_stop_sequence_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    news: list[News] = [CallNews(0, "call_a", "weather", '{"ci'), EndNews("stop", "ty")]
+    events = play(anthropic.MessageStream(messages(stream=True)), news, monkeypatch)
+    assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "ty"}
+
+
 def test_an_answer_without_text_still_has_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     events = play(
         anthropic.MessageStream(messages(stream=True)), [EndNews("length", None)], monkeypatch
