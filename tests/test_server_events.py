@@ -307,7 +307,10 @@ async def test_a_client_that_does_not_read_holds_up_nobody() -> None:
 
 @pytest.mark.parametrize(
     ("query", "param"),
-    [("topics=step,all", "topics"), ("topics=", "topics"), ("hz=0", "hz"), ("hz=x", "hz")],
+    [
+        *(("topics=step,all", "topics"), ("topics=", "topics"), ("hz=0", "hz"), ("hz=x", "hz")),
+        ("topic=step", "topic"),
+    ],
 )
 async def test_wrong_questions(query: str, param: str) -> None:
     async with socket_client(FakeEngine()) as client:
