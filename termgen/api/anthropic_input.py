@@ -235,6 +235,8 @@ def _tools(body: Fields) -> dict[str, Any]:
     if choice.boolean("disable_parallel_tool_use"):
         fields["parallel_tool_calls"] = False
     if kind == "tool":
+        if name is None:
+            raise wrong_type("tool_choice.name", "a string", name)
         fields["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif kind in ("auto", "any", "none"):
         fields["tool_choice"] = "required" if kind == "any" else kind

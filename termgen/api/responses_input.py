@@ -150,6 +150,8 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool_choice(value: Any) -> Any:
     if isinstance(value, dict) and value.get("type") == "function":
+        if not isinstance(value.get("name"), str):
+            raise wrong_type("tool_choice.name", "a string", value.get("name"))
         return {"type": "function", "function": {"name": value.get("name")}}
     if value is not None and value not in ("auto", "none", "required"):
         raise wrong_type("tool_choice", "auto, none, required or a function", value)

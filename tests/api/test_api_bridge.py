@@ -148,6 +148,7 @@ def test_a_stamp_does_not_spoil_the_prefix_cache() -> None:
         ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "f", "input_schema": 5}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ],
 )
 def test_what_messages_refuses(fields: dict[str, Any], param: str) -> None:
