@@ -101,6 +101,7 @@ def parse_chat(
     tools = parse_tools(body, tool_format, strict=strict_tools)
     prompt = parse_prompt(body, tools, tool_format, chat_template)
     wanted = constrain(tools, params.structured_outputs)
+    tools = replace(tools, is_formed=tools.may_call and wanted is not None)
     if not tools.may_call and (wanted is not None or prompt.continue_final_message):
         tools = Tools()  # the client gives the text its form, or its beginning, not the model
     params = replace(

@@ -69,7 +69,7 @@ class CallParser(Protocol):
 def new_parser(tools: Tools, prompt_ids: Sequence[int] = ()) -> CallParser:
     """For the text of one choice. prompt_ids: of a prompt that may have begun the answer."""
     names = frozenset(function.name for function in tools.functions)
-    if tools.format.new_parser is not None and not tools.must_call:
+    if tools.format.new_parser is not None and not tools.is_formed:
         return DeclaredParser(tools.format.new_parser(prompt_ids), reads_calls=tools.may_call)
     return StyleParser(tools.format.style, names)
 
