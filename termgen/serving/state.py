@@ -130,7 +130,8 @@ class ServerState:
         if self._ring is not None and self.metrics is not None:
             events = self._ring.drain()
             self.admission.on_events(events)
-            self.metrics.on_events(events, num_dropped=self._ring.num_dropped)
+            num_dropped = self._ring.num_dropped + self.require_hub().num_dropped
+            self.metrics.on_events(events, num_dropped=num_dropped)
 
     def refused(self, reason: str) -> None:
         """Count a request that was turned away."""
