@@ -10,9 +10,10 @@ from collections.abc import Callable
 import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher
 
-from termgen.engine.mask_filler import NUM_SLOW_THREADS, NUM_THREADS, SLOW_S, MaskFiller
+from termgen.engine.executor import StepHandle
+from termgen.engine.mask_filler import MANY, NUM_SLOW_THREADS, NUM_THREADS, SLOW_S, MaskFiller
 from termgen.engine.request import FinishReason
-from termgen.engine.token_mask import GrammarState, IntArray
+from termgen.engine.token_mask import GrammarState, IntArray, RowMasks
 from termgen.errors import RequestError
 
 
@@ -181,24 +182,35 @@ def test_a_first_mask_that_takes_long_holds_up_nobody_behind_it_in_the_queue(
     driver.assert_drained()
 
 
-def test_masks_are_waited_for_as_long_as_the_model_runs() -> None:
+def test_masks_are_waited_for_as_long_as_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask of 30 ms, which nobody has patience for, is in time for a step of 10 s."""
     driver, grammar = ConstrainedDriver(depth=2), FakeGrammar(9)
     constraints = driver.scheduler.constraints
-    constraints.patience_s = constraints.idle_patience_s = 0.0
+    constraints.patience_s = constraints.idle_patience_s = 20.0
     bound = driver.constrain("bound", [3, 4], grammar, max_tokens=20)
     while not bound.tokens:
         driver.step()
+    row = driver.scheduler.requests["bound"].grammar
+    assert row is not None
+    constraints._filler.wait([row], 20.0)  # or its thread would meet what comes next
+    constraints.patience_s = constraints.idle_patience_s = 0.0
     grammar.may_fill.clear()
     driver.core._step_ns = 20 * 10**9
     driver.step()
     threading.Timer(0.03, grammar.may_fill.set).start()
-    num_plans, num_tokens = len(driver.executor.plans), len(bound.tokens)
-    driver.core._step_ns = 20 * 10**9
-    driver.step()
-    driver.step()
-    assert len(driver.executor.plans) == num_plans + 2
-    assert len(bound.tokens) == num_tokens + 2, "no step went by without its token"
+    given: list[RowMasks] = []
+    sample = driver.executor.sample
+
+    def noted(step: StepHandle, masks: RowMasks) -> StepHandle:
+        given.append(masks)
+        return sample(step, masks)
+
+    monkeypatch.setattr(driver.executor, "sample", noted)
+    num_tokens = len(bound.tokens)
+    while len(bound.tokens) < num_tokens + 2:
+        driver.core._step_ns = 20 * 10**9  # a step that lands tells how long it took
+        driver.step()
+    assert [len(masks.rows) for masks in given] == [1] * max(1, len(given)), "none was late"
     driver.run()
     driver.assert_reference()
 
@@ -313,3 +325,32 @@ def test_a_failed_request_whose_name_is_taken_again_ends_alone() -> None:
     driver.run()
     assert bad.reason is FinishReason.ERROR
     driver.assert_reference(again)
+
+
+@pytest.mark.parametrize(("num_rows", "num_jobs"), [(MANY - 1, 1), (MANY, 2), (MANY + 1, 2)])
+def test_quick_rows_that_land_together_are_few_jobs(
+    num_rows: int, num_jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row once, and each into the array it had before."""
+    filler = MaskFiller()
+    jobs: list[list[GrammarState]] = []
+    rows = [GrammarState(FakeGrammar(9), ends_at_eos=True) for _ in range(num_rows)]
+    filler.begin(rows)
+    filler.wait(rows, 20.0)
+    before = [(row.mask, row.mask.copy()) for row in rows]
+    for row in rows:
+        row.note_time(is_slow=False)
+        row.accept(0)
+    fill = MaskFiller._fill
+
+    def noted(self: MaskFiller, some: list[GrammarState]) -> None:
+        jobs.append(some)
+        fill(self, some)
+
+    monkeypatch.setattr(MaskFiller, "_fill", noted)
+    filler.begin(rows)
+    filler.wait(rows, 20.0)
+    assert len(jobs) == num_jobs and {*rows} == {row for job in jobs for row in job}
+    assert sum(map(len, jobs)) == num_rows
+    for row, (mask, old) in zip(rows, before, strict=True):
+        assert row.mask is mask and (mask != old).any()
