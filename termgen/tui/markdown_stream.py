@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from termgen.tui.code_panel import is_code
+from termgen.tui.code_panel import code_foot, is_code
 from termgen.tui.markdown import Unit, add_unit, block_types, copy_env, units_of
-from termgen.tui.open_blocks import LONG_BLOCK, LongParagraph, OpenTable
+from termgen.tui.open_blocks import LONG_BLOCK, LongParagraph, OpenCode, OpenTable
 from termgen.tui.parts import (
     PART_CHARS,
     Job,
@@ -25,6 +25,8 @@ from termgen.tui.parts import (
     rows_of,
 )
 from termgen.tui.spans import Row
+
+OpenBlock = LongParagraph | OpenTable | OpenCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class StreamingMarkdown:
         self._place = Place()
         self._growing: tuple[Part, Place] | None = None
         """The last part, and where it begins."""
-        self._open: LongParagraph | OpenTable | None = None
+        self._open: OpenBlock | None = None
         """What the tail begins with."""
         self._tail: list[Row] = []
         self._seen_newline = 0
@@ -146,7 +148,7 @@ class StreamingMarkdown:
         if self._begin_paragraph(width):
             return
         units = self._parse_tail(self.source[self._place.at :])
-        if not self._begin_table(units, width):
+        if not self._begin_block(units, width):
             rows = self._place.rows(units, width, live=True)
             self._tail = indented(rows, self._before)
 
@@ -195,29 +197,38 @@ class StreamingMarkdown:
         self._open = paragraph
         return self._go_on(paragraph, width)
 
-    def _begin_table(self, units: list[Unit], width: int) -> bool:
-        """Where the tail is one, and its head is complete."""
-        if not units or units[0].node.type != OpenTable.kind:
+    def _begin_block(self, units: list[Unit], width: int) -> bool:
+        """Where the tail is a table or a fence whose head is complete, and which goes on."""
+        kind = units[0].node.type if units else None
+        if kind not in (OpenTable.kind, OpenCode.kind):
             return False
         place, first = self._place, units[0]
-        text = self.source[place.at : self.source.rfind("\n") + 1]
-        head = "".join(f"{line}\n" for line in first.lines[first.line : first.line + 2])
-        end = _num_chars("\n".join(first.lines), first.line + 2)
-        if end > len(text) or block_types(text) != ["table_open"]:
+        complete = self.source[: self.source.rfind("\n") + 1]
+        num_lines = first.line + (2 if kind == OpenTable.kind else 1)
+        at = place.at + _num_chars("\n".join(first.lines), num_lines)
+        if at > len(complete):
             return False
         units_of("\n".join(first.lines[: first.line]), self._env)  # references before it
-        self._open = OpenTable(
-            head, place.at + end, env=self._env, width=width, gap=place.gap, before=self._before
-        )
-        return self._go_on(self._open, width)
+        head = "".join(f"{line}\n" for line in first.lines[first.line : num_lines])
+        block: OpenBlock
+        if kind == OpenTable.kind:
+            block = OpenTable(head, at, self._env, width, gap=place.gap, before=self._before)
+        else:
+            number = place.num_code_blocks + 1
+            block = OpenCode(head, at, number, width, gap=place.gap, before=self._before)
+        if not block.goes_on(complete):
+            return False
+        self._open = block
+        return self._go_on(block, width)
 
-    def _go_on(self, block: LongParagraph | OpenTable, width: int) -> bool:
+    def _go_on(self, block: OpenBlock, width: int) -> bool:
         """Whether the tail still is, or begins with, what was open."""
         complete = self.source[: self.source.rfind("\n") + 1]
         if not block.goes_on(complete):
             self._end(block, complete, width)
             return False
-        block.settle(complete if isinstance(block, OpenTable) else self.source, self._env, width)
+        is_long = isinstance(block, LongParagraph)
+        block.settle(self.source if is_long else complete, self._env, width)
         units = self._parse_tail(block.rest(self.source))
         if units[0].node.type != block.kind:  # for what its unfinished line looks like
             units = self._parse_tail(block.rest(complete))
@@ -227,30 +238,36 @@ class StreamingMarkdown:
         self._tail = indented(rows, self._before)
         return True
 
-    def _end(self, block: LongParagraph | OpenTable, complete: str, width: int) -> None:
+    def _end(self, block: OpenBlock, complete: str, width: int) -> None:
         """Of what was open, in these complete lines. Where all its rows are others now, it is a
         `job`, and shown as it was."""
         self._open, self._seen_newline = None, 0
-        text = block.rest(complete)
-        units = units_of(text, self._env)
-        if len(units) < 2 or units[0].node.type != block.kind:
-            return
-        place, following = self._place, units[1]
-        end = block.end + _num_chars(text, following.line) - len(block.rest(""))
-        if isinstance(block, OpenTable):
-            block.settle(self.source[:end], self._env, width)
-            is_final, shown = block.is_final(width), block.settled_rows
-        elif not _is_paragraph(self.source[place.at : end]):
-            return  # with what was set aside it is something else
+        place = self._place
+        if isinstance(block, OpenCode):
+            block.settle(complete, self._env, width)
+            end = complete.index("\n", block.end) + 1
+            following = Place(end, gap=True, num_code_blocks=place.num_code_blocks + 1)
+            fresh = [code_foot(width)]
         else:
-            fresh = indented(block.rows(units[0].node, width), self._before)
-            is_final, shown = False, [*block.settled_rows, *fresh]
+            text = block.rest(complete)
+            units = units_of(text, self._env)
+            if len(units) < 2 or units[0].node.type != block.kind:
+                return
+            end = block.end + _num_chars(text, units[1].line) - len(block.rest(""))
+            following = Place(end, units[1].gap, units[1].number, place.num_code_blocks)
+            if isinstance(block, LongParagraph):
+                if not _is_paragraph(self.source[place.at : end]):
+                    return  # with what was set aside it is something else
+                fresh = block.rows(units[0].node, width)
+            else:
+                block.settle(self.source[:end], self._env, width)
+                fresh = []
         make = partial(place.lay_out, self.source[place.at : end], copy_env(self._env))
+        shown = [*block.settled_rows, *indented(fresh, self._before)]
         part = Part(make, end - place.at, before=self._before, shown=shown)
-        part.width = width if is_final else 0
+        part.width = width if block.is_final(width) else 0
         self._parts.append(part)
-        self._growing = None
-        self._place = Place(end, following.gap, following.number, place.num_code_blocks)
+        self._growing, self._place = None, following
 
 
 def _is_paragraph(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""A paragraph or a table that is still being written: what comes costs no more the longer it is.
+"""A block that is still being written: what comes costs no more the longer it is.
 
 What later text cannot change is settled: it is parsed once and its rows are parts, as those of
 closed blocks are. `markdown_stream` hands over what has come since. No Textual.
@@ -6,12 +6,20 @@ closed blocks are. `markdown_stream` hands over what has come since. No Textual.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from markdown_it.tree import SyntaxTreeNode
 
+from termgen.tui.code_panel import (
+    code_foot,
+    code_header,
+    is_coloured_by_line,
+    language_of,
+    open_code_rows,
+)
 from termgen.tui.markdown import (
     Cells,
     block_types,
@@ -22,7 +30,7 @@ from termgen.tui.markdown import (
     units_of,
     wanted_widths,
 )
-from termgen.tui.parts import PART_CHARS, Make, Part, rows_of
+from termgen.tui.parts import PART_CHARS, Make, Part, num_chars_to_do, rows_of
 from termgen.tui.spans import Row, Span, wrap
 
 LONG_BLOCK = 4096
@@ -115,6 +123,10 @@ class LongParagraph:
             spans = [*self.last_row, (" ", "text"), *rest]
         return wrap(spans, width)
 
+    def is_final(self, _width: int) -> bool:
+        """Never: marks may go from what is set aside to the rest."""
+        return False
+
 
 def _paragraph(text: str, env: dict[str, Any], width: int, *, gap: bool) -> list[Row]:
     spans: list[Span] = []
@@ -131,7 +143,7 @@ class OpenTable:
     kind = "table"
 
     def __init__(
-        self, head: str, end: int, *, env: dict[str, Any], width: int, gap: bool, before: Row
+        self, head: str, end: int, env: dict[str, Any], width: int, *, gap: bool, before: Row
     ) -> None:
         """head: its first two lines, which end there in the source."""
         self.end = end
@@ -239,3 +251,82 @@ def _table_part(
 ) -> list[Row]:
     rows = table_rows(lines, columns, aligns, width, has_head=has_head)
     return [(), *rows] if gap else rows
+
+
+class OpenCode:
+    """A fence. Every line is coloured once, on its own; when it is complete, it is coloured as one
+    if it is not too long."""
+
+    kind = "fence"
+
+    def __init__(
+        self, head: str, end: int, number: int, width: int, *, gap: bool, before: Row
+    ) -> None:
+        """head: its first line, which ends there in the source."""
+        self.end = end
+        """Of the lines that are settled."""
+        self._head = head
+        node = units_of(head, {})[0].node
+        self._language = language_of(node)
+        self._closing = re.compile(rf" {{0,3}}{re.escape(node.markup)}{node.markup[0]}*[ \t]*")
+        self._num_chars = 0
+        self._before = before
+        make = partial(_code_part, (), self._language, number=number, gap=gap)
+        self.parts = [Part(make, 0, before=before)]
+        """The first is the header."""
+        self.parts[0].lay_out(width)
+        self._lines: list[str] = []
+        """Of the last part."""
+
+    @property
+    def settled_rows(self) -> list[Row]:
+        return rows_of(self.parts)
+
+    def rest(self, source: str) -> str:
+        return self._head + source[self.end :]
+
+    def goes_on(self, source: str) -> bool:
+        """Whether none of these complete lines ends it."""
+        return self._num_lines(source[self.end :]) is None
+
+    def _num_lines(self, text: str) -> int | None:
+        """Of it, before the one that ends it."""
+        lines = enumerate(text.split("\n")[:-1])
+        return next((i for i, line in lines if self._closing.fullmatch(line)), None)
+
+    def settle(self, source: str, _env: dict[str, Any], width: int) -> None:
+        """Its lines; `source` has complete ones only."""
+        text = source[self.end :]
+        lines = text.split("\n")[:-1][: self._num_lines(text)]
+        text = "".join(f"{line}\n" for line in lines)
+        if not text:
+            return
+        part = self.parts[-1]
+        if len(self.parts) == 1 or part.num_chars > PART_CHARS or part.width != width:
+            self._lines = []
+            part = Part(partial(_code_part, (), self._language), 0, before=self._before)
+            self.parts.append(part)
+        # its indent is not of the lines
+        fresh = units_of(self._head + text, {})[0].node.content.split("\n")[:-1]
+        self._lines = [*self._lines, *fresh]
+        make = partial(_code_part, tuple(self._lines), self._language)
+        part.grow(make, len(text), open_code_rows(fresh, self._language, width), width)
+        self._num_chars += len(text)
+        self.end += len(text)
+
+    def is_final(self, width: int) -> bool:
+        """Whether all its rows are as they will be if nothing more comes."""
+        return is_coloured_by_line(self._num_chars - 1) and not num_chars_to_do(self.parts, width)
+
+    def rows(self, node: SyntaxTreeNode, width: int) -> list[Row]:
+        """Of its unfinished line, and what is below it."""
+        code = node.content.removesuffix("\n")
+        lines = code.split("\n") if code or len(self.parts) == 1 else []
+        return [*open_code_rows(lines, self._language, width), code_foot(width)]
+
+
+def _code_part(
+    lines: Sequence[str], language: str, width: int, *, number: int | None = None, gap: bool = False
+) -> list[Row]:
+    header = [code_header(language, number, width)] if number is not None else []
+    return [*([()] if gap else []), *header, *open_code_rows(lines, language, width)]

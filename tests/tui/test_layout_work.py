@@ -12,7 +12,7 @@ from fake_engine import make_model_info
 from textual.app import App, ComposeResult
 from tui_harness import tell_parses, wait_until
 
-from termgen.tui import markdown
+from termgen.tui import code_panel, markdown
 from termgen.tui.conversation import AnswerState, Turn
 from termgen.tui.markdown import render
 from termgen.tui.palette import Palette
@@ -147,6 +147,38 @@ async def test_closing_a_long_table_shows_it_as_it_was_until_it_is_whole(
         assert shown(sheet) != live and "tok" in sheet.plain_text.split("\n")[-1]
         assert sheet.at_end and not in_frames
         assert shown(sheet) == expected(sheet, wider)
+
+
+async def test_a_code_block_that_is_streamed_is_resized_without_a_long_frame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app, entry, coloured = Sheet(), answer("", is_open=True), []
+    screen_thread, highlight = threading.get_ident(), code_panel.highlight
+
+    def telling(code: str, language: str) -> list[Row]:
+        if threading.get_ident() == screen_thread:
+            coloured.append(len(code))
+        return highlight(code, language)
+
+    monkeypatch.setattr(code_panel, "highlight", telling)
+    code_panel._open_code_line.cache_clear()
+    async with app.run_test(size=(90, 24)) as pilot:
+        sheet = app.sheet
+        sheet.add(entry)
+        for at in range(0, len(CODE) - 4, 100):
+            entry.feed(CODE[at : min(at + 100, len(CODE) - 4)])
+            sheet.update(entry)
+        coloured.clear()
+        await pilot.resize_terminal(60, 24)
+        await pilot.pause()
+        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        assert sum(coloured) <= AT_ONCE and shown(sheet) == expected(sheet, CODE[:-4])
+        coloured.clear()
+        entry.feed("```\nThat is all of it.")
+        sheet.update(entry)
+        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        assert not coloured
+        assert shown(sheet)[:-1] == expected(sheet, CODE + "That is all of it.")[:-1]
 
 
 async def test_an_answer_that_is_streamed_is_resized_without_a_long_frame(

@@ -277,6 +277,41 @@ def test_a_long_code_block_is_not_coloured_again_as_a_whole(
     assert any(role.startswith("syn-number") for _, role in rows[-5])
 
 
+def test_an_open_code_block_costs_what_has_come(parsed: list[int]) -> None:
+    stream = StreamingMarkdown()
+    stream.append("Look:\n\n  ```python\n")
+    work = []
+    for number in range(300):
+        stream.append(f"  x{number % 10} = 1\n")
+        stream.rows(WIDTH)
+        work.append(sum(parsed))
+        parsed.clear()
+    assert len(set(work[2:])) == 1
+    assert text_of(stream.rows(WIDTH)) == text_of(render(stream.source, WIDTH))
+    parsed.clear()
+    stream.append('  """\n  ```\n')
+    rows = stream.rows(WIDTH, at_once=2048)
+    assert sum(parsed) < 200 and text_of(rows) == text_of(render(stream.source, WIDTH))
+    stream.append("Fine.\n")
+    job = stream.job(WIDTH)
+    assert job is not None
+    job()()
+    assert stream.rows(WIDTH, at_once=0) == render(stream.source, WIDTH)
+
+
+@pytest.mark.parametrize(
+    "end", ["```\n", "````  \n", "  ```\n", "    ```\n", "~~~\n", "``` x\n", "```"]
+)
+def test_what_ends_a_code_block_is_seen(end: str) -> None:
+    for source in ("```py\na = 1\n", "```\n", "~~~~\n\n\n", "````\n  x\n"):
+        stream = StreamingMarkdown()
+        stream.append(source)
+        stream.rows(WIDTH)
+        for char in end + "more\n\n- **text**\n":
+            stream.append(char)
+            assert text_of(stream.rows(WIDTH)) == text_of(render(stream.source, WIDTH))
+
+
 class Sheet(App[None]):
     """A transcript alone, and how many of its rows were drawn."""
 
