@@ -19,8 +19,6 @@ from termgen.turns import long_turns
 
 NUM_THREADS = 2
 NUM_SLOW_THREADS = 2
-MANY = 16
-"""So many rows that land together are two jobs."""
 SLOW_S = 0.005
 """A mask that takes longer is slow. Most take some microseconds."""
 
@@ -47,10 +45,8 @@ class MaskFiller:
                 together.append(row)
             else:
                 self._threads.submit(partial(self._fill, [row]))
-        middle = len(together) // 2 if len(together) >= MANY else 0
-        for some in (together[:middle], together[middle:]):
-            if some:
-                self._threads.submit(partial(self._fill, some))
+        if together:
+            self._threads.submit(partial(self._fill, together))
 
     def wait(self, rows: Iterable[GrammarState], timeout_s: float) -> None:
         """Until all of these are ready or the time is over. Those that are late count as slow, so

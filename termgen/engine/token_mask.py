@@ -85,7 +85,7 @@ class GrammarState:
         self.is_ready = False
         """The mask is filled, or there is an error."""
         self.is_slow = grammar.is_slow
-        """The newest mask took long: the next one is waited for less, and filled elsewhere."""
+        """The newest mask took long: nobody waits for the next one, which is filled elsewhere."""
 
     @property
     def mask(self) -> IntArray:
