@@ -7,6 +7,8 @@ resize   the same for another width
 stream   a table of 1,000 rows, by 400 characters
 wider    another width while it is streamed
 end      a line of wider columns, and what ends the table
+code     1,000 lines of it, by 400 characters
+wide     another width while they are streamed
 go on    30 pages behind it, by 400 characters
 narrow   another width while they are streamed
 close    the end of it, with a link that is defined there
@@ -35,6 +37,7 @@ TABLE = "| name | value | note |\n|---|--:|---|\n" + "".join(
 PAGE = (
     "A **word** here, then more of it that is longer than a line.\n\n- an item\n- another\n\n" * 10
 )
+CODE = "```python\n" + "".join(f"x{i} = f({i})  # and more of it\n" for i in range(1000))
 LONG = "Words of somebody who takes his time, and ends a line at times.\n" * 460
 PIECE = 400
 SETTLE_S = 1.0
@@ -98,7 +101,7 @@ async def measure() -> None:
     app, turns = Sheet(), Turns()
     async with app.run_test(size=(110, 40)) as pilot:
         sheet = app.query_one(Transcript)
-        answer(PAGE, Model)(80)  # the parser makes its rules
+        answer(f"{PAGE}{CODE}", Model)(80)  # imports what colours code
         gc.collect()
         gc.disable()  # as the command line has it while an engine computes
         await asyncio.sleep(0)
@@ -118,6 +121,11 @@ async def measure() -> None:
         await turns.told("wider")
         await stream(sheet, streaming, f"| {'a wider name ' * 2} | 1 | |\n\nThe end [of][it].\n\n")
         await turns.told("end")
+        await stream(sheet, streaming, CODE)
+        await turns.told("code")
+        await pilot.resize_terminal(100, 40)
+        await turns.told("wide")
+        await stream(sheet, streaming, "```\n\n")
         await stream(sheet, streaming, PAGE * 30)
         await turns.told("go on")
         await pilot.resize_terminal(70, 40)

@@ -105,7 +105,9 @@ class StreamingMarkdown:
         """Of what is closed and was made for another width, so many characters are laid out, the
         last ones; all where None. The rest is as it was, and a `job`."""
         if at_once is not None and width != self._drawn[0] and not self.finished:
-            at_once -= len(self.source) - self._place.at
+            at_once -= len(self.source) - (
+                self._open.end if self._open is not None else self._place.at
+            )
         at_once = lay_out(self._all_parts, width, at_once)
         if not self.finished:
             self._update(width)
@@ -263,9 +265,10 @@ class StreamingMarkdown:
                 block.settle(self.source[:end], self._env, width)
                 fresh = []
         make = partial(place.lay_out, self.source[place.at : end], copy_env(self._env))
+        is_final = not isinstance(block, LongParagraph) and block.is_final(width)
         shown = [*block.settled_rows, *indented(fresh, self._before)]
         part = Part(make, end - place.at, before=self._before, shown=shown)
-        part.width = width if block.is_final(width) else 0
+        part.width = width if is_final else 0
         self._parts.append(part)
         self._growing, self._place = None, following
 

@@ -30,7 +30,7 @@ from termgen.tui.markdown import (
     units_of,
     wanted_widths,
 )
-from termgen.tui.parts import PART_CHARS, Make, Part, num_chars_to_do, rows_of
+from termgen.tui.parts import PART_CHARS, Make, Part, rows_of
 from termgen.tui.spans import Row, Span, wrap
 
 LONG_BLOCK = 4096
@@ -123,10 +123,6 @@ class LongParagraph:
             spans = [*self.last_row, (" ", "text"), *rest]
         return wrap(spans, width)
 
-    def is_final(self, _width: int) -> bool:
-        """Never: marks may go from what is set aside to the rest."""
-        return False
-
 
 def _paragraph(text: str, env: dict[str, Any], width: int, *, gap: bool) -> list[Row]:
     spans: list[Span] = []
@@ -184,7 +180,8 @@ class OpenTable:
             self._take(table_lines(node)[0][1:], len(text), width)
 
     def is_final(self, width: int) -> bool:
-        """Whether all its rows are as they will be if nothing more comes."""
+        """Whether all its rows are as they stay if nothing more comes; those of a short one are
+        laid out for that."""
         if not self.is_long:
             self._fit(self._wanted, width)
         return self._columns == self._wanted and all(part.width == width for part in self.parts)
@@ -270,6 +267,7 @@ class OpenCode:
         self._language = language_of(node)
         self._closing = re.compile(rf" {{0,3}}{re.escape(node.markup)}{node.markup[0]}*[ \t]*")
         self._num_chars = 0
+        """Of the code."""
         self._before = before
         make = partial(_code_part, (), self._language, number=number, gap=gap)
         self.parts = [Part(make, 0, before=before)]
@@ -294,7 +292,7 @@ class OpenCode:
         lines = enumerate(text.split("\n")[:-1])
         return next((i for i, line in lines if self._closing.fullmatch(line)), None)
 
-    def settle(self, source: str, _env: dict[str, Any], width: int) -> None:
+    def settle(self, source: str, env: dict[str, Any], width: int) -> None:
         """Its lines; `source` has complete ones only."""
         text = source[self.end :]
         lines = text.split("\n")[:-1][: self._num_lines(text)]
@@ -306,17 +304,18 @@ class OpenCode:
             self._lines = []
             part = Part(partial(_code_part, (), self._language), 0, before=self._before)
             self.parts.append(part)
-        # its indent is not of the lines
-        fresh = units_of(self._head + text, {})[0].node.content.split("\n")[:-1]
+        node = units_of(self._head + text, copy_env(env))[0].node
+        fresh = node.content.split("\n")[:-1]  # without the indent of the fence
         self._lines = [*self._lines, *fresh]
         make = partial(_code_part, tuple(self._lines), self._language)
         part.grow(make, len(text), open_code_rows(fresh, self._language, width), width)
-        self._num_chars += len(text)
+        self._num_chars += sum(len(line) + 1 for line in fresh)
         self.end += len(text)
 
     def is_final(self, width: int) -> bool:
         """Whether all its rows are as they will be if nothing more comes."""
-        return is_coloured_by_line(self._num_chars - 1) and not num_chars_to_do(self.parts, width)
+        is_laid_out = all(part.width == width for part in self.parts)
+        return is_laid_out and is_coloured_by_line(self._num_chars - 1)
 
     def rows(self, node: SyntaxTreeNode, width: int) -> list[Row]:
         """Of its unfinished line, and what is below it."""

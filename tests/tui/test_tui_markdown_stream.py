@@ -97,6 +97,13 @@ def test_a_paragraph_is_wrapped_on_over_what_is_set_aside() -> None:
         assert stream.rows(WIDTH) == render(stream.source, WIDTH)
 
 
+def test_a_table_that_ends_with_its_widest_line_has_its_columns() -> None:
+    stream = StreamingMarkdown()
+    for piece in ("| a | b |\n|---|---|\n| long", "er than before | x |\n```\ncode\n"):
+        stream.append(piece)
+        assert stream.rows(WIDTH) == render(stream.source, WIDTH)
+
+
 def test_a_table_keeps_the_columns_it_began_with_until_it_is_complete() -> None:
     stream = StreamingMarkdown()
     stream.append(TABLE)
