@@ -27,8 +27,14 @@ from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.mask_filler import SLOW_S
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.engine.token_mask import IntArray
-from termgen.errors import EngineError, OverloadedError, RequestError
-from termgen.helper_process import HelperDied, HelperProcess
+from termgen.errors import EngineDeadError, OverloadedError, RequestError
+from termgen.helper_process import (
+    HelperClosed,
+    HelperFault,
+    HelperProcess,
+    HelperTooSlow,
+    no_process,
+)
 from termgen.turns import long_turns
 
 if TYPE_CHECKING:
@@ -39,15 +45,20 @@ MAX_WAITING = 64
 """Compilations of one lane that may wait for a thread or be under way; more are refused."""
 NUM_THREADS = 2
 COMPILE_TIMEOUT_S = 10.0
+GBNF_LIMIT_S = 5.0
+"""The worst that is taken needs a tenth of a second where a core is free."""
 PROGRAM = Path(__file__).with_name("grammar_program.py")
 
 
 class Grammar:
     """A `TokenGrammar`."""
 
-    def __init__(self, prototype: Any, num_words: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, prototype: Any, executor: Any, num_words: int, eos_token_ids: Sequence[int]
+    ) -> None:
         """Fills the first mask, which is that of every answer. Raises RequestError."""
         self._prototype = prototype
+        self._executor = executor
         self._num_words = num_words
         stays: dict[int, int] = {}
         for token_id in eos_token_ids:
@@ -57,30 +68,34 @@ class Grammar:
         self._first_mask = np.zeros(num_words, np.int32)
         began = time.perf_counter()
         with long_turns():
-            Matcher(prototype, num_words, None).fill(self._first_mask)
+            Matcher(prototype, executor, num_words, None).fill(self._first_mask)
         self.is_slow = time.perf_counter() - began > SLOW_S
 
     def start(self, *, ends_at_eos: bool) -> Matcher:
         withheld = None if ends_at_eos else self._without_eos
         first = None if self.is_slow else self._first_mask  # or the next would be taken for quick
-        return Matcher(self._prototype.deep_copy(), self._num_words, withheld, first)
+        matcher = self._prototype.deep_copy()
+        return Matcher(matcher, self._executor, self._num_words, withheld, first)
 
 
 class Matcher:
     """A `TokenMatcher`."""
 
-    __slots__ = ("_address", "_bits", "_first", "_matcher", "_withheld", "num_words")
+    __slots__ = ("_address", "_bits", "_executor", "_first", "_matcher", "_withheld", "num_words")
 
     def __init__(
         self,
         matcher: Any,
+        executor: Any,
         num_words: int,
         withheld: Sequence[tuple[int, int]] | None,
         first: IntArray | None = None,
     ) -> None:
-        """withheld: what to clear as long as other bits are left: words, and the bits that stay.
+        """executor: runs what several matchers have to do at once.
+        withheld: what to clear as long as other bits are left: words, and the bits that stay.
         first: the first mask, where it is known."""
         self._matcher = matcher
+        self._executor = executor
         self.num_words = num_words
         self._withheld = withheld
         self._first = first
@@ -100,14 +115,37 @@ class Matcher:
         if self._first is not None:
             bits[:] = self._first
         else:
-            self._compute(bits)
-        self._withhold(bits)
+            if bits is not self._bits:
+                self._bits, self._address = bits, bits.ctypes.data
+            self._matcher.unsafe_compute_mask_ptr(self._address, bits.nbytes)
+        self._finish(bits)
 
-    def _withhold(self, bits: IntArray) -> None:
-        if self._withheld is None:
-            return
+    @staticmethod
+    def fill_all(matchers: Sequence[Matcher], bits: IntArray) -> list[BaseException | None]:
+        jobs = [(matcher._matcher, i) for i, matcher in enumerate(matchers)]
+        executor = matchers[0]._executor
+        executor.unsafe_compute_mask_ptr(jobs, bits.ctypes.data, bits.strides[0], len(bits))
+        faults: list[BaseException | None] = []
+        for matcher, mask in zip(matchers, bits, strict=True):
+            try:
+                matcher._finish(mask)
+                faults.append(None)
+            except RequestError as fault:
+                faults.append(fault)
+        return faults
+
+    def _finish(self, bits: IntArray) -> None:
+        if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done
+            raise RequestError(
+                f"the grammar is too complex: {brief(self._matcher.get_error())}",
+                code="invalid_schema",
+            )
+        if self._withheld is not None:
+            self._withhold(bits, self._withheld)
+
+    def _withhold(self, bits: IntArray, withheld: Sequence[tuple[int, int]]) -> None:
         before = []
-        for word, stays in self._withheld:  # scalars: arrays so short take longer
+        for word, stays in withheld:  # scalars: arrays so short take longer
             old = int(bits[word])
             if old & ~stays:
                 before.append((word, old))
@@ -115,16 +153,6 @@ class Matcher:
         if before and not bits.any():
             for word, old in before:
                 bits[word] = old
-
-    def _compute(self, bits: IntArray) -> None:
-        if bits is not self._bits:
-            self._bits, self._address = bits, bits.ctypes.data
-        self._matcher.unsafe_compute_mask_ptr(self._address, bits.nbytes)
-        if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done
-            raise RequestError(
-                f"the grammar is too complex: {brief(self._matcher.get_error())}",
-                code="invalid_schema",
-            )
 
 
 class _Lane:
@@ -152,9 +180,9 @@ class GrammarCompiler:
         self._computing = threading.Semaphore(spare_threads(NUM_THREADS))
         """For what takes a whole core: the rest of a compilation waits for others, if at all."""
         self._vocabulary: Any = None
+        self._executor: Any = None
         self._vocabulary_lock = threading.Lock()
         self._gbnf = HelperProcess(PROGRAM)
-        self._gbnf_lock = threading.Lock()
 
     def prepare_for_strangers(self) -> None:
         """Read the vocabulary now; if it cannot be, whoever asks for a grammar is told."""
@@ -176,9 +204,12 @@ class GrammarCompiler:
                 return found
             if lane.num_waiting >= MAX_WAITING:
                 raise _too_busy(wanted)
-            lane.num_waiting += 1
             future: Future[Grammar] = Future()
-            lane.threads.submit(partial(self._run, wanted, future, lane))
+            try:
+                lane.threads.submit(partial(self._run, wanted, future, lane))
+            except RuntimeError:  # the system has no thread left
+                raise no_process("grammar", "compiled", param=wanted.param) from None
+            lane.num_waiting += 1
             self._cache[key] = future
             while len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)
@@ -214,7 +245,7 @@ class GrammarCompiler:
             if future.set_running_or_notify_cancel():
                 future.set_result(self.times.measure(self._compile, wanted))
         except BaseException as error:  # goes to whoever waits for the grammar
-            if not isinstance(error, RequestError):
+            if not isinstance(error, RequestError) or isinstance(error, OverloadedError):
                 self._forget(wanted, future)
             future.set_exception(error)
         finally:
@@ -242,23 +273,30 @@ class GrammarCompiler:
             error = prototype.get_error()
             if error:
                 raise RequestError(brief(error), code="invalid_schema")
-            return Grammar(prototype, -(-self._num_tokens // 32), self._eos_token_ids)
+            num_words = -(-self._num_tokens // 32)
+            return Grammar(prototype, self._executor, num_words, self._eos_token_ids)
 
     def _from_gbnf(self, grammar: str) -> str:
         try:
-            with self._gbnf_lock:
-                lark: str = self._gbnf.ask(grammar)
-        except HelperDied:  # for lack of memory, as a rule: whoever asks next tries again
-            raise EngineError("the process that converts GBNF has ended") from None
+            lark: str = self._gbnf.ask(grammar, limit_s=GBNF_LIMIT_S)
+        except HelperClosed:
+            raise EngineDeadError("the engine was shut down") from None
+        except HelperTooSlow:
+            raise RequestError(
+                f"not converted within {GBNF_LIMIT_S:.0f} s; make it simpler", code="invalid_schema"
+            ) from None
+        except HelperFault:  # for lack of memory, as a rule: whoever asks next tries again
+            raise no_process("grammar", "converted") from None
         return lark
 
     def _vocabulary_of_model(self) -> Any:
         """llguidance's own form of the vocabulary, made once: it takes up to a second, in which
         no other thread runs."""
-        from llguidance import LLTokenizer
+        from llguidance import LLExecutor, LLTokenizer
 
         with self._vocabulary_lock:
             if self._vocabulary is None:
+                self._executor = LLExecutor(num_threads=spare_threads(NUM_THREADS))
                 try:
                     self._vocabulary = LLTokenizer(
                         self._tokenizer.to_json(),
@@ -288,6 +326,6 @@ def _too_busy(wanted: StructuredOutputsParams) -> OverloadedError:
 
 def named(error: RequestError, wanted: StructuredOutputsParams) -> RequestError:
     """The error of a shared compilation, for the field of one request."""
-    if error.param is not None:
+    if error.param is not None or isinstance(error, OverloadedError):
         return error
     return RequestError(f"{wanted.param}: {error}", param=wanted.param, code=error.code)
