@@ -5,7 +5,15 @@
 open     an old chat: a table of 1,000 rows, and 30 answers of a page
 resize   the same for another width
 stream   a table of 1,000 rows, by 400 characters
-close    its end, when its columns get their widths
+wider    another width while it is streamed
+end      a line of wider columns, and what ends the table
+code     1,000 lines of it, by 400 characters
+wide     another width while they are streamed
+go on    30 pages behind it, by 400 characters
+narrow   another width while they are streamed
+close    the end of it, with a link that is defined there
+unfold   30,000 characters of thoughts
+mark     a question of 30,000 characters
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ from textual.app import App, ComposeResult
 
 from termgen.tui.conversation import AnswerState, Turn
 from termgen.tui.palette import Palette
-from termgen.tui.widgets.entries import AnswerEntry
+from termgen.tui.widgets.entries import AnswerEntry, QuestionEntry
 from termgen.tui.widgets.transcript import Transcript
 from termgen.turns import take_short_turns
 
@@ -29,6 +37,8 @@ TABLE = "| name | value | note |\n|---|--:|---|\n" + "".join(
 PAGE = (
     "A **word** here, then more of it that is longer than a line.\n\n- an item\n- another\n\n" * 10
 )
+CODE = "```python\n" + "".join(f"x{i} = f({i})  # and more of it\n" for i in range(1000))
+LONG = "Words of somebody who takes his time, and ends a line at times.\n" * 460
 PIECE = 400
 SETTLE_S = 1.0
 """Longer than all of it takes."""
@@ -80,11 +90,18 @@ class Model:
     model_id = "a model"
 
 
+async def stream(sheet: Transcript, entry: AnswerEntry, text: str) -> None:
+    for at in range(0, len(text), PIECE):
+        entry.feed(text[at : at + PIECE])
+        sheet.update(entry)
+        await asyncio.sleep(0)
+
+
 async def measure() -> None:
     app, turns = Sheet(), Turns()
     async with app.run_test(size=(110, 40)) as pilot:
         sheet = app.query_one(Transcript)
-        answer(PAGE, Model)(80)  # the parser makes its rules
+        answer(f"{PAGE}{CODE}", Model)(80)  # imports what colours code
         gc.collect()
         gc.disable()  # as the command line has it while an engine computes
         await asyncio.sleep(0)
@@ -95,16 +112,39 @@ async def measure() -> None:
         await pilot.resize_terminal(80, 40)
         await turns.told("resize")
         streaming = answer("", Model, is_open=True)
+        streaming.turn.thought.text = LONG
+        streaming.turn.thought.is_over = True
         sheet.add(streaming)
-        for at in range(0, len(TABLE), PIECE):
-            streaming.feed(TABLE[at : at + PIECE])
-            sheet.update(streaming)
-            await asyncio.sleep(0)
+        await stream(sheet, streaming, TABLE)
         await turns.told("stream")
+        await pilot.resize_terminal(90, 40)
+        await turns.told("wider")
+        await stream(sheet, streaming, f"| {'a wider name ' * 2} | 1 | |\n\nThe end [of][it].\n\n")
+        await turns.told("end")
+        await stream(sheet, streaming, CODE)
+        await turns.told("code")
+        await pilot.resize_terminal(100, 40)
+        await turns.told("wide")
+        await stream(sheet, streaming, "```\n\n")
+        await stream(sheet, streaming, PAGE * 30)
+        await turns.told("go on")
+        await pilot.resize_terminal(70, 40)
+        await turns.told("narrow")
+        await stream(sheet, streaming, "\n[it]: http://x.y\n")
         streaming.turn.end(AnswerState.DONE)
         streaming.close()
         sheet.update(streaming)
         await turns.told("close")
+        streaming.fold_thoughts()
+        sheet.update(streaming)
+        await turns.told("unfold")
+        question = QuestionEntry(Turn(LONG), lambda action: action)
+        sheet.add(question)
+        await asyncio.sleep(SETTLE_S)
+        turns.longest_ms = 0.0
+        question.is_marked = True
+        sheet.update(question)
+        await turns.told("mark")
 
 
 if __name__ == "__main__":

@@ -129,7 +129,8 @@ def chat_command(args: argparse.Namespace) -> int:
     if args.inline:
         return _inline_chat(args, layers, config, ui)
     if args.question is not None:
-        raise ConfigError("a question on the command line needs --inline", param="question")
+        what = "a question on the command line needs --inline; a model is named with --model"
+        raise ConfigError(what, param="question")
     _need_terminal(
         "termgen chat", "use `termgen generate` for scripts and pipes, or --inline for one question"
     )

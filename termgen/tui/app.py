@@ -58,6 +58,8 @@ QUIT_WINDOW_S = 2.0
 PALETTE_CLOSES_S = 0.2
 THEME_POLL_S = 1.0
 """How often to see whether a theme file was saved."""
+TOLD_AT_START_S = 15.0
+"""How long what was wrong stays on: a model may be loading meanwhile."""
 REDRAW_S = 0.25
 """How often to see whether a terminal that was not read is read again."""
 
@@ -313,7 +315,8 @@ class TermgenApp(KeyedApp):
             if theme.name == self.theme:
                 self.mutate_reactive(App.theme)
         for error in errors:
-            self.notify(str(error), title="theme not loaded", severity="error", markup=False)
+            words = f"theme not loaded: {error}"
+            self.notify(words, severity="error", timeout=TOLD_AT_START_S, markup=False)
 
     def action_change_theme(self) -> None:
         if not isinstance(self.screen, ThemeChooser):

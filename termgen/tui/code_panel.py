@@ -5,6 +5,7 @@ The renderer of markdown gives every code block a number, `meta["number"]` of it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,7 +37,7 @@ def language_of(node: SyntaxTreeNode) -> str:
     return words[0] if words else ""
 
 
-def _code_header(language: str, number: int, width: int) -> Row:
+def code_header(language: str, number: int, width: int) -> Row:
     """The language, and the block's number with the word that copies it."""
     copy: Span = (f"[{number}] copy", COPY_ROLE)
     label: Span = (f" {language}", "muted@code")
@@ -50,15 +51,27 @@ def code_rows(node: SyntaxTreeNode, width: int, *, live: bool) -> list[Row]:
     """A panel of its own background below a header."""
     language = language_of(node)
     code = node.content.removesuffix("\n")
-    rows: list[Row] = [_code_header(language, node.meta["number"], width)]
-    if live or COLOURED_AS_ONE < len(code) <= MAX_HIGHLIGHTED_CHARS:
-        for line in code.split("\n"):
-            rows += _open_code_line(line, language, width)
+    rows: list[Row] = [code_header(language, node.meta["number"], width)]
+    if live or is_coloured_by_line(len(code)):
+        rows += open_code_rows(code.split("\n"), language, width)
     else:
         for coloured in highlight(code, language):
             rows += _code_line(coloured, width)
-    rows.append(fit((), width, "text@code"))
+    rows.append(code_foot(width))
     return rows
+
+
+def is_coloured_by_line(num_chars: int) -> bool:
+    """Whether a complete block of so many stays as it was while it grew."""
+    return COLOURED_AS_ONE < num_chars <= MAX_HIGHLIGHTED_CHARS
+
+
+def open_code_rows(lines: Sequence[str], language: str, width: int) -> list[Row]:
+    return [row for line in lines for row in _open_code_line(line, language, width)]
+
+
+def code_foot(width: int) -> Row:
+    return fit((), width, "text@code")
 
 
 @lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@ unit. No Textual.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,9 @@ from termgen.tui.spans import Row, Span, fit, merge, row_width, wrap
 BULLETS = "•◦▪"
 MIN_COLUMN = 4
 NUMBER_INDENT = 4
+
+Cells = list[list[Span]]
+"""A line of a table."""
 
 parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
 _blocks = MarkdownIt("commonmark", {"html": False}).enable("table")
@@ -94,6 +98,11 @@ def _items(node: SyntaxTreeNode, lines: Sequence[str], *, number: int | None = N
         gap = index > 0 and not lines[line - 1].strip(" >")
         items.append(Unit(item, line, gap, lines, start + index if ordered else None))
     return items
+
+
+def copy_env(env: dict[str, Any]) -> dict[str, Any]:
+    """The references of what still changes must not stay."""
+    return {key: copy(value) for key, value in env.items()}
 
 
 def add_unit(rows: list[Row], unit: Unit, width: int, *, live: bool) -> None:
@@ -169,29 +178,46 @@ def _rule(node: SyntaxTreeNode, width: int) -> list[Row]:
 
 
 def _table(node: SyntaxTreeNode, width: int) -> list[Row]:
-    return table_rows(node, width)[0]
+    lines, aligns = table_lines(node)
+    return table_rows(lines, wanted_widths(lines), aligns, width, has_head=True)
+
+
+def table_lines(node: SyntaxTreeNode) -> tuple[list[Cells], list[str]]:
+    """Of a table, its head first; and how its columns are aligned."""
+    lines = [row for part in node.children for row in part.children]
+    cells = [[_table_cell(cell, "b") for cell in lines[0].children]]
+    cells += [[_table_cell(cell, "") for cell in line.children] for line in lines[1:]]
+    return cells, [str(cell.attrs.get("style", "")) for cell in lines[0].children]
+
+
+def wanted_widths(lines: Sequence[Cells], before: Sequence[int] = ()) -> list[int]:
+    """Of the columns, for all that is in these lines and those before."""
+    if not lines:
+        return list(before)
+    least = before or [MIN_COLUMN] * len(lines[0])
+    return [
+        max(width, *(_widest(line[i]) for line in lines if i < len(line)))
+        for i, width in enumerate(least)
+    ]
 
 
 def table_rows(
-    node: SyntaxTreeNode, width: int, widths: list[int] | None = None
-) -> tuple[list[Row], list[int]]:
-    """Columns as wide as their content, shrunk in proportion when the line is too short; or of
-    these widths. And their widths."""
-    lines = [row for part in node.children for row in part.children]
-    heads = [_table_cell(cell, "b") for cell in lines[0].children]
-    body = [[_table_cell(cell, "") for cell in line.children] for line in lines[1:]]
-    aligns = [str(cell.attrs.get("style", "")) for cell in lines[0].children]
-    if widths is None:
-        wanted = [
-            max(MIN_COLUMN, *(_widest(line[i]) for line in [heads, *body] if i < len(line)))
-            for i in range(len(heads))
-        ]
-        widths = _column_widths(wanted, width - 3 * (len(heads) - 1))
-    rows = _table_line(heads, widths, aligns)
-    rows.append(merge([("─┼─".join("─" * w for w in widths), "border")]))
-    for line in body:
+    lines: Sequence[Cells],
+    wanted: Sequence[int],
+    aligns: Sequence[str],
+    width: int,
+    *,
+    has_head: bool = False,
+) -> list[Row]:
+    """Columns as wide as they want, shrunk in proportion when the line is too short. The head is
+    the first line, where there is one."""
+    widths = _column_widths(wanted, width - 3 * (len(wanted) - 1))
+    rows: list[Row] = []
+    for index, line in enumerate(lines):
         rows += _table_line(line, widths, aligns)
-    return [fit(row, width) if row_width(row) > width else row for row in rows], widths
+        if has_head and not index:
+            rows.append(merge([("─┼─".join("─" * w for w in widths), "border")]))
+    return [fit(row, width) if row_width(row) > width else row for row in rows]
 
 
 def _table_cell(cell: SyntaxTreeNode, flags: str) -> list[Span]:
@@ -203,14 +229,14 @@ def _widest(spans: Sequence[Span]) -> int:
     return max((cell_len(line) for line in text.split("\n")), default=0)
 
 
-def _column_widths(wanted: list[int], room: int) -> list[int]:
+def _column_widths(wanted: Sequence[int], room: int) -> list[int]:
     widths = list(wanted)
     while sum(widths) > room and max(widths) > MIN_COLUMN:
         widths[widths.index(max(widths))] -= 1
     return widths
 
 
-def _table_line(cells: list[list[Span]], widths: list[int], aligns: list[str]) -> list[Row]:
+def _table_line(cells: Cells, widths: Sequence[int], aligns: Sequence[str]) -> list[Row]:
     wrapped = [wrap(cell, width) for cell, width in zip(cells, widths, strict=False)]
     wrapped += [[()]] * (len(widths) - len(wrapped))
     height = max(len(lines) for lines in wrapped)

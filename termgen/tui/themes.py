@@ -71,7 +71,11 @@ def load_theme(path: Path) -> Theme:
         if path.stat().st_size > MAX_THEME_BYTES:
             raise ThemeError(f"{path.name}: larger than {MAX_THEME_BYTES // 1024} KiB")
         data = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise ThemeError(f"{path.name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ThemeError(f"{path.name}: is not UTF-8 text") from error
+    except tomllib.TOMLDecodeError as error:
         raise ThemeError(f"{path.name}: {error}") from error
     return parse_theme(data, source=path.name)
 

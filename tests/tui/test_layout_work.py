@@ -5,17 +5,20 @@ from __future__ import annotations
 import sys
 import threading
 from importlib.util import module_from_spec, spec_from_file_location
+from typing import Any
 
 import pytest
 from fake_engine import make_model_info
 from textual.app import App, ComposeResult
 from tui_harness import tell_parses, wait_until
 
-from termgen.tui import markdown
+from termgen.tui import code_panel, markdown
 from termgen.tui.conversation import AnswerState, Turn
 from termgen.tui.markdown import render
 from termgen.tui.palette import Palette
-from termgen.tui.spans import row_text
+from termgen.tui.render.chat import question_rows
+from termgen.tui.spans import Row, row_text
+from termgen.tui.widgets import entries, thoughts
 from termgen.tui.widgets.entries import AnswerEntry, QuestionEntry
 from termgen.tui.widgets.layout_work import AT_ONCE
 from termgen.tui.widgets.transcript import Transcript
@@ -133,16 +136,140 @@ async def test_closing_a_long_table_shows_it_as_it_was_until_it_is_whole(
         sheet.add(entry)
         sheet.update(entry)
         sheet.to_end()
-        live = sheet.plain_text
+        live = shown(sheet)
         in_frames.clear()
         entry.turn.end(AnswerState.DONE)
         entry.close()
         sheet.update(entry)
-        assert sheet.plain_text == live and not in_frames
+        assert shown(sheet) == [line.rstrip(" ▍") for line in live] and not in_frames
+        assert "tok" in sheet.plain_text.split("\n")[-1], "that it is complete is told at once"
         await wait_until(pilot, lambda: app.is_done, tries=1000)
-        assert sheet.plain_text != live and "tok" in sheet.plain_text.split("\n")[-1]
+        assert shown(sheet) != live and "tok" in sheet.plain_text.split("\n")[-1]
         assert sheet.at_end and not in_frames
         assert shown(sheet) == expected(sheet, wider)
+
+
+async def test_a_code_block_that_is_streamed_is_resized_without_a_long_frame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app, entry, coloured = Sheet(), answer("", is_open=True), []
+    screen_thread, highlight = threading.get_ident(), code_panel.highlight
+
+    def telling(code: str, language: str) -> list[Row]:
+        if threading.get_ident() == screen_thread:
+            coloured.append(len(code))
+        return highlight(code, language)
+
+    monkeypatch.setattr(code_panel, "highlight", telling)
+    code_panel._open_code_line.cache_clear()
+    async with app.run_test(size=(90, 24)) as pilot:
+        sheet = app.sheet
+        sheet.add(entry)
+        for at in range(0, len(CODE) - 4, 100):
+            entry.feed(CODE[at : min(at + 100, len(CODE) - 4)])
+            sheet.update(entry)
+        coloured.clear()
+        await pilot.resize_terminal(60, 24)
+        await pilot.pause()
+        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        assert sum(coloured) <= AT_ONCE and shown(sheet) == expected(sheet, CODE[:-4])
+        coloured.clear()
+        entry.feed("```\nThat is all of it.")
+        sheet.update(entry)
+        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        assert not coloured
+        assert shown(sheet)[:-1] == expected(sheet, CODE + "That is all of it.")[:-1]
+
+
+async def test_an_answer_that_is_streamed_is_resized_without_a_long_frame(
+    in_frames: list[int],
+) -> None:
+    app, entry = Sheet(), answer("", is_open=True)
+    async with app.run_test(size=(90, 24)) as pilot:
+        sheet, text = app.sheet, PROSE * 40 + TABLE
+        sheet.add(entry)
+        for at in range(0, len(text), 500):
+            entry.feed(text[at : at + 500])
+            sheet.update(entry)
+        for width, more in ((60, "| the widest | 1 | x |\n"), (75, "\nIt goes on.\n")):
+            in_frames.clear()
+            await pilot.resize_terminal(width, 24)
+            await pilot.pause()
+            entry.feed(more)
+            text += more
+            sheet.update(entry)
+            last = sheet.plain_text[-400:]
+            assert ("widest" in last or "It goes on." in last) and sheet.at_end
+            await wait_until(pilot, lambda: app.is_done, tries=1000)
+            assert max(in_frames) <= AT_ONCE
+        assert shown(sheet)[:-1] == expected(sheet, text)[:-1] and "It goes on." in shown(sheet)[-1]
+        entry.turn.end(AnswerState.DONE)
+        entry.close()
+        sheet.update(entry)
+        assert shown(sheet) == expected(sheet, text) and app.is_done and sheet.at_end
+
+
+async def test_a_reference_at_the_end_makes_no_long_frame(in_frames: list[int]) -> None:
+    app, entry = Sheet(), answer("[it] is late.\n\n", is_open=True)
+    async with app.run_test(size=(90, 24)) as pilot:
+        sheet, text = app.sheet, "[it] is late.\n\n" + PROSE * 60 + "[it]: http://x.y\n"
+        sheet.add(entry)
+        for _ in range(60):
+            entry.feed(PROSE)
+            sheet.update(entry)
+        entry.feed("[it]: http://x.y\n")
+        in_frames.clear()
+        entry.turn.end(AnswerState.DONE)
+        entry.close()
+        sheet.update(entry)
+        assert "[it] is late." in sheet.plain_text and not app.is_done
+        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        assert not in_frames and shown(sheet) == expected(sheet, text)
+        assert "it (http://x.y) is late." in sheet.plain_text
+
+
+async def test_unfolded_thoughts_make_no_long_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    app, entry, lengths = Sheet(), answer(PROSE), []
+    screen_thread, wrapped = threading.get_ident(), thoughts._wrapped
+
+    def telling(lines: str, width: int) -> list[Row]:
+        if threading.get_ident() == screen_thread:
+            lengths.append(len(lines))
+        return wrapped(lines, width)
+
+    monkeypatch.setattr(thoughts, "_wrapped", telling)
+    lines = [f"thought {i} of a model that has many" for i in range(1000)]
+    entry.turn.thought.text, entry.turn.thought.is_over = "\n".join(lines), True
+    async with app.run_test(size=(90, 24)) as pilot:
+        app.sheet.add(entry)
+        assert entry.num_chars_to_do(80) == entry.num_chars_to_do(70), "folded, they cost nothing"
+        entry.fold_thoughts()
+        app.sheet.update(entry)
+        assert "thought 999" in app.sheet.plain_text and "thought 0 " not in app.sheet.plain_text
+        for width in (90, 60):
+            await pilot.resize_terminal(width, 24)
+            await pilot.pause()
+            await wait_until(pilot, lambda: app.is_done, tries=1000)
+            told = [line[2:] for line in shown(app.sheet) if line.startswith("│ ")]
+            assert told == lines and sum(lengths) <= 2 * AT_ONCE
+            lengths.clear()
+
+
+def test_a_question_that_is_marked_is_not_laid_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_laid_out = 0
+
+    def counting(*args: Any) -> list[Row]:
+        nonlocal num_laid_out
+        num_laid_out += 1
+        return question_rows(*args)
+
+    monkeypatch.setattr(entries, "question_rows", counting)
+    entry = question("word " * 1000)
+    plain = entry(60)
+    entry.is_marked = True
+    marked = entry(60)
+    assert marked[1:] == plain[1:] and "◂" in row_text(marked[0]) and num_laid_out == 1
+    assert "◂" not in row_text(plain[0]) and entry(50) != marked and num_laid_out == 2
 
 
 async def test_what_is_in_view_stays_while_more_comes_above_it() -> None:

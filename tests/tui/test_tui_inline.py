@@ -166,7 +166,7 @@ def test_what_is_asked(
         (["--inline", "q"], b"x" * (2**21 + 1), "standard input is larger than 2 MiB"),
         (["--inline", "q", "--theme", "termgen-dark"], b"", "--theme has no effect with --inline"),
         (["--inline", "q", "--url", "x", "--dtype", "float32"], b"", "--dtype has no effect"),
-        (["question"], b"", "needs --inline"),
+        (["question"], b"", "needs --inline; a model is named with --model"),
     ],
 )
 def test_mistakes_are_one_line(

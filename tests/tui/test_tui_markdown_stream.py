@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from fake_engine import make_model_info
@@ -10,7 +11,7 @@ from textual.app import App, ComposeResult
 from textual.strip import Strip
 from tui_harness import in_pieces, tell_parses
 
-from termgen.tui import code_panel, markdown_stream
+from termgen.tui import code_panel, markdown, markdown_stream, open_blocks
 from termgen.tui.conversation import Turn
 from termgen.tui.markdown import render
 from termgen.tui.markdown_stream import LONG_BLOCK, StreamingMarkdown
@@ -30,6 +31,24 @@ SECTION = (
     "and goes on.\n\n- an item\n- another\n\n```python\nreturn 1\n```\n\n"
     "| a | b |\n|---|---|\n| c | d |\n\n"
 )
+
+
+PARTS = (
+    *SECTION.splitlines(keepends=True),
+    TABLE[:300],
+    PARAGRAPH[:200],
+    "[x]: u\n",
+    "\n",
+    "[x]",
+)
+
+
+def make_everything_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (open_blocks, markdown_stream):
+        monkeypatch.setattr(module, "LONG_BLOCK", 40)
+        monkeypatch.setattr(module, "PART_CHARS", 60)
+    monkeypatch.setattr(open_blocks, "KEPT_OPEN", 12)
+    monkeypatch.setattr(open_blocks, "LONG_TABLE", 100)
 
 
 @pytest.fixture
@@ -78,6 +97,13 @@ def test_a_paragraph_is_wrapped_on_over_what_is_set_aside() -> None:
         assert stream.rows(WIDTH) == render(stream.source, WIDTH)
 
 
+def test_a_table_that_ends_with_its_widest_line_has_its_columns() -> None:
+    stream = StreamingMarkdown()
+    for piece in ("| a | b |\n|---|---|\n| long", "er than before | x |\n```\ncode\n"):
+        stream.append(piece)
+        assert stream.rows(WIDTH) == render(stream.source, WIDTH)
+
+
 def test_a_table_keeps_the_columns_it_began_with_until_it_is_complete() -> None:
     stream = StreamingMarkdown()
     stream.append(TABLE)
@@ -108,29 +134,116 @@ def test_what_ends_a_long_block_is_seen(after: str) -> None:
 def test_the_end_equals_a_full_parse_wherever_blocks_are_set_aside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(markdown_stream, "LONG_BLOCK", 40)
-    monkeypatch.setattr(markdown_stream, "KEPT_OPEN", 12)
+    make_everything_long(monkeypatch)
     seed, num_long = random.randrange(2**32), 0
     print(f"seed {seed}")
     rng = random.Random(seed)
-    parts = [
-        *SECTION.splitlines(keepends=True),
-        TABLE[:300],
-        PARAGRAPH[:200],
-        "[x]: u\n",
-        "\n",
-        "[x]",
-    ]
     for _ in range(60):
-        source = "".join(rng.choice(parts) for _ in range(rng.randrange(1, 12)))
+        source = "".join(rng.choice(PARTS) for _ in range(rng.randrange(1, 12)))
         stream = StreamingMarkdown()
         for piece in in_pieces(source, rng, longest=20):
             stream.append(piece)
             stream.rows(WIDTH)
-            num_long += stream._long is not None
+            num_long += stream._open is not None
         stream.finish()
         assert stream.rows(WIDTH) == render(source, WIDTH), source
     assert num_long > 100
+
+
+def test_the_end_equals_a_full_parse_however_often_and_late_it_is_laid_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Widths change while it is streamed, and a thread has made rows when others are wanted."""
+    make_everything_long(monkeypatch)
+    seed, num_late = random.randrange(2**32), 0
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(60):
+        source = "".join(rng.choice(PARTS) for _ in range(rng.randrange(1, 12)))
+        stream, puts, width = StreamingMarkdown(), [], WIDTH
+        for piece in in_pieces(source, rng, longest=20):
+            stream.append(piece)
+            if rng.random() < 0.1:
+                width = rng.choice((9, 20, WIDTH))
+            stream.rows(width, at_once=rng.choice((0, 50, 200)))
+            job = stream.job(width)
+            if job is not None:
+                puts.append(job())
+            if puts and rng.random() < 0.3:
+                num_late += 1
+                puts.pop(0)()
+        stream.finish()
+        while (job := stream.job(width)) is not None:
+            job()()
+        for put in puts:
+            put()
+        assert stream.rows(width) == render(source, width), source
+    assert num_late > 50
+
+
+def test_a_line_of_a_table_is_laid_out_once(
+    parsed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laid_out: list[str] = []
+    table_line = markdown._table_line
+
+    def telling(cells: markdown.Cells, *args: Any) -> list[Row]:
+        laid_out.append(cells[0][0][0])
+        return table_line(cells, *args)
+
+    monkeypatch.setattr(markdown, "_table_line", telling)
+    stream, work = StreamingMarkdown(), []
+    lines = TABLE.splitlines(keepends=True)
+    for line in lines[:250]:
+        for piece in (line[:9], line[9:]):
+            stream.append(piece)
+            stream.rows(WIDTH)
+        work.append((sum(parsed), len(laid_out)))
+        laid_out.clear()
+        parsed.clear()
+    assert max(work[100:]) <= (500, 2)
+    before = stream.rows(WIDTH)
+    stream.append("".join(lines[250:]) + "\nIt has ended.\n")
+    rows = stream.rows(WIDTH, at_once=0)
+    assert max(parsed) < 3 * len("".join(lines[250:])) and len(laid_out) < 60
+    assert all(a is b for a, b in zip(before, rows[: len(before)], strict=True))
+    assert rows == render(stream.source, WIDTH) and stream.num_chars_to_do(WIDTH) == 0
+
+
+def test_what_is_laid_out_for_another_width_comes_from_its_end(parsed: list[int]) -> None:
+    stream = StreamingMarkdown()
+    for number in range(40):
+        stream.append(f"## Number {number}\n\n" + SECTION)
+        stream.rows(WIDTH)
+    wide = text_of(stream.rows(WIDTH))
+    narrow = text_of(render(stream.source, 30))
+    parsed.clear()
+    rows = text_of(stream.rows(30, at_once=2048))
+    assert sum(parsed) < 2 * 2048 and rows[-60:] == narrow[-60:] and rows[:100] == wide[:100]
+    while (job := stream.job(30)) is not None:
+        stream.append("More. ")
+        job()()
+        parsed.clear()
+        stream.rows(30, at_once=0)
+        assert sum(parsed) < 100
+    assert text_of(stream.rows(30)) == text_of(render(stream.source, 30))
+
+
+def test_a_reference_has_what_is_closed_laid_out_again_but_not_at_once(parsed: list[int]) -> None:
+    stream = StreamingMarkdown()
+    stream.append("See [it] there.\n\n")
+    for _ in range(40):
+        stream.append(SECTION)
+        stream.rows(WIDTH)
+    stream.append("[it]: http://x.y\n")
+    before = stream.rows(WIDTH)
+    parsed.clear()
+    stream.finish()
+    assert stream.rows(WIDTH, at_once=2048) == before and not parsed
+    job = stream.job(WIDTH)
+    assert job is not None
+    job()()
+    assert stream.rows(WIDTH, at_once=0) == render(stream.source, WIDTH) != before
 
 
 def test_the_end_of_a_long_answer_costs_its_last_block(parsed: list[int]) -> None:
@@ -169,6 +282,41 @@ def test_a_long_code_block_is_not_coloured_again_as_a_whole(
     assert max(coloured) < 40 and len(coloured) <= 903
     assert rows == render(stream.source, WIDTH)
     assert any(role.startswith("syn-number") for _, role in rows[-5])
+
+
+def test_an_open_code_block_costs_what_has_come(parsed: list[int]) -> None:
+    stream = StreamingMarkdown()
+    stream.append("Look:\n\n  ```python\n")
+    work = []
+    for number in range(300):
+        stream.append(f"  x{number % 10} = 1\n")
+        stream.rows(WIDTH)
+        work.append(sum(parsed))
+        parsed.clear()
+    assert len(set(work[2:])) == 1
+    assert text_of(stream.rows(WIDTH)) == text_of(render(stream.source, WIDTH))
+    parsed.clear()
+    stream.append('  """\n  ```\n')
+    rows = stream.rows(WIDTH, at_once=2048)
+    assert sum(parsed) < 200 and text_of(rows) == text_of(render(stream.source, WIDTH))
+    stream.append("Fine.\n")
+    job = stream.job(WIDTH)
+    assert job is not None
+    job()()
+    assert stream.rows(WIDTH, at_once=0) == render(stream.source, WIDTH)
+
+
+@pytest.mark.parametrize(
+    "end", ["```\n", "````  \n", "  ```\n", "    ```\n", "~~~\n", "``` x\n", "```"]
+)
+def test_what_ends_a_code_block_is_seen(end: str) -> None:
+    for source in ("```py\na = 1\n", "```\n", "~~~~\n\n\n", "````\n  x\n"):
+        stream = StreamingMarkdown()
+        stream.append(source)
+        stream.rows(WIDTH)
+        for char in end + "more\n\n- **text**\n":
+            stream.append(char)
+            assert text_of(stream.rows(WIDTH)) == text_of(render(stream.source, WIDTH))
 
 
 class Sheet(App[None]):

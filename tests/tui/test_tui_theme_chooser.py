@@ -77,6 +77,16 @@ async def test_the_list_fits_small_terminals(size: tuple[int, int]) -> None:
             assert "prefill" in sample.text and not sample.region.overlaps(options.region)
 
 
+async def test_what_is_wrong_with_a_file_stays_on_while_a_model_loads(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("name = 3\n")
+    app = FrozenApp(chat_engine(), theme_folders=(shipped_themes(), tmp_path))
+    async with app.run_test() as pilot:
+        await ready(app, pilot)
+        [note] = [note for note in app._notifications if "bad.toml" in note.message]
+        assert note.message == "theme not loaded: bad.toml: `name` is missing"
+        assert note.timeout > 2 * app.NOTIFICATION_TIMEOUT
+
+
 async def test_a_theme_follows_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_module, "THEME_POLL_S", 0.01)
     path = tmp_path / "mine.toml"

@@ -134,6 +134,9 @@ def test_a_broken_file_leaves_the_others(tmp_path: Path) -> None:
         "huge.toml",
     ]
     assert "line 2" in str(errors[0])
+    assert str(errors[1]) == "binary.toml: is not UTF-8 text"
+    with pytest.raises(ThemeError, match="^gone.toml: No such file or directory$"):
+        load_theme(tmp_path / "gone.toml")
 
 
 def test_a_users_theme_replaces_one_of_that_name(tmp_path: Path) -> None:

@@ -47,18 +47,21 @@ class ChatStatus:
     """The user has scrolled up and the tail is out of sight."""
 
 
-def question_rows(
-    text: str, width: int, *, attachments: Sequence[Attachment] = (), marked: str | None = None
-) -> list[Row]:
+def question_header(width: int, *, marked: str | None = None) -> Row:
     """`marked`: the keys that act on a question at which the cursor is."""
+    header: Row = (("you", "user/b"),)
+    if marked is None:
+        return header
+    with_keys: Row = (("◂ ", "accent"), (marked, "muted"))
+    has_room = row_width((*header, *with_keys)) + 2 <= width
+    return spread(header, with_keys if has_room else _MARKED, width)
+
+
+def question_rows(text: str, attachments: Sequence[Attachment], width: int) -> list[Row]:
+    """What stands below its header."""
     rows = wrap([(clean(text), "text")], width - 2)
     rows += [((cut(attachment_words(file), width - 2), "muted"),) for file in attachments]
-    header: Row = (("you", "user/b"),)
-    if marked is not None:
-        with_keys: Row = (("◂ ", "accent"), (marked, "muted"))
-        has_room = row_width((*header, *with_keys)) + 2 <= width
-        header = spread(header, with_keys if has_room else _MARKED, width)
-    return [header, *((("▎ ", "user"), *row) for row in rows)]
+    return [(("▎ ", "user"), *row) for row in rows]
 
 
 def attachment_words(attachment: Attachment) -> str:

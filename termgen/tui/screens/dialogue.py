@@ -180,7 +180,10 @@ class DialogueScreen(ChatTools):
         self._finish(turn, AnswerState.FAILED)
         hint = self._take_back(turn) if turn.is_bare else ""
         if isinstance(error, ContextLengthError):
-            hint = f"{hint} /clear makes room by forgetting the conversation.".strip()
+            if self.attached:
+                hint = f"{hint} /attach off leaves its files out."
+            if self.conversation.turns:
+                hint = f"{hint} /clear makes room by forgetting the conversation.".strip()
         elif not self._client.is_healthy:
             leave = f"leave with {key_of(self, 'app.quit')} and start again"
             hint = f"{hint} The engine has stopped: {leave}.".strip()

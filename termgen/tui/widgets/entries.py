@@ -10,52 +10,44 @@ from termgen.client import ModelInfo
 from termgen.tui.answer_form import as_markdown, json_opening
 from termgen.tui.conversation import AnswerState, Turn
 from termgen.tui.key_hints import KeyOf
-from termgen.tui.markdown import render
 from termgen.tui.markdown_stream import StreamingMarkdown
+from termgen.tui.parts import Job, Part, job_for, lay_out, num_chars_to_do, rows_of
 from termgen.tui.render.chat import (
     answer_footer,
     answer_header,
     marked_keys,
     notice_rows,
+    question_header,
     question_rows,
     waiting_row,
     with_cursor,
 )
 from termgen.tui.sanitize import StreamCleaner, clean
-from termgen.tui.spans import Row, Span
-from termgen.tui.widgets.layout_work import Job
+from termgen.tui.spans import Row
 from termgen.tui.widgets.thoughts import ThoughtRows
 
-INDENT: Span = ("  ", "text")
+_INDENT: Row = (("  ", "text"),)
 
 
 class QuestionEntry:
     def __init__(self, turn: Turn, key_of: KeyOf) -> None:
-        self._turn = turn
         self._keys = marked_keys(key_of)
-        self._rows: tuple[tuple[int, bool], Sequence[Row]] | None = None
+        make = partial(question_rows, turn.question, turn.attachments)
+        self._parts = [Part(make, len(turn.question))]
         self.is_marked = False
         """The cursor is at this turn."""
 
-    def __call__(self, width: int) -> Sequence[Row]:
-        key = (width, self.is_marked)
-        if self._rows is None or self._rows[0] != key:
-            self._rows = key, self._lay_out(width, marked=self._keys if self.is_marked else None)
-        return self._rows[1]
-
-    def _lay_out(self, width: int, *, marked: str | None) -> Sequence[Row]:
-        turn = self._turn
-        return question_rows(turn.question, width, attachments=turn.attachments, marked=marked)
+    def __call__(self, width: int, *, at_once: int | None = None) -> Sequence[Row]:
+        lay_out(self._parts, width, at_once)
+        rows = rows_of(self._parts)
+        header = question_header(width, marked=self._keys if self.is_marked else None)
+        return [header, *rows] if rows else []
 
     def num_chars_to_do(self, width: int) -> int:
-        is_done = self._rows is not None and self._rows[0][0] == width
-        return 0 if is_done else len(self._turn.question)
+        return num_chars_to_do(self._parts, width)
 
-    def job(self, width: int) -> Job:
-        return partial(self._lay_out, width, marked=None)  # it may be marked or not by then
-
-    def take(self, width: int, rows: Sequence[Row]) -> None:
-        self._rows = (width, False), rows
+    def job(self, width: int) -> Job | None:
+        return job_for(self._parts, width)
 
 
 class AnswerEntry:
@@ -73,11 +65,10 @@ class AnswerEntry:
         self._name = turn.model_id or model.model_id
         self._clock = clock
         self._cleaner = StreamCleaner()
-        self._markdown = StreamingMarkdown()
+        self._markdown = StreamingMarkdown(before=_INDENT)
         self._markdown.append(json_opening(turn.form))
-        self._thoughts = ThoughtRows(turn.thought, fold_key=key_of("chat.thoughts"))
-        self._indented: list[Row] = []
-        self._indented_for: tuple[int, bool] = (0, False)
+        fold_key = key_of("chat.thoughts")
+        self._thoughts = ThoughtRows(turn.thought, fold_key=fold_key, before=_INDENT)
 
     @property
     def turn(self) -> Turn:
@@ -98,51 +89,39 @@ class AnswerEntry:
         if self._markdown.finished:
             return
         if json_opening(self._turn.form):  # what was shown as it came gets its indents
-            self._markdown = StreamingMarkdown()
+            self._markdown = StreamingMarkdown(before=_INDENT)
             self._markdown.append(clean(as_markdown(self._turn.form, self._turn.answer)))
         else:
             self._markdown.append(self._cleaner.finish())
         self._markdown.finish()
 
     def num_chars_to_do(self, width: int) -> int:
-        return self._markdown.num_chars_to_do(width - 2)
+        thoughts = self._thoughts.num_chars_to_do(width - 2)
+        return thoughts + self._markdown.num_chars_to_do(width - 2)
 
-    def job(self, width: int) -> Job:
-        return partial(render, self._markdown.source, width - 2)
+    def job(self, width: int) -> Job | None:
+        return self._markdown.job(width - 2) or self._thoughts.job(width - 2)
 
-    def take(self, width: int, rows: Sequence[Row]) -> None:
-        self._markdown.take(width - 2, rows)
-        self._indented_for = (0, False)
-
-    def __call__(self, width: int) -> Sequence[Row]:
+    def __call__(self, width: int, *, at_once: int | None = None) -> Sequence[Row]:
         turn = self._turn
         header = answer_header(self._name, turn, width)
-        body = self._with_thoughts(self._body(width - 2), width - 2)
+        body = self._body(width - 2, at_once)
         if turn.state is not AnswerState.STREAMING:
+            if not body and self.num_chars_to_do(width):
+                return []
             gap: list[Row] = [()] if body else []
-            return [header, *body, *gap, (INDENT, *answer_footer(turn, width - 2))]
+            return [header, *body, *gap, (*_INDENT, *answer_footer(turn, width - 2))]
         if not turn.stats.output_tokens:
-            return [header, (INDENT, *waiting_row(turn, self._clock()))]
+            return [header, (*_INDENT, *waiting_row(turn, self._clock()))]
         return [header, *with_cursor(body)]
 
-    def _with_thoughts(self, body: list[Row], width: int) -> list[Row]:
-        thoughts = [_indent(row) for row in self._thoughts(width)]
-        gap: list[Row] = [()] if len(thoughts) > 1 and body else []
-        return thoughts + gap + body
-
-    def _body(self, width: int) -> list[Row]:
-        """Rows that are frozen in the markdown are indented once."""
-        rows = self._markdown.rows(width)
-        frozen = self._markdown.num_frozen_rows
-        key = (width, self._markdown.finished)
-        if key != self._indented_for:
-            self._indented, self._indented_for = [], key
-        self._indented += [_indent(row) for row in rows[len(self._indented) : frozen]]
-        return self._indented + [_indent(row) for row in rows[frozen:]]
-
-
-def _indent(row: Row) -> Row:
-    return (INDENT, *row) if row else row
+    def _body(self, width: int, at_once: int | None) -> list[Row]:
+        to_do = self._markdown.num_chars_to_do(width)
+        answer = self._markdown.rows(width, at_once=at_once)
+        left = max(0, at_once - to_do) if at_once is not None else None
+        thoughts = self._thoughts(width, at_once=left)
+        gap: list[Row] = [()] if len(thoughts) > 1 and answer else []
+        return thoughts + gap + answer
 
 
 class NoticeEntry:

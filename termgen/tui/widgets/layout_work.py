@@ -11,10 +11,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
+from termgen.tui.parts import Job
 from termgen.tui.spans import Row
-
-Job = Callable[[], Sequence[Row]]
-"""Needs nothing but what it was given."""
 
 AT_ONCE = 2048
 """Characters that are laid out in a frame, in some 8 ms; the rest is the thread's."""
@@ -24,16 +22,15 @@ AT_ONCE = 2048
 class LongEntry(Protocol):
     """Tells how long it will take, and can be laid out elsewhere."""
 
-    def __call__(self, width: int) -> Sequence[Row]: ...
+    def __call__(self, width: int, *, at_once: int | None = None) -> Sequence[Row]:
+        """At most so many characters are laid out, if it is given, the last ones. The others have
+        the rows they had; none at all where there are none yet."""
 
     def num_chars_to_do(self, width: int) -> int:
         """0: its rows are there."""
 
-    def job(self, width: int) -> Job:
-        """What makes its rows for this width..."""
-
-    def take(self, width: int, rows: Sequence[Row]) -> None:
-        """...and where they go."""
+    def job(self, width: int) -> Job | None:
+        """Of some of what is to be done, the last first."""
 
 
 class LayoutWork:
@@ -59,9 +56,10 @@ class LayoutWork:
         try:
             while self._waiting:
                 entry, width = self._waiting.popitem()
-                if entry.num_chars_to_do(width):
-                    rows = await asyncio.to_thread(entry.job(width))
-                    entry.take(width, rows)
+                job = entry.job(width)
+                if job is not None:
+                    put = await asyncio.to_thread(job)
+                    put()
                 self._done(entry)
         finally:
             self.is_running = False

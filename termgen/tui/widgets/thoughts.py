@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from termgen.tui.formatting import count
+from termgen.tui.parts import (
+    PART_CHARS,
+    Job,
+    Part,
+    indented,
+    job_for,
+    lay_out,
+    num_chars_to_do,
+    rows_of,
+)
 from termgen.tui.sanitize import StreamCleaner
 from termgen.tui.spans import Row, Span, spread, wrap
 from termgen.tui.thoughts import Thought
@@ -13,16 +25,22 @@ _EDGE: Span = ("│ ", "faint")
 
 
 class ThoughtRows:
-    """Reads a `Thought` that grows. Costs its open line, not its length."""
+    """Reads a `Thought` that grows. Costs what is open of it, not its length."""
 
-    def __init__(self, thought: Thought, *, fold_key: str) -> None:
-        """`fold_key` opens and folds them."""
+    def __init__(self, thought: Thought, *, fold_key: str, before: Row = ()) -> None:
+        """`fold_key` opens and folds them; `before` goes before every row."""
         self._thought = thought
         self._fold_key = fold_key
+        self._before = before
         self._is_open: bool | None = None
         """None until the user has chosen."""
-        self._width = 0
-        self._reset(0)
+        self._cleaner = StreamCleaner()
+        self._num_read = 0
+        self._line = ""
+        """The last one, which goes on."""
+        self._parts: list[Part] = []
+        self._lines = ""
+        """Of the last part."""
 
     @property
     def is_open(self) -> bool:
@@ -31,17 +49,26 @@ class ThoughtRows:
     def toggle(self) -> None:
         self._is_open = not self.is_open
 
-    def __call__(self, width: int) -> list[Row]:
+    def num_chars_to_do(self, width: int) -> int:
+        if not self.is_open:
+            return 0
+        self._read()
+        return num_chars_to_do(self._parts, width)
+
+    def job(self, width: int) -> Job | None:
+        return job_for(self._parts, width) if self.is_open else None
+
+    def __call__(self, width: int, *, at_once: int | None = None) -> list[Row]:
+        """So many characters are laid out; the rest is as it was, and a `job`."""
         thought = self._thought
         if not thought.text:
             return []
-        head = self._head(width)
+        head = (*self._before, *self._head(width))
         if not self.is_open:
             return [head]
-        if width != self._width:
-            self._reset(width)
         self._read()
-        return [head, *self._done, *self._wrapped(self._line)]
+        lay_out(self._parts, width, at_once)
+        return [head, *rows_of(self._parts), *indented(_wrapped(self._line, width), self._before)]
 
     def _head(self, width: int) -> Row:
         thought = self._thought
@@ -51,13 +78,6 @@ class ThoughtRows:
         left: Span = (f"{sign} {words} {seconds} · {count(thought.num_tokens)} tok", FOLD_ROLE)
         return spread([left], [(self._fold_key, "faint")], width)
 
-    def _reset(self, width: int) -> None:
-        self._width = width
-        self._cleaner = StreamCleaner()
-        self._num_read = 0
-        self._line = ""
-        self._done: list[Row] = []
-
     def _read(self) -> None:
         text = self._thought.text
         if self._num_read == len(text):
@@ -65,7 +85,13 @@ class ThoughtRows:
         *lines, self._line = (self._line + self._cleaner.feed(text[self._num_read :])).split("\n")
         self._num_read = len(text)
         for line in lines:
-            self._done += self._wrapped(line)
+            if not self._parts or self._parts[-1].num_chars >= PART_CHARS:
+                self._lines = ""
+                self._parts.append(Part(partial(_wrapped, ""), 0, before=self._before))
+            self._lines += f"{line}\n"
+            self._parts[-1].change(partial(_wrapped, self._lines[:-1]), len(self._lines))
 
-    def _wrapped(self, line: str) -> list[Row]:
-        return [(_EDGE, *row) for row in wrap([(line, "muted")], max(1, self._width - 2))]
+
+def _wrapped(lines: str, width: int) -> list[Row]:
+    room = max(1, width - 2)
+    return [(_EDGE, *row) for line in lines.split("\n") for row in wrap([(line, "muted")], room)]

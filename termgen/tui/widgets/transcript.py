@@ -174,14 +174,14 @@ class Transcript(ScrollView, can_focus=True):
         if wanted != offset:
             self.scroll_to(y=wanted, animate=False, immediate=True)
 
-    def update(self, entry: Entry) -> None:
+    def update(self, entry: Entry, *, at_once: int = AT_ONCE) -> None:
         """`entry` has changed. What is in view below it stays where it is."""
         if entry not in self._entries:
             return
         follow, offset = self.at_end, self.scroll_offset.y
         index = self._entries.index(entry)
         start, old_end = self._starts[index], self._end(index)
-        [fresh] = self._rows_of([index], {index: self._rows[start:old_end]})
+        [fresh] = self._rows_of([index], {index: self._rows[start:old_end]}, at_once)
         moved = start + len(fresh) - old_end
         self._replace_from(start, [*fresh, *self._rows[old_end:]])
         for later in range(index + 1, len(self._starts)):
@@ -193,7 +193,7 @@ class Transcript(ScrollView, can_focus=True):
 
     def _laid_out(self, entry: LongEntry) -> None:
         if self.is_attached:
-            self.update(entry)
+            self.update(entry, at_once=0)
 
     def _end(self, index: int) -> int:
         return self._starts[index + 1] if index + 1 < len(self._starts) else len(self._rows)
@@ -229,23 +229,24 @@ class Transcript(ScrollView, can_focus=True):
         self.refresh()
 
     def _rows_of(
-        self, indexes: Sequence[int], known: Mapping[int, Sequence[Row]]
+        self, indexes: Sequence[int], known: Mapping[int, Sequence[Row]], at_once: int = AT_ONCE
     ) -> list[Sequence[Row]]:
         """Of some entries, each with a blank row before it. The last ones are laid out at once, as
-        far as that is quick; the others have the rows that are known, until the thread is done."""
-        width, left = self.text_width, AT_ONCE
+        far as that is quick; the others have the rows they had, until the thread is done."""
+        width, left = self.text_width, at_once
         found: list[Sequence[Row]] = []
         waiting: list[LongEntry] = []
         for index in reversed(indexes):
             entry = self._entries[index]
-            to_do = entry.num_chars_to_do(width) if isinstance(entry, LongEntry) else 0
-            left -= to_do
-            if to_do and left < 0:
-                assert isinstance(entry, LongEntry)
-                waiting.append(entry)
-                found.append(known.get(index, _PLACE))
+            if isinstance(entry, LongEntry):
+                to_do = entry.num_chars_to_do(width)
+                rows = entry(width, at_once=left)
+                left = max(0, left - to_do)
+                if entry.num_chars_to_do(width):
+                    waiting.append(entry)
             else:
-                found.append([(), *entry(width)])
+                rows = entry(width)
+            found.append([(), *rows] if rows else known.get(index, _PLACE))
         for entry in reversed(waiting):  # the last to be added is the first to be done
             self._work.add(entry, width)
         if waiting and not self._work.is_running:
