@@ -91,7 +91,7 @@ async def test_small_terminals_swap_the_tiles_for_a_line() -> None:
         await feed_dashboard(app, pilot)
         assert not app.screen.query_one("#tiles").display
         numbers = panel(app, "numbers")
-        for expected in ("out ", "in ", "run 4", "wait 2", "KV 36%", "hit 63%", "step "):
+        for expected in ("out ", "in ", "4/8", "wait", "KV ", "36%", "63%", "TTFT", "p50/p95/p99"):
             assert expected in numbers
         await pilot.resize_terminal(140, 40)
         await pilot.pause()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -82,8 +83,9 @@ def test_header_and_lines_fit(width: int) -> None:
     )
     for view in (busy_view(), empty_view()):
         assert row_width(overview.header(model, view, LIVE, width)) == width
-        for lines in (overview.numbers_lines(view, width), overview.sparks_lines(view, width)):
-            assert len(lines) == 2 and all(row_width(line) <= width for line in lines)
+        for height in (1, 3):
+            lines = overview.numbers_lines(view, width, height)
+            assert len(lines) == height and all(row_width(line) <= width for line in lines)
 
 
 def test_header_says_how_the_dashboard_is() -> None:
@@ -139,24 +141,27 @@ def test_a_narrow_tile_keeps_its_number(width: int) -> None:
 
 def test_the_lines_of_a_small_screen_have_what_the_tiles_have() -> None:
     view = busy_view()
-    numbers = "".join(row_text(row) for row in overview.numbers_lines(view, 80))
-    for name in ("out", "in", "run 4", "wait 2", "KV 36%", "hit 63%", "graphs 97%"):
-        assert f" {name}" in numbers
-    assert "TTFT " in numbers and " ms  p50/p95/p99" in numbers and "step " in numbers
-    sparks = "".join(row_text(row) for row in overview.sparks_lines(view, 80))
-    for name in ("out", "in", "TTFT", "ITL", "run", "wait", "KV", "hit", "graphs"):
-        assert f" {name} " in sparks
+    lines = [row_text(row) for row in overview.numbers_lines(view, 80, 3)]
+    series = r" *[ ▁▂▃▄▅▆▇█]{6,} "
+    numbers = r"\S+/\S+/\S+"
+    assert re.fullmatch(rf" out{series}\S+  in{series}512 tok/s  graphs{series}97%", lines[0])
+    assert re.fullmatch(rf" run{series}4/8  wait{series}2  KV{series}36%  hit{series}63%", lines[1])
+    words = rf" TTFT{series}{numbers}  ITL{series}{numbers} ms p50/p95/p99"
+    assert re.fullmatch(words, lines[2])
+    (line,) = (row_text(row) for row in overview.numbers_lines(view, 80, 1))
+    for name in ("out ", "in 512 tok/s", "run 4/8", "wait 2", "KV 36%", "hit 63%"):
+        assert f" {name}" in line
 
 
 def test_a_paused_engine_says_so_at_every_size() -> None:
     view = busy_view()
     assert view.snapshot is not None
     assert "paused" not in text(overview.gauges_tile(view, TILE))
-    assert "paused" not in row_text(overview.numbers_lines(view, 60)[0])
+    assert "paused" not in row_text(overview.numbers_lines(view, 60, 3)[0])
     view = replace(view, snapshot=replace(view.snapshot, paused=True))
     assert "paused" in text(overview.gauges_tile(view, TILE))
     assert "paused" in text(overview.gauges_tile(view, Frame(20, 6, True)))
-    assert row_text(overview.numbers_lines(view, 60)[0]).startswith(" paused  out ")
+    assert row_text(overview.numbers_lines(view, 60, 3)[0]).startswith(" paused  out ")
 
 
 def test_batch_has_a_column_and_a_letter_for_every_step() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from termgen.tui.gpu_meter import GpuHistory
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import braille, spark
 from termgen.tui.sanitize import clean_line
-from termgen.tui.spans import Row, Span, fit, row_width, spread
+from termgen.tui.spans import Row, Span, row_width, spread
 from termgen.tui.store import DashboardView, windowed
 
 ROOMY_TILE = 35
@@ -175,6 +175,7 @@ class _Gauge(NamedTuple):
     """What the height of the series is; None: the highest shown."""
     number: str
     role: str
+    unit: str = ""
 
 
 def _standing(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
@@ -218,79 +219,64 @@ def _gauge_row(gauge: _Gauge, width: int, label: int, window_s: int | None) -> R
     return ((gauge.name.ljust(label), "muted"), *series, (" " + number, "text"))
 
 
-def numbers_lines(view: DashboardView, width: int, gpu: GpuHistory = ()) -> list[Row]:
-    """The tiles' numbers in two rows, for small terminals; the last ones drop out first."""
-    groups: list[list[Span]] = [
-        [(" out ", "muted"), (rate(view.decode_rate), "decode/b")],
-        [("  in ", "muted"), (rate(view.prefill_rate), "prefill/b"), (" tok/s", "muted")],
-        [("  run ", "muted"), (str(view.num_running), "text/b")],
-        [("  wait ", "muted"), (str(view.num_waiting), "warn/b" if view.num_waiting else "text/b")],
-        [("  KV ", "muted"), (percent(view.kv_usage), "text/b")],
-        [("  hit ", "muted"), (percent(view.prefix_hit_rate), "text/b")],
-        [("  graphs ", "muted"), (percent(view.graphs.share_recorded), "text/b")],
-    ]
-    if gpu:
-        groups.insert(-1, [("  GPU ", "muted"), (percent(gpu[-1].busy), "text/b")])
+def numbers_lines(view: DashboardView, width: int, height: int, gpu: GpuHistory = ()) -> list[Row]:
+    """What the tiles have, for small terminals: three rows with the series, or a single one."""
     rest = _rest(view)
-    latencies: list[list[Span]] = [
-        [
-            (f" {name} ", "muted"),
-            ("/".join(map(milliseconds, times)), f"{role}/b"),
-            (unit, "muted"),
-        ]
-        for name, times, role, unit in (
-            ("TTFT", view.ttft, "prefill", ""),
-            (" ITL", view.gap, "decode", " ms"),
-            (" step", view.step, "latency", " ms"),
+    head: list[Span] = [(f" {rest} ", "warn/b")] if rest else []
+    rates = [
+        _Gauge("out", view.series.decode, None, rate(view.decode_rate), "decode"),
+        _Gauge("in", view.series.prefill, None, rate(view.prefill_rate), "prefill", " tok/s"),
+    ]
+    run, wait, kv, hits, graphs = (
+        gauge._replace(name=name)
+        for gauge, name in zip(
+            _standing(view, roomy=False), ("run", "wait", "KV", "hit", "graphs"), strict=True
+        )
+    )
+    times = [
+        _Gauge(name, values, None, "/".join(map(milliseconds, at)), role, unit)
+        for name, at, values, role, unit in (
+            ("TTFT", view.ttft, view.series.ttft_ms, "prefill", ""),
+            ("ITL", view.gap, view.series.gap_ms, "decode", " ms p50/p95/p99"),
         )
     ]
-    latencies.insert(2, [("  p50/p95/p99 ", "muted")])
+    busy = [_gpu_lines(gpu, roomy=False)[0]] if gpu else []
+    if height < 3:
+        return [_line([*rates, run, wait, kv, hits, *busy, times[0]], 0, head, view, width)]
+    lines = ([*rates, *busy, graphs], [run, wait, kv, hits], times)
+    heads = (head, [], [])
     return [
-        _fitting(groups, width, [(f" {rest} ", "warn/b")] if rest else []),
-        _fitting(latencies, width, []),
+        _line(line, _room(line, width - row_width(first)), first, view, width)
+        for line, first in zip(lines, heads, strict=True)
     ]
 
 
-def _fitting(groups: Iterable[Sequence[Span]], width: int, spans: list[Span]) -> Row:
-    for group in groups:
-        if row_width((*spans, *group)) >= width:
+def _room(gauges: Sequence[_Gauge], width: int) -> int:
+    """Cells for each series beside the names and numbers of a line."""
+    fixed = sum(len(g.name) + _number_width(g) + len(g.unit) + 4 for g in gauges)
+    return max(0, (width - fixed) // len(gauges))
+
+
+def _number_width(gauge: _Gauge) -> int:
+    """So that nothing jumps when a number grows."""
+    return max(len(gauge.number), 14 if gauge.number.count("/") == 2 else 4)
+
+
+def _line(
+    gauges: Sequence[_Gauge], room: int, head: list[Span], view: DashboardView, width: int
+) -> Row:
+    """Side by side; the last ones drop out first."""
+    spans = list(head)
+    for gauge in gauges:
+        values = windowed(gauge.values, view.window_s or SPARK_WINDOW_S, room)
+        number = gauge.number.rjust(_number_width(gauge)) if room else gauge.number
+        group: list[Span] = [(f"{' ' if len(spans) > len(head) else ''} {gauge.name} ", "muted")]
+        if room:
+            group += spark(values, room, role=gauge.role, peak=gauge.peak)
+            group.append((" ", "text"))
+        role = "text" if gauge.role in ("good", "kv-active", "kv-shared") else gauge.role
+        group += [(number, f"{role}/b"), (gauge.unit, "muted")]
+        if row_width((*spans, *group)) > width:
             break
         spans += group
     return tuple(spans)
-
-
-def sparks_lines(view: DashboardView, width: int) -> list[Row]:
-    """The series of the tiles in two rows."""
-    series = view.series
-    lines: tuple[tuple[tuple[str, tuple[float, ...], str, float | None], ...], ...] = (
-        (
-            ("out", series.decode, "decode", None),
-            ("in", series.prefill, "prefill", None),
-            ("TTFT", series.ttft_ms, "prefill", None),
-            ("ITL", series.gap_ms, "decode", None),
-        ),
-        (
-            ("run", series.running, "decode", float(view.max_num_seqs or 0) or None),
-            ("wait", series.waiting, "warn", None),
-            ("KV", series.kv_share, "kv-active", 1.0),
-            ("hit", series.hit_share, "kv-shared", 1.0),
-            ("graphs", series.graph_share, "good", 1.0),
-        ),
-    )
-    return [_sparks(line, view.window_s, width) for line in lines]
-
-
-def _sparks(
-    series: Sequence[tuple[str, tuple[float, ...], str, float | None]],
-    window_s: int | None,
-    width: int,
-) -> Row:
-    labels = sum(len(name) + 2 for name, *_ in series) + 1
-    room = max(1, (width - labels) // len(series))
-    spans: list[Span] = []
-    for name, values, role, peak in series:
-        spans.append((f"  {name} " if spans else f" {name} ", "muted"))
-        spans += spark(
-            windowed(values, window_s or SPARK_WINDOW_S, room), room, role=role, peak=peak
-        )
-    return fit(spans, width)

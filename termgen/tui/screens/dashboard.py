@@ -90,9 +90,8 @@ class DashboardScreen(ThemedScreen):
         yield Canvas(lambda width, height: [tab_line(self._page, self.pages)], id="tabs")
         with Column(id="overview"):
             yield Canvas(
-                lambda w, _: overview.numbers_lines(self._then, w, self._gpus), id="numbers"
+                lambda w, h: overview.numbers_lines(self._then, w, h, self._gpus), id="numbers"
             )
-            yield Canvas(lambda w, _: overview.sparks_lines(self._view, w), id="sparks")
             with Line(id="tiles"):
                 yield Canvas(self._framed(overview.decode_tile), id="decode")
                 yield Canvas(self._framed(overview.prefill_tile), id="prefill")
