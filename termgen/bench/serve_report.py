@@ -75,7 +75,12 @@ def rows_of(run: ServeRun) -> list[tuple[str, str]]:
             f"sending, {client['p99_loop_lag_ms']:.1f} ms waking (p99)",
         )
     )
-    return rows
+    observer, words = run.observer(), []
+    if "engine_share" in observer:
+        words.append(f"{observer['engine_share']:.2%} of the engine's time to tell of its steps")
+    if "screen_share" in observer:
+        words.append(f"{observer['screen_share']:.1%} of a core to draw")
+    return [*rows, ("observer", ", ".join(words))] if words else rows
 
 
 def times_table(run: ServeRun) -> list[str]:

@@ -327,6 +327,9 @@ def test_empty_panels_teach() -> None:
         without = text(requests_panel(view, Frame(width, 6, True), has_chat=False))
         assert "send one to /v1/chat/completions" in without and "in the chat" not in without
     assert "no step yet" in text(batch_panel((), Frame(100, 6, True), COLOUR_GLYPHS))
+    late = replace(view, num_finished=12)
+    shown = text(requests_panel(late, Frame(100, 6, True)))
+    assert "12 finished" in shown and "no request since this screen began to listen" in shown
 
 
 def test_a_screen_opened_late_does_not_say_that_nothing_ran() -> None:
