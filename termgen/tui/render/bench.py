@@ -60,7 +60,7 @@ def report_rows(sections: Sequence[Section], width: int) -> list[Row]:
     for section in sections:
         if rows:
             rows.append(())
-        rows.append(((clean_line(section.title), "heading/b"),))
+        rows += wrap([(clean_line(section.title), "heading/b")], width)
         for line in section.lines:
             row = plot_row(line)
             rows += [row] if row_width(row) <= width else wrap(row, width)

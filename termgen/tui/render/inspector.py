@@ -84,7 +84,7 @@ def _facts(
         _fact("decode", _decode_words(history, times, now_ns)),
         *_wrapped("preempted", _preempt_words(history), width),
         _fact("finish", f"{history.reason}" if history.finished_ns else "not yet"),
-        *_wrapped("parameters", history.params or "the defaults", width),
+        *_wrapped("parameters", history.params or _no_params_words(history), width),
     ]
     return rows + _latency_rows(history, now_ns, width)
 
@@ -129,6 +129,10 @@ def _prefill_words(history: History) -> str:
         span = f"steps {chunks[0].step_id} to {chunks[-1].step_id}"
     noun = "chunk" if len(chunks) == 1 else "chunks"
     return f"{sizes}{more} tokens in {len(chunks)} {noun}, {span}, {milliseconds(took_ms)} ms"
+
+
+def _no_params_words(history: History) -> str:
+    return "the defaults" if history.queued_ns > KNOWN_NS else "told before this screen"
 
 
 def _first_words(history: History) -> str:
