@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from typing import Any
 
 from async_screen_parts import FrontSizes, reading
 from machine import machine_facts
-from screen_cost import READ_EVERY_S, SWITCH_INTERVAL_S, VOCAB, config_of
+from screen_cost import READ_EVERY_S, VOCAB, config_of
 from simulated_gpu import Simulation, installed
 
 from termgen.engine.engine import AsyncEngine
@@ -31,6 +30,7 @@ from termgen.engine.events import EngineEvent
 from termgen.engine.snapshot import StateCopy
 from termgen.serving.metrics import ServerMetrics
 from termgen.telemetry import TOPICS, decode, encode_cache, encode_events, encode_snapshot
+from termgen.turns import take_short_turns
 
 HZ = 4
 STREAMS = 64
@@ -95,7 +95,7 @@ def costs(events: list[EngineEvent], state: StateCopy) -> dict[str, float]:
 
 def main() -> None:
     args = parse_args()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    take_short_turns()  # as the command line does
     with (
         tempfile.TemporaryDirectory() as folder,
         installed(Simulation(1.0, 100_001, STREAMS, VOCAB)),

@@ -37,6 +37,8 @@ from gpu_shapes import MODELS, write_config
 from machine import machine_facts
 from made_up_model import TINY, write_tiny, write_tokenizer
 
+from termgen.turns import take_short_turns
+
 ENGINE_PARTS = ("host", "sync", "hold", "idle")
 """In this order: once torch's profiler has run, every launch takes five times as long."""
 SCREEN_PARTS = ("dashboard", "terminal", "sse")
@@ -45,7 +47,6 @@ NEEDED = {
     "terminal": ("textual",),
     "sse": ("starlette", "uvicorn", "prometheus_client"),
 }
-SWITCH_INTERVAL_S = 1e-4  # as the command line sets it
 
 
 def parse_args() -> argparse.Namespace:
@@ -113,7 +114,7 @@ def vocab_size(args: argparse.Namespace) -> int:
 
 def run_child(args: argparse.Namespace) -> dict[str, Any]:
     """One group of parts."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    take_short_turns()  # as the command line does
     with tempfile.TemporaryDirectory() as folder:
         if set(args.parts) <= set(SCREEN_PARTS):
             return run_screens(args, Path(folder))

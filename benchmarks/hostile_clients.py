@@ -16,6 +16,8 @@ import time
 
 from hostile_kinds import CONNECTIONS, bytes_of
 
+from termgen.turns import take_long_turns
+
 NUM_CONNECTIONS = 4
 ANSWER_TIMEOUT_S = 15.0
 
@@ -69,6 +71,7 @@ def main() -> None:
     args = parser.parse_args()
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # whoever serves goes first
     os.nice(10)
+    take_long_turns()
     for line in sys.stdin:
         seconds, kind = line.strip().split(" ", 1)
         if kind not in CONNECTIONS:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 import time
 from typing import Any
 
@@ -22,6 +21,7 @@ from termgen.tui.conversation import AnswerState, Turn
 from termgen.tui.palette import Palette
 from termgen.tui.widgets.entries import AnswerEntry
 from termgen.tui.widgets.transcript import Transcript
+from termgen.turns import take_short_turns
 
 TABLE = "| name | value | note |\n|---|--:|---|\n" + "".join(
     f"| row {i} | {7 * i} | some `text` of {i} |\n" for i in range(1000)
@@ -108,5 +108,5 @@ async def measure() -> None:
 
 
 if __name__ == "__main__":
-    sys.setswitchinterval(1e-4)  # as the command line sets it
+    take_short_turns()  # as the command line does
     asyncio.run(measure())

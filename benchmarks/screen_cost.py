@@ -54,13 +54,13 @@ from simulated_gpu import Simulation, installed
 from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.engine.engine import AsyncEngine
 from termgen.engine.events import StepRecord
+from termgen.turns import take_short_turns
 
 PARTS = (
     *("dashboard-4", "dashboard-10", "beside-4", "beside-10", "pages-4", "pages-10"),
     *("chat", "stalled", "attached", "memory"),
 )
 ROWS, COLUMNS = 40, 120
-SWITCH_INTERVAL_S = 1e-4  # as the command line sets it
 SETTLE_S = 1.0
 READ_EVERY_S = 0.25
 MOST_WAIT_S = 60.0
@@ -192,7 +192,7 @@ async def chat(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Counter
         return None
 
     with terminal.installed():
-        ui = UIConfig(max_tokens=30_000, temperature=1.0)
+        ui = UIConfig(max_tokens=min(30_000, engine.model.max_model_len - 1000), temperature=0.0)
         app = TermgenApp(start, stop_engine=stop, ui=ui)
         running = asyncio.create_task(app.run_async())
         try:
@@ -201,7 +201,9 @@ async def chat(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Counter
             screen = app.screen
             assert isinstance(screen, ChatScreen)
             await asyncio.sleep(0.5)  # until it has been laid out
-            screen.ask("Tell me of steps.")
+            screen.ask(
+                "Count from one to a thousand, a number a line."
+            )  # a real model goes on, too
             yield lambda: 0
             assert screen.is_streaming, "the answer ended before the cell"
         finally:
@@ -350,7 +352,7 @@ def print_pages(hz: float) -> dict[str, Any]:
 
 def main() -> None:
     args = parse_args()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    take_short_turns()  # as the command line does
     os.environ.setdefault("COLORTERM", "truecolor")
     os.environ["TERM"] = "xterm-256color"
     is_simulated = args.engine == "simulated"

@@ -30,10 +30,10 @@ from made_up_model import TINY, write_tiny, write_tokenizer
 from termgen.config import EngineConfig
 from termgen.engine.engine import AsyncEngine
 from termgen.engine.sampling_params import SamplingParams
+from termgen.turns import take_short_turns
 
 VOCAB = TINY["vocab_size"]
 NUM_PREFIXES = 40
-SWITCH_INTERVAL_S = 1e-4  # as the command line sets it
 
 
 @dataclass
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-json", type=Path, help="write machine and results here")
     args = parser.parse_args()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    take_short_turns()  # as the command line does
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny(Path(folder))
         write_tokenizer(model, VOCAB)

@@ -27,15 +27,13 @@ from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.errors import ConfigError, TermgenError
 from termgen.exit_codes import BROKEN_PIPE, INTERRUPTED, OK, TERMINATED, USAGE_ERROR
 from termgen.settings import SettingLayers, flag_of
+from termgen.turns import take_short_turns
 
 ENGINE_THREAD = "termgen-engine"
 """Name of the thread that `AsyncEngine` starts."""
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """What writing to standard output fails with when it is redirected to a file."""
-
-SWITCH_INTERVAL_S = 1e-4
-"""Python's default of 5 ms lets a repaint delay an engine step by that much."""
 
 
 def entry() -> NoReturn:
@@ -144,7 +142,7 @@ def chat_command(args: argparse.Namespace) -> int:
         return run_remote_chat(target, ui, session=wanted, given=given)
     from termgen.launch import run_chat
 
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    take_short_turns()
     return run_chat(config, ui, session=wanted, given=given)
 
 
@@ -178,7 +176,7 @@ def serve_command(args: argparse.Namespace) -> int:
                 raise ConfigError(f"{flag_of(f)} needs --dashboard", param=f.name)
     from termgen.launch import run_serve
 
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    take_short_turns()
     return run_serve(config, server, ui)
 
 

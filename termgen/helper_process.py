@@ -24,6 +24,7 @@ from types import FunctionType
 from typing import Any
 
 from termgen.errors import TermgenError
+from termgen.turns import take_long_turns
 
 SIZE_BYTES = 8
 """Before what is sent either way: how much it is."""
@@ -85,7 +86,7 @@ class HelperProcess:
                     self._command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    start_new_session=True,  # Ctrl-C is not for it
+                    process_group=0,  # Ctrl-C is not for it; priorities count within a session
                 )
                 if self._finalizer is not None:
                     self._finalizer.detach()
@@ -162,6 +163,7 @@ def answer_questions(answer: Callable[[Any, bytes], object]) -> None:
     and of the bytes that came with it."""
     with contextlib.suppress(AttributeError, OSError):  # not every system can
         os.nice(NICENESS)  # the engine goes first
+    take_long_turns()
     gc.disable()  # JSON has no cycles
     source, target = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # what a library prints is no answer

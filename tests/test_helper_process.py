@@ -49,7 +49,8 @@ def test_half_a_question_spoils_no_other(helper: HelperProcess) -> None:
 def test_nothing_is_started_once_it_is_closed(helper: HelperProcess) -> None:
     assert helper.ask("first") == ("first", b"")
     process = helper.start()
-    assert os.getsid(process.pid) == process.pid, "Ctrl-C does not reach it"
+    assert os.getpgid(process.pid) == process.pid, "Ctrl-C does not reach it"
+    assert os.getsid(process.pid) == os.getsid(0), "Linux weighs priorities within a session"
     helper.close()
     assert helper.is_closed and process.poll() is not None
     with pytest.raises(HelperDied):

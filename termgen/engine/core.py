@@ -89,7 +89,7 @@ class EngineCore:
         self._turn_ns = 0
         """When this turn began, or a step landed in it."""
         self._step_ns = 0
-        """What the step that landed last took the device."""
+        """What the newest step without prompts to land took the device."""
         self._host_ns = 0
         """Time of the turn before since its step landed."""
 
@@ -216,7 +216,7 @@ class EngineCore:
 
     def _sample(self, step: _InFlight) -> bool:
         """Go on with a step that awaits masks; False while they need tokens in flight."""
-        # The model takes more than half of a step.
+        # The model takes more than half of a step, and with prompts in it longer still.
         runs_until_s = (step.times.launched_ns + self._step_ns // 2) / 1e9
         masks = self.scheduler.masks_for(step.plan, runs_until_s=runs_until_s)
         if masks is None:
@@ -241,7 +241,8 @@ class EngineCore:
         times.host_ns = self._host_ns + times.waited_ns - self._turn_ns
         times.busy_since_ns = self._busy_since_ns
         self._turn_ns = times.landed_ns
-        self._step_ns = result.ended_ns - result.started_ns
+        if step.plan.is_decode:
+            self._step_ns = result.ended_ns - result.started_ns
         self.run_ahead.landed(step.plan, result)
         self._read_inbox()  # an abort that is already here wins over the step's own ending
         applied = self.scheduler.apply(step.plan, result)

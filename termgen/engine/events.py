@@ -57,7 +57,8 @@ class StepRecord(NamedTuple):
     queue_depth: int = 0
     """Steps in flight when this one was submitted. 0: the device may have had nothing to do."""
     num_wasted_tokens: int = 0
-    """Since start: computed for requests whose end, or loss of the slot, was not known yet."""
+    """Since start: computed for requests whose end, or loss of the slot, was not known yet, or in
+    vain for a mask that was late."""
     host_us: float = 0.0
     """Time of the loop from the landing before to this one, without waiting for the device."""
     wait_us: float = 0.0

@@ -29,6 +29,7 @@ from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.engine.token_mask import IntArray
 from termgen.errors import EngineError, OverloadedError, RequestError
 from termgen.helper_process import HelperDied, HelperProcess
+from termgen.turns import long_turns
 
 if TYPE_CHECKING:
     from termgen.engine.tokenizer import Tokenizer
@@ -55,7 +56,8 @@ class Grammar:
         self._without_eos = list(stays.items())
         self._first_mask = np.zeros(num_words, np.int32)
         began = time.perf_counter()
-        Matcher(prototype, num_words, None).fill(self._first_mask)
+        with long_turns():
+            Matcher(prototype, num_words, None).fill(self._first_mask)
         self.is_slow = time.perf_counter() - began > SLOW_S
 
     def start(self, *, ends_at_eos: bool) -> Matcher:
@@ -67,7 +69,7 @@ class Grammar:
 class Matcher:
     """A `TokenMatcher`."""
 
-    __slots__ = ("_first", "_matcher", "_withheld", "num_words")
+    __slots__ = ("_address", "_bits", "_first", "_matcher", "_withheld", "num_words")
 
     def __init__(
         self,
@@ -82,6 +84,8 @@ class Matcher:
         self.num_words = num_words
         self._withheld = withheld
         self._first = first
+        self._bits: IntArray | None = None
+        self._address = 0  # asking an array for it takes as long as a short mask
 
     def accept(self, token_id: int) -> bool:
         self._first = None
@@ -113,7 +117,9 @@ class Matcher:
                 bits[word] = old
 
     def _compute(self, bits: IntArray) -> None:
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if bits is not self._bits:
+            self._bits, self._address = bits, bits.ctypes.data
+        self._matcher.unsafe_compute_mask_ptr(self._address, bits.nbytes)
         if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done
             raise RequestError(
                 f"the grammar is too complex: {brief(self._matcher.get_error())}",
@@ -231,7 +237,8 @@ class GrammarCompiler:
         limits = LLParserLimits(**limits_of(wanted))
         vocabulary = self._vocabulary_of_model()
         with self._computing:
-            prototype = LLMatcher(vocabulary, source, limits=limits, log_level=0)
+            with long_turns():
+                prototype = LLMatcher(vocabulary, source, limits=limits, log_level=0)
             error = prototype.get_error()
             if error:
                 raise RequestError(brief(error), code="invalid_schema")

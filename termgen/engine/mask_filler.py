@@ -15,6 +15,7 @@ from functools import partial
 
 from termgen.engine.daemon_threads import DaemonThreads
 from termgen.engine.token_mask import GrammarState
+from termgen.turns import long_turns
 
 NUM_THREADS = 2
 NUM_SLOW_THREADS = 2
@@ -38,11 +39,12 @@ class MaskFiller:
         together = []
         for row in rows:
             row.is_ready = False
-            if row.may_share and not row.is_slow:
+            if row.is_slow:
+                self._slow_threads.submit(partial(self._fill_slowly, row))
+            elif row.may_share:
                 together.append(row)
             else:
-                threads = self._slow_threads if row.is_slow else self._threads
-                threads.submit(partial(self._fill, [row]))
+                self._threads.submit(partial(self._fill, [row]))
         if together:
             self._threads.submit(partial(self._fill, together))
 
@@ -61,6 +63,10 @@ class MaskFiller:
         """Until some row becomes ready or the time is over."""
         with self._progress:
             self._progress.wait(timeout_s)
+
+    def _fill_slowly(self, row: GrammarState) -> None:
+        with long_turns():
+            self._fill([row])
 
     def _fill(self, rows: list[GrammarState]) -> None:
         for row in rows:

@@ -91,7 +91,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**kept, "PYTHONPATH": path},  # no keys, should a template break out
-            start_new_session=True,  # Ctrl-C is not for it
+            process_group=0,  # Ctrl-C is not for it
         )
         if self.ask(b"", MAX_START_S) is None:
             raise EngineError("the process that renders chat templates of requests does not start")

@@ -292,18 +292,19 @@ class Scheduler:
     def apply(self, plan: StepPlan, result: StepResult) -> AppliedStep:
         """Take in a landed step: append tokens, find who is finished, free what it fenced."""
         self._land(plan.step_id)
-        everyone_stayed = plan.step_id >= self._newest_loss
-        if everyone_stayed and len(result.token_ids) == plan.num_rows:
+        if plan.step_id >= self._newest_loss and len(result.token_ids) == plan.num_rows:
             rows = self._all_rows[: plan.num_rows]
             applied = AppliedStep(plan.slots, plan.epochs, result.token_ids, rows)
         else:
             alive = self.slots.epoch[plan.slots] == plan.epochs
             sampled = result.num_sampled > 0
             assert np.count_nonzero(sampled) == len(result.token_ids), "no drafts were planned"
-            self.stats.wasted_tokens += int(plan.num_tokens[~alive].sum())
+            is_wasted = ~alive
+            if plan.constrained is not None:  # rows whose masks were late
+                is_wasted[plan.constrained] |= ~sampled[plan.constrained]
+            self.stats.wasted_tokens += int(plan.num_tokens[is_wasted].sum())
             rows = (alive & sampled).nonzero()[0].astype(np.int32)
-            tokens = result.by_row()[rows]
-            applied = AppliedStep(plan.slots[rows], plan.epochs[rows], tokens, rows)
+            applied = AppliedStep(plan.slots[rows], plan.epochs[rows], result.by_row()[rows], rows)
         self.stats.generation_tokens += len(rows)
         slots, tokens = applied.slots, applied.token_ids
         stopped, ended = self.slots.append_tokens(slots, tokens)
@@ -321,7 +322,6 @@ class Scheduler:
         plans may have named released slots, so the device must not mind an AddedRow for a row it
         believes taken. The failed step's KV is findable: the prefix cache is forgotten with it.
         """
-        self.land_all()
         alive = plan.slots[self.slots.epoch[plan.slots] == plan.epochs]
         finished = [
             self._finished(self._release_slot(int(s)), FinishReason.ERROR, error=error)

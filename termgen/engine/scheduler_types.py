@@ -31,7 +31,8 @@ class SchedulerStats:
     """Prompt tokens computed (cache hits left out, recomputation counted)."""
     generation_tokens: int = 0
     wasted_tokens: int = 0
-    """Computed for requests whose end, or loss of the slot, was not known when planned."""
+    """Computed for requests whose end, or loss of the slot, was not known when planned, or for a
+    mask that was late: these are computed once more."""
 
 
 @dataclass(slots=True, eq=False)

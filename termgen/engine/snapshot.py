@@ -109,6 +109,8 @@ def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -
     if not scheduler.free_slots:
         return "all places taken"
     request = scheduler.waiting.peek()
+    if request.grammar is not None and not request.grammar.is_ready:
+        return "the mask of its grammar takes long"
     needed = -(-len(request.token_ids) // scheduler.kv.block_size)
     if needed > scheduler.kv.pool.num_free:
         return "not enough free KV blocks"

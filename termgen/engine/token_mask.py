@@ -35,8 +35,9 @@ class TokenMatcher(Protocol):
         ...
 
     def fill(self, bits: IntArray) -> None:
-        """Write the mask of the next token: bit i % 32 of word i // 32 stands for token i. Raises
-        RequestError where the grammar turns out to be too complex."""
+        """Write the mask of the next token over all of `bits`: bit i % 32 of word i // 32 stands
+        for token i. It is the same array every time. Raises RequestError where the grammar turns
+        out to be too complex."""
         ...
 
 
@@ -84,11 +85,12 @@ class GrammarState:
         self.is_ready = False
         """The mask is filled, or there is an error."""
         self.is_slow = grammar.is_slow
-        """The newest mask took long: the next one is waited for less, and filled elsewhere."""
+        """The newest mask took long: nobody waits for the next one, which is filled elsewhere."""
 
     @property
     def mask(self) -> IntArray:
-        """[num_words] of the next token; a new array each time, as others keep it."""
+        """[num_words] of the next token. The next one takes its place once that token has landed,
+        when no step reads this one any more."""
         assert self.is_ready and self._mask is not None
         return self._mask
 
@@ -97,9 +99,9 @@ class GrammarState:
         try:
             if self._matcher is None:
                 self._matcher = self._grammar.start(ends_at_eos=self._ends_at_eos)
-            bits = np.zeros(self._matcher.num_words, np.int32)
-            self._matcher.fill(bits)
-            self._mask = bits
+                self._mask = np.zeros(self._matcher.num_words, np.int32)
+            assert self._mask is not None
+            self._matcher.fill(self._mask)
         except BaseException as cause:  # a panic in llguidance is no Exception; it ends the request
             self.error = cause
 

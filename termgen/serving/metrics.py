@@ -73,7 +73,8 @@ class _SinceStartCollector(Collector):
             ),
             (
                 "engine_wasted_tokens",
-                "Tokens that steps computed for requests whose end was not known yet",
+                "Tokens that steps computed in vain: the request's end was not known yet, or its "
+                "mask was late",
                 counts.num_wasted_tokens,
             ),
             (

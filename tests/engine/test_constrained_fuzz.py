@@ -1,4 +1,4 @@
-"""The random traffic of `test_async_fuzz` with grammars, whose masks are late at times.
+"""The random traffic of `test_async_fuzz` with grammars, whose masks are late at times, or slow.
 
 Rerun one seed with `-k "seed-3008"`; TERMGEN_FUZZ_SCHEDULES=5000 runs more of them.
 """
@@ -9,12 +9,18 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from constrained_harness import ConstrainedDriver, FakeGrammar, make_late
+from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher, make_late
 from core_harness import Bearer
 from test_async_fuzz import NUM_SCHEDULES, SCHEDULES_PER_TEST, Schedule
 
+from termgen.engine.request import FinishReason
+from termgen.engine.token_mask import GrammarState, IntArray
+from termgen.errors import RequestError
+
 NUM_CONSTRAINED = NUM_SCHEDULES // 2
 FIRST = 3000
+NUM_UNRELIABLE = NUM_SCHEDULES // 6
+FIRST_UNRELIABLE = 9000
 
 
 class ConstrainedSchedule(Schedule):
@@ -60,3 +66,80 @@ def test_random_schedules_with_grammars_give_what_each_request_gives_alone(first
         seen["late"] += sum(schedule.num_late)
         seen["constrained"] += sum(b.request.grammar is not None for b in schedule.driver.bearers)
     assert seen["late"] > 0 and seen["constrained"] > 10
+
+
+class Unreliable(FakeGrammar):
+    """Some masks count as slow, whatever they take; one that cannot be filled ends the request."""
+
+    def __init__(self, length: int, *, modulus: int, pace: int, num_masks: int) -> None:
+        """pace: every so many masks are slow. num_masks: how many there are."""
+        super().__init__(length, modulus=modulus)
+        self.pace = pace
+        self.num_masks = num_masks
+
+    def start(self, *, ends_at_eos: bool) -> UnreliableMatcher:
+        return UnreliableMatcher(self)
+
+
+class UnreliableMatcher(FakeMatcher):
+    def __init__(self, grammar: Unreliable) -> None:
+        super().__init__(grammar)
+        self.grammar = grammar
+
+    def fill(self, bits: IntArray) -> None:
+        if len(self.tokens) == self.grammar.num_masks:
+            raise RequestError("the grammar is too complex")
+        super().fill(bits)
+
+
+class UnreliableState(GrammarState):
+    """Counts slow masks by what their grammar says."""
+
+    def note_time(self, *, is_slow: bool) -> None:
+        matcher = self._matcher
+        assert isinstance(matcher, UnreliableMatcher)
+        super().note_time(is_slow=len(matcher.tokens) % matcher.grammar.pace == 0)
+
+
+class UnreliableSchedule(ConstrainedSchedule):
+    """Seven of ten requests have an unreliable grammar."""
+
+    def submit(self, name: str, prompt: list[int], **params: Any) -> Bearer:
+        rng = self.rng
+        if rng.random() < 0.3:
+            return self.driver.submit(name, prompt, **params)
+        grammar = Unreliable(
+            int(rng.integers(1, 20)),
+            modulus=int(rng.integers(1, 9)),
+            pace=int(rng.choice([1, 3, 50])),
+            num_masks=int(rng.choice([0, 1, 4, 99, 99])),
+        )
+        return self.driver.constrain(name, prompt, grammar, **params)
+
+    def check_output(self, bearer: Bearer) -> None:
+        grammar, failed_steps = bearer.request.grammar, self.driver.executor.fail_steps
+        if isinstance(grammar, Unreliable) and bearer.reason is FinishReason.ERROR:
+            assert bearer.tokens == self.driver.reference(bearer)[: len(bearer.tokens)]
+            assert failed_steps or len(bearer.tokens) == grammar.num_masks
+        else:
+            super().check_output(bearer)
+            assert not isinstance(grammar, Unreliable) or len(bearer.tokens) <= grammar.num_masks
+
+
+@pytest.mark.parametrize(
+    "first",
+    range(FIRST_UNRELIABLE, FIRST_UNRELIABLE + NUM_UNRELIABLE, SCHEDULES_PER_TEST),
+    ids=lambda seed: f"seed-{seed}",
+)
+def test_so_they_do_beside_slow_masks_and_grammars_that_fail(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("termgen.engine.request.GrammarState", UnreliableState)
+    endings: Counter[object] = Counter()
+    for seed in range(first, first + SCHEDULES_PER_TEST):
+        schedule = UnreliableSchedule(seed)
+        print(f"seed={seed} {schedule.setting}")
+        schedule.run()
+        schedule.check()
+        endings.update(bearer.reason for bearer in schedule.driver.bearers)
+    assert endings[FinishReason.ERROR] > 10 and endings[FinishReason.STOP] > 10

@@ -158,6 +158,19 @@ def test_so_it_does_where_masks_are_late_at_random() -> None:
     assert num_late > 100, "hardly any mask was late"
 
 
+@pytest.mark.parametrize("depth", [2, 4])
+def test_what_a_late_mask_costs_is_counted_as_wasted(depth: int) -> None:
+    driver = ConstrainedDriver(depth=depth)
+    late = make_late(driver.scheduler, np.random.default_rng(1), 0.5)
+    free = driver.submit("free", [5, 6], max_tokens=30)
+    bound = driver.constrain("bound", [3, 4, 5], FakeGrammar(30), max_tokens=20)
+    driver.run()
+    driver.assert_reference()
+    useful = sum(2 + len(b.tokens) - 1 for b in (free, bound)) + 1
+    total = sum(plan.total_tokens for plan in driver.executor.plans)
+    assert driver.scheduler.stats.wasted_tokens == total - useful == len(late) > 3
+
+
 def run_random_traffic(seed: int, *, on_time: float = 1.0) -> int:
     """Returns how many masks were late."""
     rng = np.random.default_rng(seed)

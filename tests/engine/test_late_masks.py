@@ -6,13 +6,15 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher
 
 from termgen.engine.mask_filler import NUM_SLOW_THREADS, NUM_THREADS, SLOW_S, MaskFiller
 from termgen.engine.request import FinishReason
-from termgen.engine.token_mask import GrammarState, IntArray
+from termgen.engine.step import StepPlan, StepResult
+from termgen.engine.token_mask import GrammarState, IntArray, RowMasks
 from termgen.errors import RequestError
 
 
@@ -170,6 +172,8 @@ def test_a_first_mask_that_takes_long_holds_up_nobody_behind_it_in_the_queue(
     gate.is_open.clear()
     first = driver.constrain("first", [3, 4], gate.grammar(5), max_tokens=20)
     assert not driver.step() and not driver.step()
+    reason = driver.core.copy_state().snapshot().waiting_reason
+    assert reason == "the mask of its grammar takes long"
     second = driver.submit("second", [5, 6], max_tokens=4)
     third = driver.constrain("third", [3, 7], FakeGrammar(4), max_tokens=9)
     while second.ending is None or third.ending is None:
@@ -181,26 +185,46 @@ def test_a_first_mask_that_takes_long_holds_up_nobody_behind_it_in_the_queue(
     driver.assert_drained()
 
 
-def test_masks_are_waited_for_as_long_as_the_model_runs() -> None:
-    """A mask of 30 ms, which nobody has patience for, is in time for a step of 10 s."""
+def test_masks_are_waited_for_as_long_as_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of 30 ms, which nobody has patience for, are in time for steps of 20 s."""
+    monkeypatch.setattr("termgen.engine.mask_filler.SLOW_S", 60.0)
     driver, grammar = ConstrainedDriver(depth=2), FakeGrammar(9)
     constraints = driver.scheduler.constraints
     constraints.patience_s = constraints.idle_patience_s = 0.0
     bound = driver.constrain("bound", [3, 4], grammar, max_tokens=20)
     while not bound.tokens:
         driver.step()
-    grammar.may_fill.clear()
-    driver.core._step_ns = 20 * 10**9
-    driver.step()
-    threading.Timer(0.03, grammar.may_fill.set).start()
-    num_plans, num_tokens = len(driver.executor.plans), len(bound.tokens)
-    driver.core._step_ns = 20 * 10**9
-    driver.step()
-    driver.step()
-    assert len(driver.executor.plans) == num_plans + 2
-    assert len(bound.tokens) == num_tokens + 2, "no step went by without its token"
+    for _ in range(3):
+        grammar.may_fill.clear()
+        threading.Timer(0.03, grammar.may_fill.set).start()
+        driver.core._step_ns = 20 * 10**9
+        driver.step()
+    assert len(bound.tokens) == 1 + 3 and driver.scheduler.stats.wasted_tokens == 0
     driver.run()
     driver.assert_reference()
+
+
+def test_how_long_the_model_runs_is_no_matter_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with a prompt takes 400 s here, one without 20 s: of the next, 10 s are waited for."""
+    driver, waits_s = ConstrainedDriver(depth=2), list[float]()
+    execute, masks_for = driver.executor.device.execute, driver.scheduler.masks_for
+
+    def timed(plan: StepPlan, **options: Any) -> StepResult:
+        return execute(plan, **options)._replace(ended_ns=(20 if plan.is_decode else 400) * 10**9)
+
+    def noting(plan: StepPlan, *, runs_until_s: float = 0.0) -> RowMasks | None:
+        waits_s.append(runs_until_s - time.perf_counter())
+        return masks_for(plan, runs_until_s=runs_until_s)
+
+    monkeypatch.setattr(driver.executor.device, "execute", timed)
+    monkeypatch.setattr(driver.scheduler, "masks_for", noting)
+    driver.constrain("bound", [3, 4], FakeGrammar(9), max_tokens=20)
+    for i in range(3):
+        driver.step()
+        driver.submit(f"prompt {i}", [5] * 20, max_tokens=2)
+    driver.run()
+    driver.assert_reference()
+    assert 0.0 < max(waits_s) <= 10.0
 
 
 def test_an_abort_while_the_mask_is_filled(
@@ -313,3 +337,28 @@ def test_a_failed_request_whose_name_is_taken_again_ends_alone() -> None:
     driver.run()
     assert bad.reason is FinishReason.ERROR
     driver.assert_reference(again)
+
+
+def test_quick_rows_that_land_together_are_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row once, and each into the array it had before."""
+    filler = MaskFiller()
+    jobs: list[list[GrammarState]] = []
+    rows = [GrammarState(FakeGrammar(9), ends_at_eos=True) for _ in range(20)]
+    filler.begin(rows)
+    filler.wait(rows, 20.0)
+    before = [(row.mask, row.mask.copy()) for row in rows]
+    for row in rows:
+        row.note_time(is_slow=False)
+        row.accept(0)
+    fill = MaskFiller._fill
+
+    def noted(self: MaskFiller, some: list[GrammarState]) -> None:
+        jobs.append(some)
+        fill(self, some)
+
+    monkeypatch.setattr(MaskFiller, "_fill", noted)
+    filler.begin(rows)
+    filler.wait(rows, 20.0)
+    assert jobs == [rows]
+    for row, (mask, old) in zip(rows, before, strict=True):
+        assert row.mask is mask and (mask != old).any()

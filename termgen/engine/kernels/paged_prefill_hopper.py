@@ -1,10 +1,10 @@
 """`paged_prefill` for Hopper GPUs: warps that copy keys and values beside warps that compute.
 
-A program is one warp that copies tiles of keys and values into a ring in shared memory, and two
-groups of four warps with 64 rows of the queries each. A group multiplies the next tile's scores
-while it takes the exponentials of this one's, and the two groups take turns of themselves: what
-FlashAttention-3 (Shah et al. 2024) calls overlapping softmax with products. Programs stay: each
-takes tiles of the plan one after the other.
+A program is one warp that copies tiles of keys and values into a ring in shared memory
+(`prefill_copier`), and two groups of four warps with 64 rows of the queries each. A group
+multiplies the next tile's scores while it takes the exponentials of this one's, and the two groups
+take turns of themselves: what FlashAttention-3 (Shah et al. 2024) calls overlapping softmax with
+products. Programs stay: each takes tiles of the plan one after the other.
 
 Written in Gluon, Triton's language for explicit layouts and barriers, which its interpreter does
 not run: the tests of `paged_prefill` run over this kernel on such a GPU alone.
@@ -21,117 +21,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from termgen.engine.kernels.launch import num_sms
-from termgen.engine.kernels.prefill_plan import PLAN_FIELDS, PrefillConfig
+from termgen.engine.kernels.prefill_copier import COPIED, copy_tiles, next_work, read_tile
+from termgen.engine.kernels.prefill_plan import PrefillConfig
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 """Of the warps that run the same function; Triton 3.7 renamed it."""
 _LOG2_E = 1.4426950408889634
-_COPIED = gl.constexpr(64)
-"""Keys of one copy: they lie within a block."""
 _ROWS = gl.constexpr(64)
 """Rows of a group of four warps, as one of its products has."""
 _GROUPS = gl.constexpr(2)
 _COPIER_REGISTERS = gl.constexpr(24)
 _GROUP_REGISTERS = gl.constexpr(240)
-
-
-@gluon.jit
-def _next_work(turn):
-    """Back and forth over the programs: who got the most keys in one turn gets the fewest next."""
-    place = gl.program_id(0)
-    if turn % 2 == 1:
-        place = gl.num_programs(0) - 1 - place
-    return turn * gl.num_programs(0) + place
-
-
-@gluon.jit
-def _read_tile(
-    plan_ptr,
-    tile,
-    num_tiles,
-    QUERIES: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """A tile of the plan, and which tiles of keys it sees: [first, last), none for a tile that is
-    not in use or whose row is padding. The first, and those from `num_full`, need a mask."""
-    entry = plan_ptr + (num_tiles - 1 - tile) * PLAN_FIELDS
-    row = gl.load(entry)
-    first_token = gl.load(entry + 1)
-    num_queries = gl.load(entry + 2)
-    first_position = gl.load(entry + 3)
-    seq_len = gl.load(entry + 4)
-    first = 0
-    num_full = gl.maximum(first_position + 1, 0) // TILE
-    if WINDOW > 0:
-        first = gl.maximum(first_position - WINDOW + 1, 0) // TILE
-        num_full = first
-    end = gl.minimum(first_position + QUERIES, seq_len)
-    last = gl.maximum((end + TILE - 1) // TILE, first)
-    if row < 0:
-        num_queries = 0
-        last = first
-    if seq_len == 0:
-        last = first
-    return row, first_token, num_queries, first_position, seq_len, first, num_full, last
-
-
-@gluon.jit
-def _copy_tiles(
-    lines,
-    block_table_ptr,
-    plan_ptr,
-    num_tiles,
-    table_stride,
-    ring,
-    ready,
-    free,
-    NUM_KV_HEADS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    QUERIES: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """The warp that copies. Keys of the n-th tile go to place 2n of the ring, values to 2n + 1."""
-    count = 0
-    num_works = num_tiles * NUM_KV_HEADS
-    for turn in range(gl.cdiv(num_works, gl.num_programs(0))):
-        work = _next_work(turn)
-        if work < num_works:
-            kv_head = work % NUM_KV_HEADS
-            row, first_token, num_queries, first_position, seq_len, first, num_full, last = (
-                _read_tile(plan_ptr, work // NUM_KV_HEADS, num_tiles, QUERIES, WINDOW, TILE)
-            )
-            table = block_table_ptr + gl.maximum(row, 0).to(gl.int64) * table_stride
-            for tile in range(first, last):
-                stage = count % STAGES * 2
-                phase = (count // STAGES & 1) ^ 1
-                for part in gl.static_range(2):
-                    mbarrier.wait(free.index(stage + part), phase)
-                    mbarrier.expect(
-                        ready.index(stage + part), lines.block_type.nbytes * (TILE // _COPIED)
-                    )
-                    for piece in gl.static_range(TILE // _COPIED):
-                        # Keys past the last one are masked: any block will do for them.
-                        key = gl.minimum(tile * TILE + piece * _COPIED, seq_len - 1)
-                        block = gl.load(table + key // BLOCK_SIZE)
-                        line = (block * NUM_KV_HEADS + kv_head) * 2 + part
-                        line = line * BLOCK_SIZE + key % BLOCK_SIZE // _COPIED * _COPIED
-                        tma.async_copy_global_to_shared(
-                            lines,
-                            [line, 0],
-                            ready.index(stage + part),
-                            ring.index(stage + part).slice(piece * _COPIED, _COPIED),
-                        )
-                count += 1
 
 
 @gluon.jit
@@ -242,10 +148,10 @@ def _attend(
     query = (group * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, S))) // GROUP
     query = gl.minimum(query, QUERIES - 1)
     for turn in range(gl.cdiv(num_works, gl.num_programs(0))):
-        work = _next_work(turn)
+        work = next_work(turn)
         if work < num_works:
             row, first_token, num_queries, first_position, seq_len, first, num_full, last = (
-                _read_tile(plan_ptr, work // NUM_KV_HEADS, num_tiles, QUERIES, WINDOW, TILE)
+                read_tile(plan_ptr, work // NUM_KV_HEADS, num_tiles, QUERIES, WINDOW, TILE)
             )
             heads = work % NUM_KV_HEADS * GROUP + lane % GROUP
             tokens = (first_token + lane // GROUP).to(gl.int64)
@@ -356,7 +262,7 @@ def _paged_prefill_hopper_kernel(
                 ),
             ),
             (
-                _copy_tiles,
+                copy_tiles,
                 (
                     lines, block_table_ptr, plan_ptr, num_tiles, table_stride, ring, ready, free,
                     NUM_KV_HEADS, BLOCK_SIZE, QUERIES, WINDOW, TILE, STAGES,
@@ -386,7 +292,7 @@ def paged_prefill_hopper(
     _, block_size, _, num_kv_heads, _ = cache.shape
     lines = cache.permute(0, 3, 2, 1, 4).reshape(-1, head_dim)
     element = getattr(gl, str(cache.dtype).removeprefix("torch."))
-    shape = [_COPIED.value, head_dim]
+    shape = [COPIED.value, head_dim]
     layout = gl.NVMMASharedLayout.get_default_for(shape, element)
     num_programs = min(num_tiles * num_kv_heads, num_sms(q.device))
     _paged_prefill_hopper_kernel[(num_programs,)](

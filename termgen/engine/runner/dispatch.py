@@ -165,16 +165,16 @@ class CudaGraphDispatcher:
         so; why_not_full: the same of whole steps, where they were asked for."""
         assert max_num_seqs or not (mixed or piecewise), "their rows go by max_num_seqs"
         self.sizes = tuple(sorted(sizes))
-        self.halves = tuple(s for s in self.sizes if s & (s - 1) == 0 or s == self.sizes[-1])
-        """Rows of the decodes that are recorded without their sampling, and of that: fewer, for
-        they serve fewer steps, and a decode reads the weights whatever its size."""
+        self.split_sizes = tuple(s for s in self.sizes if s & (s - 1) == 0 or s == self.sizes[-1])
+        """Rows of the decodes that are recorded in two parts, model and sampling: fewer, for they
+        serve fewer steps, and a decode reads the weights whatever its size."""
         self.mixed = tuple(sorted(mixed))
         self.piecewise = tuple(sorted(piecewise))
         self.max_num_seqs = max_num_seqs
         self.disabled_reason = disabled_reason
         self._why_not_full = why_not_full
         self._padded_rows = _padded(self.sizes)
-        self._padded_halves = _padded(self.halves)
+        self._padded_split = _padded(self.split_sizes)
         self._padded_tokens = _padded(self.mixed)
         self._padded_pieces = _padded(self.piecewise)
 
@@ -197,7 +197,7 @@ class CudaGraphDispatcher:
         """Every recording of a whole step, the largest first: later ones fit into its memory."""
         plain, filtered, outside, masked = SamplingVariant
         found = [self._decode(size, v) for size in self.sizes for v in (plain, filtered)]
-        found += [self._decode(size, v) for size in self.halves for v in (outside, masked)]
+        found += [self._decode(size, v) for size in self.split_sizes for v in (outside, masked)]
         found += [self._mixed(s, v) for s in self.mixed for v in (plain, filtered, outside)]
         return sorted(found, key=lambda d: (-d.num_tokens, -d.num_rows))
 
@@ -240,8 +240,8 @@ class CudaGraphDispatcher:
         self, num_rows: int, num_tokens: int, sampling: SamplingVariant
     ) -> BatchDescriptor | None:
         if num_tokens == num_rows and num_rows < len(self._padded_rows):
-            is_half = sampling is SamplingVariant.OUTSIDE
-            padded = self._padded_halves if is_half else self._padded_rows
+            is_split = sampling is SamplingVariant.OUTSIDE
+            padded = self._padded_split if is_split else self._padded_rows
             return self._decode(padded[num_rows], sampling)
         if num_tokens < len(self._padded_tokens) and num_rows <= self.max_num_seqs:
             return self._mixed(self._padded_tokens[num_tokens], sampling)

@@ -307,7 +307,7 @@ class ModelRunner:
         with torch.inference_mode(), self.watch_compiles():
             num_tokens = output.num_tokens
             if masks is not None:
-                self.state.set_masks(plan, masks, by_kernels=self._uses_kernels(needs))
+                self.state.set_masks(plan, masks, by_kernels=self._kernels_for(needs) is not None)
                 if len(masks.late):  # short of its newest token, a row samples nothing
                     is_late = np.zeros(plan.num_rows, np.int64)
                     is_late[masks.late] = 1
@@ -323,9 +323,9 @@ class ModelRunner:
             return finish(self.graphs.pushed(plan.num_rows))
         return finish(replace(sampled, prompt_logprobs=of_prompts))
 
-    def _uses_kernels(self, needs: SamplingNeeds) -> bool:
-        """Whether a step is sampled by them."""
-        return self.fused_sampler is not None and needs.is_simple
+    def _kernels_for(self, needs: SamplingNeeds) -> FusedSampler | None:
+        """The kernels that sample such a step; None where `sampler` does."""
+        return self.fused_sampler if needs.is_simple else None
 
     def step_on_device(
         self,
@@ -375,10 +375,10 @@ class ModelRunner:
     ) -> StepTensors:
         """Sampling and state update."""
         logprobs = None
-        if self.fused_sampler is not None and needs.is_simple:
+        if kernels := self._kernels_for(needs):
             if needs.edits:
                 logits = self.state.edit_logits(slots, logits)
-            token_ids = self.fused_sampler(
+            token_ids = kernels(
                 logits, slots, num_tokens, self.state, filters=needs.filters, grammar=needs.grammar
             )
         else:

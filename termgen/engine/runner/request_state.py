@@ -70,11 +70,11 @@ class RequestState:
             (rows, -(-vocab_size // 32)), dtype=torch.int32, device=device
         )
         """[R, W]: a bit for each token that a row with a grammar may sample next."""
-        self.near_masks = self.token_masks
+        self.host_masks = self.token_masks
         """The same for kernels: on CUDA in the host's memory, which they can read, so that a mask
         is there as soon as it is written."""
         if self.fused and device.type == "cuda":
-            self.near_masks = torch.zeros_like(self.token_masks, device="cpu").pin_memory()
+            self.host_masks = torch.zeros_like(self.token_masks, device="cpu").pin_memory()
         self.output_counts: torch.Tensor | None = None  # [R, V] int32, once a penalty is asked for
         self.prompt_mask: torch.Tensor | None = None  # [R, V] bool, likewise
         self.edits: LogitEditTables | None = None
@@ -100,15 +100,16 @@ class RequestState:
     def set_masks(self, plan: StepPlan, masks: RowMasks, *, by_kernels: bool) -> None:
         """Put the masks of a plan's rows where its sampling reads them. by_kernels: who samples.
 
-        No step that reads a row's old mask is under way: its token has landed.
+        No step under way needs a row's old mask: its token has landed, or the row was late and
+        samples nothing there, so that a mask half written does no harm.
         """
         if not len(masks.rows):
             return
         slots, num_words = plan.slots[masks.rows], self.token_masks.shape[1]  # no unknown tokens
         if by_kernels or self.device.type == "cpu":
-            near = self.near_masks.numpy()
+            rows = self.host_masks.numpy()
             for slot, bits in zip(slots.tolist(), masks.bits, strict=True):
-                near[slot] = bits[:num_words]
+                rows[slot] = bits[:num_words]
         else:
             rows = np.stack([bits[:num_words] for bits in masks.bits])
             where = self.upload(slots.astype(np.int64))

@@ -27,7 +27,7 @@ class SlotParams(Protocol):
     min_p: torch.Tensor  # [R] float32
     seeds: torch.Tensor  # [R] int64
     has_grammar: torch.Tensor  # [R] bool
-    near_masks: torch.Tensor  # [R, W] int32
+    host_masks: torch.Tensor  # [R, W] int32
 
 
 class FusedSampler:
@@ -57,7 +57,7 @@ class FusedSampler:
     ) -> torch.Tensor:  # [B] int64
         """filters: some row may limit by top-k, top-p or min-p. grammar: some row may have one."""
         if grammar:
-            mask_tokens_(logits, slots, has_grammar=params.has_grammar, bits=params.near_masks)
+            mask_tokens_(logits, slots, has_grammar=params.has_grammar, bits=params.host_masks)
         threshold = None
         if filters:
             threshold = cut_threshold(

@@ -49,7 +49,7 @@ def test_every_decode_batch_replays_the_smallest_recording_that_holds_it(
             assert found.descriptor in recorded
             recorded_rows, most = sizes, max(8, rows)
             if variant is SamplingVariant.OUTSIDE:
-                recorded_rows, most = dispatcher.halves, max(1, rows)
+                recorded_rows, most = dispatcher.split_sizes, max(1, rows)
                 assert replace(found.descriptor, sampling=SamplingVariant.MASKED) in recorded
             assert found.descriptor.num_rows == min(s for s in recorded_rows if s >= rows)
             assert found.num_padded(rows) == found.descriptor.num_rows - rows < most
@@ -255,7 +255,7 @@ def test_every_pair_in_every_mode(mode: str, max_num_seqs: int, budget: int) -> 
                 if mode.startswith("full"):
                     whole = decodes if is_decode else mixed if mode == "full" else ()
                     if is_decode and sampling is SamplingVariant.OUTSIDE:
-                        whole = dispatcher.halves
+                        whole = dispatcher.split_sizes
                 pieces = {*decodes, *mixed} if mode.endswith("piecewise") else set()
                 if any(size >= tokens for size in whole):
                     assert found.mode is GraphMode.FULL and found.reason == ""

@@ -1,0 +1,96 @@
+"""How long a thread computes before others have their turn, at Python's lock and at its core.
+
+An engine wakes up every few milliseconds, does a little, and must not wait for whoever computes
+for long. At Python's lock that is a setting. At a core, Linux (6.12 and newer) gives every thread
+the same share in slices of some milliseconds, and a thread may ask for shorter ones: its share
+stays what it is, but it runs sooner after it has waked up. A lower priority of the others would not
+do: they hold Python's lock at times, and whoever holds it must not wait for a core. Threads and
+processes inherit their slices from who starts them. On other systems, and older ones, only the
+lock's setting has an effect.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SWITCH_INTERVAL_S = 1e-4
+"""Python's default of 5 ms lets a repaint delay an engine step by that much."""
+SHORT_SLICE_NS = 100_000
+"""The shortest that Linux grants."""
+_USUAL_NS = 0  # the system's own length
+_WITH_SLICES = (0, 3)
+"""SCHED_OTHER and SCHED_BATCH."""
+_CALLS = {"x86_64": (314, 315), "aarch64": (274, 275), "riscv64": (274, 275)}
+"""Numbers of the system calls sched_setattr and sched_getattr."""
+
+
+class _Attributes(ctypes.Structure):
+    """`struct sched_attr` in its first form, which every kernel takes; see sched_setattr(2)."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("policy", ctypes.c_uint32),
+        ("flags", ctypes.c_uint64),
+        ("nice", ctypes.c_int32),
+        ("priority", ctypes.c_uint32),
+        ("runtime_ns", ctypes.c_uint64),
+        ("deadline_ns", ctypes.c_uint64),
+        ("period_ns", ctypes.c_uint64),
+    )
+
+
+def take_short_turns() -> None:
+    """For the program: Python's lock goes round quickly, and this thread, with those that it starts
+    from now on, has short slices of its core."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    _set_slice(SHORT_SLICE_NS)
+
+
+def take_long_turns() -> None:
+    """For a process that computes for long, and that nobody waits for."""
+    _set_slice(_USUAL_NS)
+
+
+@contextmanager
+def long_turns() -> Iterator[None]:
+    """While this thread computes without Python's lock: whoever has short turns goes first."""
+    before = slice_ns()
+    take_long_turns()
+    try:
+        yield
+    finally:
+        if before:
+            _set_slice(before)
+
+
+def slice_ns() -> int | None:
+    """Of this thread; None where the system does not tell, and 0 where it knows none."""
+    attributes = _read()
+    return None if attributes is None else int(attributes.runtime_ns)
+
+
+def _set_slice(nanoseconds: int) -> None:
+    attributes = _read()
+    if attributes is None or attributes.policy not in _WITH_SLICES:
+        return  # somebody gave this process another class, which has no slices
+    attributes.runtime_ns = nanoseconds
+    _call(0, ctypes.byref(attributes), 0)  # where a sandbox forbids it, all stays as it is
+
+
+def _read() -> _Attributes | None:
+    attributes = _Attributes()
+    size = ctypes.sizeof(attributes)
+    return attributes if _call(1, ctypes.byref(attributes), size, 0) else None
+
+
+def _call(which: int, *arguments: object) -> bool:
+    """Of the calling thread."""
+    calls = _CALLS.get(platform.machine())
+    if calls is None or not sys.platform.startswith("linux"):
+        return False
+    number = ctypes.c_long(calls[which])
+    return int(ctypes.CDLL(None).syscall(number, ctypes.c_long(0), *arguments)) == 0
