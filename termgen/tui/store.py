@@ -31,6 +31,7 @@ from termgen.tui.step_figures import (
     Series,
     Spread,
     StepFigures,
+    Values,
     quantiles,
 )
 
@@ -274,8 +275,8 @@ class DashboardStore:
         view = DashboardView(
             now_ns=now_ns,
             uptime_s=(now_ns - self.started_ns) / 1e9,
-            decode_rate=sum(series.decode[-RATE_BUCKETS:]) / RATE_BUCKETS,
-            prefill_rate=sum(series.prefill[-RATE_BUCKETS:]) / RATE_BUCKETS,
+            decode_rate=float(series.decode[-RATE_BUCKETS:].mean()),
+            prefill_rate=float(series.prefill[-RATE_BUCKETS:].mean()),
             series=series,
             step=figures.step_times.spread(now_ns, short),
             gap=figures.gaps.spread(now_ns, short),
@@ -334,14 +335,15 @@ def as_of(view: DashboardView, back: int) -> DashboardView:
     return _with_counters(view, view.steps[-1 - min(back, len(view.steps) - 1)])
 
 
-def windowed(values: Sequence[float], window_s: int | None, points: int) -> Sequence[float]:
-    """The last seconds of a series in so many points; each shows the highest of what it covers."""
-    if window_s is None or points <= 0:
-        return values
-    count = max(1, min(len(values), window_s * 1_000_000_000 // BUCKET_NS))
-    tail = values[len(values) - count :]
-    ends = [max(i * count // points + 1, (i + 1) * count // points) for i in range(points)]
-    return [max(tail[i * count // points : end]) for i, end in enumerate(ends)] if tail else ()
+def windowed(values: Sequence[float] | Values, window_s: int | None, points: int) -> list[float]:
+    """The last seconds of a series in so many points, each the highest of what it covers; without
+    a window its last points."""
+    count = len(values) if window_s is None else window_s * 1_000_000_000 // BUCKET_NS
+    tail = np.asarray(values[max(0, len(values) - max(1, count)) :], np.float64)
+    if window_s is not None and points > 0 and len(tail):
+        tail = np.maximum.reduceat(tail, np.arange(points) * len(tail) // points)
+    found: list[float] = tail[max(0, len(tail) - max(0, points)) :].tolist()
+    return found
 
 
 def step_ms(step: StepRecord) -> float:

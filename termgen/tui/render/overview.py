@@ -14,6 +14,7 @@ from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import braille, spark
 from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, row_width, spread
+from termgen.tui.step_figures import Values
 from termgen.tui.store import DashboardView, windowed
 
 ROOMY_TILE = 35
@@ -111,7 +112,7 @@ def prefill_tile(view: DashboardView, frame: Frame) -> list[Row]:
 
 
 def _rate_tile(
-    name: str, values: tuple[float, ...], now: float, frame: Frame, window_s: int | None
+    name: str, values: Values, now: float, frame: Frame, window_s: int | None
 ) -> list[Row]:
     """The name is also the role. Window and unit give way to the number."""
     width, height = frame.inner_width, frame.inner_height
@@ -170,7 +171,7 @@ def gauges_tile(view: DashboardView, frame: Frame, gpu: GpuHistory = ()) -> list
 
 class _Gauge(NamedTuple):
     name: str
-    values: Sequence[float]
+    values: Sequence[float] | Values
     peak: float | None
     """What the height of the series is; None: the highest shown."""
     number: str
