@@ -28,6 +28,7 @@ from termgen.engine.tokenizer import Tokenizer
 from termgen.errors import ConfigError, EngineError, RequestError
 from termgen.launch import find_model
 from termgen.progress import TerminalProgress
+from termgen.turns import quick_lock
 
 PromptInput = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict with `prompt` or `prompt_token_ids`, and `cache_salt` if wanted."""
@@ -172,7 +173,8 @@ class LLM:
         try:
             for request in requests:
                 self._engine.add(request)
-            self._step_until_done(builders, use_tqdm=use_tqdm)
+            with quick_lock():
+                self._step_until_done(builders, use_tqdm=use_tqdm)
         except BaseException:
             # Ctrl-C or a failure: the next call must not find this one's requests still running
             for request in requests:

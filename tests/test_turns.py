@@ -13,9 +13,16 @@ import pytest
 
 from termgen import turns
 from termgen.engine.mask_filler import MaskFiller
-from termgen.engine.token_mask import GrammarState, IntArray
+from termgen.engine.token_mask import GrammarState, IntArray, fill_each
 from termgen.helper_process import HelperProcess
-from termgen.turns import SHORT_SLICE_NS, long_turns, slice_ns, take_long_turns, take_short_turns
+from termgen.turns import (
+    SHORT_SLICE_NS,
+    long_turns,
+    quick_lock,
+    slice_ns,
+    take_long_turns,
+    take_short_turns,
+)
 
 
 def in_a_thread(function: Callable[[], object]) -> None:
@@ -105,6 +112,17 @@ def test_other_systems_only_set_the_lock(missing: str, monkeypatch: pytest.Monke
     in_a_thread(check)
 
 
+def test_a_library_gives_the_lock_back_as_it_was() -> None:
+    sys.setswitchinterval(0.005)
+    with pytest.raises(KeyError), quick_lock():
+        assert sys.getswitchinterval() == pytest.approx(turns.SWITCH_INTERVAL_S)
+        raise KeyError
+    assert sys.getswitchinterval() == pytest.approx(0.005)
+    sys.setswitchinterval(1e-5)
+    with quick_lock():
+        assert sys.getswitchinterval() == pytest.approx(1e-5)
+
+
 PROGRAM = """
 import sys
 sys.path.insert(0, {root!r})
@@ -144,6 +162,8 @@ class TellingGrammar:
 
     def accept(self, token_id: int) -> bool:
         return True
+
+    fill_all = staticmethod(fill_each)
 
     def fill(self, bits: IntArray) -> None:
         self.slices.append(slice_ns())

@@ -45,9 +45,12 @@ PROGRAM = Path(__file__).with_name("grammar_program.py")
 class Grammar:
     """A `TokenGrammar`."""
 
-    def __init__(self, prototype: Any, num_words: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, prototype: Any, executor: Any, num_words: int, eos_token_ids: Sequence[int]
+    ) -> None:
         """Fills the first mask, which is that of every answer. Raises RequestError."""
         self._prototype = prototype
+        self._executor = executor
         self._num_words = num_words
         stays: dict[int, int] = {}
         for token_id in eos_token_ids:
@@ -57,30 +60,34 @@ class Grammar:
         self._first_mask = np.zeros(num_words, np.int32)
         began = time.perf_counter()
         with long_turns():
-            Matcher(prototype, num_words, None).fill(self._first_mask)
+            Matcher(prototype, executor, num_words, None).fill(self._first_mask)
         self.is_slow = time.perf_counter() - began > SLOW_S
 
     def start(self, *, ends_at_eos: bool) -> Matcher:
         withheld = None if ends_at_eos else self._without_eos
         first = None if self.is_slow else self._first_mask  # or the next would be taken for quick
-        return Matcher(self._prototype.deep_copy(), self._num_words, withheld, first)
+        matcher = self._prototype.deep_copy()
+        return Matcher(matcher, self._executor, self._num_words, withheld, first)
 
 
 class Matcher:
     """A `TokenMatcher`."""
 
-    __slots__ = ("_address", "_bits", "_first", "_matcher", "_withheld", "num_words")
+    __slots__ = ("_address", "_bits", "_executor", "_first", "_matcher", "_withheld", "num_words")
 
     def __init__(
         self,
         matcher: Any,
+        executor: Any,
         num_words: int,
         withheld: Sequence[tuple[int, int]] | None,
         first: IntArray | None = None,
     ) -> None:
-        """withheld: what to clear as long as other bits are left: words, and the bits that stay.
+        """executor: runs what several matchers have to do at once.
+        withheld: what to clear as long as other bits are left: words, and the bits that stay.
         first: the first mask, where it is known."""
         self._matcher = matcher
+        self._executor = executor
         self.num_words = num_words
         self._withheld = withheld
         self._first = first
@@ -100,14 +107,37 @@ class Matcher:
         if self._first is not None:
             bits[:] = self._first
         else:
-            self._compute(bits)
-        self._withhold(bits)
+            if bits is not self._bits:
+                self._bits, self._address = bits, bits.ctypes.data
+            self._matcher.unsafe_compute_mask_ptr(self._address, bits.nbytes)
+        self._finish(bits)
 
-    def _withhold(self, bits: IntArray) -> None:
-        if self._withheld is None:
-            return
+    @staticmethod
+    def fill_all(matchers: Sequence[Matcher], bits: IntArray) -> list[BaseException | None]:
+        jobs = [(matcher._matcher, i) for i, matcher in enumerate(matchers)]
+        executor = matchers[0]._executor
+        executor.unsafe_compute_mask_ptr(jobs, bits.ctypes.data, bits.strides[0], len(bits))
+        faults: list[BaseException | None] = []
+        for matcher, mask in zip(matchers, bits, strict=True):
+            try:
+                matcher._finish(mask)
+                faults.append(None)
+            except RequestError as fault:
+                faults.append(fault)
+        return faults
+
+    def _finish(self, bits: IntArray) -> None:
+        if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done
+            raise RequestError(
+                f"the grammar is too complex: {brief(self._matcher.get_error())}",
+                code="invalid_schema",
+            )
+        if self._withheld is not None:
+            self._withhold(bits, self._withheld)
+
+    def _withhold(self, bits: IntArray, withheld: Sequence[tuple[int, int]]) -> None:
         before = []
-        for word, stays in self._withheld:  # scalars: arrays so short take longer
+        for word, stays in withheld:  # scalars: arrays so short take longer
             old = int(bits[word])
             if old & ~stays:
                 before.append((word, old))
@@ -115,16 +145,6 @@ class Matcher:
         if before and not bits.any():
             for word, old in before:
                 bits[word] = old
-
-    def _compute(self, bits: IntArray) -> None:
-        if bits is not self._bits:
-            self._bits, self._address = bits, bits.ctypes.data
-        self._matcher.unsafe_compute_mask_ptr(self._address, bits.nbytes)
-        if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done
-            raise RequestError(
-                f"the grammar is too complex: {brief(self._matcher.get_error())}",
-                code="invalid_schema",
-            )
 
 
 class _Lane:
@@ -152,6 +172,7 @@ class GrammarCompiler:
         self._computing = threading.Semaphore(spare_threads(NUM_THREADS))
         """For what takes a whole core: the rest of a compilation waits for others, if at all."""
         self._vocabulary: Any = None
+        self._executor: Any = None
         self._vocabulary_lock = threading.Lock()
         self._gbnf = HelperProcess(PROGRAM)
         self._gbnf_lock = threading.Lock()
@@ -242,7 +263,8 @@ class GrammarCompiler:
             error = prototype.get_error()
             if error:
                 raise RequestError(brief(error), code="invalid_schema")
-            return Grammar(prototype, -(-self._num_tokens // 32), self._eos_token_ids)
+            num_words = -(-self._num_tokens // 32)
+            return Grammar(prototype, self._executor, num_words, self._eos_token_ids)
 
     def _from_gbnf(self, grammar: str) -> str:
         try:
@@ -255,10 +277,11 @@ class GrammarCompiler:
     def _vocabulary_of_model(self) -> Any:
         """llguidance's own form of the vocabulary, made once: it takes up to a second, in which
         no other thread runs."""
-        from llguidance import LLTokenizer
+        from llguidance import LLExecutor, LLTokenizer
 
         with self._vocabulary_lock:
             if self._vocabulary is None:
+                self._executor = LLExecutor(num_threads=spare_threads(NUM_THREADS))
                 try:
                     self._vocabulary = LLTokenizer(
                         self._tokenizer.to_json(),

@@ -19,6 +19,8 @@ from termgen.turns import long_turns
 
 NUM_THREADS = 2
 NUM_SLOW_THREADS = 2
+MANY = 8
+"""Of so many rows that land together the masks are filled all at once."""
 SLOW_S = 0.005
 """A mask that takes longer is slow. Most take some microseconds."""
 
@@ -69,13 +71,33 @@ class MaskFiller:
             self._fill([row])
 
     def _fill(self, rows: list[GrammarState]) -> None:
+        if len(rows) >= MANY:
+            self._fill_many(rows)
+            return
         for row in rows:
             began = time.perf_counter()
             row.fill()
             took_s = time.perf_counter() - began
             with self._progress:
                 row.note_time(is_slow=took_s > SLOW_S)
-                row.is_ready = True
-                self._awaited.discard(row)
-                if not self._awaited:
-                    self._progress.notify()
+                self._hand_back([row])
+
+    def _fill_many(self, rows: list[GrammarState]) -> None:
+        began = time.perf_counter()
+        GrammarState.fill_together(rows)
+        is_slow = time.perf_counter() - began > SLOW_S
+        with self._progress:
+            for row in rows:
+                if is_slow:
+                    row.note_slow_company()
+                else:
+                    row.note_time(is_slow=False)
+            self._hand_back(rows)
+
+    def _hand_back(self, rows: list[GrammarState]) -> None:
+        """With `_progress` held."""
+        for row in rows:
+            row.is_ready = True
+        self._awaited.difference_update(rows)
+        if not self._awaited:
+            self._progress.notify()

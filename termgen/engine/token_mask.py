@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +36,12 @@ class TokenMatcher(Protocol):
 
     def fill(self, bits: IntArray) -> None:
         """Write the mask of the next token over all of `bits`: bit i % 32 of word i // 32 stands
-        for token i. It is the same array every time. Raises RequestError where the grammar turns
-        out to be too complex."""
+        for token i. Raises RequestError where the grammar turns out to be too complex."""
+        ...
+
+    @staticmethod
+    def fill_all(matchers: Sequence[Any], bits: IntArray) -> list[BaseException | None]:
+        """The same for several of one kind, bits[i] for each; what `fill` would have raised."""
         ...
 
 
@@ -89,8 +93,8 @@ class GrammarState:
 
     @property
     def mask(self) -> IntArray:
-        """[num_words] of the next token. The next one takes its place once that token has landed,
-        when no step reads this one any more."""
+        """[num_words] of the next token. Once that has landed, and no step reads this mask any
+        more, the next one may be written over it."""
         assert self.is_ready and self._mask is not None
         return self._mask
 
@@ -105,11 +109,33 @@ class GrammarState:
         except BaseException as cause:  # a panic in llguidance is no Exception; it ends the request
             self.error = cause
 
+    @staticmethod
+    def fill_together(rows: Sequence[GrammarState]) -> None:
+        """The next mask of each; none of them is the first. Filled one by one, each would wait for
+        Python's lock."""
+        matchers = [row._matcher for row in rows]
+        first = matchers[0]
+        assert first is not None, "the first mask makes the matcher"
+        bits = np.empty((len(rows), first.num_words), np.int32)
+        try:
+            faults = first.fill_all(matchers, bits)
+        except BaseException:  # whose it was turns out when each is alone
+            for row in rows:
+                row.fill()
+            return
+        for row, mask, fault in zip(rows, bits, faults, strict=True):
+            row._mask, row.error = mask, fault
+
     @property
     def may_share(self) -> bool:
         """Whether others may have to wait for its next mask: not for the first, and after one that
         took long only once many have been quick, more every time."""
         return self._num_quick >> 3 * self._num_slow > 0  # eight times as many every time
+
+    def note_slow_company(self) -> None:
+        """It was filled with others, and that took long: who is to blame turns out when each is
+        alone."""
+        self._num_quick = 0
 
     def note_time(self, *, is_slow: bool) -> None:
         """How long the newest mask took."""
@@ -131,6 +157,18 @@ class GrammarState:
                 )
             raise EngineError(f"token {token_id} does not fit the grammar")
         return matcher.is_ended
+
+
+def fill_each(matchers: Sequence[TokenMatcher], bits: IntArray) -> list[BaseException | None]:
+    """`TokenMatcher.fill_all` of a kind that has nothing better."""
+    faults: list[BaseException | None] = []
+    for matcher, mask in zip(matchers, bits, strict=True):
+        try:
+            matcher.fill(mask)
+            faults.append(None)
+        except BaseException as cause:
+            faults.append(cause)
+    return faults
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import StepPlan, StepResult
-from termgen.engine.token_mask import IntArray, RowMasks
+from termgen.engine.token_mask import IntArray, RowMasks, fill_each
 
 
 class FakeGrammar:
@@ -58,6 +58,8 @@ class FakeMatcher:
     @property
     def is_ended(self) -> bool:
         return len(self.tokens) >= self._grammar.length
+
+    fill_all = staticmethod(fill_each)
 
     def fill(self, bits: IntArray) -> None:
         assert self._grammar.may_fill.wait(20)

@@ -20,7 +20,7 @@ from termgen.engine.structured_outputs import (
     MAX_TEXT_BYTES,
     StructuredOutputsParams,
 )
-from termgen.engine.token_mask import TokenMatcher
+from termgen.engine.token_mask import TokenMatcher, fill_each
 from termgen.engine.tokenizer import Tokenizer, load_tokenizer
 from termgen.errors import RequestError
 
@@ -184,6 +184,38 @@ def test_a_limit_reached_in_a_mask_is_an_error_and_no_end_of_the_answer(
     assert not matcher.accept(EOS), "a broken matcher takes nothing"
 
 
+def test_masks_filled_at_once_are_those_of_each_alone(compiler: GrammarCompiler) -> None:
+    """Of several grammars, with and without an end, one of which reaches a limit on the way."""
+    wanted: list[dict[str, Any]] = [
+        {"json_object": True},
+        {"regex": "[ab]*"},
+        {"regex": "(([a-z]{1,1000}){1,1000}){1,1000}"},
+        {"choice": ("aa", "bbb")},
+    ]
+    grammars = [compiler.compile(StructuredOutputsParams(**each)) for each in wanted]
+    ends = [i % 2 == 0 for i in range(8)]
+    alone, together = (
+        [grammars[i // 2].start(ends_at_eos=ends[i]) for i in range(8)] for _ in range(2)
+    )
+    goes_on, refused = [True] * 8, 0
+    for _ in range(10):
+        places = [i for i in range(8) if goes_on[i]]
+        expected = np.full((len(places), alone[0].num_words), -7, np.int32)
+        bits = np.full_like(expected, 5)
+        wrong = fill_each([alone[i] for i in places], expected)
+        faults = together[0].fill_all([together[i] for i in places], bits)
+        for i, a, b, fault, own in zip(places, expected, bits, faults, wrong, strict=True):
+            if fault or own:  # what counts towards the limit is common to a grammar's matchers
+                goes_on[i], refused = False, refused + (fault is not None)
+                assert i in (4, 5) and "too complex" in str(fault or own)
+                continue
+            assert np.array_equal(a, b)
+            token = int(np.flatnonzero(np.unpackbits(a.view(np.uint8), bitorder="little"))[-1])
+            accepted = alone[i].accept(token), together[i].accept(token)
+            goes_on[i] = accepted == (True, True) and not alone[i].is_ended
+    assert refused and any(goes_on)
+
+
 def test_the_largest_that_are_taken_can_be_followed(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
@@ -214,7 +246,10 @@ def test_what_goes_on_in_too_many_ways_is_refused_before_it_begins(
         compiler.compile(StructuredOutputsParams(grammar=grammar, param="tools"))
 
 
-def test_the_first_mask_is_filled_once(compiler: GrammarCompiler) -> None:
+def test_the_first_mask_is_filled_once(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "SLOW_S", 60.0)  # other programs may run meanwhile
     grammar = compiler.compile(StructuredOutputsParams(regex="[ab]c|"))
     (one, other), strict = (
         (grammar.start(ends_at_eos=True) for _ in range(2)),

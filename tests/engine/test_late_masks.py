@@ -337,28 +337,3 @@ def test_a_failed_request_whose_name_is_taken_again_ends_alone() -> None:
     driver.run()
     assert bad.reason is FinishReason.ERROR
     driver.assert_reference(again)
-
-
-def test_quick_rows_that_land_together_are_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row once, and each into the array it had before."""
-    filler = MaskFiller()
-    jobs: list[list[GrammarState]] = []
-    rows = [GrammarState(FakeGrammar(9), ends_at_eos=True) for _ in range(20)]
-    filler.begin(rows)
-    filler.wait(rows, 20.0)
-    before = [(row.mask, row.mask.copy()) for row in rows]
-    for row in rows:
-        row.note_time(is_slow=False)
-        row.accept(0)
-    fill = MaskFiller._fill
-
-    def noted(self: MaskFiller, some: list[GrammarState]) -> None:
-        jobs.append(some)
-        fill(self, some)
-
-    monkeypatch.setattr(MaskFiller, "_fill", noted)
-    filler.begin(rows)
-    filler.wait(rows, 20.0)
-    assert jobs == [rows]
-    for row, (mask, old) in zip(rows, before, strict=True):
-        assert row.mask is mask and (mask != old).any()

@@ -51,7 +51,7 @@ from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
 from termgen.engine.step import GraphStatus, StepPlan, StepResult
-from termgen.engine.token_mask import IntArray, RowMasks
+from termgen.engine.token_mask import IntArray, RowMasks, fill_each
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -78,6 +78,8 @@ class AnyToken:
 
     def accept(self, token_id: int) -> bool:
         return True
+
+    fill_all = staticmethod(fill_each)
 
     def fill(self, bits: IntArray) -> None:
         bits[:] = -1
