@@ -241,7 +241,7 @@ def test_what_watching_cost_is_in_report_and_file() -> None:
         {"telling_seconds": 0.5, "working_seconds": 50.0},
     )
     facts = dict(serve_report.rows_of(run))
-    assert facts["observer"] == "1.00% of the engine's time to tell of its steps"
+    assert facts["observer"] == "1% of the engine's time to tell of its steps"
     run = replace(run, screen_share=0.034)
     assert dict(serve_report.rows_of(run))["observer"].endswith(", 3.4% of a core to draw")
     assert document(run, None)["observer"] == {"engine_share": 0.01, "screen_share": 0.034}
@@ -339,3 +339,10 @@ async def test_a_load_generator_that_ends_at_once_is_an_error_of_one_line(
     plan = LoadPlan(Target("127.0.0.1", 1, "/"), bodies, (0.0,), max_concurrency=None, timeout_s=1)
     with pytest.raises(EngineError, match="ended early, with code 9"):
         await run_in_process(plan)
+
+
+def test_the_columns_of_the_times_are_straight() -> None:
+    result = make_result(ServeOptions(num_prompts=1), measured(answer(0.0, 0.1, [0.1])), [4])
+    run = ServeRun(result, ServedModel("m", "termgen", 99), "http://x", 0, True, None)
+    lines = serve_report.times_table(run)
+    assert len(lines) == 5 and len({len(line) for line in lines}) == 1, lines
