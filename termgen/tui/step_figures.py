@@ -198,9 +198,16 @@ class StepFigures:
         """The last `count` points that are full by now."""
         found = self._window(now_ns // BUCKET_NS - 1, count)
         found[[DECODE, PREFILL]] *= 1e9 / BUCKET_NS
-        rows = (DECODE, PREFILL, STEP_MS, GAP_MS, TTFT_MS, QUEUE_MS, RUNNING, WAITING, KV_SHARE)
         return Series(
-            *(found[row] for row in rows),
+            decode=found[DECODE],
+            prefill=found[PREFILL],
+            step_ms=found[STEP_MS],
+            gap_ms=found[GAP_MS],
+            ttft_ms=found[TTFT_MS],
+            queue_ms=found[QUEUE_MS],
+            running=found[RUNNING],
+            waiting=found[WAITING],
+            kv_share=found[KV_SHARE],
             hit_share=_shares(found[FOUND], found[ASKED]),
             graph_share=_shares(found[FROM_GRAPH], found[STEPS]),
         )

@@ -245,7 +245,7 @@ def numbers_lines(view: DashboardView, width: int, height: int, gpu: GpuHistory 
     if height < 3:
         return [_line([*rates, run, wait, kv, hits, *busy, times[0]], 0, head, view, width)]
     lines = ([*rates, *busy, graphs], [run, wait, kv, hits], times)
-    heads = (head, [], [])
+    heads: tuple[list[Span], ...] = (head, [], [])
     return [
         _line(line, _room(line, width - row_width(first)), first, view, width)
         for line, first in zip(lines, heads, strict=True)
