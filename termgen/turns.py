@@ -52,7 +52,7 @@ def take_short_turns() -> None:
 
 @contextmanager
 def quick_lock() -> Iterator[None]:
-    """For a library, whose program has set the lock as it likes: it goes round quickly meanwhile."""
+    """For a library in a program that has a setting of its own: the lock goes round quickly."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH_INTERVAL_S))
     try:

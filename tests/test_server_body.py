@@ -6,7 +6,10 @@ import asyncio
 import json
 import operator
 import signal
+import subprocess
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,11 +20,13 @@ from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lengths import scaled
-from server_harness import app_client, serving
+from process_resources import no_process, no_thread, resources
+from server_harness import ANSWER, app_client, error_of, eventually, serving
 
 import termgen.api.chat as chat
+from termgen import helper_process
 from termgen.api.fields import parse_json
-from termgen.errors import RequestError
+from termgen.errors import OverloadedError, RequestError
 from termgen.serving import json_process
 from termgen.serving import json_weight as module
 from termgen.serving.connection import Connection
@@ -124,8 +129,7 @@ async def test_faults_come_from_the_process_as_they_are(process: JSONProcess) ->
 async def test_a_process_that_dies_costs_one_request(process: JSONProcess) -> None:
     """It is stopped in the middle of a body, as by a system short of memory."""
     assert await process.parse([b'{"a":1}'], dict) == {"a": 1}
-    child = process.helper._process
-    assert child is not None
+    child = process.helper.start()
     child.send_signal(signal.SIGSTOP)
     waiting = asyncio.create_task(process.parse([b'{"a":2}'], dict))
     await asyncio.sleep(0.05)
@@ -134,6 +138,114 @@ async def test_a_process_that_dies_costs_one_request(process: JSONProcess) -> No
         await waiting
     assert failed.value.status == 413
     assert await process.parse([b'{"a":3}'], dict) == {"a": 3}
+
+
+async def test_a_body_without_end_is_given_up(
+    process: JSONProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.helper.start().send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(helper_process, "MAX_START_S", 0.05)
+        with pytest.raises(OverloadedError, match="no process left"):
+            await process.parse([b'{"a":1}'], dict)
+    assert await process.parse([b'{"a":2}'], dict) == {"a": 2}
+    process.helper.start().send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(json_process, "LIMIT_S", 0.05)
+        with pytest.raises(RequestError, match="too much time to be parsed") as failed:
+            await process.parse([b'{"a":3}'], dict)
+    assert (failed.value.status, failed.value.code) == (413, "request_too_large")
+    assert await process.parse([b'{"a":4}'], dict) == {"a": 4}
+
+
+LARGE = {"prompt": "x", "user": "u" * 100_000}
+
+
+async def test_without_a_process_or_a_thread_a_body_is_to_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with app_client(FakeEngine()) as client:
+        for place, name, refuse in (
+            (threading.Thread, "start", no_thread),
+            (subprocess, "Popen", no_process),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, refuse)
+                answer = await client.post("/v1/completions", json=LARGE)
+            assert answer.status_code == 429 and error_of(answer)["code"] == "no_process"
+            assert int(answer.headers["retry-after"]) > 0 < int(answer.headers["retry-after-ms"])
+        assert (
+            'rejected_total{model="fake/model-1",reason="no_process"} 2.0'
+            in (await client.get("/metrics")).text
+        )
+        assert (await client.post("/v1/completions", json=LARGE)).status_code == 200
+
+
+async def test_bodies_that_are_parsed_at_shutdown_get_what_others_get_then() -> None:
+    async with serving(FakeEngine()) as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert (await client.post("/v1/completions", json=LARGE)).status_code == 200
+        bodies = server._state.large_bodies
+        bodies.helper.start().send_signal(signal.SIGSTOP)  # one is under way for ever, others wait
+        asked = [asyncio.create_task(client.post("/v1/completions", json=LARGE)) for _ in range(3)]
+        while bodies._thread._work_queue.qsize() < 2:
+            await asyncio.sleep(0.005)
+        await server.stop(drain_timeout=0)
+        for answer in await asyncio.gather(*asked):
+            assert answer.status_code == 503 and error_of(answer)["code"] == "draining"
+        with pytest.raises(RequestError, match="shutting down"):
+            await bodies.parse([b"{}"], dict)
+
+
+async def test_who_leaves_while_a_large_body_waits_leaves_nothing(process: JSONProcess) -> None:
+    async with serving(FakeEngine()) as server:
+        bodies = server._state.large_bodies
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.post("/v1/completions", json=LARGE)).status_code == 200
+            child = bodies.helper.start()
+            child.send_signal(signal.SIGSTOP)
+            asked = [asyncio.create_task(client.post("/v1/completions", json=LARGE)) for _ in "abc"]
+            while bodies._thread._work_queue.qsize() < 2:
+                await asyncio.sleep(0.005)
+            for task in asked:
+                task.cancel()
+            await asyncio.wait(asked)
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            await eventually(lambda: not server._uvicorn.server_state.tasks)
+            child.send_signal(signal.SIGCONT)
+            assert (await client.post("/v1/completions", json=LARGE)).status_code == 200
+
+
+async def test_fifty_large_bodies_at_once_while_the_process_is_killed() -> None:
+    """Each is answered rightly or refused, and nothing is left."""
+    before, num_threads = resources(), threading.active_count()
+    statuses: Counter[int] = Counter()
+    engine = FakeEngine()
+    limits = httpx.Limits(max_connections=100)
+    async with serving(engine) as server:
+        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=30) as client:
+
+            async def ask(i: int) -> None:
+                prompt = f"{i}:" + "x" * 2000
+                body = {"prompt": prompt, "user": "u" * 2**18, "echo": True}
+                answer = await client.post("/v1/completions", json=body)
+                statuses[answer.status_code] += 1
+                if answer.status_code == 200:
+                    assert answer.json()["choices"][0]["text"] == prompt + ANSWER
+                else:
+                    assert error_of(answer)["code"] in ("request_too_large", "no_process")
+
+            asked = [asyncio.create_task(ask(i)) for i in range(50)]
+            for _ in range(3):
+                await asyncio.sleep(0.15)
+                child = server._state.large_bodies.helper._child
+                if child is not None:
+                    child.process.kill()
+            await asyncio.gather(*asked)
+            assert engine.live == ()
+    print(statuses)
+    assert statuses.keys() <= {200, 413, 429} and statuses[200] > 20
+    await eventually(lambda: threading.active_count() <= num_threads)
+    assert resources() <= before and len(asyncio.all_tasks()) == 1
 
 
 async def test_small_bodies_do_not_wait_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,8 +343,7 @@ async def test_the_process_ends_with_the_server() -> None:
         body = {"prompt": "x", "user": "u" * 100_000}
         async with httpx.AsyncClient(base_url=server.url) as client:
             assert (await client.post("/v1/completions", json=body)).status_code == 200
-        child = server._state.large_bodies.helper._process
-        assert child is not None and child.poll() is None
+        child = server._state.large_bodies.helper.start()
     assert child.poll() is not None
 
 

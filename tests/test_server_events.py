@@ -189,6 +189,8 @@ async def test_what_a_slow_reader_lost_is_counted(monkeypatch: pytest.MonkeyPatc
                 await reader.more()
         assert [e.step_id for e in reader.events] == list(range(154, 204)), "the oldest go first"
         assert reader.dropped == 150
+        metrics = (await client.get("/metrics")).text
+        assert 'termgen_event_stream_dropped_total{model="fake/model-1"} 150.0' in metrics
 
 
 def test_numbers_stay_right_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +311,10 @@ async def test_a_client_that_does_not_read_holds_up_nobody() -> None:
 
 @pytest.mark.parametrize(
     ("query", "param"),
-    [("topics=step,all", "topics"), ("topics=", "topics"), ("hz=0", "hz"), ("hz=x", "hz")],
+    [
+        *(("topics=step,all", "topics"), ("topics=", "topics"), ("hz=0", "hz"), ("hz=x", "hz")),
+        ("topic=step", "topic"),
+    ],
 )
 async def test_wrong_questions(query: str, param: str) -> None:
     async with socket_client(FakeEngine()) as client:

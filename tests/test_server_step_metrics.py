@@ -25,9 +25,12 @@ async def test_steps_are_timed_by_phase() -> None:
     engine = FakeEngine()
     async with app_client(engine) as client:
         for step_id in range(3):
-            engine.bus.publish(make_step_record(step_id=step_id))
+            engine.bus.publish(make_step_record(step_id=step_id, host_us=700.0))
         text = (await client.get("/metrics")).text
     assert value(text, "engine_step_seconds_count", phase="device") == 3
+    assert value(text, "engine_step_seconds_sum", phase="host") == pytest.approx(0.0021)
+    assert value(text, "host_overhead_seconds_sum") == pytest.approx(0.0021)
+    assert value(text, "host_overhead_seconds_count") == 3
     assert value(text, "engine_step_seconds_sum", phase="device") == pytest.approx(0.012)
     assert value(text, "engine_step_seconds_sum", phase="schedule") == pytest.approx(0.0003)
     assert value(text, "engine_step_seconds_sum", phase="apply") == pytest.approx(0.0006)

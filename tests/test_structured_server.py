@@ -275,11 +275,13 @@ async def test_a_client_that_leaves_a_constrained_stream(long_llama_dir: Path) -
             async for line in reply.aiter_lines():
                 if "content" in line:
                     break
+        ended: list[str] = []
         async with asyncio.timeout(20):
-            while (await engine.snapshot()).num_running:
+            while not ended:  # told of a moment after a snapshot shows it
+                ended += [e.detail for e in ring.drain() if getattr(e, "kind", None) is FINISHED]
                 await asyncio.sleep(0.01)
-        ended = [e.detail for e in ring.drain() if getattr(e, "kind", None) is FINISHED]
         assert ended == ["abort"], "it did not run to its end for nobody"
+        assert (await engine.snapshot()).num_running == 0
 
 
 async def test_without_a_tokenizer_there_is_nothing_to_constrain(tiny_llama_dir: Path) -> None:

@@ -86,10 +86,10 @@ def _empty_message(chat: ChatRequest) -> dict[str, Any]:
 
 def _stop_fields(end: EndNews, *, has_calls: bool) -> dict[str, Any]:
     """has_calls: a chat that was made to call by name ends with `stop`, a message never does."""
-    if has_calls and end.finish_reason != "length":
-        return {"stop_reason": "tool_use", "stop_sequence": None}
     if end.finish_reason == "stop" and isinstance(end.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
+    if has_calls and end.finish_reason != "length":
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     reasons = {"stop": "end_turn", "length": "max_tokens"}
     return {"stop_reason": reasons.get(end.finish_reason, "end_turn"), "stop_sequence": None}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from termgen.api.chat import ChatRequest
-from termgen.api.chat_bridge import parse_as_chat, shared_fields
+from termgen.api.chat_bridge import parse_as_chat, shared_fields, unknown_fields
 from termgen.api.errors import unsupported
 from termgen.api.fields import Check, Fields, check_depth, is_empty, one_of, wrong_type
 from termgen.api.parts import parts_of, texts_of, unsupported_part
@@ -53,6 +53,7 @@ REFUSED: dict[str, Check] = {
 }
 
 NAMES = {
+    "max_completion_tokens": "max_tokens",
     "parameters": "input_schema",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
@@ -96,7 +97,7 @@ def parse_messages(
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if chat["stop"] is not None and not isinstance(chat["stop"], list):
         raise wrong_type("stop_sequences", "a list of strings", chat["stop"])
-    ignored = body.finish(harmless=HARMLESS, refused=REFUSED)
+    ignored = unknown_fields(body, data, harmless=HARMLESS, refused=REFUSED, names=NAMES)
     context.pop("force_include_usage", None)  # this endpoint always tells
     thinking = data.get("thinking")  # judged by REFUSED
     return MessagesRequest(
@@ -234,6 +235,8 @@ def _tools(body: Fields) -> dict[str, Any]:
     if choice.boolean("disable_parallel_tool_use"):
         fields["parallel_tool_calls"] = False
     if kind == "tool":
+        if name is None:
+            raise wrong_type("tool_choice.name", "a string", name)
         fields["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif kind in ("auto", "any", "none"):
         fields["tool_choice"] = "required" if kind == "any" else kind

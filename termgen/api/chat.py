@@ -101,6 +101,7 @@ def parse_chat(
     tools = parse_tools(body, tool_format, strict=strict_tools)
     prompt = parse_prompt(body, tools, tool_format, chat_template)
     wanted = constrain(tools, params.structured_outputs)
+    tools = replace(tools, is_formed=tools.may_call and wanted is not None)
     if not tools.may_call and (wanted is not None or prompt.continue_final_message):
         tools = Tools()  # the client gives the text its form, or its beginning, not the model
     params = replace(
@@ -255,8 +256,7 @@ class ChatStream:
 
     def _finish_chunk(self, index: int, delta: TokenDelta) -> dict[str, Any]:
         parser = self._choices[index].parser
-        num_calls = 0 if parser is None else parser.num_calls
-        chunk = self._chunk(index, {}, finish_reason_of(delta, num_calls, self._tools))
+        chunk = self._chunk(index, {}, finish_reason_of(delta, parser, self._tools))
         chunk["choices"][0]["stop_reason"] = delta.stop_reason
         self._num_open -= 1
         o = self._options
@@ -273,14 +273,15 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
     choices = []
     for index, answer in enumerate(answers):
         tally.add(index, answer)
+        parser = new_parser(tools, begun_by) if tools.needs_parser else None
         fields: dict[str, Any] = {"content": answer.text}
-        if tools.needs_parser:
-            fields = message_fields(new_parser(tools, begun_by), answer.text)
+        if parser is not None:
+            fields = message_fields(parser, answer.text)
         choice: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", **fields, "refusal": None},
             "logprobs": None,
-            "finish_reason": finish_reason_of(answer, len(fields.get("tool_calls", ())), tools),
+            "finish_reason": finish_reason_of(answer, parser, tools),
             "stop_reason": answer.stop_reason,
         }
         if params.logprobs is not None:

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from termgen.api.chat import ChatRequest, ChatStream, chat_response, parse_chat
-from termgen.api.fields import Fields
+from termgen.api.chat import CHAT_REFUSED, ChatRequest, ChatStream, chat_response, parse_chat
+from termgen.api.errors import unsupported
+from termgen.api.fields import Check, Fields, is_empty, is_true, never, one_of
 from termgen.client import TokenDelta
 from termgen.errors import OverloadedError, RequestError
 
@@ -25,12 +26,47 @@ SHARED_FIELDS = (
 )
 """Fields of a chat that both endpoints take as they are: none changes the shape of an answer."""
 
+CHAT_WORDS: Mapping[str, Check] = {
+    **CHAT_REFUSED,
+    **dict.fromkeys(
+        ("add_generation_prompt", "parallel_tool_calls", "skip_special_tokens"), is_true
+    ),
+    **dict.fromkeys(("best_of", "n"), one_of(1)),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), never),
+    **dict.fromkeys(("continue_final_message", "include_stop_str_in_output"), is_empty),
+    **dict.fromkeys(("include_timings", "logprobs", "stop", "top_logprobs"), is_empty),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), is_empty),
+    **dict.fromkeys(("max_completion_tokens", "max_tokens", "messages"), never),
+    **dict.fromkeys(("prompt_logprobs", "reasoning_effort"), never),
+    "response_format": one_of({"type": "text"}),
+}
+"""Fields that change a chat: value check -> harmless? Where they are not taken, or have another
+name, they are refused."""
+
 _TOOL = re.compile(r"^(tools\[\d+\])\.function")
 """Both endpoints have a tool's fields at its top."""
 
 
 def shared_fields(body: Fields) -> dict[str, Any]:
     return {name: body.take(name) for name in SHARED_FIELDS}
+
+
+def unknown_fields(
+    body: Fields,
+    data: Mapping[str, Any],
+    *,
+    harmless: frozenset[str],
+    refused: Mapping[str, Check],
+    names: Mapping[str, str],
+) -> tuple[str, ...]:
+    """As `Fields.finish`, which knows nothing of chats. data: the body. names: of fields of a chat
+    that are called otherwise here."""
+    unknown = body.finish(harmless=harmless, refused=refused)
+    for name in unknown:
+        if name in CHAT_WORDS and data[name] is not None and not CHAT_WORDS[name](data[name]):
+            hint = f"; its name here is {names[name]}" if name in names else ""
+            raise unsupported(name, f"{name} is not a field of this endpoint{hint}")
+    return unknown
 
 
 def parse_as_chat(

@@ -100,6 +100,9 @@ def parse_completion(
     max_tokens = body.integer("max_tokens", low=0 if echo else 1, high=MAX_INT)
     if max_tokens is None:
         max_tokens = DEFAULT_MAX_TOKENS
+    least = body.integer("min_tokens", low=0, high=MAX_INT)
+    if least and not max_tokens:
+        raise RequestError(f"min_tokens ({least}) exceeds max_tokens (0)", param="min_tokens")
     # nothing to generate: the parameters are still checked, with a length that is allowed
     params = parse_sampling(
         body,

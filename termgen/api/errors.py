@@ -127,6 +127,12 @@ def path_not_found() -> RequestError:
     return RequestError("There is no such path", code="not_found", status=404)
 
 
+def no_such_option(name: str) -> RequestError:
+    """A query parameter that a route does not know."""
+    name = name[:40]
+    return RequestError(f"there is no option {name!r}", code="unknown_option", param=name)
+
+
 def body_too_slow(limit_s: float) -> RequestError:
     return RequestError(
         f"The request body did not arrive within {limit_s:g} s", code="request_timeout", status=408

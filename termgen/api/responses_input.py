@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from termgen.api.chat import ChatRequest
-from termgen.api.chat_bridge import parse_as_chat, shared_fields
+from termgen.api.chat_bridge import parse_as_chat, shared_fields, unknown_fields
 from termgen.api.errors import unsupported
 from termgen.api.fields import Check, Fields, is_empty, one_of, wrong_type
 from termgen.api.parts import arguments_of, texts_of
@@ -47,6 +47,7 @@ HARMLESS_INCLUDES = frozenset({"reasoning.encrypted_content"})
 """What asks for parts that an answer here never has."""
 
 NAMES = {
+    "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "response_format": "text.format",
@@ -93,7 +94,7 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
     output_format = text.take("format") if text else None
     if output_format is not None:
         chat["response_format"] = _response_format(output_format)
-    ignored = body.finish(harmless=HARMLESS, refused=REFUSED)
+    ignored = unknown_fields(body, data, harmless=HARMLESS, refused=REFUSED, names=NAMES)
     context.pop("force_include_usage", None)  # this endpoint always tells
     # The rule here, where a chat must ask for it; but not all models can where calls are free.
     strict = context.get("tool_format", ToolFormat()).new_parser is None
@@ -104,6 +105,7 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
         "max_output_tokens": data.get("max_output_tokens"),
         "metadata": data.get("metadata") or {},
         "parallel_tool_calls": chat["parallel_tool_calls"],
+        "reasoning": {"effort": chat["reasoning_effort"], "summary": None},
         "temperature": params.temperature,
         "text": {"format": output_format or {"type": "text"}},
         "tool_choice": data.get("tool_choice") or "auto",
@@ -148,6 +150,8 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool_choice(value: Any) -> Any:
     if isinstance(value, dict) and value.get("type") == "function":
+        if not isinstance(value.get("name"), str):
+            raise wrong_type("tool_choice.name", "a string", value.get("name"))
         return {"type": "function", "function": {"name": value.get("name")}}
     if value is not None and value not in ("auto", "none", "required"):
         raise wrong_type("tool_choice", "auto, none, required or a function", value)

@@ -56,6 +56,11 @@ Part = Content | Reasoning | CallStart | CallArguments
 class CallParser(Protocol):
     num_calls: int
 
+    @property
+    def is_cut(self) -> bool:
+        """What came so far ends within the arguments of a call."""
+        ...
+
     def feed(self, text: str) -> list[Part]: ...
 
     def finish(self) -> list[Part]: ...
@@ -64,7 +69,7 @@ class CallParser(Protocol):
 def new_parser(tools: Tools, prompt_ids: Sequence[int] = ()) -> CallParser:
     """For the text of one choice. prompt_ids: of a prompt that may have begun the answer."""
     names = frozenset(function.name for function in tools.functions)
-    if tools.format.new_parser is not None and not tools.must_call:
+    if tools.format.new_parser is not None and not tools.is_formed:
         return DeclaredParser(tools.format.new_parser(prompt_ids), reads_calls=tools.may_call)
     return StyleParser(tools.format.style, names)
 
@@ -90,6 +95,10 @@ class StyleParser:
         """Calls may follow each other after a separator."""
         self._parts: list[Part] = []
         self._is_last = False
+
+    @property
+    def is_cut(self) -> bool:
+        return self._mode == self._call and self._reader.is_call
 
     def feed(self, text: str) -> list[Part]:
         self._rest += text
@@ -247,6 +256,8 @@ class DeclaredParser:
     It gives a call when the call is complete, so arguments come in one piece.
     """
 
+    is_cut = False
+
     def __init__(self, parser: ResponseParser, *, reads_calls: bool) -> None:
         """reads_calls: False where nobody asked for any; what is one all the same is content."""
         self.num_calls = 0
@@ -378,8 +389,11 @@ def deltas_of(parser: CallParser | None, delta: TokenDelta) -> list[dict[str, An
     return [delta_of(part) for part in parts]
 
 
-def finish_reason_of(delta: TokenDelta, num_calls: int, tools: Tools) -> str:
-    """A call that was asked for by name is no news, as OpenAI and vLLM see it."""
-    if num_calls and delta.finish_reason is FinishReason.STOP and tools.choice != "named":
-        return "tool_calls"
-    return str(delta.finish_reason)
+def finish_reason_of(delta: TokenDelta, parser: CallParser | None, tools: Tools) -> str:
+    """A call that was asked for by name is no news, as OpenAI and vLLM see it.
+
+    Nor is one that a stop string cut off: nobody can make it.
+    """
+    if parser is None or not parser.num_calls or parser.is_cut or tools.choice == "named":
+        return str(delta.finish_reason)
+    return "tool_calls" if delta.finish_reason is FinishReason.STOP else str(delta.finish_reason)

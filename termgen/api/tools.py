@@ -43,6 +43,9 @@ class Tools:
     parallel: bool = True
     """More than one call may come."""
     format: ToolFormat = field(default_factory=ToolFormat)
+    is_formed: bool = False
+    """A grammar holds the text to calls in the style of `format`, or to JSON: what the model's
+    files declare is not what comes."""
 
     @property
     def needs_parser(self) -> bool:
@@ -52,7 +55,7 @@ class Tools:
     @property
     def needs_prompt(self) -> bool:
         """Whether how the prompt ended decides what the model's text is."""
-        return self.format.new_parser is not None and not self.must_call
+        return self.format.new_parser is not None and not self.is_formed
 
     @property
     def may_call(self) -> bool:
@@ -139,7 +142,8 @@ def _choice(value: Any) -> tuple[str, str]:
         return "auto", ""
     if isinstance(value, str) and value in ("none", "auto", "required"):
         return value, ""
-    function = value.get("function") if isinstance(value, dict) else None
+    is_function = isinstance(value, dict) and value.get("type", "function") == "function"
+    function = value.get("function") if is_function else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         wanted = 'none, auto, required or {"type": "function", "function": {"name": NAME}}'

@@ -128,6 +128,10 @@ class ChatEncoder:
             with contextlib.suppress(RequestError):
                 self._guard_of(name).text_backend()
 
+    def close(self) -> None:
+        """No template of a request is rendered any more."""
+        self._workers.close()
+
     def refuse_unread(self, variables: Mapping[str, Any], chat_template: str | None = None) -> None:
         """A variable that changes nothing, such as a misspelt one, is an error and not ignored."""
         read = self._guard_for(variables, chat_template).template.variables

@@ -79,9 +79,11 @@ class Constraints:
 
     def is_ready(self, request: Request) -> bool:
         """Whether a waiting request may join the step that is planned."""
-        if request.grammar is None:
+        grammar = request.grammar
+        if grammar is None:
             return True
-        self._wait_for([request.grammar])
+        if not (grammar.is_ready or grammar.is_slow):  # many may wait in the queue
+            self._wait_for([grammar])
         return self._has_mask(request)
 
     def rest(self) -> None:

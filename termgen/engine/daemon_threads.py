@@ -31,12 +31,23 @@ class DaemonThreads:
         weakref.finalize(self, _end, self._jobs, num_threads)
 
     def submit(self, job: Job) -> None:
-        """Run this when a thread is free; it must not raise. One caller at a time."""
+        """Run this when a thread is free; it must not raise. One caller at a time. Raises
+        RuntimeError where the system has not a single thread for it."""
         self._jobs.put(job)
         if self._num_started < self._num_threads:
-            self._num_started += 1
-            name = f"{self._name}-{self._num_started}"
-            threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True).start()
+            self._start_one()
+
+    def _start_one(self) -> None:
+        name = f"{self._name}-{self._num_started + 1}"
+        thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._num_started:
+                self._jobs.get_nowait()
+                raise
+            return  # those that there are have to do
+        self._num_started += 1
 
 
 def spare_threads(most: int) -> int:

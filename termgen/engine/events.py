@@ -25,6 +25,7 @@ class StepRecord(NamedTuple):
     started_ns: int
     """When the device began the step: by its own clock where it has one."""
     ended_ns: int
+    """Its time includes what sampling waited for masks, with rows under a grammar."""
     applied_ns: int
     """When the host had taken the results in."""
     schedule_us: float

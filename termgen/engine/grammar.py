@@ -27,8 +27,14 @@ from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.mask_filler import SLOW_S
 from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.engine.token_mask import IntArray
-from termgen.errors import EngineError, OverloadedError, RequestError
-from termgen.helper_process import HelperDied, HelperProcess
+from termgen.errors import EngineDeadError, OverloadedError, RequestError
+from termgen.helper_process import (
+    HelperClosed,
+    HelperFault,
+    HelperProcess,
+    HelperTooSlow,
+    no_process,
+)
 from termgen.turns import long_turns
 
 if TYPE_CHECKING:
@@ -39,6 +45,8 @@ MAX_WAITING = 64
 """Compilations of one lane that may wait for a thread or be under way; more are refused."""
 NUM_THREADS = 2
 COMPILE_TIMEOUT_S = 10.0
+GBNF_LIMIT_S = 5.0
+"""The worst that is taken needs a tenth of a second where a core is free."""
 PROGRAM = Path(__file__).with_name("grammar_program.py")
 
 
@@ -175,7 +183,6 @@ class GrammarCompiler:
         self._executor: Any = None
         self._vocabulary_lock = threading.Lock()
         self._gbnf = HelperProcess(PROGRAM)
-        self._gbnf_lock = threading.Lock()
 
     def prepare_for_strangers(self) -> None:
         """Read the vocabulary now; if it cannot be, whoever asks for a grammar is told."""
@@ -197,9 +204,12 @@ class GrammarCompiler:
                 return found
             if lane.num_waiting >= MAX_WAITING:
                 raise _too_busy(wanted)
-            lane.num_waiting += 1
             future: Future[Grammar] = Future()
-            lane.threads.submit(partial(self._run, wanted, future, lane))
+            try:
+                lane.threads.submit(partial(self._run, wanted, future, lane))
+            except RuntimeError:  # the system has no thread left
+                raise no_process("grammar", "compiled", param=wanted.param) from None
+            lane.num_waiting += 1
             self._cache[key] = future
             while len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)
@@ -235,7 +245,7 @@ class GrammarCompiler:
             if future.set_running_or_notify_cancel():
                 future.set_result(self.times.measure(self._compile, wanted))
         except BaseException as error:  # goes to whoever waits for the grammar
-            if not isinstance(error, RequestError):
+            if not isinstance(error, RequestError) or isinstance(error, OverloadedError):
                 self._forget(wanted, future)
             future.set_exception(error)
         finally:
@@ -268,10 +278,15 @@ class GrammarCompiler:
 
     def _from_gbnf(self, grammar: str) -> str:
         try:
-            with self._gbnf_lock:
-                lark: str = self._gbnf.ask(grammar)
-        except HelperDied:  # for lack of memory, as a rule: whoever asks next tries again
-            raise EngineError("the process that converts GBNF has ended") from None
+            lark: str = self._gbnf.ask(grammar, limit_s=GBNF_LIMIT_S)
+        except HelperClosed:
+            raise EngineDeadError("the engine was shut down") from None
+        except HelperTooSlow:
+            raise RequestError(
+                f"not converted within {GBNF_LIMIT_S:.0f} s; make it simpler", code="invalid_schema"
+            ) from None
+        except HelperFault:  # for lack of memory, as a rule: whoever asks next tries again
+            raise no_process("grammar", "converted") from None
         return lark
 
     def _vocabulary_of_model(self) -> Any:
@@ -311,6 +326,6 @@ def _too_busy(wanted: StructuredOutputsParams) -> OverloadedError:
 
 def named(error: RequestError, wanted: StructuredOutputsParams) -> RequestError:
     """The error of a shared compilation, for the field of one request."""
-    if error.param is not None:
+    if error.param is not None or isinstance(error, OverloadedError):
         return error
     return RequestError(f"{wanted.param}: {error}", param=wanted.param, code=error.code)

@@ -14,6 +14,7 @@ from typing import Any
 
 from termgen.engine.structured_outputs import StructuredOutputsParams, is_gbnf
 from termgen.errors import RequestError
+from termgen.helper_process import no_process
 
 MAX_LEXER_STATES = 50_000
 """A kilobyte or two each."""
@@ -86,6 +87,8 @@ def try_out(source: str) -> None:
         )
     except subprocess.TimeoutExpired:
         done = None
+    except OSError:
+        raise no_process("grammar", "tried out") from None
     if done is None or done.returncode:
         raise RequestError(
             "too complex to be compiled: fewer patterns may hold for the same text",

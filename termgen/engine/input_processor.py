@@ -78,6 +78,8 @@ class InputProcessor:
 
     def close(self) -> None:
         """No request comes any more."""
+        if self._tokenizer is not None:
+            self._tokenizer.close()
         if self._long_texts is not None:
             self._long_texts.close()
         if self._grammars is not None:

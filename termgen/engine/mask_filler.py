@@ -42,13 +42,20 @@ class MaskFiller:
         for row in rows:
             row.is_ready = False
             if row.is_slow:
-                self._slow_threads.submit(partial(self._fill_slowly, row))
+                self._hand_over(self._slow_threads, [row])
             elif row.may_share:
                 together.append(row)
             else:
-                self._threads.submit(partial(self._fill, [row]))
+                self._hand_over(self._threads, [row])
         if together:
-            self._threads.submit(partial(self._fill, together))
+            self._hand_over(self._threads, together)
+
+    def _hand_over(self, threads: DaemonThreads, rows: list[GrammarState]) -> None:
+        fill = self._fill_slowly if threads is self._slow_threads else self._fill
+        try:
+            threads.submit(partial(fill, rows))
+        except RuntimeError:  # the system has no thread left, and these requests wait
+            fill(rows)
 
     def wait(self, rows: Iterable[GrammarState], timeout_s: float) -> None:
         """Until all of these are ready or the time is over. Those that are late count as slow, so
@@ -66,9 +73,9 @@ class MaskFiller:
         with self._progress:
             self._progress.wait(timeout_s)
 
-    def _fill_slowly(self, row: GrammarState) -> None:
+    def _fill_slowly(self, rows: list[GrammarState]) -> None:
         with long_turns():
-            self._fill([row])
+            self._fill(rows)
 
     def _fill(self, rows: list[GrammarState]) -> None:
         if len(rows) >= MANY:

@@ -13,6 +13,8 @@ from typing import TypeVar
 
 from termgen.client import ChatPrompt, Prompt
 from termgen.engine.text_process import is_long
+from termgen.errors import EngineDeadError
+from termgen.helper_process import no_process
 
 TEMPLATE_THREADS = 2
 
@@ -25,17 +27,37 @@ class PromptThreads:
     def __init__(self) -> None:
         self._template = ThreadPoolExecutor(TEMPLATE_THREADS, "termgen-template")
         self._long = ThreadPoolExecutor(1, "termgen-text")
+        self._is_over = False
 
     async def run(self, prompt: Prompt, work: Callable[[], Made]) -> Made:
-        """The result of work that makes tokens of this prompt."""
+        """The result of work that makes tokens of this prompt. Raises EngineDeadError if its turn
+        comes after `shutdown`."""
         threads = None
         if isinstance(prompt, ChatPrompt) and prompt.chat_template is not None:
             threads = self._template
         elif is_long(prompt):
             threads = self._long
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
+        loop = asyncio.get_running_loop()
+        if self._is_over:
+            raise _dead()
+        try:
+            working = loop.run_in_executor(threads, self._begin, work)
+        except RuntimeError:  # the system has no thread left
+            param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+            raise no_process("prompt", "tokenised", param=param) from None
+        return await working
+
+    def _begin(self, work: Callable[[], Made]) -> Made:
+        if self._is_over:
+            raise _dead()
+        return work()
 
     def shutdown(self) -> None:
         """Nothing new is begun."""
+        self._is_over = True
         for threads in (self._template, self._long):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.shutdown(wait=False)
+
+
+def _dead() -> EngineDeadError:
+    return EngineDeadError("the engine was shut down")

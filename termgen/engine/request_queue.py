@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -61,28 +61,27 @@ class PriorityQueue:
     """Lowest (priority, arrival) first. A preempted request keeps its place by its key."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, str], Request]] = []
+        self._queue: list[Request] = []
+        """In order: whoever is not ready is passed over in every step, with no time to sort."""
 
     def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (priority_key(request), request))
+        insort(self._queue, request, key=priority_key)
 
     push_front = push
 
     def peek(self) -> Request:
-        return self._heap[0][1]
+        return self._queue[0]
 
     def remove(self, request: Request) -> None:
-        if self._heap[0][1] is request:
-            heapq.heappop(self._heap)
-            return
-        self._heap.remove((priority_key(request), request))
-        heapq.heapify(self._heap)
+        place = bisect_left(self._queue, priority_key(request), key=priority_key)
+        assert self._queue[place] is request
+        del self._queue[place]
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._queue)
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for _, request in sorted(self._heap, key=lambda item: item[0]))
+        return iter(self._queue)
 
 
 def first_begun(queue: RequestQueue) -> Request | None:
@@ -90,16 +89,21 @@ def first_begun(queue: RequestQueue) -> Request | None:
     return next((r for r in queue if r.status is RequestStatus.PREEMPTED), None)
 
 
-def first_of(
+def candidates(
     queue: RequestQueue, fits: Callable[[Request], bool], *, begun: bool
-) -> Request | None:
-    """The first request that fits, of a queue that is not empty. Mostly that is the head, which
-    is found without putting the others in order. begun: only among those that ran before."""
+) -> Iterator[Request]:
+    """Those that fit, in order, each looked at once. Whoever asks takes one out of the queue before
+    asking for the next. Mostly it is the head, which is found without a copy of the queue.
+    begun: only among those that ran before."""
 
     def may_go(request: Request) -> bool:
         return (not begun or request.status is RequestStatus.PREEMPTED) and fits(request)
 
-    return head if may_go(head := queue.peek()) else next(filter(may_go, queue), None)
+    while len(queue):
+        if not may_go(head := queue.peek()):
+            yield from filter(may_go, list(queue)[1:])
+            return
+        yield head
 
 
 def make_queue(policy: str) -> RequestQueue:

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from termgen.client import MAX_CHAT_TEMPLATE_CHARS
-from termgen.errors import EngineError, RequestError
+from termgen.errors import EngineDeadError, RequestError
+from termgen.helper_process import no_process
 
 MAX_ANSWER_S = 10.0
 """By the clock: a template has used up its share of a processor before, unless that is busy."""
@@ -55,20 +56,34 @@ class TemplateWorkers:
 
     def __init__(self) -> None:
         self._idle: list[_Worker] = []
+        self._is_closed = False
         weakref.finalize(self, _end_all, self._idle)
 
     def ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Raises RequestError for what is the template's fault."""
-        worker = self._take()
-        told = worker.ask(json.dumps(asked).encode() + b"\n", MAX_ANSWER_S)
+        line = json.dumps(asked).encode() + b"\n"
+        try:
+            worker = self._take()
+            told = worker.ask(line, MAX_ANSWER_S)
+        except (OSError, RuntimeError):  # no process, no file descriptor, or no thread is left
+            raise _no_process() from None
         if told is None:
             raise fault("the chat template of the request takes too long or too much memory")
         self._idle.append(worker)
+        if self._is_closed:  # meanwhile
+            _end_all(self._idle)
         if "error" in told:
             raise fault(told["error"])
         return told
 
+    def close(self) -> None:
+        """No process stays; what is rendered now comes to its end."""
+        self._is_closed = True
+        _end_all(self._idle)
+
     def _take(self) -> _Worker:
+        if self._is_closed:
+            raise EngineDeadError("the engine was shut down")
         while True:
             try:
                 worker = self._idle.pop()
@@ -94,7 +109,7 @@ class _Worker:
             process_group=0,  # Ctrl-C is not for it
         )
         if self.ask(b"", MAX_START_S) is None:
-            raise EngineError("the process that renders chat templates of requests does not start")
+            raise _no_process()
 
     @property
     def is_alive(self) -> bool:
@@ -106,7 +121,11 @@ class _Worker:
         assert stdin is not None and stdout is not None
         timer = threading.Timer(timeout_s, self._process.kill)
         timer.daemon = True
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError:
+            self.end()
+            raise
         try:
             stdin.write(line)
             stdin.flush()
@@ -130,6 +149,10 @@ class _Worker:
                 pipe.close()
             except OSError:
                 continue  # what could not be written any more
+
+
+def _no_process() -> RequestError:
+    return no_process("chat template", "rendered", param="chat_template")
 
 
 def _end_all(workers: list[_Worker]) -> None:

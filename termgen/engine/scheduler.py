@@ -22,7 +22,7 @@ from termgen.engine.integrity import check_scheduler
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.plan_builder import PlanBuilder
 from termgen.engine.request import FinishReason, IntArray, Request, RequestStatus
-from termgen.engine.request_queue import choose_victim, first_of, make_queue, priority_key
+from termgen.engine.request_queue import candidates, choose_victim, make_queue, priority_key
 from termgen.engine.scheduler_types import AppliedStep, SchedulerConfig, SchedulerStats
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import StepPlan, StepResult
@@ -147,8 +147,6 @@ class Scheduler:
         target = self.slots.num_computed[running] + num_new
         missing = -(-target // kv.block_size) - kv.num_blocks[running]
         needy = np.flatnonzero((missing > 0) & (num_new > 0))
-        if not len(needy):
-            return False
         if int(missing[needy].sum()) <= kv.pool.num_free:
             for slot, need in zip(running[needy].tolist(), missing[needy].tolist(), strict=True):
                 self._append_blocks(slot, need, builder)
@@ -207,10 +205,10 @@ class Scheduler:
     def _admit(self, budget: int, builder: PlanBuilder, now_ns: int) -> tuple[IntArray, IntArray]:
         """Give slots to waiting requests while tokens, slots and blocks last."""
         slots, counts = list[int](), list[int]()
-        while budget > 0 and len(self.waiting) and self.free_slots:
-            request = first_of(self.waiting, self.constraints.is_ready, begun=not self.admits_new)
-            cached = None if request is None else self.kv.try_fit(request)
-            if request is None or cached is None:
+        ready = candidates(self.waiting, self.constraints.is_ready, begun=not self.admits_new)
+        while budget > 0 and self.free_slots and (request := next(ready, None)) is not None:
+            cached = self.kv.try_fit(request)
+            if cached is None:
                 break
             missing = len(request.token_ids) - len(cached) * self.kv.block_size
             self.waiting.remove(request)
@@ -356,6 +354,8 @@ class Scheduler:
     ) -> FinishedRow:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        if request.grammar is not None:
+            request.grammar.drop()
         del self.requests[request.request_id]
         self.stats.num_finished += 1
         own = stop_token is not None and stop_token in request.params.stop_token_ids

@@ -151,6 +151,7 @@ class StepResult(NamedTuple):
     started_ns: int
     """perf_counter_ns when the device began the step: by its own clock where it has one."""
     ended_ns: int
+    """When it had the tokens. Between its model and its sampling it may have waited for masks."""
     graph_mode: str = "NONE"
     """FULL, PIECEWISE or NONE: how much of the step was replayed."""
     num_padded_tokens: int = 0

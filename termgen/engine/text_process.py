@@ -8,20 +8,19 @@ with a lower priority, so that others' streams go on. `InputProcessor` asks, in 
 
 from __future__ import annotations
 
-import logging
-import threading
 from array import array
 from pathlib import Path
 
 from termgen.client import ChatPrompt, FillPrompt, Prompt, prompt_chars
-from termgen.errors import EngineDeadError, EngineError, RequestError
-from termgen.helper_process import HelperDied, HelperProcess
-
-logger = logging.getLogger(__name__)
+from termgen.errors import EngineDeadError
+from termgen.helper_process import HelperClosed, HelperFault, HelperProcess, refusal
 
 PROGRAM = Path(__file__).with_name("text_program.py")
 LONG_PROMPT_CHARS = 4096
 """Shorter ones take a millisecond or two, which is what asking takes."""
+LIMIT_S = 60.0
+"""Where a core is free, a megabyte takes a second at worst, and a body has eight at most unless the
+server is told otherwise."""
 
 
 def is_long(prompt: Prompt) -> bool:
@@ -37,15 +36,13 @@ class TextProcess:
 
     def __init__(self, source: Path, max_model_len: int, vocab_size: int) -> None:
         self._helper = HelperProcess(PROGRAM, str(source), str(max_model_len), str(vocab_size))
-        self._lock = threading.Lock()
 
     def start(self) -> bool:
         """Begin to start it; the first prompt waits for what is still missing then. False where
         the system allows no process: prompts are then to be tokenised here."""
         try:
             self._helper.start()
-        except OSError as error:
-            logger.warning("long prompts are tokenised in the server's own process: %s", error)
+        except HelperFault:
             return False
         return True
 
@@ -53,21 +50,12 @@ class TextProcess:
         """What `InputProcessor.tokenize` gives, or raises."""
         asked = prompt, add_special_tokens, has_to_fit
         try:
-            with self._lock:
-                ids: bytes = self._helper.ask(asked)
-        except HelperDied:
-            if self._helper.is_closed:
-                raise EngineDeadError("the engine was shut down") from None
-            if not self._helper.has_answered:
-                raise EngineError(
-                    "the process that tokenises long prompts does not start"
-                ) from None
-            raise RequestError(
-                "The prompt took too much memory to be tokenised",
-                param="messages" if isinstance(prompt, ChatPrompt) else "prompt",
-                code="request_too_large",
-                status=413,
-            ) from None
+            ids: bytes = self._helper.ask(asked, limit_s=LIMIT_S)
+        except HelperClosed:
+            raise EngineDeadError("the engine was shut down") from None
+        except HelperFault as fault:
+            param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+            raise refusal(fault, "prompt", "tokenised", param=param) from None
         found = array("I")
         found.frombytes(ids)
         return found.tolist()

@@ -69,6 +69,7 @@ class GrammarState:
     __slots__ = (
         "_ends_at_eos",
         "_grammar",
+        "_is_dropped",
         "_mask",
         "_matcher",
         "_num_quick",
@@ -84,6 +85,7 @@ class GrammarState:
         self._matcher: TokenMatcher | None = None
         self._mask: IntArray | None = None
         self._num_quick = self._num_slow = 0
+        self._is_dropped = False
         self.error: BaseException | None = None
         """Why there is no mask, and never will be one."""
         self.is_ready = False
@@ -100,6 +102,8 @@ class GrammarState:
 
     def fill(self) -> None:
         """Make the next mask, at the beginning the matcher too. Either may take long."""
+        if self._is_dropped:
+            return
         try:
             if self._matcher is None:
                 self._matcher = self._grammar.start(ends_at_eos=self._ends_at_eos)
@@ -108,6 +112,11 @@ class GrammarState:
             self._matcher.fill(self._mask)
         except BaseException as cause:  # a panic in llguidance is no Exception; it ends the request
             self.error = cause
+
+    def drop(self) -> None:
+        """The answer is over: a mask that is still to be made would keep others waiting. The
+        engine's thread may say so at any time."""
+        self._is_dropped = True
 
     @staticmethod
     def fill_together(rows: Sequence[GrammarState]) -> None:

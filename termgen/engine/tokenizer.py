@@ -163,6 +163,10 @@ class Tokenizer:
         """Make now what the first message that spells a control token would have to wait for."""
         self._chat.prepare_for_strangers()
 
+    def close(self) -> None:
+        """End its processes; what needs none goes on."""
+        self._chat.close()
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The full text of `ids`: what a `token_decoder` gives piece by piece."""
         if self._bytes_of is None:

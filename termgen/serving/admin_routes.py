@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from termgen.api.errors import no_such_option
 from termgen.client import PauseMode, SleepLevel
 from termgen.errors import RequestError
 from termgen.serving.access import AdminRoute, caller_of
@@ -103,8 +104,7 @@ class _Options:
 
     def finish(self) -> None:
         if self._given:
-            name = next(iter(self._given))[:40]
-            raise RequestError(f"there is no option {name!r}", code="unknown_option", param=name)
+            raise no_such_option(next(iter(self._given)))
 
 
 ADMIN_ROUTES = (

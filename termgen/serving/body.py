@@ -15,7 +15,7 @@ from starlette.requests import Request
 from termgen.api.errors import body_too_slow
 from termgen.api.fields import parse_json
 from termgen.serving.json_process import JSONProcess
-from termgen.serving.responses import ClientDisconnected
+from termgen.serving.responses import ClientDisconnected, until_disconnect
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ async def read_object(
     parts = await _read(request)
     if sum(map(len, parts)) <= SMALL_BODY_BYTES:
         return take(parse_json(b"".join(parts)))
-    return await large.parse(parts, take)
+    return await until_disconnect(request.receive, large.parse(parts, take))
 
 
 async def _read(request: Request) -> list[bytes]:

@@ -52,6 +52,8 @@ class EventHub:
         """The number of the newest event; the first one has 1."""
         self._ring: EventRing | None = None
         self._num_lost = 0
+        self.num_dropped = 0
+        """Events that listeners were too slow for, of all who ever listened."""
         self._linger: asyncio.TimerHandle | None = None
         self.pictures = Pictures(engine)
         """What they are told of the engine's state."""
@@ -100,6 +102,7 @@ class EventHub:
         oldest = self._newest - len(self._history)
         if listener.cursor < oldest:
             listener.dropped += oldest - listener.cursor
+            self.num_dropped += oldest - listener.cursor
             listener.cursor = oldest
         behind = self._newest - listener.cursor
         # From the new end: what is new is little, and the way to it from the old end long.

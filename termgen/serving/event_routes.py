@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from termgen.api import sse
+from termgen.api.errors import no_such_option
 from termgen.client import EngineClient, ModelInfo
 from termgen.engine.events import EngineEvent
 from termgen.errors import RequestError
@@ -41,9 +42,15 @@ IDLE_SNAPSHOT_S = 1.0
 
 MAX_LAST_ID_CHARS = 64
 
+OPTIONS = frozenset({"topics", "hz", "last_event_id"})
+"""Query parameters."""
+
 
 async def events(request: Request) -> ASGIApp:
     state, engine = state_of(request), state_of(request).require_engine()
+    for name in request.query_params:
+        if name not in OPTIONS:
+            raise no_such_option(name)
     topics, hz = _topics(request), _hz(request)
     given = request.headers.get("last-event-id") or request.query_params.get("last_event_id")
     last_seen = parse_frame_id(given) if given and len(given) <= MAX_LAST_ID_CHARS else None

@@ -12,10 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from termgen.api.errors import unavailable
 from termgen.errors import RequestError
-from termgen.helper_process import HelperDied, HelperProcess
+from termgen.helper_process import (
+    HelperClosed,
+    HelperFault,
+    HelperProcess,
+    no_process,
+    refusal,
+)
 
 PROGRAM = Path(__file__).with_name("json_program.py")
+LIMIT_S = 20.0
+"""Where a core is free, the worst body that is not refused for its number of values takes a second.
+"""
 T = TypeVar("T")
 
 
@@ -30,20 +40,28 @@ class JSONProcess:
         """What `take` makes of the object that these are together, over there: a function of a
         module of ours, or a `partial` of one. Raises `RequestError`."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._parse, parts, take)
+        if self.helper.is_closed:
+            raise _shutting_down()
+        try:
+            parsing = loop.run_in_executor(self._thread, self._parse, parts, take)
+        except RuntimeError:  # the system has no thread left
+            raise no_process("request body", "parsed") from None
+        return await parsing
 
     def close(self) -> None:
-        """What is under way fails."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """What is under way or waits is refused, as is whatever comes from now on."""
         self.helper.close()
+        self._thread.shutdown(wait=False)
 
     def _parse(self, parts: Sequence[bytes], take: Callable[[dict[str, Any]], T]) -> T:
         try:
-            taken: T = self.helper.ask(take, parts)
-        except HelperDied:
-            raise RequestError(
-                "The request body took too much memory to be parsed",
-                code="request_too_large",
-                status=413,
-            ) from None
+            taken: T = self.helper.ask(take, parts, limit_s=LIMIT_S)
+        except HelperClosed:
+            raise _shutting_down() from None
+        except HelperFault as fault:
+            raise refusal(fault, "request body", "parsed") from None
         return taken
+
+
+def _shutting_down() -> RequestError:
+    return unavailable("draining", "The server is shutting down")

@@ -79,7 +79,7 @@ class _SinceStartCollector(Collector):
             ),
             (
                 "event_stream_dropped",
-                "Engine events that came too fast to be counted here",
+                "Engine events lost to slowness: by listeners of /v1/events, or by these counts",
                 counts.num_dropped,
             ),
         ):

@@ -33,7 +33,7 @@ REFUSALS = frozenset(
     {
         *("invalid_api_key", "admin_only", "host_not_allowed", "origin_not_allowed"),
         *("request_too_large", "request_timeout", "loading", "draining", "asleep"),
-        *("grammar_queue_full", "too_many_listeners"),
+        *("grammar_queue_full", "no_process", "too_many_listeners"),
     }
 )
 """Codes of errors that turn a request away whatever it asks. Admission counts its own."""

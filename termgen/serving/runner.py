@@ -156,7 +156,7 @@ class Server:
         if not await self._state.wait_idle(timeout_s):
             self._state.fail_all()
             await self._state.wait_idle(ABORT_GRACE_S)
-        self._state.close_hub()
+        self._state.end_what_waits()
         self._uvicorn.should_exit = True
         if self._is_serving:
             await self._ended.wait()
@@ -167,7 +167,7 @@ class Server:
         """End what is under way instead of waiting for it. For the impatient second signal."""
         self._state.is_draining = True
         self._state.fail_all()
-        self._state.close_hub()
+        self._state.end_what_waits()
         self._uvicorn.should_exit = True
 
 

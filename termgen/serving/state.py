@@ -74,14 +74,15 @@ class ServerState:
 
     def detach(self) -> None:
         """Let go of the engine's events, and of the process for large bodies."""
-        self.close_hub()
-        self.large_bodies.close()
+        self.end_what_waits()
         if self.engine is not None and self._ring is not None:
             self.engine.close_events(self._ring)
             self._ring = None
 
-    def close_hub(self) -> None:
-        """End the streams of events; new ones end at once."""
+    def end_what_waits(self) -> None:
+        """End what is no answer yet, or never: bodies that are parsed get 503, streams of events
+        end; new ones do so at once."""
+        self.large_bodies.close()
         if self.hub is not None:
             self.hub.close()
 
@@ -129,7 +130,8 @@ class ServerState:
         if self._ring is not None and self.metrics is not None:
             events = self._ring.drain()
             self.admission.on_events(events)
-            self.metrics.on_events(events, num_dropped=self._ring.num_dropped)
+            num_dropped = self._ring.num_dropped + self.require_hub().num_dropped
+            self.metrics.on_events(events, num_dropped=num_dropped)
 
     def refused(self, reason: str) -> None:
         """Count a request that was turned away."""

@@ -94,6 +94,13 @@ class StepMetrics(Collector):
         for phase, histogram in self._phases.items():
             histogram.add_to(times, [self._model, phase])
         yield times
+        host = HistogramMetricFamily(
+            "termgen_host_overhead_seconds",
+            "Time of the engine's loop from one landing to the next, less what it waited",
+            labels=["model"],
+        )
+        self._phases["host"].add_to(host, [self._model])
+        yield host
         sizes = HistogramMetricFamily(
             "termgen_iteration_tokens_total", "Tokens that one step computed", labels=["model"]
         )

@@ -148,6 +148,7 @@ def test_a_stamp_does_not_spoil_the_prefix_cache() -> None:
         ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "f", "input_schema": 5}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ],
 )
 def test_what_messages_refuses(fields: dict[str, Any], param: str) -> None:
@@ -214,6 +215,12 @@ def test_what_ends_with_a_call(reason: str, told: str, monkeypatch: pytest.Monke
     news: list[News] = [CallNews(0, "call_a", "weather", "{}"), EndNews(reason, None)]
     events = play(anthropic.MessageStream(messages(stream=True)), news, monkeypatch)
     assert events[-2]["delta"]["stop_reason"] == told
+
+
+def test_a_call_that_a_stop_sequence_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    news: list[News] = [CallNews(0, "call_a", "weather", '{"ci'), EndNews("stop", "ty")]
+    events = play(anthropic.MessageStream(messages(stream=True)), news, monkeypatch)
+    assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "ty"}
 
 
 def test_an_answer_without_text_still_has_a_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from lengths import scaled
 
 from termgen.api import anthropic_input, responses_input
-from termgen.api.chat_bridge import SHARED_FIELDS, renamed
+from termgen.api.chat_bridge import CHAT_WORDS, SHARED_FIELDS, renamed
+from termgen.api.document import REFUSED, taken
 from termgen.api.errors import reply_for
+from termgen.api.parameter_types import CHAT
 from termgen.engine.tool_format import ToolFormat
 from termgen.errors import OverloadedError, RequestError
 
@@ -145,3 +147,31 @@ def test_responses_take_stop_and_top_k_too() -> None:
     body = {**BODIES["responses"], "stop": ["x"], "top_k": 3}
     params = responses_input.parse_responses(body, **CONTEXT).chat.job.params
     assert (params.stop, params.top_k) == (("x",), 3)
+
+
+@pytest.mark.parametrize("endpoint", list(PARSERS))
+def test_a_field_of_chats_is_taken_or_refused(endpoint: str) -> None:
+    """`stream_options` adds nothing: these streams tell their usage in any case."""
+    others = {*taken(CHAT), *REFUSED[CHAT], "n"} - {*NAMES[endpoint], "model", "stream_options"}
+    assert others <= CHAT_WORDS.keys(), "say which of their values ask for nothing"
+    for name in others:
+        with pytest.raises(RequestError) as caught:
+            PARSERS[endpoint]({**BODIES[endpoint], name: {"x": 1}}, **CONTEXT)
+        assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+    asks_for_nothing = {"n": 1, "logprobs": False, "stop": None, "modalities": ["text"]}
+    assert PARSERS[endpoint]({**BODIES[endpoint], **asks_for_nothing}, **CONTEXT)
+
+
+def test_a_field_of_another_name_is_told_that_name() -> None:
+    for name, value in (("max_tokens", 5), ("response_format", {"type": "json_object"})):
+        with pytest.raises(RequestError, match=responses_input.NAMES[name]):
+            PARSERS["responses"]({"input": "x", name: value}, **CONTEXT)
+    with pytest.raises(RequestError, match="stop_sequences"):
+        PARSERS["messages"]({**BODIES["messages"], "stop": ["x"]}, **CONTEXT)
+
+
+def test_a_response_repeats_the_effort_it_was_asked_for() -> None:
+    asked = responses_input.parse_responses(
+        {"input": "x", "reasoning": {"effort": "low"}}, **CONTEXT
+    )
+    assert asked.echo["reasoning"] == {"effort": "low", "summary": None}

@@ -101,6 +101,10 @@ def test_no_tokens_are_allowed_only_with_an_echo() -> None:
     with pytest.raises(RequestError) as caught:
         parse(max_tokens=0)
     assert caught.value.param == "max_tokens"
+    assert parse(echo=True, max_tokens=0, min_tokens=0)
+    with pytest.raises(RequestError, match=r"exceeds max_tokens \(0\)") as caught:
+        parse(echo=True, max_tokens=0, min_tokens=1)
+    assert caught.value.param == "min_tokens"
 
 
 def test_choices_are_numbered_over_all_prompts() -> None:

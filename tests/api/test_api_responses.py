@@ -117,6 +117,7 @@ def test_tools_of_responses_are_strict_unless_they_say_otherwise() -> None:
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"text": {"format": "json"}}, "text.format"),
         ({"instructions": 5}, "instructions"),
     ],

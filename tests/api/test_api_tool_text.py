@@ -153,6 +153,12 @@ def test_a_parser_that_the_model_declares() -> None:
     parts = [part for char in text for part in parser.feed(char)] + parser.finish()
     arguments = [part.text for part in parts if isinstance(part, CallArguments)]
     assert arguments == [call["arguments"] for call in calls]
-    # Calls that must come are written in a style that a grammar can enforce.
-    forced = chat(declared, tools=[F], tool_choice="required").tools
-    assert isinstance(new_parser(forced), StyleParser)
+    # Calls that must come are written in a style that a grammar can enforce, and so are calls
+    # beside JSON of a given form.
+    in_style = '<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call>'
+    for wish in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        formed = chat(declared, tools=[F], **wish).tools
+        assert not formed.needs_prompt
+        fields = message_fields(new_parser(formed), in_style)
+        assert [c["function"]["arguments"] for c in fields["tool_calls"]] == ['{"x":1}']
+        assert message_fields(new_parser(formed), '{"a":1}') == {"content": '{"a":1}'}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,6 +110,10 @@ def test_a_template_that_knows_no_tools_gets_them_as_text() -> None:
         ({"tools": [F], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [F], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [F], "tool_choice": {"function": {"name": "z"}}}, "tool_choice"),
+        (
+            {"tools": [F], "tool_choice": {"type": "custom", "function": {"name": "f"}}},
+            "tool_choice",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [F], "parallel_tool_calls": 1}, "parallel_tool_calls"),
         (
@@ -236,3 +241,15 @@ def test_the_finish_reason_of_a_named_or_cut_off_call() -> None:
     assert choice["finish_reason"] == "stop" and choice["message"]["content"] is None
     (choice,) = chat_response(chat(tools=[F]), [delta(text[:-15], FinishReason.LENGTH)])["choices"]
     assert choice["finish_reason"] == "length" and choice["message"]["tool_calls"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_call_that_a_stop_string_cut_off_is_none_to_be_made(choice: str) -> None:
+    one = '<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call>'
+    for text, reason in ((one[:45], "stop"), (one + one[:45], "stop"), (one[:-3], "tool_calls")):
+        request = chat(tools=[F], tool_choice=choice, stop=["x"])
+        last = replace(delta(text, FinishReason.STOP), stop_reason="x")
+        (whole,) = chat_response(request, [last])["choices"]
+        assert whole["message"]["tool_calls"] and whole["stop_reason"] == "x"
+        chunk = ChatStream(request).feed(0, last)[-1]["choices"][0]
+        assert whole["finish_reason"] == chunk["finish_reason"] == reason

@@ -96,9 +96,10 @@ class UnreliableState(GrammarState):
     """Counts slow masks by what their grammar says."""
 
     def note_time(self, *, is_slow: bool) -> None:
-        matcher = self._matcher
-        assert isinstance(matcher, UnreliableMatcher)
-        super().note_time(is_slow=len(matcher.tokens) % matcher.grammar.pace == 0)
+        matcher = self._matcher  # none where the request ended before
+        if isinstance(matcher, UnreliableMatcher):
+            is_slow = len(matcher.tokens) % matcher.grammar.pace == 0
+        super().note_time(is_slow=is_slow)
 
 
 class UnreliableSchedule(ConstrainedSchedule):

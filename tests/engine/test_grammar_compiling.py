@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_resources import no_process, no_thread
 
 from termgen.engine import grammar as grammar_module
 from termgen.engine import grammar_source, input_processor
@@ -26,7 +27,12 @@ from termgen.engine.input_processor import InputProcessor
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.structured_outputs import MAX_GBNF_BYTES, StructuredOutputsParams
 from termgen.engine.tokenizer import Tokenizer, load_tokenizer
-from termgen.errors import ContextLengthError, EngineError, OverloadedError, RequestError
+from termgen.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    OverloadedError,
+    RequestError,
+)
 
 VOCAB = 600
 ENDLESS: dict[str, Any] = {
@@ -115,13 +121,52 @@ def test_a_converter_that_dies_is_no_fault_of_the_grammar(compiler: GrammarCompi
     converter = compiler._gbnf.start()
     converter.send_signal(signal.SIGSTOP)
     future = compiler.submit(wanted)
-    while not compiler._gbnf_lock.locked():
+    while not compiler._gbnf._turn.locked():
         time.sleep(0.001)
     time.sleep(0.05)
     converter.kill()
-    with pytest.raises(EngineError, match="converts GBNF"):
+    with pytest.raises(OverloadedError, match="grammar cannot be converted now"):
         future.result(20)
     compiler.compile(wanted)
+    compiler.close()
+
+
+def test_gbnf_without_end_is_given_up_once_and_holds_up_nobody(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = StructuredOutputsParams(grammar='root ::= "y"')
+    compiler.compile(StructuredOutputsParams(grammar='root ::= "x"'))
+    compiler._gbnf.start().send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_module, "GBNF_LIMIT_S", 0.05)
+        with pytest.raises(RequestError, match="not converted within .* make it simpler") as fault:
+            compiler.compile(wanted)
+    assert (fault.value.status, fault.value.code) == (400, "invalid_schema")
+    assert fault.value.param == wanted.param
+    compiler.compile(StructuredOutputsParams(grammar='root ::= "z"'))
+    with pytest.raises(RequestError, match="make it simpler"):
+        compiler.compile(wanted)
+    compiler.close()
+    with pytest.raises(EngineDeadError):
+        compiler.compile(StructuredOutputsParams(grammar='root ::= "again"'))
+
+
+def test_without_processes_or_threads_whoever_asks_next_tries_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {"type": "string", "allOf": [{"pattern": "^[a-z]+$"}, {"pattern": "b"}]}
+    wanted: list[dict[str, Any]] = [{"grammar": 'root ::= "x"'}, {"json": few}, {"regex": "a"}]
+    for refuse, count in ((no_thread, 3), (no_process, 2)):
+        for fields in wanted[:count]:
+            with monkeypatch.context() as patch:
+                where = (threading.Thread, "start") if count == 3 else (subprocess, "Popen")
+                patch.setattr(*where, refuse)
+                with pytest.raises(OverloadedError) as refusal:
+                    compiler.compile(StructuredOutputsParams(**fields))
+            assert (refusal.value.code, refusal.value.status) == ("no_process", 429)
+    assert compiler._lane.num_waiting == compiler._trial_lane.num_waiting == 0
+    for fields in wanted:
+        compiler.compile(StructuredOutputsParams(**fields))
     compiler.close()
 
 

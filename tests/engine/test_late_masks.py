@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher
+from process_resources import no_thread
 
 from termgen.engine.mask_filler import NUM_SLOW_THREADS, NUM_THREADS, SLOW_S, MaskFiller
-from termgen.engine.request import FinishReason
+from termgen.engine.request import FinishReason, Request
 from termgen.engine.step import StepPlan, StepResult
 from termgen.engine.token_mask import GrammarState, IntArray, RowMasks
 from termgen.errors import RequestError
@@ -72,6 +73,7 @@ def test_masks_of_rows_that_go_on_together_are_one_job(monkeypatch: pytest.Monke
         fill(filler, rows)
 
     monkeypatch.setattr(MaskFiller, "_fill", noting)
+    monkeypatch.setattr("termgen.engine.mask_filler.SLOW_S", 60.0)  # on a busy machine too
     driver = ConstrainedDriver(depth=2)
     for i in range(4):
         driver.constrain(f"c{i}", [3, i], FakeGrammar(7), max_tokens=20)
@@ -185,6 +187,32 @@ def test_a_first_mask_that_takes_long_holds_up_nobody_behind_it_in_the_queue(
     driver.assert_drained()
 
 
+def test_whoever_waits_for_a_mask_is_looked_at_once_in_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many are admitted from behind them."""
+    driver, gate, asked = ConstrainedDriver(depth=1), Gate(), list[str]()
+    constraints = driver.scheduler.constraints
+    constraints.patience_s = constraints.idle_patience_s = 0.0
+    is_ready = constraints.is_ready
+
+    def noting(request: Request) -> bool:
+        asked.append(request.request_id)
+        return is_ready(request)
+
+    monkeypatch.setattr(constraints, "is_ready", noting)
+    gate.is_open.clear()
+    for i in range(40):
+        driver.constrain(f"slow {i}", [3, i], gate.grammar(5), max_tokens=9)
+    for i in range(5):
+        driver.submit(f"free {i}", [5, i], max_tokens=3)
+    driver.step()
+    assert driver.scheduler.num_running == 5 and len(asked) == len(set(asked)) == 45
+    gate.is_open.set()
+    driver.run()
+    driver.assert_reference()
+
+
 def test_masks_are_waited_for_as_long_as_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of 30 ms, which nobody has patience for, are in time for steps of 20 s."""
     monkeypatch.setattr("termgen.engine.mask_filler.SLOW_S", 60.0)
@@ -244,6 +272,34 @@ def test_an_abort_while_the_mask_is_filled(
     assert bound.reason is FinishReason.ABORT
     driver.assert_reference(free)
     driver.assert_drained()
+
+
+def test_masks_of_aborted_requests_are_not_filled(
+    make_driver: Callable[..., ConstrainedDriver],
+) -> None:
+    """All threads have begun one when they are aborted; the others must keep nobody waiting."""
+    filled: list[str] = []
+
+    class Noting(FakeGrammar):
+        def start(self, *, ends_at_eos: bool) -> FakeMatcher:
+            filled.append(threading.current_thread().name)
+            return super().start(ends_at_eos=ends_at_eos)
+
+    driver, gate = make_driver(depth=2), threading.Event()
+    for i in range(20):
+        grammar = Noting(5)
+        grammar.may_fill = gate
+        driver.constrain(f"aborted {i}", [3, i], grammar, max_tokens=9)
+    driver.core._read_inbox()
+    assert wait_for(lambda: len(filled) == NUM_THREADS)
+    for i in range(20):
+        driver.abort(f"aborted {i}")
+    last = driver.constrain("last", [3, 4], FakeGrammar(4), max_tokens=9)
+    driver.core._read_inbox()
+    gate.set()
+    driver.run()
+    driver.assert_reference(last)
+    assert len(filled) == NUM_THREADS
 
 
 class Panic(BaseException):
@@ -327,6 +383,26 @@ def test_the_threads_end_with_their_owner() -> None:
     for thread in threads:
         thread.join(20.0)
         assert not thread.is_alive()
+
+
+def test_without_threads_masks_are_filled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, num_started = threading.Thread.start, 0
+
+    def one_more(thread: threading.Thread) -> None:
+        nonlocal num_started
+        if num_started:
+            raise RuntimeError("can't start new thread")
+        num_started += 1
+        start(thread)
+
+    for refuse in (no_thread, one_more):
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        filler = MaskFiller()
+        for _ in range(3):
+            rows = [GrammarState(FakeGrammar(3), ends_at_eos=True) for _ in range(4)]
+            filler.begin(rows)
+            filler.wait(rows, 20.0)
+            assert all(row.is_ready and row.mask.any() for row in rows)
 
 
 def test_a_failed_request_whose_name_is_taken_again_ends_alone() -> None:

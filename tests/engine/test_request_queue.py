@@ -7,7 +7,7 @@ import pytest
 from scheduler_harness import make_request
 
 from termgen.engine.request import Request, RequestStatus
-from termgen.engine.request_queue import first_of, make_queue, priority_key
+from termgen.engine.request_queue import candidates, make_queue, priority_key
 
 
 def test_first_come_first_served() -> None:
@@ -57,15 +57,25 @@ def test_priority_queue_stays_in_order_under_removal(seed: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_the_first_that_fits_is_found_in_the_order_of_the_queue(policy: str) -> None:
-    queue = make_queue(policy)
-    requests = [make_request(name, [1], arrival_ns=i) for i, name in enumerate("abcd")]
-    for request in requests:
-        queue.push(request)
-    assert first_of(queue, lambda r: True, begun=False) is requests[0]
-    assert first_of(queue, lambda r: r.request_id in "db", begun=False) is requests[1]
-    assert first_of(queue, lambda r: False, begun=False) is None
-    assert first_of(queue, lambda r: True, begun=True) is None
-    requests[2].status = RequestStatus.PREEMPTED
-    assert first_of(queue, lambda r: True, begun=True) is requests[2]
-    assert first_of(queue, lambda r: r is requests[0], begun=True) is None
+@pytest.mark.parametrize("fitting", ["", "a", "abcd", "db", "ac", "acd"])
+def test_those_that_fit_are_found_in_the_order_of_the_queue(policy: str, fitting: str) -> None:
+    for begun in ("", "c", "ad", "abcd"):
+        queue = make_queue(policy)
+        requests = [make_request(name, [1], arrival_ns=i) for i, name in enumerate("abcd")]
+        for request in requests:
+            queue.push(request)
+            if request.request_id in begun:
+                request.status = RequestStatus.PREEMPTED
+        looked_at: list[str] = []
+
+        def fits(request: Request, looked_at: list[str] = looked_at) -> bool:
+            looked_at.append(request.request_id)
+            return request.request_id in fitting
+
+        found = []
+        for request in candidates(queue, fits, begun=bool(begun)):
+            queue.remove(request)
+            found.append(request.request_id)
+        assert found == [name for name in "abcd" if name in fitting and name in (begun or "abcd")]
+        assert looked_at == [name for name in "abcd" if name in (begun or "abcd")]
+        assert [r.request_id for r in queue] == [name for name in "abcd" if name not in found]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from chat_samples import CHATML, LLAMA3, QWEN, make_tokenizer
+from process_resources import no_process, no_thread, resources
 
 from termgen.client import MAX_CHAT_TEMPLATE_CHARS, ChatPrompt
 from termgen.engine import request_template
@@ -17,7 +19,7 @@ from termgen.engine.request_template import RequestTemplate, TemplateWorkers
 from termgen.engine.template_worker import answer
 from termgen.engine.tokenizer import Tokenizer
 from termgen.engine.tokenizer_files import TokenizerParts
-from termgen.errors import RequestError
+from termgen.errors import EngineDeadError, OverloadedError, RequestError
 
 MESSAGES = [
     {"role": "system", "content": "Be brief. 你好"},
@@ -142,6 +144,43 @@ def test_threads_do_not_wait_for_each_other_and_no_process_stays() -> None:
     assert all(process.poll() is not None for process in use_from_threads())
 
 
+def test_without_processes_or_threads_a_template_is_to_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = resources()
+    workers = TemplateWorkers()
+    for place, name, refuse in (
+        (subprocess, "Popen", no_process),
+        (threading.Thread, "start", no_thread),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, refuse)
+            with pytest.raises(OverloadedError) as refusal:
+                RequestTemplate("x", workers)
+        assert (refusal.value.code, refusal.value.param) == ("no_process", "chat_template")
+    assert RequestTemplate("x", workers).render({}, num_input_chars=1) == "x"
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(OverloadedError):
+            RequestTemplate("y", workers)
+    assert RequestTemplate("y", workers).render({}, num_input_chars=1) == "y"
+    workers.close()
+    assert resources() <= before
+    with pytest.raises(EngineDeadError):
+        RequestTemplate("z", workers)
+
+
+def test_its_processes_end_with_the_engine(llama: Tokenizer) -> None:
+    own = make_tokenizer(LLAMA3)
+    processor = InputProcessor(own, 500, own.vocab_size)
+    prompt = ChatPrompt(MESSAGES, chat_template="{{ messages[0].role }}")
+    processor.tokenize(prompt)
+    (worker,) = own._chat._workers._idle
+    processor.close()
+    assert worker._process.poll() is not None
+    assert processor.tokenize("x") == llama.encode("x"), "what needs none goes on"
+
+
 def test_the_process_knows_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
     popen = subprocess.Popen
@@ -153,7 +192,8 @@ def test_the_process_knows_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERMGEN_API_KEY", "secret")
     monkeypatch.setattr(request_template.subprocess, "Popen", start)
     RequestTemplate("x", TemplateWorkers())
-    assert "secret" not in str(started[0]["env"]) and started[0]["start_new_session"]
+    assert "secret" not in str(started[0]["env"])
+    assert started[0]["process_group"] == 0, "Ctrl-C does not reach it"
 
 
 def test_the_worker_answers_in_plain_data() -> None:

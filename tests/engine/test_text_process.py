@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
+import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from process_resources import no_process, no_thread
 from sample_texts import SPECIAL_LOOKALIKES, sample_texts
 
 from termgen.client import ChatPrompt, FillPrompt, Prompt
 from termgen.config import EngineConfig
+from termgen.engine import text_process
 from termgen.engine.engine import AsyncEngine, SyncEngine
 from termgen.engine.input_processor import InputProcessor
 from termgen.engine.prompt_threads import PromptThreads
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.text_process import LONG_PROMPT_CHARS, TextProcess, is_long
 from termgen.engine.tokenizer import load_tokenizer
-from termgen.errors import ContextLengthError, EngineDeadError, EngineError, RequestError
+from termgen.errors import ContextLengthError, EngineDeadError, OverloadedError, RequestError
 
 MAX_LEN = 3000
 
@@ -93,20 +96,41 @@ def test_a_process_that_dies_costs_one_prompt(texts: TextProcess) -> None:
     process.kill()
     process.wait()
     assert tokens() == expected, "one that has died before is started again"
-    os.kill(texts._helper.start().pid, 19)  # SIGSTOP: it cannot answer, and is killed then
-    asked = asyncio.run(_ask_and_kill(texts))
+    process = texts._helper.start()
+    process.send_signal(signal.SIGSTOP)  # it cannot answer, and is killed then
+    asked = asyncio.run(_ask_and_kill(texts, process))
     assert isinstance(asked, RequestError) and asked.status == 413 and asked.param == "prompt"
     assert tokens() == expected
 
 
-async def _ask_and_kill(texts: TextProcess) -> BaseException | None:
+def test_a_prompt_without_end_is_given_up(
+    texts: TextProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokens(prompt: Prompt) -> list[int]:
+        return texts.tokenize(prompt, add_special_tokens=True, has_to_fit=True)
+
+    expected = tokens("hello")
+    for prompt, param in (("hello", "prompt"), (chat("hello"), "messages")):
+        texts._helper.start().send_signal(signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(text_process, "LIMIT_S", 0.05)
+            with pytest.raises(RequestError, match="too much time to be tokenised") as refusal:
+                tokens(prompt)
+        fault = refusal.value
+        assert (fault.status, fault.code, fault.param) == (413, "request_too_large", param)
+        assert tokens("hello") == expected
+
+
+async def _ask_and_kill(
+    texts: TextProcess, process: subprocess.Popen[bytes]
+) -> BaseException | None:
     asking = asyncio.create_task(
         asyncio.to_thread(texts.tokenize, "x", add_special_tokens=True, has_to_fit=True)
     )
-    while not texts._lock.locked():
+    while not texts._helper._turn.locked():
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.05)
-    texts._helper.start().kill()
+    process.kill()
     await asyncio.wait([asking])
     return asking.exception()
 
@@ -170,18 +194,61 @@ def test_an_engine_without_a_loop_ends_its_processes(tiny_llama_dir: Path) -> No
 def test_without_a_process_prompts_are_tokenised_here(
     here: InputProcessor, sizes: tuple[Path, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise BlockingIOError("no more processes")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(subprocess, "Popen", no_process)
     here.prepare_for_strangers(TextProcess(*sizes))
     assert len(here.tokenize("ab " * LONG_PROMPT_CHARS)) > 10
 
 
-def test_a_process_that_never_starts_is_no_fault_of_the_prompt(tmp_path: Path) -> None:
+def test_without_another_process_later_a_prompt_is_to_come_again(
+    texts: TextProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts._helper.start().kill()
+    texts._helper.start().wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", no_process)
+        with pytest.raises(OverloadedError, match="no process left") as refusal:
+            texts.tokenize(chat("x"), add_special_tokens=True, has_to_fit=True)
+    assert (refusal.value.code, refusal.value.param) == ("no_process", "messages")
+    assert texts.tokenize(chat("x"), add_special_tokens=True, has_to_fit=True)
+
+
+def test_a_process_that_never_starts_is_no_fault_of_the_prompt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     texts = TextProcess(tmp_path, MAX_LEN, 10)  # there is no tokenizer
-    with pytest.raises(EngineError, match="does not start"):
+    with pytest.raises(OverloadedError):
         texts.tokenize("x", add_special_tokens=True, has_to_fit=True)
+    assert "text_program.py ended with status 1" in caplog.text and "Error" in caplog.text
+    texts.close()
+
+
+async def test_what_waits_at_shutdown_is_told_so_and_so_is_what_comes_later() -> None:
+    threads, gate = PromptThreads(), threading.Event()
+    long = "x" * LONG_PROMPT_CHARS
+    own = ChatPrompt(({"role": "user", "content": "x"},), chat_template="x")
+    asked = [
+        asyncio.create_task(threads.run(prompt, lambda: gate.wait(20)))
+        for prompt in [long, own, own] * 3
+    ]
+    await asyncio.sleep(0.05)
+    threads.shutdown()
+    gate.set()
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert outcomes.count(True) == 3, "those that had begun"
+    assert sum(isinstance(outcome, EngineDeadError) for outcome in outcomes) == 6
+    with pytest.raises(EngineDeadError):
+        await threads.run(long, gate.is_set)
+
+
+async def test_without_threads_prompts_are_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = PromptThreads()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(OverloadedError) as refusal:
+            await threads.run("x" * LONG_PROMPT_CHARS, lambda: 1)
+        assert refusal.value.code == "no_process"
+    assert await threads.run("x" * LONG_PROMPT_CHARS, lambda: 1) == 1
+    threads.shutdown()
 
 
 async def test_short_prompts_do_not_wait_for_long_ones() -> None:

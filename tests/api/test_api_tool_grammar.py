@@ -1,0 +1,61 @@
+"""What the grammars of tool calls let a model write, asked of llguidance itself, byte by byte."""
+
+from __future__ import annotations
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tools_harness import KNOWS, F, G, chat
+
+STRICT = {**F, "function": {**F["function"], "strict": True}}
+"""Wants an integer `x`."""
+GOOD = '<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "g.h", "arguments": {}}\n</tool_call>'
+WRONG = '<tool_call>\n{"name": "f", "arguments": {"y":1}}\n</tool_call>'
+
+
+def may_be_written(text: str, **fields: object) -> bool:
+    """As a whole answer."""
+    wanted = chat(KNOWS, **fields).job.params.structured_outputs
+    assert wanted is not None and wanted.grammar is not None
+    matcher = LLMatcher(LLTokenizer("byte"), wanted.grammar)
+    assert not matcher.get_error()
+    # The vocabulary is the bytes; what follows them in it is special.
+    given = list(text.encode())
+    return bool(matcher.validate_tokens(given) == len(given)) and (
+        bool(matcher.consume_tokens(given)) and bool(matcher.is_accepting())
+    )
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_where_calls_may_come_text_is_free_and_a_strict_call_is_not(parallel: bool) -> None:
+    fields = {"tools": [STRICT], "parallel_tool_calls": parallel}
+    for text in ("Hello, <b>you</b> 👋\n", "<tool_call", GOOD, "Let me see. " + GOOD):
+        assert may_be_written(text, **fields), text
+    for text in (WRONG, "So: " + WRONG, OTHER, "<tool_call>none"):
+        assert not may_be_written(text, **fields), text
+    assert may_be_written(GOOD + "\n" + GOOD, **fields) == parallel
+
+
+def test_one_call_at_most_needs_no_strict_function() -> None:
+    fields = {"tools": [F, G], "parallel_tool_calls": False}
+    assert may_be_written(WRONG, **fields) and may_be_written("text", **fields)
+    assert not may_be_written(WRONG + OTHER, **fields)
+
+
+def test_calls_that_must_come_come_alone() -> None:
+    fields = {"tools": [F, G], "tool_choice": "required"}
+    g = '<tool_call>\n{"name": "g.h", "arguments": {}}\n</tool_call>'
+    assert may_be_written(GOOD, **fields) and may_be_written(g, **fields)
+    assert may_be_written(GOOD + "\n" + g, **fields)
+    assert not may_be_written(GOOD + "\n" + g, **fields, parallel_tool_calls=False)
+    for text in ("", "Hi " + GOOD, WRONG, GOOD + " done"):
+        assert not may_be_written(text, **fields), text
+    named = {**fields, "tool_choice": {"type": "function", "function": {"name": "g.h"}}}
+    assert may_be_written(g, **named) and not may_be_written(GOOD, **named)
+
+
+def test_json_or_calls() -> None:
+    fields = {"tools": [F], "response_format": {"type": "json_object"}}
+    assert may_be_written('{"a":1}', **fields) and may_be_written(GOOD, **fields)
+    for text in ("text", "[1]", '{"a":1}' + GOOD, OTHER):
+        assert not may_be_written(text, **fields), text
