@@ -200,7 +200,7 @@ async def _sweep(options: SweepOptions, subject: Subject) -> int:
 
 def step_title(options: SweepOptions, step: ServeOptions) -> str:
     if options.sweep_over == "concurrency":
-        return f"{step.max_concurrency} clients"
+        return sweep.load_words(options, step.max_concurrency or 0)
     return f"{step.request_rate:g}/s"
 
 

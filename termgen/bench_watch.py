@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -209,12 +211,20 @@ async def _show_and_measure(
     return app.return_code or OK
 
 
+async def watched_run(
+    watch: BenchWatch, server: Connection, options: ServeOptions, seed: int
+) -> ServeRun:
+    """This thread draws, and reads what the load generator tells."""
+    began, drawn = time.perf_counter(), time.thread_time()
+    run = await server.bench.run(options, seed=seed, on_progress=watch.take, stop=watch.switch)
+    share = (time.thread_time() - drawn) / (time.perf_counter() - began)
+    return dataclasses.replace(run, screen_share=share)
+
+
 async def measure_serve(watch: BenchWatch, server: Connection) -> Outcome:
     options, subject = watch.options, watch.subject
     watch.begin_step(options)
-    run = await server.bench.run(
-        options, seed=subject.seed, on_progress=watch.take, stop=watch.switch
-    )
+    run = await watched_run(watch, server, options, subject.seed)
     watch.end_run(run)
     files = save_serve(run, subject)
     facts = serve_report.rows_of(run)
@@ -242,7 +252,7 @@ async def measure_sweep(watch: BenchWatch, server: Connection) -> Outcome:
 
     async def run_step(step: ServeOptions, seed: int) -> ServeRun:
         watch.begin_step(step, step_title(options, step))
-        return await server.bench.run(step, seed=seed, on_progress=watch.take, stop=watch.switch)
+        return await watched_run(watch, server, step, seed)
 
     result = await sweep.run_sweep(options, run_step, seed=subject.seed, on_step=watch.end_step)
     files = save_sweep(result, subject)

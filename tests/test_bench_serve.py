@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from termgen.bench.load_process import run_in_process
 from termgen.bench.serve import ServeBench, ServeRun, document
 from termgen.bench.serve_options import ServeOptions
 from termgen.bench.serve_result import make_result
-from termgen.bench.server_api import ServerApi, choose_model, read_counts
+from termgen.bench.server_api import ServedModel, ServerApi, choose_model, read_counts
 from termgen.bench.stream_client import Target
 from termgen.errors import ConfigError, EngineError
 
@@ -224,6 +225,29 @@ def test_counts_are_summed_over_labels_of_either_server() -> None:
     assert read_counts(ours) == {"prompt_tokens": 3.0, "requests": 7.0}
     assert read_counts('vllm:generation_tokens_total{m="x, y"} 4.5') == {"generation_tokens": 4.5}
     assert read_counts("<html>no</html>") is None
+    tax = 'termgen_engine_telling_seconds_total{m="a"} 0.5\n'
+    tax += 'termgen_engine_device_seconds_total{s="busy"} 40\n'
+    tax += 'termgen_engine_device_seconds_total{s="idle"} 10\n'
+    assert read_counts(tax) == {"telling_seconds": 0.5, "working_seconds": 50.0}
+
+
+def test_what_watching_cost_is_in_report_and_file() -> None:
+    run = ServeRun(
+        make_result(ServeOptions(num_prompts=1), measured(answer(0.0, 0.1, [0.1])), [4]),
+        ServedModel("m", "termgen", 99),
+        "http://x",
+        0,
+        True,
+        {"telling_seconds": 0.5, "working_seconds": 50.0},
+    )
+    facts = dict(serve_report.rows_of(run))
+    assert facts["observer"] == "1% of the engine's time to tell of its steps"
+    run = replace(run, screen_share=0.034)
+    assert dict(serve_report.rows_of(run))["observer"].endswith(", 3.4% of a core to draw")
+    assert document(run, None)["observer"] == {"engine_share": 0.01, "screen_share": 0.034}
+    assert "observer" not in dict(
+        serve_report.rows_of(replace(run, server=None, screen_share=None))
+    )
 
 
 def answer(start: float, first: float, gaps: list[float], **changes: Any) -> dict[str, Any]:
@@ -315,3 +339,10 @@ async def test_a_load_generator_that_ends_at_once_is_an_error_of_one_line(
     plan = LoadPlan(Target("127.0.0.1", 1, "/"), bodies, (0.0,), max_concurrency=None, timeout_s=1)
     with pytest.raises(EngineError, match="ended early, with code 9"):
         await run_in_process(plan)
+
+
+def test_the_columns_of_the_times_are_straight() -> None:
+    result = make_result(ServeOptions(num_prompts=1), measured(answer(0.0, 0.1, [0.1])), [4])
+    run = ServeRun(result, ServedModel("m", "termgen", 99), "http://x", 0, True, None)
+    lines = serve_report.times_table(run)
+    assert len(lines) == 5 and len({len(line) for line in lines}) == 1, lines

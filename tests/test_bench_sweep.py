@@ -69,7 +69,7 @@ async def test_a_knee_outside_the_sweep_is_said() -> None:
     tight = SweepOptions(goodput=("ttft:1",))
     result, asked = await find(tight, capacity=100)
     assert result.knee is None and len(asked) == 1
-    assert "no knee: 1 clients was too much already" in sweep.summary(result)
+    assert "no knee: 1 client is too much" in sweep.summary(result)
 
 
 async def test_a_step_without_an_answer_ends_the_sweep_and_loses_nothing() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fake_engine import FakeEngine, make_snapshot, make_step_record
 from server_harness import chat_body, eventually, serving, socket_client
@@ -281,6 +282,7 @@ def test_a_state_is_the_same_while_only_time_passes() -> None:
         replace(old, num_waiting=1),
         replace(old, block_states=states),
         replace(old, block_owners=old.block_owners + 1),
+        replace(old, evicted_blocks=np.array([3], np.int32), num_evictions=1),
         replace(old, requests=()),
         replace(old, requests=(replace(view, num_output_tokens=5),)),
     ):

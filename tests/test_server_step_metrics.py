@@ -97,7 +97,8 @@ async def test_launches_are_counted_by_queue_depth_and_wasted_tokens_told() -> N
     engine = FakeEngine()
     async with app_client(engine) as client:
         for depth in (0, 1, 1, 7):
-            engine.bus.publish(make_step_record(queue_depth=depth, launch_us=50.0))
+            record = make_step_record(queue_depth=depth, launch_us=50.0, publish_us=20.0)
+            engine.bus.publish(record)
         engine.bus.publish(make_step_record(queue_depth=7, num_wasted_tokens=5))
         text = (await client.get("/metrics")).text
     assert value(text, "engine_launches_total", queue_depth="0") == 1
@@ -105,6 +106,7 @@ async def test_launches_are_counted_by_queue_depth_and_wasted_tokens_told() -> N
     assert value(text, "engine_launches_total", queue_depth="7") == 2
     assert value(text, "engine_step_seconds_sum", phase="launch") == pytest.approx(0.0002)
     assert value(text, "engine_wasted_tokens_total") == 5
+    assert value(text, "engine_telling_seconds_total") == pytest.approx(80e-6)
 
 
 async def test_the_device_is_busy_or_idle_and_the_loop_works_or_waits() -> None:

@@ -59,6 +59,9 @@ def any_value(rng: random.Random, hint: Any) -> Any:
         return rng.choice(list(RequestEventKind))
     if typing.get_origin(hint) is tuple:
         return tuple(any_value(rng, typing.get_args(hint)[0]) for _ in range(rng.randrange(4)))
+    if typing.get_origin(hint) is np.ndarray:
+        kind = typing.get_args(typing.get_args(hint)[1])[0]
+        return np.array([rng.randrange(200) for _ in range(rng.randrange(4))], kind)
     raise AssertionError(f"the test knows no values of {hint}")
 
 

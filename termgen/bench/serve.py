@@ -39,6 +39,18 @@ class ServeRun:
     """Prompts were token ids, so their lengths are exact."""
     server: dict[str, float] | None
     """What the server did meanwhile by its own count; None if it does not say."""
+    screen_share: float | None = None
+    """Of a core, by the thread that drew meanwhile; None if nobody watched."""
+
+    def observer(self) -> dict[str, float]:
+        """What watching cost: of the time in which the server's engine had work, and of a core."""
+        found = {}
+        server = self.server or {}
+        if server.get("working_seconds") and "telling_seconds" in server:
+            found["engine_share"] = server["telling_seconds"] / server["working_seconds"]
+        if self.screen_share is not None:
+            found["screen_share"] = self.screen_share
+        return found
 
     def warnings(self) -> list[str]:
         found = self.result.warnings()
@@ -182,6 +194,7 @@ def document(run: ServeRun, engine_flags: list[str] | None) -> dict[str, Any]:
         "url": run.url,
         "server_owner": run.model.owner,
         "server_counts": run.server,
+        "observer": run.observer(),
         "prompts_are_token_ids": run.can_tokenize,
         "warnings": run.warnings(),
         "seed": run.seed,

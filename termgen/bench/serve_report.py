@@ -75,16 +75,23 @@ def rows_of(run: ServeRun) -> list[tuple[str, str]]:
             f"sending, {client['p99_loop_lag_ms']:.1f} ms waking (p99)",
         )
     )
-    return rows
+    observer, words = run.observer(), []
+    if "engine_share" in observer:
+        words.append(
+            f"{100 * observer['engine_share']:.2g}% of the engine's time to tell of its steps"
+        )
+    if "screen_share" in observer:
+        words.append(f"{observer['screen_share']:.1%} of a core to draw")
+    return [*rows, ("observer", ", ".join(words))] if words else rows
 
 
 def times_table(run: ServeRun) -> list[str]:
     options, found = run.result.options, run.result.statistics()
     names = ["mean", "std", *(f"p{p:g}" for p in options.percentiles())]
-    width = max(len(TITLES[m]) for m in options.metrics()) + 6
+    titles = {metric: f"{TITLES[metric]} ({metric})" for metric in options.metrics()}
+    width = max(map(len, titles.values()))
     lines = [f"{'milliseconds':<{width}}" + "".join(f"{n:>11}" for n in names)]
-    for metric in options.metrics():
-        title = f"{TITLES[metric]} ({metric})" if metric != "e2el" else f"{TITLES[metric]} (e2el)"
+    for metric, title in titles.items():
         cells = "".join(f"{found[f'{n}_{metric}_ms']:>11.2f}" for n in names)
         lines.append(f"{title:<{width}}" + cells)
     return lines

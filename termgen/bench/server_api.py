@@ -35,6 +35,8 @@ COUNTS = {
         "termgen_time_to_first_token_seconds_sum",
         "vllm:time_to_first_token_seconds_sum",
     ),
+    "telling_seconds": ("termgen_engine_telling_seconds_total",),
+    "working_seconds": ("termgen_engine_device_seconds_total",),
 }
 """Counter -> its name in /metrics, by server."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? ([^ ]+)")

@@ -232,7 +232,6 @@ def steps_table(result: SweepResult) -> list[str]:
 
 def verdict(result: SweepResult) -> str:
     options, knee = result.options, result.knee
-    unit = {"concurrency": "clients", "rate": "requests/s"}[options.sweep_over]
     limit = (
         f"{options.sweep_attainment:g}% of requests within {' '.join(options.goodput)}"
         if options.goodput
@@ -242,8 +241,13 @@ def verdict(result: SweepResult) -> str:
     if result.failure is not None:
         end = f"; at {result.failure.load:g} nothing could be measured: {result.failure.error}"
     if knee is None:
-        return f"no knee: {result.steps[0].load:g} {unit} was too much already ({limit}){end}"
-    return f"knee: {knee.load:g} {unit} ({limit}){end}"
+        return f"no knee: {load_words(options, result.steps[0].load)} is too much ({limit}){end}"
+    return f"knee: {load_words(options, knee.load)} ({limit}){end}"
+
+
+def load_words(options: SweepOptions, load: float) -> str:
+    unit = {"concurrency": "clients", "rate": "requests/s"}[options.sweep_over]
+    return "1 client" if unit == "clients" and load == 1 else f"{load:g} {unit}"
 
 
 def curve(result: SweepResult) -> list[str]:

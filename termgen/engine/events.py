@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -233,3 +233,7 @@ class EngineSnapshot:
     """How much was given back until `EngineClient.wake_up`; 0: awake."""
     waiting_reason: str = ""
     """Why the first of the queue does not run; the others wait for their turn."""
+    evicted_blocks: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """The last blocks whose cached prefix was forgotten for new tokens, the newest last."""
+    num_evictions: int = 0
+    """How many there were since start."""

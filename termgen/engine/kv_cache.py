@@ -21,6 +21,8 @@ from termgen.engine.request import IntArray, Request
 
 NULL_BLOCK = 0
 """Never allocated; padded rows and released rows write here."""
+EVICTED_KEPT = 1024
+"""Evictions that a screen can be shown the blocks of."""
 
 
 def hash_blocks(token_ids: IntArray, block_size: int, chain: list[bytes], salt: str | None) -> None:
@@ -44,6 +46,15 @@ class PoolCopy:
     """[num_blocks] int32."""
     is_hashed: bytes
     """[num_blocks] 1 where a block holds a findable prefix."""
+    evicted: bytes
+    """[EVICTED_KEPT] int32, as the pool has them."""
+    num_evictions: int
+
+    def last_evicted(self) -> npt.NDArray[np.int32]:
+        """[<= EVICTED_KEPT] blocks whose prefix was forgotten, the newest last."""
+        ring = np.frombuffer(self.evicted, dtype=np.int32)
+        first = max(0, self.num_evictions - EVICTED_KEPT)
+        return ring[np.arange(first, self.num_evictions) % EVICTED_KEPT]
 
     def states(self) -> npt.NDArray[np.uint8]:
         """[num_blocks] BlockState of every block."""
@@ -82,6 +93,8 @@ class BlockPool:
         self.num_cached = 0
         """Blocks nobody uses that hold a findable prefix."""
         self.num_evictions = 0
+        self._evicted = array("i", bytes(4 * EVICTED_KEPT))
+        """Blocks whose prefix was forgotten, the n-th at n % EVICTED_KEPT."""
         self.num_freed = 0
         """Times a block lost its last user, since start."""
 
@@ -99,6 +112,7 @@ class BlockPool:
         assert block != self._end, "no free block: check num_free first"
         if self._hashes[block] is not None:
             self._forget(block)
+            self._evicted[self.num_evictions % EVICTED_KEPT] = block
             self.num_evictions += 1
         self._unlink(block)
         self._ref_counts[block] = 1
@@ -139,7 +153,10 @@ class BlockPool:
         return not self._by_hash
 
     def copy(self) -> PoolCopy:
-        return PoolCopy(self._ref_counts.tobytes(), bytes(self._is_hashed))
+        evicted = self._evicted.tobytes()
+        return PoolCopy(
+            self._ref_counts.tobytes(), bytes(self._is_hashed), evicted, self.num_evictions
+        )
 
     @property
     def num_used(self) -> int:

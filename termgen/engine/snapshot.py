@@ -40,7 +40,12 @@ class StateCopy:
         if self.owned:
             places = np.arange(len(self.owned), dtype=np.int32)
             owners[np.concatenate(self.owned)] = np.repeat(places, [*map(len, self.owned)])
-        return self.rest(block_states=states, block_owners=owners)
+        return self.rest(
+            block_states=states,
+            block_owners=owners,
+            evicted_blocks=self.pool.last_evicted(),
+            num_evictions=self.pool.num_evictions,
+        )
 
 
 def copy_state(

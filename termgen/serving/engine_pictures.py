@@ -70,6 +70,7 @@ def _same(new: EngineSnapshot, old: EngineSnapshot) -> bool:
         "requests",
         "block_states",
         "block_owners",
+        "evicted_blocks",
     }
     if any(getattr(new, name) != getattr(old, name) for name in others):
         return False

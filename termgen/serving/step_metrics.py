@@ -54,7 +54,7 @@ class StepMetrics(Collector):
         self._step_sizes = _Histogram(STEP_TOKEN_BUCKETS)
         self._by_graph: Counter[tuple[str, ...]] = Counter()
         self._by_depth: Counter[int] = Counter()
-        self._busy_s = self._idle_s = 0.0
+        self._busy_s = self._idle_s = self._told_s = 0.0
         self._tokens = self._padded = 0
 
     def add(self, steps: Sequence[StepRecord]) -> None:
@@ -81,6 +81,7 @@ class StepMetrics(Collector):
         self._padded += sum(columns["num_padded_tokens"])
         self._busy_s += float(device_s.sum())
         self._idle_s += float(of("idle_us").sum()) / 1e6
+        self._told_s += float(of("publish_us").sum()) / 1e6
         self._by_graph.update(zip(columns["graph_mode"], columns["graph_reason"], strict=True))
         self._by_depth.update(columns["queue_depth"])
 
@@ -122,6 +123,12 @@ class StepMetrics(Collector):
             "Time while there was work, by what the device did: busy with a step, or idle",
             ["state"],
             {("busy",): self._busy_s, ("idle",): self._idle_s},
+        )
+        yield self._counter(
+            "engine_telling_seconds",
+            "Time of the engine's thread that telling of its steps took",
+            [],
+            {(): self._told_s},
         )
         yield self._counter(
             "engine_step_tokens", "Tokens that steps computed", [], {(): self._tokens}

@@ -28,12 +28,14 @@ CODE_ROLES = tuple(
     "code-text syn-keyword syn-string syn-number syn-comment syn-function syn-type "
     "syn-operator".split()
 )
-FAINT_ROLES = tuple("faint padding kv-cached kv-active kv-active-alt kv-shared kv-selected".split())
+FAINT_ROLES = tuple(
+    "faint padding kv-cached kv-active kv-active-alt kv-shared kv-selected kv-evicted".split()
+)
 """Asides, and the cells of the map, which are marks rather than text."""
 CATEGORIES: tuple[tuple[str, ...], ...] = (
     ("prefill", "decode", "padding", "latency"),
     ("mode-full", "mode-piecewise", "mode-none"),
-    ("kv-free", "kv-cached", "kv-active", "kv-shared", "kv-selected"),
+    ("kv-free", "kv-cached", "kv-active", "kv-shared", "kv-selected", "kv-evicted"),
     ("good", "warn", "bad"),
 )
 """Roles that stand side by side for different things."""

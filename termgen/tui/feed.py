@@ -33,6 +33,8 @@ class StreamFeed:
     def __init__(self, opening: Opening) -> None:
         self._bus = EventBus()
         self._snapshot: EngineSnapshot | None = None
+        self.begun: EngineSnapshot | None = None
+        """How things stood before the first event of this epoch, where that was told."""
         self.stream = ""
         self.opening = opening
         self.model = opening.model
@@ -83,9 +85,9 @@ class StreamFeed:
                 self._open(message)
 
     def _open(self, opening: Opening) -> None:
-        if self.stream and opening.stream != self.stream:
-            self.epoch += 1
-            self._snapshot = None
+        if opening.stream != self.stream:
+            self.epoch += bool(self.stream)
+            self._snapshot, self.begun = None, opening.snapshot
         self.stream, self.opening = opening.stream, opening
         self.num_dropped = opening.dropped
         self._snapshot = opening.snapshot or self._snapshot

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from termgen.tui.feed import EngineFeed, StreamFeed
 
 READ_S = 1.0
+KEPT = 120
+"""Readings: as far back as the series of the engine go."""
 
 
 class GpuReading(NamedTuple):
@@ -22,6 +25,10 @@ class GpuReading(NamedTuple):
     """Share of the last moment in which something ran."""
     used_bytes: int
     total_bytes: int
+
+
+GpuHistory = Sequence[GpuReading]
+"""The newest last; empty where there is nothing to read."""
 
 
 class GpuMeter:
@@ -58,19 +65,27 @@ class GpuMeter:
 
 
 class GpuWatch:
-    """The newest reading of a client's GPU, as long as `follow` runs."""
+    """The readings of a client's GPU, as long as `follow` runs."""
 
     def __init__(self, client: EngineFeed) -> None:
-        self.reading: GpuReading | None = None
+        self._readings: deque[GpuReading] = deque(maxlen=KEPT)
         self._client = client
         self._meter: GpuMeter | None = None
+
+    @property
+    def history(self) -> GpuHistory:
+        return tuple(self._readings)
 
     async def follow(self) -> None:
         """Read once a second; ends at once where there is nothing to read."""
         if self._meter is None:
             self._meter = await asyncio.to_thread(GpuMeter.open, self._client)
         while self._meter is not None:
-            self.reading = await asyncio.to_thread(self._meter.read)
+            reading = await asyncio.to_thread(self._meter.read)
+            if reading is None:
+                self._readings.clear()
+            else:
+                self._readings.append(reading)
             await asyncio.sleep(READ_S)
 
 

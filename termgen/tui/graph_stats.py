@@ -49,6 +49,12 @@ class GraphFigures:
     reasons: tuple[tuple[str, str, int], ...] = ()
     """Mode the step had to run in, why, and how often."""
 
+    @property
+    def share_recorded(self) -> float | None:
+        """Steps run from a recording, whole or in pieces."""
+        without = dict(self.modes).get("NONE", 0)
+        return (self.num_steps - without) / self.num_steps if self.num_steps else None
+
 
 class GraphStats:
     """Counts steps. `figures` is cheap to ask for again while nothing was counted."""

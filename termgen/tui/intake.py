@@ -33,7 +33,7 @@ class Intake:
         self.replay = client if isinstance(client, ReplayFeed) else None
         self._epoch = self._stream.epoch if self._stream else 0
         self._ring = client.events(REPLAY_CAPACITY if self.replay else RING_CAPACITY)
-        self.store = DashboardStore(started_ns=now_ns())
+        self.store = self._new_store()
         self._asked_ns = 0
         self._was_idle = False
         self._tap = LogTap() if self._stream is None else None
@@ -77,7 +77,7 @@ class Intake:
             lost += self._stream.num_dropped
             if self._stream.epoch != self._epoch:  # another engine, or another past
                 self._epoch = self._stream.epoch
-                self.store = DashboardStore(started_ns=self._now_ns())
+                self.store = self._new_store()
                 self._was_idle = False
         self.store.num_dropped = lost
         self.store.apply(events)
@@ -85,6 +85,13 @@ class Intake:
         for line in lines:
             self.store.log.add(line)
         return bool(events or lines)
+
+    def _new_store(self) -> DashboardStore:
+        """It knows of the requests that were there before the events that follow."""
+        store = DashboardStore(started_ns=self._now_ns())
+        if self._stream is not None and self._stream.begun is not None:
+            store.set_snapshot(self._stream.begun)
+        return store
 
     def should_ask(self, came: bool) -> bool:
         """Whether a snapshot can tell something new: an idle engine is seldom asked."""

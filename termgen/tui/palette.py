@@ -47,6 +47,7 @@ _DERIVED: dict[str, tuple[str, float]] = {
     "kv-active-alt": ("primary", 0.30),
     "kv-shared": ("secondary", 0.0),
     "kv-selected": ("foreground", 0.0),
+    "kv-evicted": ("error", 0.0),
     "code-text": ("foreground", 0.10),
     "syn-keyword": ("accent", 0.0),
     "syn-string": ("success", 0.0),
@@ -80,6 +81,8 @@ class Glyphs:
     kv_part: str
     """A cell of several blocks, less than half of them in use."""
     kv_selected: str
+    kv_evicted: str
+    """What was kept in it was just forgotten for something new."""
     lengths: tuple[str, str, str]
     """Of a request: cached, prompt, output."""
     is_lettered: bool
@@ -87,10 +90,10 @@ class Glyphs:
 
 
 COLOUR_GLYPHS = Glyphs(
-    "█", "█", "░", ("·", "▪", "■", "◆"), "■", "▬", "█", ("▪", "■", "■"), is_lettered=False
+    "█", "█", "░", ("·", "▪", "■", "◆"), "■", "▬", "█", "×", ("▪", "■", "■"), is_lettered=False
 )
 PLAIN_GLYPHS = Glyphs(
-    "█", "▒", "░", ("·", "▫", "■", "◆"), "▣", "▬", "█", ("▫", "■", "▒"), is_lettered=True
+    "█", "▒", "░", ("·", "▫", "■", "◆"), "▣", "▬", "█", "×", ("▫", "■", "▒"), is_lettered=True
 )
 
 

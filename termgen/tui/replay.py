@@ -132,7 +132,7 @@ class ReplayFeed(StreamFeed):
 
     def _restore(self, place: int) -> None:
         """Everything as it stood before a frame, and nothing of what came later."""
-        self.stream, self._snapshot = "", None
+        self.stream, self._snapshot, self.begun = "", None, None
         begun = self._last_before(place, "snapshot")
         if begun is None:
             return  # the first frame is played again
@@ -141,6 +141,7 @@ class ReplayFeed(StreamFeed):
             message = decode(self._frames[at][1])
             assert message is not None
             self.take(message)
+        self.begun = self._snapshot
 
     def _last_before(self, place: int, kind: str) -> int | None:
         index = bisect.bisect_left(self._places[kind], place) - 1

@@ -24,14 +24,25 @@ from termgen.engine.events import (
 from termgen.tui.graph_stats import GraphFigures, GraphStats
 from termgen.tui.lanes import LaneBook
 from termgen.tui.log import LogBook
-from termgen.tui.step_figures import BUCKET_NS, LONGEST_MS, StepFigures, quantiles
+from termgen.tui.step_figures import (
+    BUCKET_NS,
+    QUEUE_MS,
+    TTFT_MS,
+    Series,
+    Spread,
+    StepFigures,
+    Values,
+    quantiles,
+)
 
 HISTORY_BUCKETS = 480
 RATE_BUCKETS = 4
 """Rates are averages over the last full second."""
 STEP_HISTORY = 1024
-STEP_WINDOW_NS = 30_000_000_000
-LATENCY_SAMPLES = 256
+STEP_WINDOW_S = 30
+KEPT_S = HISTORY_BUCKETS * BUCKET_NS // 1_000_000_000
+"""How far back times are known: of steps and gaps, 30 s of it are shown unless one asks for more;
+of what comes but once a request, all."""
 FINISHED_KEPT = 64
 TRACKED_REQUESTS = 2048
 
@@ -63,15 +74,13 @@ class DashboardView:
     uptime_s: float
     decode_rate: float
     prefill_rate: float
-    decode_series: tuple[float, ...]
-    """Tokens/s per bucket, oldest first."""
-    prefill_series: tuple[float, ...]
-    step_series: tuple[float, ...]
-    """Longest step per bucket, ms."""
-    step_p50_ms: float | None
-    step_p99_ms: float | None
-    ttft_p50_ms: float | None
-    ttft_p99_ms: float | None
+    series: Series
+    step: Spread
+    gap: Spread
+    """Between two tokens of a request."""
+    ttft: Spread
+    queue: Spread
+    """From its arrival until a request had its place."""
     num_running: int
     num_waiting: int
     num_finished: int
@@ -125,6 +134,7 @@ class _Track:
 
     queued_ns: int | None
     """None: it was there before anybody listened."""
+    scheduled_ns: int = 0
     first_token_ns: int = 0
 
 
@@ -135,8 +145,9 @@ class DashboardStore:
         self.started_ns = started_ns
         self.num_dropped = 0
         self._steps: deque[StepRecord] = deque(maxlen=STEP_HISTORY)
-        self._figures = StepFigures(kept_buckets=2 * HISTORY_BUCKETS, kept_steps=STEP_HISTORY)
-        self._ttft_ms: deque[float] = deque(maxlen=LATENCY_SAMPLES)
+        self._figures = StepFigures(kept_buckets=2 * HISTORY_BUCKETS, kept_s=KEPT_S)
+        self._waits: dict[int, list[tuple[int, float]]] = {TTFT_MS: [], QUEUE_MS: []}
+        """What the events of a frame tell of them."""
         self._live: OrderedDict[str, _Track] = OrderedDict()
         self._finished: deque[tuple[int, RequestRow]] = deque(maxlen=FINISHED_KEPT)
         self._num_preempted: dict[str, int] = {}
@@ -166,6 +177,10 @@ class DashboardStore:
             self._steps.extend(steps)
             self._graphs.add(steps)
             self._figures.add(steps)
+        for row, waits in self._waits.items():
+            if waits:
+                self._figures.add_waits(row, waits)
+                waits.clear()
 
     def _tell(self, steps: Sequence[StepRecord]) -> None:
         self.lanes.add_steps(steps)
@@ -188,13 +203,20 @@ class DashboardStore:
             track = self._live[event.request_id] = _Track(event.time_ns if is_new else None)
             while len(self._live) > TRACKED_REQUESTS:
                 self._live.popitem(last=False)
-        if event.kind is RequestEventKind.FIRST_TOKEN and not track.first_token_ns:
+        if event.kind is RequestEventKind.SCHEDULED and not track.scheduled_ns:
+            track.scheduled_ns = event.time_ns
+            self._note_wait(QUEUE_MS, event, track)
+        elif event.kind is RequestEventKind.FIRST_TOKEN and not track.first_token_ns:
             track.first_token_ns = event.time_ns
-            if track.queued_ns is not None:
-                self._ttft_ms.append((event.time_ns - track.queued_ns) / 1e6)
+            self._note_wait(TTFT_MS, event, track)
         elif event.kind is RequestEventKind.FINISHED:
             del self._live[event.request_id]
             self._finish(event, track)
+
+    def _note_wait(self, row: int, event: RequestEvent, track: _Track) -> None:
+        if track.queued_ns is not None:
+            took_ms = max(0, event.time_ns - track.queued_ns) / 1e6
+            self._waits[row].append((event.time_ns, took_ms))
 
     def _finish(self, event: RequestEvent, track: _Track | None) -> None:
         self._num_finished += 1
@@ -243,30 +265,23 @@ class DashboardStore:
         return rows
 
     def view(self, now_ns: int, *, window_s: int | None = None) -> DashboardView:
-        """The state at `now_ns`, ready to be drawn. Step times are those of the window."""
-        newest = now_ns // BUCKET_NS - 1  # the bucket under way is not full yet
-        per_second = 1e9 / BUCKET_NS
-        series = self._figures.window(newest, HISTORY_BUCKETS)
-        series[:LONGEST_MS] *= per_second
-        decode, prefill, longest = (tuple(values) for values in series.tolist())
-        window_ns = STEP_WINDOW_NS if window_s is None else window_s * 1_000_000_000
-        step_p50, step_p99 = percentiles(self._figures.step_ms(now_ns - window_ns), 50, 99)
-        ttft_p50, ttft_p99 = percentiles(self._ttft_ms, 50, 99)
+        """The state at `now_ns`, ready to be drawn. Percentiles are those of the window."""
+        figures = self._figures
+        series = figures.series(now_ns, HISTORY_BUCKETS)
+        short, long = window_s or STEP_WINDOW_S, window_s or KEPT_S
         step, snapshot = (self._steps[-1] if self._steps else None), self._snapshot
         newer = step if step and (not snapshot or step.applied_ns > snapshot.time_ns) else None
         counters: StepRecord | EngineSnapshot | None = newer or snapshot
         view = DashboardView(
             now_ns=now_ns,
             uptime_s=(now_ns - self.started_ns) / 1e9,
-            decode_rate=sum(decode[-RATE_BUCKETS:]) / RATE_BUCKETS,
-            prefill_rate=sum(prefill[-RATE_BUCKETS:]) / RATE_BUCKETS,
-            decode_series=decode,
-            prefill_series=prefill,
-            step_series=longest,
-            step_p50_ms=step_p50,
-            step_p99_ms=step_p99,
-            ttft_p50_ms=ttft_p50,
-            ttft_p99_ms=ttft_p99,
+            decode_rate=float(series.decode[-RATE_BUCKETS:].mean()),
+            prefill_rate=float(series.prefill[-RATE_BUCKETS:].mean()),
+            series=series,
+            step=figures.step_times.spread(now_ns, short),
+            gap=figures.gaps.spread(now_ns, short),
+            ttft=figures.waits[TTFT_MS].spread(now_ns, long),
+            queue=figures.waits[QUEUE_MS].spread(now_ns, long),
             num_running=0,
             num_waiting=0,
             num_finished=max(self._num_finished, snapshot.num_finished if snapshot else 0),
@@ -315,14 +330,20 @@ def _with_counters(view: DashboardView, source: StepRecord | EngineSnapshot) -> 
     )
 
 
-def windowed(values: Sequence[float], window_s: int | None, points: int) -> Sequence[float]:
-    """The last seconds of a series in so many points; each shows the highest of what it covers."""
-    if window_s is None or points <= 0:
-        return values
-    count = max(1, min(len(values), window_s * 1_000_000_000 // BUCKET_NS))
-    tail = values[len(values) - count :]
-    ends = [max(i * count // points + 1, (i + 1) * count // points) for i in range(points)]
-    return [max(tail[i * count // points : end]) for i, end in enumerate(ends)] if tail else ()
+def as_of(view: DashboardView, back: int) -> DashboardView:
+    """With the counters of an earlier step."""
+    return _with_counters(view, view.steps[-1 - min(back, len(view.steps) - 1)])
+
+
+def windowed(values: Sequence[float] | Values, window_s: int | None, points: int) -> list[float]:
+    """The last seconds of a series in so many points, each the highest of what it covers; without
+    a window its last points."""
+    count = len(values) if window_s is None else window_s * 1_000_000_000 // BUCKET_NS
+    tail = np.asarray(values[max(0, len(values) - max(1, count)) :], np.float64)
+    if window_s is not None and points > 0 and len(tail):
+        tail = np.maximum.reduceat(tail, np.arange(points) * len(tail) // points)
+    found: list[float] = tail[max(0, len(tail) - max(0, points)) :].tolist()
+    return found
 
 
 def step_ms(step: StepRecord) -> float:

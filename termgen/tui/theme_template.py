@@ -43,6 +43,7 @@ ROLE_WORDS = {
     "kv-active-alt": "the same, of every other request",
     "kv-shared": "a block of several requests",
     "kv-selected": "the blocks of the marked request",
+    "kv-evicted": "a block whose cached prefix was just forgotten",
     "code-text": "code",
     "syn-keyword": "code: keywords",
     "syn-string": "code: strings",

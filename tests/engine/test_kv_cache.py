@@ -9,7 +9,7 @@ import pytest
 from scheduler_harness import free_order, make_request
 
 from termgen.engine.events import BlockState
-from termgen.engine.kv_cache import KVCacheManager, hash_blocks
+from termgen.engine.kv_cache import EVICTED_KEPT, KVCacheManager, hash_blocks
 from termgen.engine.request import Request
 
 BLOCK_SIZE = 4
@@ -109,6 +109,7 @@ def test_eviction_takes_unhashed_then_least_recent_tails_first() -> None:
     take(kv, 2, run_of(200, 13))  # takes 3 6 5 4
     assert blocks_of(kv, 2) == [3, 6, 5, 4]
     assert kv.pool.num_evictions == 3
+    assert kv.pool.copy().last_evicted().tolist() == [6, 5, 4], "for a screen, the newest last"
     assert hits(kv, run_of(50, 13)) == []
     assert hits(kv, run_of(0, 9)) == [1, 2], "the more recent prefix is still whole"
 
@@ -369,3 +370,14 @@ def test_integrity_check_notices_a_lost_reference_and_a_broken_list() -> None:
     kv.pool.num_free += 1
     with pytest.raises(AssertionError, match="lost count"):
         kv.pool.check_integrity(users_of(kv))
+
+
+def test_of_many_evictions_the_last_are_known() -> None:
+    kv = make_kv(num_blocks=3)
+    blocks: list[int] = []
+    for i in range(EVICTED_KEPT):
+        take(kv, 0, run_of(10 * i, 8))
+        blocks += blocks_of(kv, 0)
+        give_back(kv, 0)
+    assert kv.pool.num_evictions == len(blocks) - 2 > EVICTED_KEPT
+    assert kv.pool.copy().last_evicted().tolist() == blocks[-EVICTED_KEPT:]

@@ -211,6 +211,9 @@ def test_a_sweep_shows_its_curve_and_its_limit() -> None:
 def test_long_lines_of_a_report_go_on_and_plots_have_colours() -> None:
     rows = report_rows((Section("warnings", ("a" * 50,)),), 20)
     assert [row_text(row) for row in rows] == ["warnings", "a" * 20, "a" * 20, "a" * 10]
+    words = "the load generator woke up late"
+    rows = report_rows((Section("warnings", (words,)),), 20)
+    assert [row_text(row) for row in rows[1:]] == ["the load generator", "woke up late"]
     assert plot_row("1 ┤█ ●\x1b") == (
         *(("1 ", "text"), ("┤", "border"), ("█", "decode"), (" ", "text"), ("●", "good")),
         ("␛", "text"),

@@ -54,9 +54,15 @@ async def test_every_panel_shows_the_engines_numbers() -> None:
         assert f"{view.decode_rate:.1f} tok/s" in panel(app, "decode")
         assert view.decode_rate == pytest.approx(86, abs=8)  # 25 steps of 2 to 5 tokens a second
         assert "tok/s" in panel(app, "prefill")
-        assert "p50 21.0" in panel(app, "step") or "p50 20" in panel(app, "step")
-        for expected in ("4/8", "36%", "63%", "2 waiting"):
-            assert expected in panel(app, "gauges")
+        times = {
+            row.split()[1]: row.split()[-4:-1] for row in panel(app, "latency").splitlines()[2:6]
+        }
+        assert [*times] == ["TTFT", "ITL", "step", "queue"]
+        assert [float(value) for value in times["step"]] == pytest.approx([21, 34, 34], rel=0.05)
+        assert [float(value) for value in times["ITL"]] == pytest.approx([40, 40, 40], rel=0.02)
+        gauges = panel(app, "gauges")
+        for expected in ("4/8", "36%", "63%", "97%"):
+            assert expected in gauges
         assert "step 182 299" in panel(app, "batch")
         assert "151 active" in panel(app, "blocks")
         assert "chat-1" in panel(app, "requests") and "+256" in panel(app, "requests")
@@ -85,7 +91,7 @@ async def test_small_terminals_swap_the_tiles_for_a_line() -> None:
         await feed_dashboard(app, pilot)
         assert not app.screen.query_one("#tiles").display
         numbers = panel(app, "numbers")
-        for expected in ("out ", "in ", "run 4", "wait 2", "KV 36%", "hit 63%", "step "):
+        for expected in ("out ", "in ", "4/8", "wait", "KV ", "36%", "63%", "TTFT", "p50/p95/p99"):
             assert expected in numbers
         await pilot.resize_terminal(140, 40)
         await pilot.pause()
@@ -223,7 +229,7 @@ async def test_nothing_changed_draws_nothing(monkeypatch: pytest.MonkeyPatch) ->
         app.now_ns += SECOND
         await app.dashboard.refresh_view()
         changed = sum(region.height for regions in drawn for region in regions)
-        assert 0 < changed < 25  # the clock, the series, the ages; not the maps
+        assert 0 < changed < 30  # the clock, the series, the ages; not the maps
 
 
 async def test_a_picture_that_would_not_differ_is_not_painted(
@@ -371,7 +377,9 @@ async def test_the_window_of_the_series_is_chosen_by_a_key() -> None:
         before = panel(app, "decode")
         await pilot.press("w")
         await pilot.pause()
-        assert "decode 30 s" in panel(app, "decode") and "step 30 s" in panel(app, "step")
+        assert "decode 30 s" in panel(app, "decode") and "latency · ms 30 s" in panel(
+            app, "latency"
+        )
         await pilot.press("w", "w")
         await app.dashboard.refresh_view()
         assert "decode 120 s" in panel(app, "decode")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
-from tui_harness import MODEL, FrozenApp, TimedEngine, ready, wait_until
+from tui_harness import MODEL, SECOND, FrozenApp, TimedEngine, ready, wait_until
 
 from termgen.tui.gpu_meter import GpuMeter, GpuReading
 from termgen.tui.widgets.canvas import Canvas
@@ -93,9 +93,9 @@ def test_without_the_package_there_is_none(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("size", "name", "words"),
     [
-        ((140, 52), "#gauges", ("GPU busy", "93%", "now · 71/79 GiB")),
-        ((140, 40), "#gauges", ("GPU 93%",)),
-        ((100, 24), "#numbers", ("GPU 93%",)),
+        ((200, 52), "#gauges", ("GPU busy", "93%", "GPU memory", "71/79 GiB", "▇")),
+        ((120, 40), "#gauges", ("GPU", "93%", "GPU mem", "71/79G", "▇")),
+        ((100, 24), "#numbers", ("GPU ▇", "▇  93%")),
     ],
 )
 async def test_the_overview_shows_it_while_it_is_looked_at(
@@ -110,8 +110,9 @@ async def test_the_overview_shows_it_while_it_is_looked_at(
     async with app.run_test(size=size) as pilot:
         await ready(app, pilot)
         await wait_until(pilot, lambda: nvml.reads > 2)
+        app.now_ns += 2 * SECOND
         await app.dashboard.refresh_view()
-        app.dashboard.paint()
+        await pilot.pause()  # the tiles are higher where there is a GPU
         text = app.screen.query_one(name, Canvas).text
         assert all(word in text for word in words), text
         await pilot.press("f2")

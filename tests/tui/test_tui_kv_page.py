@@ -7,11 +7,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tui_harness import NOW_NS, FrozenApp, busy_snapshot, chat_engine, feed_dashboard, ready, step
+from tui_harness import (
+    MS,
+    NOW_NS,
+    SECOND,
+    FrozenApp,
+    busy_snapshot,
+    chat_engine,
+    feed_dashboard,
+    ready,
+    step,
+)
 
 from termgen.engine.events import BlockState
 from termgen.tui.kv_cursor import KvCursor
 from termgen.tui.palette import COLOUR_GLYPHS
+from termgen.tui.render.kv_map import EVICTED, just_evicted, kv_cells
 from termgen.tui.render.kv_page import kv_page, reversed_cell, tick_rows
 from termgen.tui.spans import Row, row_text, row_width
 from termgen.tui.store import DashboardStore, DashboardView
@@ -114,8 +125,40 @@ def test_hits_and_evictions_tick_by_step() -> None:
         for i, (h, g) in enumerate(zip(hits, gone, strict=True))
     ]
     rows = [row_text(row) for row in tick_rows(run, 28)]
-    assert rows[0] == "hits         128  " + "      █ █ "
+    assert rows[0] == "hit tokens   128  " + "      █ █ "
     assert rows[1] == "evictions      6  " + "       ▂ █"
+
+
+def test_blocks_that_were_just_evicted_stand_out() -> None:
+    """For a second, in the whole map, in a part of it, and in cells of several blocks."""
+    states = np.array([BlockState.NULL] + [BlockState.ACTIVE] * 400, np.uint8)
+    owners = np.array([-1] + [0] * 400, np.int32)
+    view = view_of(states, owners)
+    assert view.snapshot is not None
+    run = tuple(
+        step(i, end_ns=NOW_NS - ago * MS, num_evictions=gone)
+        for i, (ago, gone) in enumerate(((3000, 4), (1500, 5), (900, 5), (10, 7)))
+    )
+    evicted = np.array([9, 8, 7, 400, 1, 3, 2], np.int32)  # the last two of seven are new
+    snapshot = replace(view.snapshot, evicted_blocks=evicted, num_evictions=7)
+    view = replace(view, steps=run, snapshot=snapshot)
+    assert just_evicted(view).tolist() == [3, 2]
+    kinds = kv_cells(states, owners, 400, evicted=just_evicted(view)).kinds
+    assert np.flatnonzero(kinds == EVICTED).tolist() == [1, 2]  # block 1 is cell 0
+    kinds = kv_cells(states, owners, 100, evicted=just_evicted(view)).kinds
+    assert np.flatnonzero(kinds == EVICTED).tolist() == [0]
+    cursor = KvCursor(block=2)
+    page = text(kv_page(view, cursor, 120, 37, COLOUR_GLYPHS, boxed=True))
+    assert "■××■" in page and "× 2 just evicted" in page and "block 3  in use  just evicted" in page
+    later = replace(view, snapshot=replace(snapshot, time_ns=NOW_NS + 5 * SECOND))
+    assert "×" not in text(kv_page(later, cursor, 120, 37, COLOUR_GLYPHS, boxed=True))
+    zoomed = KvCursor(block=2, wanted_per_cell=1)
+    evicted[-1] = 399  # far down a map that does not fit
+    page = text(kv_page(view, zoomed, 40, 8, COLOUR_GLYPHS, boxed=True))
+    assert "■×■" in page
+    zoomed.move(rows=1000)
+    page = text(kv_page(view, zoomed, 40, 8, COLOUR_GLYPHS, boxed=True))
+    assert "×" in page and "■×■" in page
 
 
 def test_one_cell_is_reversed() -> None:

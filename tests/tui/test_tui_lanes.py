@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from tui_harness import MS, NOW_NS, SECOND, FrozenApp, busy_snapshot, chat_engine, ready, step
+from fake_engine import make_snapshot
+from tui_harness import (
+    MS,
+    NOW_NS,
+    SECOND,
+    FrozenApp,
+    busy_snapshot,
+    chat_engine,
+    ready,
+    request_view,
+    step,
+)
 
 from termgen.engine.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
 from termgen.tui import lanes as lanes_module
@@ -239,3 +251,21 @@ async def test_on_the_screen() -> None:
         for _ in range(20):
             await pilot.press("down")
         assert last == "long" and "request long" in page.text and "finished: length" in page.text
+
+
+def test_what_was_not_seen_of_a_request_is_not_made_up() -> None:
+    kinds, store = RequestEventKind, DashboardStore(started_ns=0)
+    store.apply([RequestEvent(2 * SECOND, "r", kinds.QUEUED, 9, 0, 0)])
+    store.apply([RequestEvent(3 * SECOND, "r", kinds.FIRST_TOKEN, 9, 1, 0)])
+    store.set_snapshot(make_snapshot(requests=(request_view("old", "decode"),), num_running=1))
+    pages = [
+        text(
+            inspector_page(
+                store.lanes.get(name), (), 5 * SECOND, 80, 30, COLOUR_GLYPHS, boxed=False
+            )
+        )
+        for name in ("r", "old")
+    ]
+    assert "queue       not seen" in pages[0] and "parameters  the defaults" in pages[0]
+    assert re.search(r"queue +━.* 1\.00 s", pages[0]), "until its first token at most"
+    assert "parameters  told before this screen" in pages[1]

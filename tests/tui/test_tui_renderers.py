@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -49,12 +50,15 @@ def text(rows: list[Row]) -> str:
 PANELS: dict[str, Callable[[DashboardView, Frame], list[Row]]] = {
     "decode": overview.decode_tile,
     "prefill": overview.prefill_tile,
-    "step": overview.step_tile,
+    "latency": overview.latency_tile,
     "gauges": overview.gauges_tile,
     "batch": lambda view, frame: batch_panel(view.steps, frame, COLOUR_GLYPHS),
     "blocks": lambda view, frame: kv_panel(view, frame, COLOUR_GLYPHS, selected="chat-1"),
     "requests": lambda view, frame: requests_panel(view, frame, selected="cmpl-77"),
 }
+
+
+TILE = Frame(40, 7, True)
 
 
 @pytest.mark.parametrize("name", PANELS)
@@ -79,8 +83,9 @@ def test_header_and_lines_fit(width: int) -> None:
     )
     for view in (busy_view(), empty_view()):
         assert row_width(overview.header(model, view, LIVE, width)) == width
-        assert row_width(overview.numbers_line(view, width)) <= width
-        assert row_width(overview.sparks_line(view, width)) <= width
+        for height in (1, 3):
+            lines = overview.numbers_lines(view, width, height)
+            assert len(lines) == height and all(row_width(line) <= width for line in lines)
 
 
 def test_header_says_how_the_dashboard_is() -> None:
@@ -104,21 +109,59 @@ def test_header_says_how_the_dashboard_is() -> None:
 
 
 def test_gauges_show_the_numbers() -> None:
-    shown = text(overview.gauges_tile(busy_view(), Frame(40, 6, True)))
-    for expected in ("2 waiting", "running", "4/8", "KV used", "36%", "prefix hit", "63%"):
-        assert expected in shown
-    assert "TTFT p50 / p99" in shown
+    rows = overview.gauges_tile(busy_view(), Frame(40, 7, True))
+    expected = (
+        ("running", "4/8"),
+        ("waiting", "2"),
+        ("KV used", "36%"),
+        ("prefix hits", "63%"),
+        ("CUDA graphs", "97%"),
+    )
+    for row, (name, number) in zip(rows[1:], expected, strict=False):
+        line = row_text(row).strip("│ ")
+        assert line.startswith(name) and line.split()[-1] == number
+        assert name == "prefix hits" or set(line) & set("▁▂▃▄▅▆▇█"), "without a series"
+
+
+def test_latencies_have_three_percentiles_and_a_series_each() -> None:
+    rows = [row_text(row).strip("│ ") for row in overview.latency_tile(busy_view(), TILE)]
+    assert rows[0].startswith("╭─ latency · ms") and rows[1].split() == ["p50", "p95", "p99"]
+    for row, name in zip(rows[2:], ("TTFT", "ITL", "step"), strict=False):
+        head, *_, p50, p95, p99 = row.split()
+        assert head == name and float(p50) <= float(p95) <= float(p99)
+        assert set(row) & set("▁▂▃▄▅▆▇█"), "without a series"
+
+
+@pytest.mark.parametrize("width", [22, 26, 60])
+def test_a_narrow_tile_keeps_its_number(width: int) -> None:
+    view = replace(busy_view(), prefill_rate=18_930.0, window_s=120)
+    unit = {22: "", 26: "/s", 60: " tok/s"}[width]
+    assert f" 18.9k{unit} ─" in row_text(overview.prefill_tile(view, Frame(width, 7, True))[0])
+
+
+def test_the_lines_of_a_small_screen_have_what_the_tiles_have() -> None:
+    view = busy_view()
+    lines = [row_text(row) for row in overview.numbers_lines(view, 80, 3)]
+    series = r" *[ ▁▂▃▄▅▆▇█]{6,} "
+    numbers = r"\S+/\S+/\S+"
+    assert re.fullmatch(rf" out{series}\S+  in{series}512 tok/s  graphs{series}97%", lines[0])
+    assert re.fullmatch(rf" run{series}4/8  wait{series}2  KV{series}36%  hit{series}63%", lines[1])
+    words = rf" TTFT{series}{numbers}  ITL{series}{numbers} ms p50/p95/p99"
+    assert re.fullmatch(words, lines[2])
+    (line,) = (row_text(row) for row in overview.numbers_lines(view, 80, 1))
+    for name in ("out ", "in 512 tok/s", "run 4/8", "wait 2", "KV 36%", "hit 63%"):
+        assert f" {name}" in line
 
 
 def test_a_paused_engine_says_so_at_every_size() -> None:
     view = busy_view()
     assert view.snapshot is not None
-    assert "paused" not in text(overview.gauges_tile(view, Frame(40, 6, True)))
-    assert "paused" not in row_text(overview.numbers_line(view, 60))
+    assert "paused" not in text(overview.gauges_tile(view, TILE))
+    assert "paused" not in row_text(overview.numbers_lines(view, 60, 3)[0])
     view = replace(view, snapshot=replace(view.snapshot, paused=True))
-    assert "paused  2 waiting" in text(overview.gauges_tile(view, Frame(40, 6, True)))
+    assert "paused" in text(overview.gauges_tile(view, TILE))
     assert "paused" in text(overview.gauges_tile(view, Frame(20, 6, True)))
-    assert row_text(overview.numbers_line(view, 60)).startswith(" paused  out ")
+    assert row_text(overview.numbers_lines(view, 60, 3)[0]).startswith(" paused  out ")
 
 
 def test_batch_has_a_column_and_a_letter_for_every_step() -> None:
@@ -284,6 +327,9 @@ def test_empty_panels_teach() -> None:
         without = text(requests_panel(view, Frame(width, 6, True), has_chat=False))
         assert "send one to /v1/chat/completions" in without and "in the chat" not in without
     assert "no step yet" in text(batch_panel((), Frame(100, 6, True), COLOUR_GLYPHS))
+    late = replace(view, num_finished=12)
+    shown = text(requests_panel(late, Frame(100, 6, True)))
+    assert "12 finished" in shown and "no request since this screen began to listen" in shown
 
 
 def test_a_screen_opened_late_does_not_say_that_nothing_ran() -> None:

@@ -22,12 +22,13 @@ from tui_harness import (
 )
 
 from termgen.config import UIConfig
-from termgen.engine.events import EngineSnapshot, StepRecord
+from termgen.engine.events import EngineSnapshot, RequestEvent, RequestEventKind, StepRecord
 from termgen.errors import EngineError
 from termgen.telemetry import Cache, Frame, Model, Opening, encode, encode_events
 from termgen.tui import intake
 from termgen.tui.feed import StreamFeed
 from termgen.tui.intake import Intake
+from termgen.tui.lanes import Doing
 from termgen.tui.replay import PART_EVENTS, ReplayFeed
 from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.store import STEP_HISTORY
@@ -210,6 +211,28 @@ async def test_turning_where_no_state_is_known_draws_what_there_is() -> None:
         await pilot.press("left_square_bracket")
         await pilot.pause()
         assert screen.view.snapshot is None and len(screen.view.steps) == 2
+
+
+async def test_who_was_there_before_the_first_event_has_a_lane() -> None:
+    """Also when one has turned back, and it has ended since."""
+    ended = RequestEvent(at(8), "chat-1", RequestEventKind.FINISHED, 9, 4, 0, "stop")
+    topics = frozenset({"request"})
+    frames = [opened(0, busy_snapshot(at(0)))]
+    frames += [stepped(i, i) for i in range(1, 8)]
+    frames += [
+        (at(8), f) for f in encode_events([ended], stream="s", first=9, dropped=0, topics=topics)
+    ]
+    frames += [state(9, finished=1), stepped(10, 10)]
+    clock = Clock()
+    feed = ReplayFeed(frames, now_ns=clock)
+    listener = Intake(feed, feed.now_ns)
+    clock.ns += 10 * SECOND
+    for _ in range(2):
+        await listener.take()
+        history = listener.store.lanes.get("chat-1")
+        assert history is not None and history.doing(5) is Doing.DECODE
+        assert history.state is Doing.OVER
+        listener.turn(-1 * SECOND)
 
 
 async def test_the_mark_does_not_outlive_its_engine() -> None:

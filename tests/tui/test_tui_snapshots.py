@@ -23,6 +23,7 @@ from tui_harness import (
 from termgen.config import UIConfig
 from termgen.tui.attachments import Attachment
 from termgen.tui.conversation import Conversation
+from termgen.tui.screens.dashboard_keys import PAGES
 from termgen.tui.widgets.prompt import Prompt
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
@@ -116,16 +117,18 @@ def test_dashboard_without_colours(snap_compare: Compare, monkeypatch: pytest.Mo
     assert snap_compare(app, terminal_size=(80, 24), run_before=busy)
 
 
-@pytest.mark.parametrize(
-    ("key", "size"), [("t", (120, 40)), ("b", (80, 24)), ("k", (80, 24)), ("g", (120, 40))]
-)
-def test_dashboard_pages(snap_compare: Compare, key: str, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("key", [page.key for page in PAGES[1:]])
+def test_dashboard_pages(
+    snap_compare: Compare, key: str, size: tuple[int, int], theme: str
+) -> None:
     async def turn_to(pilot: Pilot[Any]) -> None:
         await busy(pilot)
-        await pilot.press(key)
+        await pilot.press("down", key)
         await pilot.pause()
 
-    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    app = FrozenApp(chat_engine(), start_screen="dashboard", ui=UIConfig(theme=theme))
     assert snap_compare(app, terminal_size=size, run_before=turn_to)
 
 

@@ -28,6 +28,7 @@ from termgen.tui.store import (
     STEP_HISTORY,
     TRACKED_REQUESTS,
     DashboardStore,
+    as_of,
     mode_letter,
     mode_shares,
     padding_share,
@@ -46,10 +47,10 @@ def test_an_empty_store_has_a_view() -> None:
     assert view.uptime_s == 65
     assert view.is_idle
     assert view.kv_usage == 0
-    assert view.step_p50_ms is None
+    assert view.step == view.gap == view.ttft == view.queue == (None, None, None)
     assert view.prefix_hit_rate is None
     assert view.requests == ()
-    assert len(view.decode_series) == HISTORY_BUCKETS
+    assert len(view.series.decode) == HISTORY_BUCKETS
 
 
 def test_rates_are_those_of_the_last_full_second() -> None:
@@ -69,9 +70,9 @@ def test_the_tokens_of_a_long_step_are_spread_over_its_time() -> None:
     store = make_store()
     end = (NOW_NS // BUCKET_NS) * BUCKET_NS - 1
     store.apply([step(1, end_ns=end, ms=999, num_sampled_tokens=1, num_prefill_tokens=400)])
-    shown = store.view(NOW_NS).prefill_series[-5:]
+    shown = store.view(NOW_NS).series.prefill[-5:]
     assert [round(v) for v in shown] == [0, 400, 400, 400, 400]
-    assert store.view(NOW_NS).step_series[-1] == pytest.approx(999)
+    assert store.view(NOW_NS).series.step_ms[-1] == pytest.approx(999)
 
 
 def test_step_percentiles_forget_old_steps() -> None:
@@ -79,8 +80,7 @@ def test_step_percentiles_forget_old_steps() -> None:
     store.apply([step(0, end_ns=NOW_NS - 60 * SECOND, ms=900)])
     store.apply(step(i, end_ns=NOW_NS - i * 50 * MS, ms=10 + i) for i in range(1, 100))
     view = store.view(NOW_NS)
-    assert view.step_p50_ms == pytest.approx(60)
-    assert view.step_p99_ms is not None and view.step_p99_ms < 110
+    assert view.step == pytest.approx((60, 104, 108), rel=0.02)
 
 
 def test_counters_come_from_the_newer_of_step_and_snapshot() -> None:
@@ -107,8 +107,7 @@ def test_time_to_first_token_comes_from_request_events() -> None:
     store = make_store()
     store.apply(request_events())
     view = store.view(NOW_NS)
-    assert view.ttft_p50_ms == pytest.approx(200)
-    assert view.ttft_p99_ms == pytest.approx(200, rel=0.05)
+    assert view.ttft == pytest.approx((200, 200, 200), rel=0.01)
 
 
 def test_a_request_whose_arrival_was_not_seen_has_no_time_to_first_token() -> None:
@@ -116,11 +115,11 @@ def test_a_request_whose_arrival_was_not_seen_has_no_time_to_first_token() -> No
     for i, kind in enumerate((kinds.SCHEDULED, kinds.FIRST_TOKEN)):
         store.apply([RequestEvent(NOW_NS - SECOND, f"old-{i}", kind, 9, 0, 0)])
         store.apply([RequestEvent(NOW_NS, f"old-{i}", kinds.FIRST_TOKEN, 9, 1, 0)])
-    assert store.view(NOW_NS).ttft_p50_ms is None
+    assert store.view(NOW_NS).ttft.p50 is None
     store.apply([RequestEvent(NOW_NS - 300 * MS, "new", kinds.QUEUED, 9, 0, 0)])
     store.apply([RequestEvent(NOW_NS, "new", kinds.FIRST_TOKEN, 9, 1, 0)])
     view = store.view(NOW_NS)
-    assert view.ttft_p50_ms == view.ttft_p99_ms == pytest.approx(300)
+    assert view.ttft.p50 == view.ttft.p99 == pytest.approx(300, rel=0.01)
 
 
 def test_requests_live_then_finished() -> None:
@@ -182,7 +181,6 @@ def test_memory_stays_bounded() -> None:
         store.apply([step(j, end_ns=NOW_NS + j * BUCKET_NS) for j in range(i, i + 8)])
     assert len(store._live) <= TRACKED_REQUESTS
     assert len(store.view(NOW_NS).steps) == STEP_HISTORY
-    assert len(store._figures.step_ms(0)) == STEP_HISTORY
 
 
 def mixed_events(seed: int) -> list[EngineEvent]:
@@ -221,10 +219,10 @@ def test_events_come_to_the_same_together_and_one_by_one(seed: int) -> None:
         single.apply([event])
     now = events[-1].time_ns if isinstance(events[-1], RequestEvent) else events[-1].ended_ns
     one, other = together.view(now), single.view(now)
-    for name in ("decode_series", "prefill_series", "step_series"):
-        assert getattr(one, name) == pytest.approx(getattr(other, name))
-        assert any(getattr(one, name))
-    for name in ("step_p50_ms", "step_p99_ms", "steps", "requests", "graphs", "ttft_p50_ms"):
+    for name, series in one.series._asdict().items():
+        assert series == pytest.approx(getattr(other.series, name)), name
+    assert any(one.series.decode) and any(one.series.gap_ms) and any(one.series.graph_share)
+    for name in ("step", "gap", "ttft", "queue", "steps", "requests", "graphs"):
         assert getattr(one, name) == getattr(other, name)
     assert list(together.lanes) == list(single.lanes)
     lines = (store.log.matching(Level.DEBUG, "", 10**18) for store in (together, single))
@@ -244,8 +242,8 @@ def test_tokens_and_times_fall_into_the_stretch_of_time_of_their_step() -> None:
     newest = events[-1].ended_ns // BUCKET_NS
     shown = range(newest - HISTORY_BUCKETS + 1, newest + 1)
     view = store.view((newest + 1) * BUCKET_NS)
-    assert view.decode_series == pytest.approx([4 * decode[bucket] for bucket in shown])
-    assert view.step_series == pytest.approx([longest[bucket] for bucket in shown])
+    assert view.series.decode == pytest.approx([4 * decode[bucket] for bucket in shown])
+    assert view.series.step_ms == pytest.approx([longest[bucket] for bucket in shown])
 
 
 def test_a_step_that_only_decodes_is_looked_at_by_nobody_alone(
@@ -279,7 +277,7 @@ def test_helpers() -> None:
 
 def test_a_window_shows_its_seconds_in_any_number_of_points() -> None:
     values = tuple(float(i) for i in range(480))  # two minutes of quarter seconds
-    assert windowed(values, None, 10) is values
+    assert windowed(values, None, 10) == list(values[-10:])
     assert windowed(values, 30, 10) == [371.0 + 12 * i for i in range(10)]
     assert windowed(values, 30, 240) == [360.0 + i // 2 for i in range(240)]
     assert list(windowed(values, 120, 480)) == list(values)
@@ -292,5 +290,91 @@ def test_a_window_shows_its_seconds_in_any_number_of_points() -> None:
 def test_step_times_are_those_of_the_window() -> None:
     store = DashboardStore(started_ns=NOW_NS - 200 * SECOND)
     store.apply([step(1, end_ns=NOW_NS - 50 * SECOND, ms=90.0), step(2, end_ns=NOW_NS, ms=10.0)])
-    assert store.view(NOW_NS).step_p99_ms == pytest.approx(10.0)
-    assert store.view(NOW_NS, window_s=60).step_p99_ms == pytest.approx(89.2)
+    assert store.view(NOW_NS).step.p99 == pytest.approx(10.0, rel=0.01)
+    assert store.view(NOW_NS, window_s=60).step.p99 == pytest.approx(90.0, rel=0.01)
+
+
+def test_the_times_of_a_fast_engine_go_back_as_far_as_those_of_a_slow_one() -> None:
+    """More steps than are kept one by one."""
+    store, number = DashboardStore(started_ns=NOW_NS - 60 * SECOND), 5 * STEP_HISTORY
+    store.apply(step(i, end_ns=NOW_NS - (number - i) * 4 * MS, ms=2.0) for i in range(number))
+    late = [step(number + i, end_ns=NOW_NS - MS, ms=50.0) for i in range(number // 25)]
+    store.apply(late)
+    view = store.view(NOW_NS)
+    assert view.step == pytest.approx((2.0, 2.0, 50.0), rel=0.01)
+
+
+def test_times_between_tokens_are_those_of_every_request() -> None:
+    """Each row that decodes waited since the step before, whatever that did; a step that was not
+    told of counts for nobody."""
+    store, end, expected = make_store(), NOW_NS - 20 * SECOND, list[float]()
+    rng = random.Random(5)
+    for i in range(200):
+        gap_ms, rows = rng.choice((8, 8, 8, 90)), rng.choice((1, 3, 40))
+        lost = i == 100
+        end += gap_ms * MS
+        name = 1000 + i + (i > 100)
+        if not lost:
+            store.apply([step(name, end_ns=end, ms=5.0, num_decode_rows=rows)])
+        if 0 < i and i not in (100, 101):
+            expected += [gap_ms] * rows
+    expected.sort()
+    ranks = (expected[-(-len(expected) * q // 100) - 1] for q in (50, 95, 99))
+    view = store.view(end)
+    assert view.gap == pytest.approx(tuple(ranks), rel=0.01)
+    assert max(view.series.gap_ms) >= 90
+
+
+def test_waits_of_requests_are_told_by_their_events() -> None:
+    store, kinds = make_store(), RequestEventKind
+    for i in range(100):
+        queued, name = NOW_NS - 10 * SECOND + i * MS, f"r{i}"
+        store.apply(
+            [
+                RequestEvent(queued, name, kinds.QUEUED, 9, 0, 0),
+                RequestEvent(queued + i * MS, name, kinds.SCHEDULED, 9, 0, 0),
+                RequestEvent(queued + (100 + 2 * i) * MS, name, kinds.FIRST_TOKEN, 9, 1, 0),
+                RequestEvent(queued + SECOND, name, kinds.PREEMPTED, 9, 1, 0),
+                RequestEvent(queued + 3 * SECOND, name, kinds.SCHEDULED, 9, 1, 0),
+            ]
+        )
+    view = store.view(NOW_NS)
+    assert view.queue == pytest.approx((49, 94, 98), rel=0.01)
+    assert view.ttft == pytest.approx((198, 288, 296), rel=0.01)
+    assert max(view.series.queue_ms) == 99 and max(view.series.ttft_ms) == 298
+    assert store.view(NOW_NS + 100 * SECOND).ttft.p50 is not None
+    assert store.view(NOW_NS + 100 * SECOND, window_s=30).ttft.p50 is None
+
+
+def test_how_things_stood_has_series_that_end_at_the_numbers() -> None:
+    store, at = make_store(), (NOW_NS // BUCKET_NS) * BUCKET_NS
+    facts = (
+        # running, waiting, used, free, looked up, found, mode
+        (2, 0, 10, 90, 0, 0, "FULL"),
+        (3, 1, 50, 50, 100, 25, "FULL"),
+        (8, 5, 80, 20, 100, 25, "NONE"),
+    )
+    for i, (running, waiting, used, free, asked, found, mode) in enumerate(facts):
+        counts = dict(
+            num_running=running,
+            num_waiting=waiting,
+            num_used_blocks=used,
+            num_cached_blocks=0,
+            num_free_blocks=free,
+            prefix_query_tokens=asked,
+            prefix_hit_tokens=found,
+        )
+        end = at - (8 - 2 * i) * BUCKET_NS + 10 * MS
+        store.apply([step(i, end_ns=end, ms=5.0, graph_mode=mode, **counts)])
+    view = store.view(at)
+    series = view.series
+    assert series.running[-9:].tolist() == [0, 2, 2, 3, 3, 8, 8, 8, 8]
+    assert series.waiting[-9:].tolist() == [0, 0, 0, 1, 1, 5, 5, 5, 5]
+    assert series.kv_share[-9:] == pytest.approx((0, 0.1, 0.1, 0.5, 0.5, 0.8, 0.8, 0.8, 0.8))
+    assert series.hit_share[-9:].tolist() == [0, 0, 0, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25]
+    assert series.graph_share[-9:].tolist() == [0, 1, 1, 1, 1, 0, 0, 0, 0]
+    assert view.graphs.share_recorded == pytest.approx(2 / 3)
+    assert (view.num_running, view.kv_usage) == (series.running[-1], series.kv_share[-1])
+    before = as_of(view, 1)
+    assert (before.num_running, before.num_waiting, before.kv_usage) == (3, 1, 0.5)
+    assert as_of(view, 99).num_running == 2

@@ -11,7 +11,7 @@ from termgen.tui.formatting import clock, milliseconds, percent
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import BARS, bar, braille, spark
 from termgen.tui.sanitize import clean_line
-from termgen.tui.spans import Row, Span, fit, row_width, spread, wrap_hard
+from termgen.tui.spans import Row, Span, fit, row_width, spread, wrap
 
 WIDE = 100
 HEAD_ROWS = 2
@@ -55,14 +55,15 @@ def report_page(view: BenchView, body: Sequence[Row], first: int, frame: Frame) 
 
 
 def report_rows(sections: Sequence[Section], width: int) -> list[Row]:
-    """What is longer than a row goes on in the next."""
+    """What is longer than a row goes on in the next, after a whole word."""
     rows: list[Row] = []
     for section in sections:
         if rows:
             rows.append(())
-        rows.append(((clean_line(section.title), "heading/b"),))
+        rows += wrap([(clean_line(section.title), "heading/b")], width)
         for line in section.lines:
-            rows += wrap_hard(plot_row(line), width)
+            row = plot_row(line)
+            rows += [row] if row_width(row) <= width else wrap(row, width)
     return rows
 
 

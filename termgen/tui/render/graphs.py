@@ -121,7 +121,8 @@ def misses_panel(figures: GraphFigures, frame: Frame) -> list[Row]:
         text = cut(f"{words}: {clean_line(why)}", max(1, frame.inner_width - 9))
         body.append(((f"{count(number):>7}  ", "text"), (text, role)))
     if not body:
-        body = [(("none missed", "muted"),)]
+        is_whole = all(mode == "FULL" for mode, _ in figures.modes)
+        body = [(("none missed" if is_whole else "for no known reason", "muted"),)]
     return frame.draw([("misses", "text/b")], right, body)
 
 

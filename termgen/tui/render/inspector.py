@@ -84,7 +84,7 @@ def _facts(
         _fact("decode", _decode_words(history, times, now_ns)),
         *_wrapped("preempted", _preempt_words(history), width),
         _fact("finish", f"{history.reason}" if history.finished_ns else "not yet"),
-        *_wrapped("parameters", history.params or "the defaults", width),
+        *_wrapped("parameters", history.params or _no_params_words(history), width),
     ]
     return rows + _latency_rows(history, now_ns, width)
 
@@ -103,8 +103,13 @@ def _queue_words(history: History) -> str:
     if history.queued_ns <= KNOWN_NS:
         return "it was there before this screen"
     if not history.scheduled_ns:
-        return "not scheduled yet"
+        return "not seen" if history.first_token_ns else "not scheduled yet"
     return duration((history.scheduled_ns - history.queued_ns) / 1e9)
+
+
+def _scheduled_ns(history: History) -> int:
+    """When it had its place; at the latest with its first token. 0: not yet."""
+    return history.scheduled_ns or history.first_token_ns
 
 
 def _cache_words(history: History) -> str:
@@ -124,6 +129,10 @@ def _prefill_words(history: History) -> str:
         span = f"steps {chunks[0].step_id} to {chunks[-1].step_id}"
     noun = "chunk" if len(chunks) == 1 else "chunks"
     return f"{sizes}{more} tokens in {len(chunks)} {noun}, {span}, {milliseconds(took_ms)} ms"
+
+
+def _no_params_words(history: History) -> str:
+    return "the defaults" if history.queued_ns > KNOWN_NS else "told before this screen"
 
 
 def _first_words(history: History) -> str:
@@ -165,7 +174,7 @@ def _life(history: History, now_ns: int, width: int, glyphs: Glyphs) -> Row:
         return min(cells, max(0, int((time_ns - begin) * cells / (end - begin))))
 
     line: list[Span] = [("·", "muted")] * cells
-    _paint(line, 0, at(history.scheduled_ns or end), ("q", "faint"))
+    _paint(line, 0, at(_scheduled_ns(history) or end), ("q", "faint"))
     if history.first_token_ns > KNOWN_NS:
         _paint(line, at(history.first_token_ns), cells, (glyphs.decode, "decode"))
     for chunk in history.chunks:
@@ -185,7 +194,7 @@ def _latency_rows(history: History, now_ns: int, width: int) -> list[Row]:
     if history.queued_ns <= KNOWN_NS:
         return []
     end = history.finished_ns or now_ns
-    scheduled = history.scheduled_ns or end
+    scheduled = _scheduled_ns(history) or end
     first = history.first_token_ns or end
     parts = (
         ("queue", scheduled - history.queued_ns, "muted"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,7 @@ from termgen.tui.render.frame import Frame
 from termgen.tui.spans import Row, Span
 from termgen.tui.store import DashboardView
 
-FREE, CACHED, ACTIVE, SHARED, ACTIVE_ALT, SELECTED, PART = range(7)
+FREE, CACHED, ACTIVE, SHARED, ACTIVE_ALT, SELECTED, PART, EVICTED = range(8)
 _ODD_OWNER = np.int32(-(2**31) + 1)
 """The bits that tell an odd owner: the last, and the sign, which nobody's -1 has."""
 WIDE, NAMED = 100, 76
@@ -28,7 +30,11 @@ _ROLES = (
     "kv-active-alt",
     "kv-selected",
     "kv-active",
+    "kv-evicted",
 )
+JUST_NS = 1_000_000_000
+"""For how long a block counts as just evicted."""
+NO_BLOCKS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,14 +52,16 @@ def kv_cells(
     *,
     selected: int = -1,
     per_cell: int | None = None,
+    evicted: npt.NDArray[np.int32] = NO_BLOCKS,
 ) -> KvCells:
     """Scale the blocks (without null blocks) to at most `max_cells` cells, or to `per_cell` each.
 
     A cell of several blocks takes the strongest state among them (shared, active, cached, free);
-    one that is less than half in use is marked as partly used. Neighbouring owners alternate
-    between two tints, so that requests can be told apart.
+    one that is less than half in use is marked as partly used, one with an `evicted` block as
+    that. Neighbouring owners alternate between two tints, so that requests can be told apart.
     """
     first = first_block(states)
+    evicted = evicted - first
     states, owners = states[first:], owners[first:]
     num_blocks, num_cells = len(states), max(1, max_cells)
     odd = (owners & _ODD_OWNER) == 1  # of what is not in use nobody is the owner
@@ -63,6 +71,7 @@ def kv_cells(
         kinds[odd & (states == BlockState.ACTIVE)] = ACTIVE_ALT
         if chosen is not None:
             kinds[chosen] = SELECTED
+        kinds[evicted[(evicted >= 0) & (evicted < num_blocks)]] = EVICTED
         return KvCells(kinds, 1)
     if per_cell is None:
         starts = np.arange(num_cells) * num_blocks // num_cells  # [cells] first block of each
@@ -79,6 +88,8 @@ def kv_cells(
     cells[active & (num_used * 2 < sizes)] = PART
     if chosen is not None:
         cells[np.logical_or.reduceat(chosen, starts)] = SELECTED
+    there = evicted[(evicted >= 0) & (evicted < num_blocks)]
+    cells[np.searchsorted(starts, there, side="right") - 1] = EVICTED
     return KvCells(cells, per_cell or num_blocks / num_cells)
 
 
@@ -87,10 +98,23 @@ def first_block(states: npt.NDArray[np.uint8]) -> int:
     return int(len(states) > 0 and states[0] == BlockState.NULL)
 
 
+def just_evicted(view: DashboardView) -> npt.NDArray[np.int32]:
+    """Blocks whose cached prefix was forgotten in the second before the picture of the blocks."""
+    snapshot = view.snapshot
+    if snapshot is None:
+        return NO_BLOCKS
+    since = bisect_left(view.steps, snapshot.time_ns - JUST_NS, key=attrgetter("applied_ns"))
+    if since == len(view.steps):
+        return NO_BLOCKS
+    number = snapshot.num_evictions - view.steps[max(0, since - 1)].num_evictions
+    known = len(snapshot.evicted_blocks)
+    return snapshot.evicted_blocks[known - max(0, min(number, known)) :]
+
+
 def map_rows(cells: KvCells, width: int, glyphs: Glyphs) -> list[Row]:
     """The cells in reading order, one row per `width` of them."""
     free, cached, active, shared = glyphs.kv
-    others = glyphs.kv_alt, glyphs.kv_selected, glyphs.kv_part
+    others = glyphs.kv_alt, glyphs.kv_selected, glyphs.kv_part, glyphs.kv_evicted
     signs = (free, cached, active, shared, *others)
     rows: list[Row] = []
     for start in range(0, len(cells.kinds), width):
@@ -117,6 +141,7 @@ def kv_panel(
         snapshot.block_owners,
         width * max(1, frame.inner_height),
         selected=owner_index(snapshot, selected),
+        evicted=just_evicted(view),
     )
     per_cell = cells.blocks_per_cell
     scale = f" · {rate(per_cell)}/cell" if per_cell > 1 and frame.width >= WIDE else ""
@@ -136,6 +161,10 @@ def kv_legend(view: DashboardView, glyphs: Glyphs, width: int) -> list[Span]:
     )
     spans: list[Span] = []
     gap = "  " if width >= WIDE else " "
+    gone = len(just_evicted(view)) if width >= WIDE else 0
+    if gone:
+        spans += [(f"{glyphs.kv_evicted} ", "kv-evicted"), (count(gone), "text")]
+        spans.append((" just evicted  ", "muted"))
     for sign, role, name, number in parts:
         spans.append((f"{sign} ", role if role != "kv-free" else "muted"))
         spans.append((count(number), "text"))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 from termgen.engine.events import BlockState, EngineSnapshot, StepRecord
 from termgen.tui.formatting import count
 from termgen.tui.kv_cursor import KvCursor
@@ -12,6 +15,7 @@ from termgen.tui.palette import Glyphs
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.kv_map import (
     first_block,
+    just_evicted,
     kv_cells,
     kv_legend,
     map_rows,
@@ -64,13 +68,14 @@ def kv_page(
         frame.inner_width * rows,
         selected=owner_index(snapshot, selected),
         per_cell=cursor.per_cell,
+        evicted=just_evicted(view) - np.int32(shown.start),
     )
     body = map_rows(cells, frame.inner_width, glyphs)
     column, line = cursor.cell
     if line < len(body):
         body[line] = reversed_cell(body[line], column)
     body += [()] * (rows - len(body))
-    body.append(_under_cursor(snapshot, first, cursor))
+    body.append(_under_cursor(snapshot, first, cursor, just_evicted(view)))
     body += tick_rows(view.steps, frame.inner_width)
     return frame.draw(title, kv_legend(view, glyphs, frame.width), body)
 
@@ -93,7 +98,9 @@ def reversed_cell(row: Row, column: int) -> Row:
     return merge(spans)
 
 
-def _under_cursor(snapshot: EngineSnapshot, first: int, cursor: KvCursor) -> Row:
+def _under_cursor(
+    snapshot: EngineSnapshot, first: int, cursor: KvCursor, evicted: npt.NDArray[np.int32]
+) -> Row:
     """State and owner of the block; of several blocks in a cell, how many are in which state."""
     if not cursor.num_blocks:
         return (("no blocks", "muted"),)
@@ -115,6 +122,9 @@ def _under_cursor(snapshot: EngineSnapshot, first: int, cursor: KvCursor) -> Row
             number = int((states == state).sum())
             if number:
                 spans.append((f"  {count(number)} {name.split(',')[0]}", "text"))
+    gone = int(((evicted >= blocks.start) & (evicted < blocks.stop)).sum())
+    if gone:
+        spans.append((f"  {f'{gone} ' if len(blocks) > 1 else ''}just evicted", "kv-evicted"))
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         spans += [("  of ", "muted"), (", ".join(names[:3]) + more, "decode")]
@@ -128,7 +138,10 @@ def tick_rows(steps: Sequence[StepRecord], width: int) -> list[Row]:
     hits = [max(0, b.prefix_hit_tokens - a.prefix_hit_tokens) for a, b in pairwise(shown)]
     gone = [max(0, b.num_evictions - a.num_evictions) for a, b in pairwise(shown)]
     rows: list[Row] = []
-    for name, values, role in (("hits", hits, "kv-shared"), ("evictions", gone, "bad")):
-        label = f"{name:10}{count(sum(values)):>6}  "
+    for name, values, role in (
+        ("hit tokens", hits, "kv-shared"),
+        ("evictions", gone, "kv-evicted"),
+    ):
+        label = f"{name:11}{count(sum(values)):>5}  "
         rows.append(((label, "muted"), *spark(values, room, role=role)))
     return rows

@@ -64,7 +64,7 @@ def requests_panel(
     ]
     right: list[Span] = [(f"{count(view.num_finished)} finished", "muted")]
     if not view.requests:
-        return frame.draw(title, right, _empty(frame.inner_width, has_chat=has_chat))
+        return frame.draw(title, right, _empty(view, frame.inner_width, has_chat=has_chat))
     width = frame.inner_width
     columns = [c for c in _COLUMNS if width >= c.needs]
     id_width = _id_width(columns, width)
@@ -92,9 +92,11 @@ def row_at(y: int, view: DashboardView, frame: Frame, *, first: int = 0) -> Requ
     return rows[y - 2] if 0 <= y - 2 < len(rows) else None
 
 
-def _empty(width: int, *, has_chat: bool) -> list[Row]:
+def _empty(view: DashboardView, width: int, *, has_chat: bool) -> list[Row]:
     text = "no requests yet: send one to /v1/chat/completions"
-    if has_chat:
+    if view.has_run or view.num_finished:
+        text = "no request since this screen began to listen"
+    elif has_chat:
         more = ", or send a request to /v1/chat/completions" if width >= 90 else ""
         text = f"no requests yet: ask something in the chat (1){more}"
     return [(), ((cut(text, width), "muted"),)]

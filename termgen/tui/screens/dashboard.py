@@ -25,7 +25,7 @@ from textual.events import (
 from textual.widgets import Footer, Input
 
 from termgen.tui.feed import EngineFeed
-from termgen.tui.gpu_meter import GpuWatch
+from termgen.tui.gpu_meter import GpuHistory, GpuWatch
 from termgen.tui.intake import Intake
 from termgen.tui.log import Level
 from termgen.tui.render import overview
@@ -38,7 +38,7 @@ from termgen.tui.screens.base import Column, Line, ThemedScreen
 from termgen.tui.screens.dashboard_keys import KEYS, PAGES, Page, page_at, tab_line
 from termgen.tui.screens.dashboard_pages import Pages, Sight
 from termgen.tui.spans import Row
-from termgen.tui.store import DashboardView
+from termgen.tui.store import DashboardView, as_of
 from termgen.tui.widgets.canvas import Canvas
 
 BOX_COLUMNS, BOX_ROWS = 100, 34
@@ -82,19 +82,24 @@ class DashboardScreen(ThemedScreen):
         self._window_s: int | None = None
         self._pages = Pages()
         self._gpu = GpuWatch(client)
+        self._gpus: GpuHistory = ()
         self._canvases: Sequence[Canvas] = ()
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_header, id="header")
         yield Canvas(lambda width, height: [tab_line(self._page, self.pages)], id="tabs")
         with Column(id="overview"):
-            yield Canvas(self._paint_numbers, id="numbers")
-            yield Canvas(lambda width, _: [overview.sparks_line(self._view, width)], id="sparks")
+            yield Canvas(
+                lambda w, h: overview.numbers_lines(self._then, w, h, self._gpus), id="numbers"
+            )
             with Line(id="tiles"):
                 yield Canvas(self._framed(overview.decode_tile), id="decode")
                 yield Canvas(self._framed(overview.prefill_tile), id="prefill")
-                yield Canvas(self._framed(overview.step_tile), id="step")
-                yield Canvas(self._paint_gauges, id="gauges")
+                yield Canvas(self._framed(overview.latency_tile), id="latency")
+                yield Canvas(
+                    lambda w, h: overview.gauges_tile(self._then, self._frame(w, h), self._gpus),
+                    id="gauges",
+                )
             yield Canvas(self._paint_batch, id="batch")
             yield Canvas(self._paint_blocks, id="blocks")
             yield Canvas(self._paint_requests, id="requests")
@@ -153,6 +158,8 @@ class DashboardScreen(ThemedScreen):
         """Take the picture that is painted from now on."""
         store = self._intake.store
         self._view = store.view(self._now_ns(), window_s=self._window_s)
+        self._gpus = self._gpu.history
+        self.set_class(bool(self._gpus), "-gpu")
         self._lanes = store.lanes.copy() if self._paused else store.lanes
         if self._lanes.get(self._selected) is None:  # of another engine, or not yet there
             self._selected, self._first_row = None, 0
@@ -317,12 +324,9 @@ class DashboardScreen(ThemedScreen):
         self.paint()
 
     @on(MouseScrollDown)
-    def _next_request(self) -> None:
-        self.action_select(1)
-
     @on(MouseScrollUp)
-    def _previous_request(self) -> None:
-        self.action_select(-1)
+    def _turn_wheel(self, event: MouseScrollDown | MouseScrollUp) -> None:
+        self.action_select(1 if isinstance(event, MouseScrollDown) else -1)
 
     def _bring_into_view(self, index: int) -> None:
         canvas = self.query_one("#requests", Canvas)
@@ -353,20 +357,18 @@ class DashboardScreen(ThemedScreen):
         )
         return [overview.header(self._client.model, self._view, live, width)]
 
-    def _paint_gauges(self, width: int, height: int) -> Sequence[Row]:
-        return overview.gauges_tile(self._view, self._frame(width, height), self._gpu.reading)
-
-    def _paint_numbers(self, width: int, _height: int) -> Sequence[Row]:
-        return [overview.numbers_line(self._view, width, self._gpu.reading)]
+    @property
+    def _then(self) -> DashboardView:
+        """With the counters of the marked step, when one has gone back."""
+        return as_of(self._view, self._back) if self._back else self._view
 
     def _paint_batch(self, width: int, height: int) -> Sequence[Row]:
-        frame = self._frame(width, height)
-        view, glyphs = self._view, self.palette.glyphs
+        frame, view, glyphs = self._frame(width, height), self._view, self.palette.glyphs
         return batch_panel(view.steps, frame, glyphs, cursor=self._back, has_run=view.has_run)
 
     def _paint_blocks(self, width: int, height: int) -> Sequence[Row]:
-        frame = self._frame(width, height)
-        return kv_panel(self._view, frame, self.palette.glyphs, selected=self._selected)
+        frame, glyphs = self._frame(width, height), self.palette.glyphs
+        return kv_panel(self._view, frame, glyphs, selected=self._selected)
 
     def _paint_requests(self, width: int, height: int) -> Sequence[Row]:
         return requests_panel(
