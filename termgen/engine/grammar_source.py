@@ -6,6 +6,7 @@ Pure but for `try_out`, which starts a process. Used by the grammar compiler, in
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -89,6 +90,8 @@ def try_out(source: str) -> None:
         done = None
     except OSError:
         raise no_process("grammar", "tried out") from None
+    if done is not None and done.returncode == -signal.SIGKILL:  # as a system short of memory does
+        raise no_process("grammar", "tried out")
     if done is None or done.returncode:
         raise RequestError(
             "too complex to be compiled: fewer patterns may hold for the same text",

@@ -225,6 +225,24 @@ def test_a_grammar_that_only_waited_for_others_is_not_blamed(
     compiler.compile(innocent)
 
 
+def test_a_trial_that_somebody_kills_says_nothing_about_the_grammar(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = subprocess.Popen
+
+    def start_and_kill(*args: Any, **options: Any) -> Any:
+        process = start(*args, **options)
+        process.kill()
+        return process
+
+    wanted = StructuredOutputsParams(json={"patternProperties": {"^a": {"type": "string"}}})
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", start_and_kill)
+        with pytest.raises(OverloadedError, match="cannot be tried out now"):
+            compiler.compile(wanted)
+    assert compiler.compile(wanted) is compiler.compile(wanted)
+
+
 def test_a_failure_of_the_machine_is_not_kept(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
