@@ -176,6 +176,8 @@ class TermgenApp(KeyedApp):
         driver = self._driver
         if getattr(driver, "has_dropped", False) and not driver.is_behind:  # type: ignore[union-attr]
             driver.has_dropped = False  # type: ignore[union-attr]
+            if isinstance(self.screen, DashboardScreen):
+                self.screen.forget_terminal()
             self.refresh(layout=True)
 
     def get_css_variables(self) -> dict[str, str]:

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.segment import Segment
 from rich.style import Style
 from textual.app import App
 from textual.color import Color, ColorParseError
 from textual.strip import Strip
 
-from termgen.tui.lean_strip import LeanStrip
+from termgen.tui.lean_strip import Inks, LeanStrip
 from termgen.tui.spans import Row, row_width
 
 VARIABLE_PREFIX = "tg-"
@@ -107,6 +106,7 @@ class Palette:
         self.glyphs = PLAIN_GLYPHS if mono or few_colours else COLOUR_GLYPHS
         self._colors = _resolve(variables)
         self._styles: dict[str, Style] = {}
+        self._inks = Inks(self.style)
 
     @classmethod
     def of(cls, app: App[Any]) -> Palette:
@@ -128,13 +128,12 @@ class Palette:
         suffix = "" if background == "background" else "@" + background
         if suffix:
             row = tuple((t, r if "@" in r else _with_background(r, suffix)) for t, r in row)
-        known, style = self._styles.get, self.style
-        segments = [Segment(text, known(role) or style(role)) for text, role in row]
         cells = row_width(row)
+        if cells > width:
+            return LeanStrip(row, cells, self._inks).adjust_cell_length(width)
         if cells < width:
-            segments.append(Segment(" " * (width - cells), style("text" + suffix)))
-        strip = LeanStrip(segments, max(cells, width))
-        return strip.adjust_cell_length(width) if cells > width else strip
+            row = (*row, (" " * (width - cells), "text" + suffix))
+        return LeanStrip(row, width, self._inks)
 
     def _parse(self, role: str) -> Style:
         name, _, flags = role.partition("/")

@@ -11,28 +11,39 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from rich.cells import cell_len, set_cell_size
 
 Span = tuple[str, str]
 Row = tuple[Span, ...]
 
+_MANY = map(chr, chain(range(0x20, 0x7F), range(0xA1, 0x180), range(0x2010, 0x2C00)))
+_ONE_CELL = re.compile(f"[{re.escape(''.join(char for char in _MANY if cell_len(char) == 1))}]*")
 _WORDS = re.compile(r"\n|[^\S\n]+|[^\s]+")
 
 
-def row_text(row: Row) -> str:
-    return "".join(text for text, _ in row)
+def row_text(row: Sequence[Span]) -> str:
+    return "".join([text for text, _ in row])
+
+
+def is_simple(text: str) -> bool:
+    """Whether every character has one cell, as far as that is told quickly."""
+    return text.isascii() or _ONE_CELL.fullmatch(text) is not None
 
 
 def row_width(row: Sequence[Span]) -> int:
-    return sum([cell_len(text) for text, _ in row])
+    text = row_text(row)
+    return len(text) if is_simple(text) else sum([cell_len(text) for text, _ in row])
 
 
 def fit(row: Sequence[Span], width: int, fill: str = "text") -> Row:
     """Exactly `width` cells: padded with blanks, or cut with an ellipsis."""
-    lengths = [cell_len(text) for text, _ in row]
-    if sum(lengths) == width and all(lengths):
+    texts = [text for text, _ in row]
+    whole = "".join(texts)
+    if len(whole) == width and all(texts) and is_simple(whole):
         return tuple(row)
+    lengths = [cell_len(text) for text in texts]
     used = 0
     out: list[Span] = []
     for (text, role), cells in zip(row, lengths, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +46,8 @@ KEPT_S = HISTORY_BUCKETS * BUCKET_NS // 1_000_000_000
 of what comes but once a request, all."""
 FINISHED_KEPT = 64
 TRACKED_REQUESTS = 2048
+STEP_TOKENS = attrgetter("num_prefill_tokens", "num_decode_rows", "num_padded_tokens")
+_MODE = attrgetter("graph_mode")
 
 
 class RequestRow(NamedTuple):
@@ -248,18 +251,18 @@ class DashboardStore:
             if track is not None and track.first_token_ns:
                 rate = _rate(view.num_output_tokens, snapshot.time_ns - track.first_token_ns)
             rows.append(
-                RequestRow(
-                    request_id=view.request_id,
-                    state=view.status,
-                    prompt=view.num_prompt_tokens,
-                    cached=view.num_cached_tokens,
-                    computed=view.num_computed_tokens,
-                    output=view.num_output_tokens,
-                    step_tokens=view.num_scheduled_tokens,
-                    blocks=view.num_blocks,
-                    age_s=view.age_s + elapsed,
-                    rate=rate,
-                    preemptions=view.num_preemptions,
+                RequestRow(  # by place, as its fields are: 64 of them in a frame
+                    view.request_id,
+                    view.status,
+                    view.num_prompt_tokens,
+                    view.num_cached_tokens,
+                    view.num_computed_tokens,
+                    view.num_output_tokens,
+                    view.num_scheduled_tokens,
+                    view.num_blocks,
+                    view.age_s + elapsed,
+                    rate,
+                    view.num_preemptions,
                 )
             )
         return rows
@@ -353,19 +356,23 @@ def step_ms(step: StepRecord) -> float:
 
 def step_tokens(step: StepRecord) -> tuple[int, int, int]:
     """Tokens of prefill, of decode and of padding in a step."""
-    return step.num_prefill_tokens, step.num_decode_rows, step.num_padded_tokens
+    tokens: tuple[int, int, int] = STEP_TOKENS(step)
+    return tokens
 
 
 def mode_shares(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Share of the steps that ran in each graph mode."""
-    counts = Counter(mode_letter(step.graph_mode) for step in steps)
-    total = sum(counts.values())
-    return {mode: n / total for mode, n in counts.items()} if total else {}
+    counts: Counter[str] = Counter()
+    for mode, number in Counter(map(_MODE, steps)).items():
+        counts[mode_letter(mode)] += number
+    return {mode: n / len(steps) for mode, n in counts.items()}
 
 
 def padding_share(steps: Sequence[StepRecord]) -> float:
-    padded = sum(step.num_padded_tokens for step in steps)
-    total = padded + sum(step.num_prefill_tokens + step.num_decode_rows for step in steps)
+    padded = total = 0
+    for tokens, number in Counter(map(STEP_TOKENS, steps)).items():  # many are alike
+        padded += number * tokens[2]
+        total += number * sum(tokens)
     return padded / total if total else 0.0
 
 

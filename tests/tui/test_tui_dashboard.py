@@ -223,11 +223,13 @@ async def test_nothing_changed_draws_nothing(monkeypatch: pytest.MonkeyPatch) ->
         await app.dashboard.refresh_view()
         drawn: list[Any] = []
         for canvas in app.screen.query(Canvas):
-            monkeypatch.setattr(canvas, "refresh", lambda *a, **k: drawn.append(a))
+            monkeypatch.setattr(canvas, "refresh", lambda *a, **k: pytest.fail("one for all"))
+        monkeypatch.setattr(app.dashboard, "refresh", lambda *a, **k: drawn.append(a))
         await app.dashboard.refresh_view()
         assert drawn == []
         app.now_ns += SECOND
         await app.dashboard.refresh_view()
+        assert len(drawn) == 1
         changed = sum(region.height for regions in drawn for region in regions)
         assert 0 < changed < 30  # the clock, the series, the ages; not the maps
 

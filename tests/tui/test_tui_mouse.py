@@ -49,13 +49,15 @@ async def test_tabs_rows_and_the_map_can_be_clicked(size: tuple[int, int]) -> No
         assert "▸ cmpl-77" in table.text, "the header is no request"
         await pilot.click("#requests", offset=(6, y))
         page = app.screen.query_one("#page", Canvas)
-        assert page.display and "request cmpl-77" in page.text
+        await wait_until(pilot, lambda: "request cmpl-77" in page.text)  # it gets its size first
+        assert page.display
         tabs = app.screen.query_one("#tabs", Canvas)
         for name in ("graphs", "overview"):
             await pilot.click("#tabs", offset=(tabs.text.index(name), 0))
             assert page.display == (name != "overview")
         await pilot.click("#blocks", offset=(5, 2))
-        assert page.display and "KV blocks" in page.text
+        await wait_until(pilot, lambda: "KV blocks" in page.text)
+        assert page.display
 
 
 async def test_a_row_that_is_scrolled_to_is_the_one_that_is_clicked() -> None:

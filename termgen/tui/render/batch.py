@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 
 from termgen.engine.events import StepRecord
 from termgen.tui.formatting import count, milliseconds, percent
 from termgen.tui.palette import Glyphs
 from termgen.tui.render.frame import Frame
 from termgen.tui.spans import Row, Span, merge
-from termgen.tui.store import mode_letter, mode_shares, padding_share, step_ms, step_tokens
+from termgen.tui.store import STEP_TOKENS, mode_letter, mode_shares, padding_share, step_ms
 
 MIN_PEAK_TOKENS = 16
+_MODE = attrgetter("graph_mode")
 MODE_ROLES = {"F": "mode-full", "P": "mode-piecewise", "N": "mode-none"}
 
 
@@ -102,12 +104,9 @@ def column_cells(tokens: tuple[int, int, int], height: int, peak: int) -> tuple[
 
 def _columns(steps: Sequence[StepRecord], height: int, glyphs: Glyphs) -> list[Row]:
     """Neighbours that are alike, as most steps of a busy engine are, are drawn at once."""
-    tokens = [step_tokens(step) for step in steps]
-    peak = max(MIN_PEAK_TOKENS, *map(sum, tokens))
-    columns = [
-        (column_cells(parts, height, peak), sum(1 for _ in alike))
-        for parts, alike in groupby(tokens)
-    ]
+    alike = [(parts, len(list(group))) for parts, group in groupby(map(STEP_TOKENS, steps))]
+    peak = max(MIN_PEAK_TOKENS, *[sum(parts) for parts, _ in alike])
+    columns = [(column_cells(parts, height, peak), number) for parts, number in alike]
     kinds = {
         "prefill": (glyphs.prefill, "prefill"),
         "decode": (glyphs.decode, "decode"),
@@ -135,8 +134,8 @@ def _columns(steps: Sequence[StepRecord], height: int, glyphs: Glyphs) -> list[R
 def _modes(steps: Sequence[StepRecord], marked: int | None) -> Row:
     spans: list[Span] = []
     index = 0
-    for mode, alike in groupby(step.graph_mode for step in steps):
-        num_steps, letter = sum(1 for _ in alike), mode_letter(mode)
+    for mode, alike in groupby(map(_MODE, steps)):
+        num_steps, letter = len(list(alike)), mode_letter(mode)
         role = MODE_ROLES.get(letter, "mode-none")
         if marked is not None and index <= marked < index + num_steps:
             before = marked - index

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from operator import attrgetter
 
@@ -113,18 +114,31 @@ def just_evicted(view: DashboardView) -> npt.NDArray[np.int32]:
 
 def map_rows(cells: KvCells, width: int, glyphs: Glyphs) -> list[Row]:
     """The cells in reading order, one row per `width` of them."""
-    free, cached, active, shared = glyphs.kv
-    others = glyphs.kv_alt, glyphs.kv_selected, glyphs.kv_part, glyphs.kv_evicted
-    signs = (free, cached, active, shared, *others)
-    rows: list[Row] = []
-    for start in range(0, len(cells.kinds), width):
-        line = cells.kinds[start : start + width]
-        bounds = [0, *(np.flatnonzero(line[1:] != line[:-1]) + 1).tolist(), len(line)]
-        kinds = line.tolist()
-        rows.append(
-            tuple((signs[kinds[a]] * (b - a), _ROLES[kinds[a]]) for a, b in pairwise(bounds))
+    kinds = cells.kinds
+    if not len(kinds):
+        return []
+    begins = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1  # of the runs of one kind
+    begins = np.union1d(begins, np.arange(0, len(kinds), width))
+    runs = _runs(glyphs, width)
+    spans = [
+        runs[kind][length]
+        for kind, length in zip(
+            kinds[begins].tolist(), np.diff(begins, append=len(kinds)).tolist(), strict=True
         )
-    return rows
+    ]
+    ends = np.searchsorted(begins, np.arange(width, len(kinds) + width, width)).tolist()
+    return [tuple(spans[a:b]) for a, b in pairwise([0, *ends])]
+
+
+@lru_cache(maxsize=8)
+def _runs(glyphs: Glyphs, width: int) -> list[list[Span]]:
+    """By kind, and by length up to the width."""
+    others = glyphs.kv_alt, glyphs.kv_selected, glyphs.kv_part, glyphs.kv_evicted
+    signs = (*glyphs.kv, *others)
+    return [
+        [(sign * length, role) for length in range(width + 1)]
+        for sign, role in zip(signs, _ROLES, strict=True)
+    ]
 
 
 def kv_panel(

@@ -70,11 +70,12 @@ def requests_panel(
     id_width = _id_width(columns, width)
     peak = max((row.prompt + row.output for row in view.requests if not row.finished), default=1)
     body: list[Row] = [_header(columns, id_width, width)]
+    has_bar = _has_bar(columns, id_width, width)
+    room = min(40, width - 5 - id_width - _fixed(columns))
     for row in _rows_in_view(view, frame, first):
         marked = row.request_id == selected
-        spans = _row(row, columns, id_width, width, marked=marked)
-        if _has_bar(columns, id_width, width) and not row.finished:
-            room = min(40, width - 5 - id_width - _fixed(columns))
+        spans = _row(row, columns, id_width, marked=marked)
+        if has_bar and not row.finished:
             spans = (*spans, ("   ", "text"), *_lengths(row, room, peak, glyphs))
         body.append(spans)
     return frame.draw(title, right, body)
@@ -131,7 +132,6 @@ def _row(
     row: RequestRow,
     columns: Sequence[Column],
     id_width: int,
-    width: int,
     *,
     marked: bool,
 ) -> Row:

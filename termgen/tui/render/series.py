@@ -22,7 +22,7 @@ def braille(
     """
     points = _tail(values, width * 2)
     top = peak if peak is not None else max(points, default=0.0)
-    levels = [_level(value, top, height * 4) for value in points]
+    levels = _levels(points, top, height * 4)
     pairs = zip(levels[::2], levels[1::2], strict=True)
     columns = [_column(left, right, height) for left, right in pairs]
     return [(("".join(line), role),) for line in zip(*columns, strict=True)]
@@ -42,7 +42,7 @@ def spark(values: Sequence[float], width: int, *, role: str, peak: float | None 
     """One row of block bars, the newest value at the right."""
     points = _tail(values, width)
     top = peak if peak is not None else max(points, default=0.0)
-    return (("".join(BARS[_level(value, top, 8)] for value in points), role),)
+    return (("".join([BARS[level] for level in _levels(points, top, 8)]), role),)
 
 
 def bar(share: float, width: int, *, role: str, track: str = "border") -> Row:
@@ -60,7 +60,8 @@ def _tail(values: Sequence[float], count: int) -> list[float]:
     return [0.0] * (count - len(tail)) + tail
 
 
-def _level(value: float, top: float, levels: int) -> int:
-    if value <= 0 or top <= 0:
-        return 0
-    return max(1, min(levels, round(value / top * levels)))
+def _levels(values: Sequence[float], top: float, levels: int) -> list[int]:
+    """Of each value, up to `levels` at the top; at least one above zero."""
+    if top <= 0:
+        return [0] * len(values)
+    return [(min(levels, round(value / top * levels)) or 1) if value > 0 else 0 for value in values]

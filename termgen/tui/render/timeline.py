@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from operator import attrgetter
 
 import numpy as np
@@ -15,7 +16,7 @@ from termgen.tui.palette import Glyphs
 from termgen.tui.render.batch import no_step_words, step_line
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import bar
-from termgen.tui.spans import Row, Span, fit, merge
+from termgen.tui.spans import Row, Span, fit
 from termgen.tui.step_figures import quantiles
 
 LABEL = 6
@@ -150,8 +151,8 @@ def _fill(lane: list[int], first: int, last: int, kind: int) -> None:
 
 def _lane(name: str, lane: Sequence[int], glyphs: Glyphs) -> Row:
     signs = _SIGNS | {GPU: (glyphs.prefill, "decode"), GPU_ODD: (glyphs.decode, "kv-active-alt")}
-    blank = (" ", "text")
-    return ((name.ljust(LABEL), "muted"), *merge(signs.get(kind, blank) for kind in lane))
+    runs = [(len(list(alike)), *signs.get(kind, (" ", "text"))) for kind, alike in groupby(lane)]
+    return ((name.ljust(LABEL), "muted"), *[(sign * cells, role) for cells, sign, role in runs])
 
 
 def _labels(name: str, marks: Iterable[tuple[int, str]], cells: int) -> Row:

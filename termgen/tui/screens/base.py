@@ -14,17 +14,18 @@ from termgen.tui.widgets.transcript import Transcript
 
 
 class Column(Vertical):
-    """Of canvases, which cover it: what little of it is seen is the screen's ground."""
+    """Of canvases, which cover it: what little of it is seen is the screen's ground, which the
+    screen draws where nobody else does."""
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        return self.screen.render_lines(crop)
+        return []
 
 
 class Line(Horizontal):
     """As a `Column`."""
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        return self.screen.render_lines(crop)
+        return []
 
 
 class ThemedScreen(Screen[None]):

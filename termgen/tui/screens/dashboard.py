@@ -34,7 +34,8 @@ from termgen.tui.render.frame import Frame
 from termgen.tui.render.kv_map import kv_panel
 from termgen.tui.render.overview import LiveState
 from termgen.tui.render.requests import requests_panel, row_at
-from termgen.tui.screens.base import Column, Line, ThemedScreen
+from termgen.tui.screens.base import Column, Line
+from termgen.tui.screens.board import BoardScreen
 from termgen.tui.screens.dashboard_keys import KEYS, PAGES, Page, page_at, tab_line
 from termgen.tui.screens.dashboard_pages import Pages, Sight
 from termgen.tui.spans import Row
@@ -48,7 +49,7 @@ IDLE_PAINT_NS = 1_000_000_000
 OBSERVER_SMOOTHING = 0.2
 
 
-class DashboardScreen(ThemedScreen):
+class DashboardScreen(BoardScreen):
     AUTO_FOCUS = ""  # the search is shown when asked for; until then keys are the screen's
     BINDINGS = [*KEYS]
 
@@ -83,7 +84,6 @@ class DashboardScreen(ThemedScreen):
         self._pages = Pages()
         self._gpu = GpuWatch(client)
         self._gpus: GpuHistory = ()
-        self._canvases: Sequence[Canvas] = ()
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_header, id="header")
@@ -115,9 +115,6 @@ class DashboardScreen(ThemedScreen):
     def close(self) -> None:
         """Stop listening to the engine."""
         self._intake.close()
-
-    def on_mount(self) -> None:
-        self._canvases = tuple(self.query(Canvas))  # they stay: no frame looks for them
 
     @on(ScreenResume)
     def _start_pump(self) -> None:
@@ -177,9 +174,11 @@ class DashboardScreen(ThemedScreen):
     def paint(self) -> None:
         shows_overview = self._page == "overview"
         self._shown_trouble = self._intake.trouble
-        for canvas in self._canvases:
-            if canvas.display and (shows_overview or canvas.id in ("header", "tabs", "page")):
-                canvas.repaint()
+        self.draw(
+            canvas
+            for canvas in self._canvases
+            if canvas.display and (shows_overview or canvas.id in ("header", "tabs", "page"))
+        )
 
     def action_page(self, name: str) -> None:
         """Show one of the `PAGES`."""

@@ -12,9 +12,13 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
+from termgen.tui.lean_strip import LeanStrip
 from termgen.tui.palette import Palette
 from termgen.tui.spans import Row
 
+WHOLE_EVERY = 64
+"""Frames in which a row is drawn whole once, whatever the terminal should show: a program that has
+written between is gone for good."""
 Painter = Callable[[int, int], Sequence[Row]]
 """(width, height) -> rows; rows beyond the height are ignored, missing ones are blank."""
 
@@ -32,6 +36,17 @@ class Canvas(Widget):
         self._palette: Palette | None = None
         self._rows: list[Row] = []
         self._strips: list[Strip] = []
+        self.tells_changes = False
+        """A row is told to the terminal by the cells that differ. Whoever sets this calls `forget`
+        whenever the terminal may show something else than what was drawn last."""
+        self._shown_at = Region()
+        self._turn = 0
+
+    def forget(self) -> None:
+        """What is drawn next is drawn whole."""
+        for strip in self._strips:
+            if isinstance(strip, LeanStrip):
+                strip.forget()
 
     def set_palette(self, palette: Palette) -> None:
         """A new theme: everything is drawn again."""
@@ -45,20 +60,31 @@ class Canvas(Widget):
 
     def repaint(self) -> None:
         """Ask the painter for rows and redraw those that differ from what is shown."""
-        width, height = self.region.size  # nothing while it is not shown
+        if changed := self.take_rows():
+            x, y = self.region.offset
+            self.refresh(*(region.translate((-x, -y)) for region in changed))
+
+    def take_rows(self) -> list[Region]:
+        """Ask the painter for rows. Where on the screen they differ from what is shown: whoever
+        calls this has it drawn, many canvases at once."""
+        x, top, width, height = self.region  # nothing while it is not shown
         if self._palette is None or not width or not height:
-            return
+            return []
         fresh = list(self._painter(width, height))[:height]
         fresh += [()] * (height - len(fresh))
         full = len(self._rows) != height
         changed = [y for y, row in enumerate(fresh) if full or row != self._rows[y]]
         if full:
             self._strips = [Strip.blank(width)] * height
+        self._turn += 1
         for y in changed:
-            self._strips[y] = self._palette.strip(fresh[y], width)
+            before, strip = self._strips[y], self._palette.strip(fresh[y], width)
+            if isinstance(before, LeanStrip) and isinstance(strip, LeanStrip):
+                if self.tells_changes and (self._turn + y) % WHOLE_EVERY:
+                    strip.follow(before)
+            self._strips[y] = strip
         self._rows = fresh
-        if changed:
-            self.refresh(*(Region(0, y, width, rows) for y, rows in _runs(changed)))
+        return [Region(x, top + y, width, rows) for y, rows in _runs(changed)]
 
     @property
     def text(self) -> str:
@@ -69,6 +95,9 @@ class Canvas(Widget):
         if not self._strips or self._palette is None:
             blank = self.visual_style.rich_style
             return [Strip.blank(crop.width, blank)] * crop.height
+        if self.tells_changes and self.region != self._shown_at:
+            self._shown_at = self.region
+            self.forget()
         filters = self.get_line_filters() if self._palette.mono else ()
         background = self._palette.color("background")
         whole = crop.x == 0 and crop.width == self.outer_size.width

@@ -1,0 +1,390 @@
+"""The dashboard tells a terminal what differs from what it shows. Whatever happens between two
+frames, the terminal shows the picture; and what is told is little."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from textual.drivers.headless_driver import HeadlessDriver
+from textual.events import Resize
+from textual.geometry import Size
+from textual.pilot import Pilot
+from textual.strip import Strip
+from tui_harness import (
+    MS,
+    SECOND,
+    FrozenApp,
+    busy_snapshot,
+    chat_engine,
+    feed_dashboard,
+    ready,
+    wait_until,
+)
+from tui_harness import step as step_record
+
+from termgen.engine.events import BlockState
+from termgen.tui.lean_strip import LeanStrip
+from termgen.tui.palette import ROLES, Palette
+from termgen.tui.screens.dashboard_keys import PAGES
+from termgen.tui.spans import Row, row_width
+
+_TOKEN = re.compile(r"\x1b\[([\d;?]*)([A-Za-z])|(\n)|([^\x1b\n])")
+_PIECES = ("word", "  ", "█▒·", "x ", "■■■■■■■■■■■■", "━━━━╸────────", "12 345")
+CONSOLE = Console(color_system="truecolor", force_terminal=True)
+
+
+class Terminal:
+    """As little of one as is drawn on: the cursor's moves, colours, text. What it shows at first,
+    and after a resize, is not known."""
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        self.resize(size)
+
+    def resize(self, size: tuple[int, int]) -> None:
+        self.size = size
+        self.cells = {(x, y): "?" for x in range(size[0]) for y in range(size[1])}
+        self.styles: dict[tuple[int, int], tuple[str, ...]] = {}
+
+    def feed(self, data: str) -> None:
+        x, y, pen = 0, 0, {"f": "", "b": ""}
+        for code, kind, newline, char in _TOKEN.findall(data):
+            if kind == "H":
+                y, x = (int(part) - 1 for part in code.split(";"))
+            elif kind == "C":
+                x = min(self.size[0] - 1, x + int(code or 1))
+            elif kind == "m":
+                self._colour(pen, code.split(";"))
+            elif newline:
+                y += 1
+            elif char:
+                self.cells[x, y] = char
+                colour = "" if char == " " and len(pen) == 2 else pen["f"]
+                self.styles[x, y] = (pen["b"], colour, *sorted(pen.keys() - {"f", "b"}))
+                x += cell_len(char)
+
+    def _colour(self, pen: dict[str, str], parts: list[str]) -> None:
+        while parts:
+            part = parts.pop(0)
+            if part == "0":
+                pen.clear()
+                pen |= {"f": "", "b": ""}
+            elif part in ("38", "48"):
+                number = 4 if parts[0] == "2" else 2
+                pen["f" if part == "38" else "b"] = ";".join(parts[:number])
+                del parts[:number]
+            else:
+                pen[part] = ""
+
+    def shown(self) -> list[list[tuple[Any, ...]]]:
+        width, height = self.size
+        return [
+            [(self.cells[x, y], *self.styles.get((x, y), ())) for x in range(width)]
+            for y in range(height)
+        ]
+
+
+def shown_of(strips: list[Strip], size: tuple[int, int]) -> list[list[tuple[Any, ...]]]:
+    """What a terminal shows that is told all of them by Textual's own means."""
+    terminal = Terminal(size)
+    for y, strip in enumerate(strips):
+        terminal.feed(f"\x1b[{y + 1};1H" + Strip(list(strip)).render(CONSOLE))
+    return terminal.shown()
+
+
+class Watched:
+    """An app whose updates go to a terminal."""
+
+    def __init__(self, app: FrozenApp, monkeypatch: pytest.MonkeyPatch, size: Any) -> None:
+        self.app, self.terminal, self.bytes = app, Terminal(size), 0
+        self.is_dropping = False
+        display = app._display
+
+        def drawn(screen: Any, update: Any) -> None:
+            if update is not None and screen is app.screen and not self.is_dropping:
+                told = update.render_segments(CONSOLE)
+                self.bytes += len(told.encode())
+                self.terminal.feed(told)
+            elif update is not None:
+                update.render_segments(CONSOLE)  # and thrown away
+            display(screen, update)
+
+        monkeypatch.setattr(app, "_display", drawn)
+
+    def check(self) -> None:
+        strips = self.app.screen._compositor.render_strips()
+        expected = shown_of(strips, self.terminal.size)
+        for y, (is_shown, should) in enumerate(zip(self.terminal.shown(), expected, strict=True)):
+            assert is_shown == should, f"row {y}"
+
+    async def frame(self, pilot: Pilot[Any], rng: random.Random, number: int) -> None:
+        self.tell(rng, number)
+        await self.app.dashboard.refresh_view()
+        await pilot.pause()
+
+    def tell(self, rng: random.Random, number: int) -> None:
+        """Much happens."""
+        app = self.app
+        app.now_ns += 250 * MS
+        for i in range(rng.randrange(4)):
+            app.engine.bus.publish(
+                step_record(190_000 + 4 * number + i, end_ns=app.now_ns, ms=rng.uniform(0.5, 9))
+            )
+        snapshot = busy_snapshot(app.now_ns)
+        changed = rng.randrange(1, 600)
+        snapshot.block_states[changed : changed + rng.randrange(9)] = BlockState.ACTIVE
+        snapshot.block_owners[:] = np.roll(snapshot.block_owners, rng.randrange(3))
+        app.engine.scripted_snapshot = snapshot
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = int(os.environ.get("CHANGES_SEED", random.randrange(2**32)))
+    print(f"CHANGES_SEED={seed}")
+    return random.Random(seed)
+
+
+def happenings(
+    watched: Watched, pilot: Pilot[Any], rng: random.Random
+) -> list[Callable[[], Awaitable[None]]]:
+    """What draws, covers, moves or replaces what is on the screen."""
+    app = watched.app
+
+    async def page() -> None:
+        app.dashboard.action_page(rng.choice(PAGES).name)
+
+    async def notice() -> None:
+        app.notify("a notice\nof two lines", timeout=60)
+
+    async def no_notice() -> None:
+        app.clear_notifications()
+
+    async def help_and_back() -> None:
+        await pilot.press("f1")
+        await pilot.pause()
+        watched.tell(rng, 9_001)
+        await pilot.press("escape")
+
+    async def chat_and_back() -> None:
+        await app.action_show("chat")
+        await pilot.pause()
+        watched.tell(rng, 9_002)
+        await app.action_show("dashboard")
+
+    async def theme() -> None:
+        app.theme = rng.choice(["termgen-dark", "termgen-light"])
+
+    async def resize() -> None:
+        width = rng.choice((watched.terminal.size[0], rng.randrange(60, 140)))
+        height = rng.choice([n for n in range(16, 48) if n != watched.terminal.size[1]])
+        size = Size(width, height)
+        assert isinstance(app._driver, HeadlessDriver)
+        app._driver._size = size
+        watched.terminal.resize(size)
+        watched.tell(rng, 9_003)
+        app.post_message(Resize(size, size))
+        await app.dashboard.refresh_view()
+        await wait_until(pilot, lambda: app.screen.size == size)
+
+    async def search() -> None:
+        app.dashboard.action_search()
+        await pilot.pause()
+        await pilot.press("escape")
+
+    async def select() -> None:
+        app.dashboard.action_select(rng.choice((1, -1)))
+
+    async def drop() -> None:
+        watched.is_dropping = True
+        await watched.frame(pilot, rng, rng.randrange(10_000))
+        watched.is_dropping = False
+        driver: Any = app._driver
+        driver.has_dropped, driver.is_behind = True, False
+        app._draw_what_was_dropped()
+        watched.tell(rng, 9_004)
+        await app.dashboard.refresh_view()
+
+    covers = [notice, help_and_back, page, chat_and_back, no_notice]
+    return [*covers, theme, resize, search, select, drop]
+
+
+async def test_a_terminal_shows_the_picture_whatever_comes_between(
+    monkeypatch: pytest.MonkeyPatch, rng: random.Random
+) -> None:
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    async with app.run_test(size=(120, 40)) as pilot:
+        watched = Watched(app, monkeypatch, (120, 40))
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        happen = happenings(watched, pilot, rng)
+        for number, what in enumerate(rng.sample(2 * happen, 2 * len(happen))):
+            for _ in range(rng.randrange(1, 3)):
+                await watched.frame(pilot, rng, number)
+            await what()
+            await pilot.pause()
+            for _ in range(rng.randrange(3)):
+                await watched.frame(pilot, rng, number)
+            print(what.__name__)
+            watched.check()
+
+
+@pytest.mark.parametrize("page", [page.name for page in PAGES])
+async def test_little_is_told_when_little_changes(
+    page: str, monkeypatch: pytest.MonkeyPatch, rng: random.Random
+) -> None:
+    """A frame of which only the ages and the newest steps differ."""
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    async with app.run_test(size=(120, 40)) as pilot:
+        watched = Watched(app, monkeypatch, (120, 40))
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        app.dashboard.action_page(page)
+        for number in range(2):
+            await watched.frame(pilot, rng, number)
+        before = watched.bytes
+        app.now_ns += SECOND
+        await watched.frame(pilot, rng, 9)
+        assert 0 < watched.bytes - before < 6_000
+        watched.check()
+
+
+MOST_CALLS = {
+    **{"overview": 2_850, "timeline": 1_800, "batch": 1_970, "blocks": 850},
+    **{"request": 1_120, "graphs": 1_010},
+}
+"""Of Python, to draw one frame of a busy engine: a quarter more than it takes. The log has as many
+lines as this process has logged."""
+
+
+@pytest.mark.parametrize("page", MOST_CALLS)
+async def test_a_frame_takes_few_calls(page: str) -> None:
+    """Counted, not timed: what Python does for a frame until Textual draws it."""
+    app, rng = FrozenApp(chat_engine(), start_screen="dashboard"), random.Random(3)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        app.dashboard.action_page(page)
+        await pilot.pause()
+        watched = Watched(app, pytest.MonkeyPatch(), (120, 40))
+        await watched.frame(pilot, rng, 1)
+        watched.tell(rng, 2)
+        calls = 0
+
+        def count(_frame: Any, event: str, _arg: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            await app.dashboard.refresh_view()
+        finally:
+            sys.setprofile(None)
+        print(f"{page}: {calls}")
+        assert calls < MOST_CALLS[page]
+
+
+def random_row(rng: random.Random, roles: list[str], like: Row) -> Row:
+    """Some pieces are those of another row."""
+    if not like:
+        suffixes = ("", "", "@surface", "/b", "/ur")
+        return tuple(
+            (rng.choice(_PIECES), rng.choice(roles) + rng.choice(suffixes)) for _ in range(12)
+        )
+    spans = list(like)
+    for _ in range(rng.randrange(4)):
+        at = rng.randrange(len(spans))
+        text, role = spans[at]
+        cut = rng.randrange(len(text) + 1)
+        spans[at : at + 1] = rng.choice(
+            (
+                [(text, rng.choice(roles))],
+                [(text[:cut], role), (text[cut:], rng.choice(roles))],
+                [(text[:cut] + "#" * (len(text) - cut), role)],
+                [(text[::-1], role), ("", role)],
+            )
+        )
+    return tuple(spans)
+
+
+def test_changes_make_one_row_of_another(rng: random.Random) -> None:
+    palette = Palette({"foreground": "#e0e0e0", "background": "#101010", "primary": "#3070f0"})
+    roles = sorted(ROLES)
+    for _ in range(100):
+        row = random_row(rng, roles, ())
+        width = row_width(row)
+        terminal = Terminal((width + 1, 1))
+        strip = palette.strip(row, width)
+        terminal.feed(strip.divide([width])[0].render(CONSOLE))
+        for _ in range(5):
+            row = random_row(rng, roles, row)
+            after = palette.strip(row, width)
+            assert isinstance(after, LeanStrip) and isinstance(strip, LeanStrip)
+            after.follow(strip)
+            told = after.divide([width])[0].render(CONSOLE)
+            terminal.feed(told + "|")  # in the cell behind the row, wherever the changes ended
+            assert terminal.shown()[0][-1][0] == "|"
+            assert terminal.shown()[0][:-1] == shown_of([after], (width, 1))[0]
+            strip = after
+
+
+Do = Callable[[LeanStrip], object]
+
+
+@pytest.mark.parametrize("is_drawn", [True, False])
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize(
+    "do",
+    [
+        lambda strip: strip.divide([4, 12]),  # something lies on half of it
+        lambda strip: strip.divide([12]),  # or on all of it: it was to be drawn, and was not
+        lambda strip: strip.forget(),
+    ],
+)
+def test_a_strip_is_whole_where_its_place_was_taken(
+    do: Do, *, is_drawn: bool, is_last: bool
+) -> None:
+    palette = Palette({})
+
+    def strip(text: str) -> LeanStrip:
+        made = palette.strip(((text[:12], "text"),), 12)
+        assert isinstance(made, LeanStrip)
+        return made
+
+    def drawn(one: LeanStrip) -> str:
+        return one.divide([12])[0].render(CONSOLE)
+
+    old, new, third = strip("a row of text"), strip("a row of more"), strip("a row of much")
+    assert "a row of" in drawn(old)
+    new.follow(old)
+    if is_drawn:
+        assert "a row of" not in drawn(new), "only the end differs"
+    if do(new) is None:
+        do(old)  # all of a canvas are forgotten, the last one drawn among them
+    if is_last:
+        assert "a row of" in drawn(new)
+    else:
+        third.follow(new)
+        assert "a row of" in drawn(third)
+
+
+def test_a_strip_that_was_never_drawn_is_not_followed() -> None:
+    """Two pictures in one frame; and a chain that nobody draws does not grow."""
+    palette = Palette({})
+    strips = [palette.strip(((f"a long row, {i}", "text"),), 13) for i in range(9)]
+    first = strips[0]
+    assert isinstance(first, LeanStrip)
+    first.divide([13])[0].render(CONSOLE)
+    for before, after in zip(strips, strips[1:], strict=False):
+        assert isinstance(before, LeanStrip) and isinstance(after, LeanStrip)
+        after.follow(before)
+        assert before._before is None
+    last = strips[-1].divide([13])[0].render(CONSOLE)
+    assert "a long" not in last and "8" in last, "it follows the one that is shown"
