@@ -19,8 +19,9 @@ from contextlib import contextmanager
 
 SWITCH_INTERVAL_S = 1e-4
 """Python's default of 5 ms lets a repaint delay an engine step by that much."""
-SHORT_SLICE_NS = 100_000
-"""The shortest that Linux grants."""
+SHORT_SLICE_NS = 500_000
+"""Linux grants 0.1 ms; but a thread that draws for some milliseconds beside steps of one is then
+interrupted so often that both wait longer."""
 _USUAL_NS = 0  # the system's own length
 _WITH_SLICES = (0, 3)
 """SCHED_OTHER and SCHED_BATCH."""
