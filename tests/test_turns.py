@@ -139,7 +139,7 @@ def test_a_helper_has_long_turns(usual_ns: int, tmp_path: Path) -> None:
 
     def check() -> None:
         take_short_turns()
-        assert helper.ask("your slice") == usual_ns
+        assert helper.ask("your slice", limit_s=60.0) == usual_ns
 
     try:
         in_a_thread(check)
