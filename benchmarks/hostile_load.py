@@ -186,7 +186,11 @@ async def run_step(step_ms: float, args: argparse.Namespace) -> dict[str, Any]:
         kind.quiet = percentiles(gaps_within(answers, kind.windows[False]))
         kind.hostile = percentiles(gaps_within(answers, kind.windows[True]))
         rows.append({k: v for k, v in asdict(kind).items() if k != "windows"})
-    return {"step_ms": step_ms, "kinds": rows, "left": left}
+    together = {
+        name: percentiles(gaps_within(answers, [w for kind in kinds for w in kind.windows[is_on]]))
+        for name, is_on in (("quiet", False), ("hostile", True))
+    }
+    return {"step_ms": step_ms, "kinds": rows, "together": together, "left": left}
 
 
 async def left_behind(engine: AsyncEngine, server: Server) -> dict[str, int]:
@@ -208,7 +212,8 @@ def show(result: dict[str, Any]) -> None:
     print(f"\nsteps of {result['step_ms']:g} ms; time between tokens in ms; left: {result['left']}")
     print(f"{'':19}{'quiet':>14}{'hostile':>16}{'p99':>7}{'held':>8}")
     print(f"{'kind':17}{'p50':>8}{'p99':>8}{'p50':>8}{'p99':>8}{'ratio':>7}{'ms':>8}  answers")
-    for row in result["kinds"]:
+    together = {"name": "all of them", **result["together"], "held_ms": 0.0, "answers": {}}
+    for row in (*result["kinds"], together):
         quiet, hostile = row["quiet"], row["hostile"]
         ratio = hostile["p99"] / quiet["p99"]
         print(
