@@ -30,7 +30,7 @@ from termgen.engine.events import EngineEvent
 from termgen.engine.snapshot import StateCopy
 from termgen.serving.metrics import ServerMetrics
 from termgen.telemetry import TOPICS, decode, encode_cache, encode_events, encode_snapshot
-from termgen.turns import take_short_turns
+from termgen.turns import share_lock_quickly
 
 HZ = 4
 STREAMS = 64
@@ -95,7 +95,7 @@ def costs(events: list[EngineEvent], state: StateCopy) -> dict[str, float]:
 
 def main() -> None:
     args = parse_args()
-    take_short_turns()  # as the command line does
+    share_lock_quickly()  # as the command line does
     with (
         tempfile.TemporaryDirectory() as folder,
         installed(Simulation(1.0, 100_001, STREAMS, VOCAB)),

@@ -37,7 +37,7 @@ from gpu_shapes import MODELS, write_config
 from machine import machine_facts
 from made_up_model import TINY, write_tiny, write_tokenizer
 
-from termgen.turns import take_short_turns
+from termgen.turns import share_lock_quickly
 
 ENGINE_PARTS = ("host", "sync", "hold", "idle")
 """In this order: once torch's profiler has run, every launch takes five times as long."""
@@ -114,7 +114,7 @@ def vocab_size(args: argparse.Namespace) -> int:
 
 def run_child(args: argparse.Namespace) -> dict[str, Any]:
     """One group of parts."""
-    take_short_turns()  # as the command line does
+    share_lock_quickly()  # as the command line does
     with tempfile.TemporaryDirectory() as folder:
         if set(args.parts) <= set(SCREEN_PARTS):
             return run_screens(args, Path(folder))

@@ -34,7 +34,7 @@ from termgen.catalog import resolve_model
 from termgen.config import EngineConfig, ServerConfig
 from termgen.engine.engine import AsyncEngine
 from termgen.server import Server
-from termgen.turns import take_short_turns
+from termgen.turns import share_lock_quickly
 
 HERE = Path(__file__).parent
 NUM_STREAMS = 4
@@ -239,7 +239,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    take_short_turns()  # as `termgen serve` does
+    share_lock_quickly()  # as `termgen serve` does
     facts, results = machine_facts(), []
     for step_ms in args.step_ms:
         results.append(asyncio.run(run_step(step_ms, args)))

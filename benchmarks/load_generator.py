@@ -23,7 +23,7 @@ from server_load import serving
 from termgen.bench.serve import ServeBench
 from termgen.bench.serve_options import ServeOptions
 from termgen.bench.server_api import ServerApi
-from termgen.turns import take_short_turns
+from termgen.turns import share_lock_quickly
 
 STEP_S = 0.05
 STREAMS = (20, 100, 250, 500, 1000)
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each stream")
     parser.add_argument("--output-json", type=Path, help="write settings and results here")
     args = parser.parse_args()
-    take_short_turns()  # as `termgen serve` does
+    share_lock_quickly()  # as `termgen serve` does
     results = []
     for streams in args.streams:
         result = asyncio.run(measure(streams, args.seconds))

@@ -29,7 +29,7 @@ from termgen.tui.conversation import AnswerState, Turn
 from termgen.tui.palette import Palette
 from termgen.tui.widgets.entries import AnswerEntry, QuestionEntry
 from termgen.tui.widgets.transcript import Transcript
-from termgen.turns import take_short_turns
+from termgen.turns import share_lock_quickly
 
 TABLE = "| name | value | note |\n|---|--:|---|\n" + "".join(
     f"| row {i} | {7 * i} | some `text` of {i} |\n" for i in range(1000)
@@ -148,5 +148,5 @@ async def measure() -> None:
 
 
 if __name__ == "__main__":
-    take_short_turns()  # as the command line does
+    share_lock_quickly()  # as the command line does
     asyncio.run(measure())

@@ -54,7 +54,7 @@ from simulated_gpu import Simulation, installed
 from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.engine.engine import AsyncEngine
 from termgen.engine.events import StepRecord
-from termgen.turns import take_short_turns
+from termgen.turns import share_lock_quickly
 
 PARTS = (
     *("dashboard-4", "dashboard-10", "beside-4", "beside-10", "pages-4", "pages-10"),
@@ -352,7 +352,7 @@ def print_pages(hz: float) -> dict[str, Any]:
 
 def main() -> None:
     args = parse_args()
-    take_short_turns()  # as the command line does
+    share_lock_quickly()  # as the command line does
     os.environ.setdefault("COLORTERM", "truecolor")
     os.environ["TERM"] = "xterm-256color"
     is_simulated = args.engine == "simulated"

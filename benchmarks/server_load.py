@@ -37,7 +37,7 @@ from termgen.client import EngineClient
 from termgen.config import EngineConfig, ServerConfig
 from termgen.engine.sampling_params import SamplingParams
 from termgen.server import Server
-from termgen.turns import take_short_turns
+from termgen.turns import share_lock_quickly
 
 HERE = Path(__file__).parent
 TINY_CONFIG = {
@@ -229,7 +229,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     args = parse_args()
-    take_short_turns()  # as `termgen serve` does
+    share_lock_quickly()  # as `termgen serve` does
     gc.collect()
     gc.freeze()
     facts = machine_facts()

@@ -30,7 +30,7 @@ from made_up_model import TINY, write_tiny, write_tokenizer
 from termgen.config import EngineConfig
 from termgen.engine.engine import AsyncEngine
 from termgen.engine.sampling_params import SamplingParams
-from termgen.turns import take_short_turns
+from termgen.turns import share_lock_quickly
 
 VOCAB = TINY["vocab_size"]
 NUM_PREFIXES = 40
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-json", type=Path, help="write machine and results here")
     args = parser.parse_args()
-    take_short_turns()  # as the command line does
+    share_lock_quickly()  # as the command line does
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny(Path(folder))
         write_tokenizer(model, VOCAB)

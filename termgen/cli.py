@@ -27,7 +27,7 @@ from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.errors import ConfigError, TermgenError
 from termgen.exit_codes import BROKEN_PIPE, INTERRUPTED, OK, TERMINATED, USAGE_ERROR
 from termgen.settings import SettingLayers, flag_of
-from termgen.turns import take_short_turns
+from termgen.turns import share_lock_quickly
 
 ENGINE_THREAD = "termgen-engine"
 """Name of the thread that `AsyncEngine` starts."""
@@ -143,7 +143,7 @@ def chat_command(args: argparse.Namespace) -> int:
         return run_remote_chat(target, ui, session=wanted, given=given)
     from termgen.launch import run_chat
 
-    take_short_turns()
+    share_lock_quickly()
     return run_chat(config, ui, session=wanted, given=given)
 
 
@@ -177,7 +177,7 @@ def serve_command(args: argparse.Namespace) -> int:
                 raise ConfigError(f"{flag_of(f)} needs --dashboard", param=f.name)
     from termgen.launch import run_serve
 
-    take_short_turns()
+    share_lock_quickly()
     return run_serve(config, server, ui)
 
 

@@ -44,10 +44,14 @@ class _Attributes(ctypes.Structure):
     )
 
 
-def take_short_turns() -> None:
-    """For the program: Python's lock goes round quickly, and this thread, with those that it starts
-    from now on, has short slices of its core."""
+def share_lock_quickly() -> None:
+    """For a program that has an engine."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def take_short_turns() -> None:
+    """For a thread that wakes up often and does little, and for those that it starts from now on.
+    Not where a core computes the model: its threads would interrupt each other."""
     _set_slice(SHORT_SLICE_NS)
 
 

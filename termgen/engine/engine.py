@@ -34,6 +34,7 @@ from termgen.engine.stream import DeltaStream
 from termgen.engine.sync_engine import Settled, SyncEngine
 from termgen.engine.tokenizer import Tokenizer
 from termgen.errors import EngineDeadError, RequestError
+from termgen.turns import take_short_turns
 
 __all__ = ["AsyncEngine", "SyncEngine"]
 
@@ -90,7 +91,13 @@ class AsyncEngine:
         except asyncio.CancelledError:
             engine._stop()  # loading ends at its next report
             raise
+        engine._begin_turns()
         return engine
+
+    def _begin_turns(self) -> None:
+        """Of this thread: the engine's, or that of the loop."""
+        if self.model.device != "cpu":
+            take_short_turns()
 
     async def shutdown(self) -> None:
         """Stop the engine thread; whatever still runs or waits ends with `EngineDeadError`."""
@@ -288,6 +295,7 @@ class AsyncEngine:
         gc.collect()
         gc.freeze()  # what start-up made lives on; later collections need not walk it
         self._parts = parts
+        self._begin_turns()
         self._ready.set_result(None)
         death = EngineDeadError("the engine was shut down")
         try:
