@@ -202,8 +202,9 @@ def test_without_a_process_prompts_are_tokenised_here(
 def test_without_another_process_later_a_prompt_is_to_come_again(
     texts: TextProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts._helper.start().kill()
-    texts._helper.start().wait()
+    process = texts._helper.start()
+    process.kill()
+    process.wait()
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", no_process)
         with pytest.raises(OverloadedError, match="no process left") as refusal:
