@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from termgen.engine.engine import AsyncEngine
 from termgen.engine.executor import LocalExecutor
 from termgen.engine.mask_filler import MaskFiller
 from termgen.engine.step import DeviceInfo
-from termgen.engine.token_mask import GrammarState, IntArray, fill_each
+from termgen.engine.token_mask import GrammarState, IntArray, faults_of
 from termgen.helper_process import HelperProcess
 from termgen.turns import (
     SHORT_SLICE_NS,
@@ -168,7 +169,9 @@ class TellingGrammar:
     def accept(self, token_id: int) -> bool:
         return True
 
-    fill_all = staticmethod(fill_each)
+    @staticmethod
+    def fill_all(matchers: Sequence[Any], bits: IntArray) -> list[BaseException | None]:
+        return faults_of(lambda matcher, mask: matcher.fill(mask), matchers, bits)
 
     def fill(self, bits: IntArray) -> None:
         self.slices.append(slice_ns())

@@ -26,7 +26,7 @@ from termgen.engine.grammar_source import brief, limits_of, needs_trial, source_
 from termgen.engine.grammar_times import GrammarTimes
 from termgen.engine.mask_filler import SLOW_S
 from termgen.engine.structured_outputs import StructuredOutputsParams
-from termgen.engine.token_mask import IntArray
+from termgen.engine.token_mask import IntArray, faults_of
 from termgen.errors import EngineDeadError, OverloadedError, RequestError
 from termgen.helper_process import (
     HelperClosed,
@@ -125,14 +125,7 @@ class Matcher:
         jobs = [(matcher._matcher, i) for i, matcher in enumerate(matchers)]
         executor = matchers[0]._executor
         executor.unsafe_compute_mask_ptr(jobs, bits.ctypes.data, bits.strides[0], len(bits))
-        faults: list[BaseException | None] = []
-        for matcher, mask in zip(matchers, bits, strict=True):
-            try:
-                matcher._finish(mask)
-                faults.append(None)
-            except RequestError as fault:
-                faults.append(fault)
-        return faults
+        return faults_of(Matcher._finish, matchers, bits)
 
     def _finish(self, bits: IntArray) -> None:
         if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done

@@ -5,7 +5,7 @@ Vocabulary. Matchers and grammars are seen here only by what others ask of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -168,14 +168,16 @@ class GrammarState:
         return matcher.is_ended
 
 
-def fill_each(matchers: Sequence[TokenMatcher], bits: IntArray) -> list[BaseException | None]:
-    """`TokenMatcher.fill_all` of a kind that has nothing better."""
+def faults_of(
+    fill: Callable[[Any, IntArray], None], matchers: Sequence[Any], bits: IntArray
+) -> list[BaseException | None]:
+    """What filling the mask of each raises: a fault is its own and no other's."""
     faults: list[BaseException | None] = []
     for matcher, mask in zip(matchers, bits, strict=True):
         try:
-            matcher.fill(mask)
+            fill(matcher, mask)
             faults.append(None)
-        except BaseException as cause:
+        except BaseException as cause:  # a panic in llguidance is no Exception
             faults.append(cause)
     return faults
 

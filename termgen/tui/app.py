@@ -58,8 +58,7 @@ QUIT_WINDOW_S = 2.0
 PALETTE_CLOSES_S = 0.2
 THEME_POLL_S = 1.0
 """How often to see whether a theme file was saved."""
-TOLD_AT_START_S = 15.0
-"""How long what was wrong stays on: a model may be loading meanwhile."""
+TOLD_AT_START_S = 15.0  # what was wrong stays on while a model is loaded
 REDRAW_S = 0.25
 """How often to see whether a terminal that was not read is read again."""
 

@@ -7,7 +7,7 @@ costs some array operations a frame and not a thousand updates. No Textual.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -288,4 +288,19 @@ def quantiles(values: npt.NDArray[np.float64], *qs: float) -> npt.NDArray[np.flo
     below = places.astype(np.intp)
     low, high = ordered[..., below], ordered[..., np.ceil(places).astype(np.intp)]
     found: npt.NDArray[np.float64] = low + (places - below) * (high - low)
+    return found
+
+
+def percentile(values: Iterable[float], q: float) -> float | None:
+    return percentiles(np.fromiter(values, dtype=np.float64), q)[0]
+
+
+def percentiles(
+    values: Collection[float] | npt.NDArray[np.float64], *qs: float
+) -> Sequence[float | None]:
+    """Nones where there are no values."""
+    if not len(values):
+        return [None] * len(qs)
+    known = values if isinstance(values, np.ndarray) else np.fromiter(values, np.float64)
+    found: list[float | None] = quantiles(known, *qs).tolist()
     return found

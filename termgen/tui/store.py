@@ -7,13 +7,12 @@ The dashboard screen feeds it and passes the resulting `DashboardView` to the re
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from termgen.engine.events import (
     EngineEvent,
@@ -33,7 +32,6 @@ from termgen.tui.step_figures import (
     Spread,
     StepFigures,
     Values,
-    quantiles,
 )
 
 HISTORY_BUCKETS = 480
@@ -379,21 +377,6 @@ def padding_share(steps: Sequence[StepRecord]) -> float:
 def mode_letter(mode: str) -> str:
     """F full graph, P piecewise, N none."""
     return mode[:1].upper() or "N"
-
-
-def percentile(values: Iterable[float], q: float) -> float | None:
-    return percentiles(np.fromiter(values, dtype=np.float64), q)[0]
-
-
-def percentiles(
-    values: Collection[float] | npt.NDArray[np.float64], *qs: float
-) -> Sequence[float | None]:
-    """Nones where there are no values."""
-    if not len(values):
-        return [None] * len(qs)
-    known = values if isinstance(values, np.ndarray) else np.fromiter(values, np.float64)
-    found: list[float | None] = quantiles(known, *qs).tolist()
-    return found
 
 
 def _rate(tokens: int, elapsed_ns: int) -> float | None:

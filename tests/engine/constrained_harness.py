@@ -19,7 +19,7 @@ from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import StepPlan, StepResult
-from termgen.engine.token_mask import IntArray, RowMasks, fill_each
+from termgen.engine.token_mask import IntArray, RowMasks, TokenMatcher, faults_of
 
 
 class FakeGrammar:
@@ -41,6 +41,11 @@ class FakeGrammar:
 
     def start(self, *, ends_at_eos: bool) -> FakeMatcher:
         return FakeMatcher(self)
+
+
+def fill_each(matchers: Sequence[TokenMatcher], bits: IntArray) -> list[BaseException | None]:
+    """`TokenMatcher.fill_all` of those that have nothing better."""
+    return faults_of(lambda matcher, mask: matcher.fill(mask), matchers, bits)
 
 
 class FakeMatcher:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from constrained_harness import fill_each
 
 from termgen.engine import grammar as grammar_module
 from termgen.engine.grammar import GrammarCompiler
@@ -20,7 +21,7 @@ from termgen.engine.structured_outputs import (
     MAX_TEXT_BYTES,
     StructuredOutputsParams,
 )
-from termgen.engine.token_mask import TokenMatcher, fill_each
+from termgen.engine.token_mask import TokenMatcher
 from termgen.engine.tokenizer import Tokenizer, load_tokenizer
 from termgen.errors import RequestError
 

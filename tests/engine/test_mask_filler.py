@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from constrained_harness import FakeGrammar, FakeMatcher
+from constrained_harness import FakeGrammar, FakeMatcher, fill_each
 
 from termgen.engine.mask_filler import MANY, MaskFiller
-from termgen.engine.token_mask import GrammarState, IntArray, fill_each
+from termgen.engine.token_mask import GrammarState, IntArray
 from termgen.errors import RequestError
 
 

@@ -158,7 +158,9 @@ def test_the_end_equals_a_full_parse_however_often_and_late_it_is_laid_out(
     seed, num_late = random.randrange(2**32), 0
     print(f"seed {seed}")
     rng = random.Random(seed)
-    for _ in range(60):
+    for number in range(300):
+        if number >= 60 and num_late > 50:  # how often is chance
+            break
         source = "".join(rng.choice(PARTS) for _ in range(rng.randrange(1, 12)))
         stream, puts, width = StreamingMarkdown(), [], WIDTH
         for piece in in_pieces(source, rng, longest=20):
@@ -178,7 +180,7 @@ def test_the_end_equals_a_full_parse_however_often_and_late_it_is_laid_out(
         for put in puts:
             put()
         assert stream.rows(width) == render(source, width), source
-    assert num_late > 10
+    assert num_late > 50
 
 
 def test_a_line_of_a_table_is_laid_out_once(

@@ -21,7 +21,7 @@ from tui_harness import (
 from termgen.engine.events import EngineEvent, RequestEvent, RequestEventKind
 from termgen.tui.lanes import LaneBook
 from termgen.tui.log import Level, LogBook
-from termgen.tui.step_figures import MAX_STEP_BUCKETS
+from termgen.tui.step_figures import MAX_STEP_BUCKETS, percentile
 from termgen.tui.store import (
     BUCKET_NS,
     HISTORY_BUCKETS,
@@ -32,7 +32,6 @@ from termgen.tui.store import (
     mode_letter,
     mode_shares,
     padding_share,
-    percentile,
     step_ms,
     windowed,
 )

@@ -17,7 +17,7 @@ from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import bar, braille
 from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, merge, spread, wrap
-from termgen.tui.store import percentiles
+from termgen.tui.step_figures import percentiles
 
 LABEL = 12
 KNOWN_NS = 1

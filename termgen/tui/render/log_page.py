@@ -8,7 +8,8 @@ from termgen.tui.render.frame import Frame
 from termgen.tui.render.timeline import list_panel
 from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, cut
-from termgen.tui.store import DashboardView, percentile
+from termgen.tui.step_figures import percentile
+from termgen.tui.store import DashboardView
 
 STALL_S = 2.0
 """Without progress for so long, with work to do, the engine stands still."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +52,7 @@ from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
 from termgen.engine.step import GraphStatus, StepPlan, StepResult
-from termgen.engine.token_mask import IntArray, RowMasks, fill_each
+from termgen.engine.token_mask import IntArray, RowMasks, faults_of
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -79,7 +80,9 @@ class AnyToken:
     def accept(self, token_id: int) -> bool:
         return True
 
-    fill_all = staticmethod(fill_each)
+    @staticmethod
+    def fill_all(matchers: Sequence[Any], bits: IntArray) -> list[BaseException | None]:
+        return faults_of(lambda matcher, mask: matcher.fill(mask), matchers, bits)
 
     def fill(self, bits: IntArray) -> None:
         bits[:] = -1
