@@ -21,6 +21,8 @@ ROWS, COLUMNS = 40, 120
 READ_EVERY_S = 0.25
 SETTLE_S = 1.0
 MOST_WAIT_S = 60.0
+LEAST_FRAMES = 4
+"""Where others keep the cores busy few are drawn."""
 
 
 async def _pages_beside(
@@ -44,7 +46,9 @@ async def _pages_beside(
                             await asyncio.sleep(0.02)
                     await asyncio.sleep(SETTLE_S)
                     first = len(costs.frames)
-                    await asyncio.sleep(sizes.seconds)
+                    async with asyncio.timeout(MOST_WAIT_S):
+                        while len(costs.frames) - 1 <= first + LEAST_FRAMES:
+                            await asyncio.sleep(sizes.seconds)
                     found = figures(costs.frames[first:-1])
                 yield page.name, found
                 while (await engine.snapshot()).num_running:

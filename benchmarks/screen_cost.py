@@ -26,7 +26,6 @@ import argparse
 import asyncio
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -45,6 +44,7 @@ from typing import Any
 import numpy as np
 from async_engine_parts import idle_share
 from async_screen_parts import FrontSizes, Terminal, dashboard, reading
+from cost_in_turns import HEAD_OF_PARTS, print_part, summary
 from frame_cost import HEAD, FrameCosts, figures, line
 from machine import machine_facts
 from made_up_model import write_tiny, write_tokenizer
@@ -311,38 +311,6 @@ def memory_part() -> dict[str, Any]:
     return hour_of_events(HOUR_STEPS, rows=64)
 
 
-def median(cells: list[dict[str, Any]], name: str, *, on: bool) -> float:
-    return statistics.median(cell[name] for cell in cells if cell["on"] is on)
-
-
-def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    step_figures = {
-        f"{name}_{'on' if on else 'off'}": median(cells, name, on=on)
-        for name in ("steps_per_s", "mean_ms", "p99_ms", "max_ms", "idle_share", "loop_share")
-        for on in (False, True)
-    }
-    pairs = zip(cells[::2], cells[1::2], strict=True)
-    kept = statistics.median(on["steps_per_s"] / off["steps_per_s"] for off, on in pairs)
-    frames = median(cells, "frames_per_s", on=True)
-    told = [cell["frames"] for cell in cells if cell["frames"]]
-    a_frame = {name: statistics.median(f[name] for f in told) for name in (told[0] if told else ())}
-    return {"kept": kept, **step_figures, "frames_per_s": frames, "frame": a_frame}
-
-
-def print_part(name: str, s: dict[str, Any]) -> None:
-    print(
-        f"{name:>13}{100 * s['kept']:8.2f}%"
-        f"{s['mean_ms_off']:9.2f}{s['mean_ms_on']:8.2f}"
-        f"{s['p99_ms_off']:9.2f}{s['p99_ms_on']:8.2f}"
-        f"{s['max_ms_off']:9.1f}{s['max_ms_on']:8.1f}"
-        f"{100 * s['idle_share_off']:9.2f}{100 * s['idle_share_on']:8.2f}"
-        f"{s['frames_per_s']:9.1f}",
-        flush=True,
-    )
-    if s["frame"]:
-        print(HEAD, line(name, s["frame"]), sep="\n", flush=True)
-
-
 def print_pages(hz: float) -> dict[str, Any]:
     from screen_events import pages_cost
 
@@ -361,10 +329,7 @@ def main() -> None:
     is_simulated = args.engine == "simulated"
     streams = args.streams or (64 if is_simulated else 4)
     results: dict[str, Any] = {}
-    print(
-        f"{'part':>13}{'kept':>9}{'mean off':>9}{'on':>8}{'p99 off':>9}{'on':>8}{'max off':>9}"
-        f"{'on':>8}{'idle off':>9}{'on':>8}{'frames/s':>9}"
-    )
+    print(HEAD_OF_PARTS)
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(args, Path(folder))
         for name in args.parts:
