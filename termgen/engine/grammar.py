@@ -156,6 +156,12 @@ class _Lane:
         self.num_waiting = 0
 
 
+class Compilation(Future[Grammar]):
+    """A grammar that is compiled, or is to be. Do not cancel it: several may wait for it."""
+
+    num_waiting = 0
+
+
 class GrammarCompiler:
     """Compiles for one model. Any thread may use it."""
 
@@ -167,7 +173,7 @@ class GrammarCompiler:
         self._num_tokens = max(vocab_size, tokenizer.vocab_size)
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
-        self._cache: OrderedDict[tuple[str, object], Future[Grammar]] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, object], Compilation] = OrderedDict()
         self._lane = _Lane(NUM_THREADS, "termgen-grammar")
         self._trial_lane = _Lane(1, "termgen-grammar-trial")
         self._computing = threading.Semaphore(spare_threads(NUM_THREADS))
@@ -186,18 +192,20 @@ class GrammarCompiler:
         """No grammar comes any more."""
         self._gbnf.close()
 
-    def submit(self, wanted: StructuredOutputsParams) -> Future[Grammar]:
-        """The grammar, or the `RequestError` it ends in. Do not cancel it: others may wait too."""
+    def submit(self, wanted: StructuredOutputsParams) -> Compilation:
+        """The grammar, or the `RequestError` it ends in. Whoever asks says `leave` in the end."""
         key = _key(wanted)
         lane = self._trial_lane if needs_trial(wanted) else self._lane
         with self._lock:
             found = self._cache.get(key)
             if found is not None:
                 self._cache.move_to_end(key)
+                found.num_waiting += 1
                 return found
             if lane.num_waiting >= MAX_WAITING:
                 raise _too_busy(wanted)
-            future: Future[Grammar] = Future()
+            future = Compilation()
+            future.num_waiting = 1
             try:
                 lane.threads.submit(partial(self._run, wanted, future, lane))
             except RuntimeError:  # the system has no thread left
@@ -208,6 +216,12 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
         return future
 
+    def leave(self, future: Compilation) -> None:
+        """Waits no longer. What nobody waits for is not begun: others are served first who have
+        not gone meanwhile."""
+        with self._lock:
+            future.num_waiting -= 1
+
     def compile(self, wanted: StructuredOutputsParams) -> Grammar:
         """The same for a caller that can wait. Raises `RequestError` naming its field."""
         future = self.submit(wanted)
@@ -217,8 +231,10 @@ class GrammarCompiler:
             raise self.give_up(wanted, future) from None
         except RequestError as error:
             raise named(error, wanted) from None
+        finally:
+            self.leave(future)
 
-    def give_up(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> RequestError:
+    def give_up(self, wanted: StructuredOutputsParams, future: Compilation) -> RequestError:
         """The error of a request that has waited for the longest time. Nobody is to wait for the
         same grammar again, unless it has only waited for others."""
         if not future.running():
@@ -226,31 +242,39 @@ class GrammarCompiler:
         error = RequestError(
             f"not compiled within {COMPILE_TIMEOUT_S:.0f} s; make it simpler", code="invalid_schema"
         )
-        failed: Future[Grammar] = Future()
+        failed = Compilation()
         failed.set_exception(error)
         with self._lock:
             if self._cache.get(_key(wanted)) is future:
                 self._cache[_key(wanted)] = failed
         return named(error, wanted)
 
-    def _run(self, wanted: StructuredOutputsParams, future: Future[Grammar], lane: _Lane) -> None:
+    def _run(self, wanted: StructuredOutputsParams, future: Compilation, lane: _Lane) -> None:
         try:
-            if future.set_running_or_notify_cancel():
+            if self._begin(wanted, future):
                 future.set_result(self.times.measure(self._compile, wanted))
         except BaseException as error:  # goes to whoever waits for the grammar
             if not isinstance(error, RequestError) or isinstance(error, OverloadedError):
-                self._forget(wanted, future)
+                with self._lock:  # a machine without processes or memory is to blame
+                    self._forget(wanted, future)
             future.set_exception(error)
         finally:
             with self._lock:
                 lane.num_waiting -= 1
 
-    def _forget(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> None:
-        """The grammar is not to blame, but a machine without processes or memory left: whoever asks
-        next tries again."""
+    def _begin(self, wanted: StructuredOutputsParams, future: Compilation) -> bool:
+        """Unless all who waited for it have gone."""
         with self._lock:
-            if self._cache.get(_key(wanted)) is future:
-                del self._cache[_key(wanted)]
+            if future.num_waiting:
+                future.set_running_or_notify_cancel()
+                return True
+            self._forget(wanted, future)
+            return False
+
+    def _forget(self, wanted: StructuredOutputsParams, future: Compilation) -> None:
+        """Whoever asks next tries again. Under the lock."""
+        if self._cache.get(_key(wanted)) is future:
+            del self._cache[_key(wanted)]
 
     def _compile(self, wanted: StructuredOutputsParams) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits

@@ -199,6 +199,8 @@ class InputProcessor:
             raise compiler.give_up(wanted, compiled) from None
         except RequestError as error:
             raise named(error, wanted) from None
+        finally:
+            compiler.leave(compiled)
         # Not on the loop: a long prompt is copied.
         return await asyncio.to_thread(replace, request, grammar=grammar)
 

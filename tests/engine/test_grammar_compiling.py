@@ -225,6 +225,51 @@ def test_a_grammar_that_only_waited_for_others_is_not_blamed(
     compiler.compile(innocent)
 
 
+async def test_what_nobody_waits_for_any_more_is_not_begun(
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    gate: threading.Event,
+) -> None:
+    begun: list[object] = []
+    compile_one = GrammarCompiler._compile
+
+    def noting(self: GrammarCompiler, wanted: StructuredOutputsParams) -> Any:
+        begun.append(wanted.value)
+        return compile_one(self, wanted)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", noting)
+    processor = InputProcessor(tokenizer, 50, VOCAB, grammars=compiler)
+
+    def ask(regex: str) -> asyncio.Task[Any]:
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex))
+        return asyncio.create_task(processor.add_grammar(processor.prepare([1, 2], params)))
+
+    async def leave(*tasks: asyncio.Task[Any]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    under_way = [ask(f"slow{i}") for i in range(2)]
+    while len(begun) < 2:
+        await asyncio.sleep(0.001)
+    gone, shared, others = ask("gone"), ask("shared"), [ask("shared"), ask("last")]
+    await asyncio.sleep(0)
+    await leave(gone, shared, *under_way)
+    gate.set()
+    for request in await asyncio.gather(*others):
+        assert request.grammar is not None
+    assert sorted(begun[2:], key=str) == ["last", "shared"], (
+        "others waited for one, and nobody for the other"
+    )
+    while compiler._lane.num_waiting:
+        await asyncio.sleep(0.001)
+    assert (await ask("gone")).grammar is not None
+    assert (await ask("slow0")).grammar is not None
+    assert begun[4:] == ["gone"], "what was under way is kept"
+    assert all(not future.num_waiting for future in compiler._cache.values())
+
+
 def test_a_trial_that_somebody_kills_says_nothing_about_the_grammar(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
