@@ -59,13 +59,13 @@ PALETTE_CLOSES_S = 0.2
 THEME_POLL_S = 1.0
 """How often to see whether a theme file was saved."""
 TOLD_AT_START_S = 15.0  # what was wrong stays on while a model is loaded
-REDRAW_S = 0.25
-"""How often to see whether a terminal that was not read is read again."""
+REDRAW_S = 0.25  # how often to see whether a terminal that was not read is read again
+STYLE_SHEETS = "termgen.tcss", "chat.tcss", "dashboard.tcss"
 
 
 class TermgenApp(KeyedApp):
     TITLE = "termgen"
-    CSS_PATH = Path(__file__).with_name("termgen.tcss")
+    CSS_PATH = [Path(__file__).with_name(name) for name in STYLE_SHEETS]
     ENABLE_COMMAND_PALETTE = True
     COMMAND_PALETTE_BINDING = "ctrl+p"
     slash_commands: Sequence[SlashCommand] = COMMANDS

@@ -51,37 +51,6 @@ def wait_for(condition: Callable[[], bool]) -> bool:
     return False
 
 
-def test_a_row_shares_a_job_again_after_more_and_more_quick_masks() -> None:
-    row = GrammarState(FakeGrammar(3), ends_at_eos=True)
-    assert not row.may_share, "its first mask takes longer than any"
-    row.note_time(is_slow=False)
-    assert row.may_share
-    for needed in (8, 64):
-        row.note_time(is_slow=True)
-        for _ in range(needed):
-            assert not row.may_share
-            row.note_time(is_slow=False)
-        assert row.may_share and not row.is_slow
-
-
-def test_masks_of_rows_that_go_on_together_are_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    fill = MaskFiller._fill
-
-    def noting(filler: MaskFiller, rows: list[GrammarState]) -> None:
-        sizes.append(len(rows))
-        fill(filler, rows)
-
-    monkeypatch.setattr(MaskFiller, "_fill", noting)
-    monkeypatch.setattr("termgen.engine.mask_filler.SLOW_S", 60.0)  # on a busy machine too
-    driver = ConstrainedDriver(depth=2)
-    for i in range(4):
-        driver.constrain(f"c{i}", [3, i], FakeGrammar(7), max_tokens=20)
-    driver.run()
-    driver.assert_reference()
-    assert sizes == [1] * 4 + [4] * 6
-
-
 def test_slow_masks_hold_up_neither_free_rows_nor_other_constrained_ones(
     make_driver: Callable[..., ConstrainedDriver],
 ) -> None:
