@@ -261,6 +261,13 @@ class ServerConfig:
         nargs="+",
     )
     max_body_bytes: int = setting(8 * 2**20, "largest request body in bytes", minimum=1024)
+    max_body_memory: int = setting(
+        2**28,
+        "most bytes that request bodies over 32 KiB may take together until they are parsed; "
+        "further ones are refused with 429. 0: no limit",
+        minimum=0,
+        maximum=2**62,
+    )
     max_queue: int = setting(
         2048,
         "most completions that may wait to be started, beyond what can start at once; further "

@@ -21,6 +21,7 @@ from server_harness import (
 from termgen.client import ChatPrompt, FillPrompt
 from termgen.config import ServerConfig
 from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.tool_format import ToolFormat
 from termgen.server import create_app
 
 
@@ -38,6 +39,21 @@ async def test_models() -> None:
         missing = await client.get("/v1/models/other")
         assert missing.status_code == 404
         assert error_of(missing)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("model", "capabilities"),
+    [
+        ({"has_chat_template": False}, {"chat": False, "tools": None}),
+        ({"tool_format": ToolFormat()}, {"chat": True, "tools": "system_message"}),
+        ({"tool_format": ToolFormat(knows_tools=True)}, {"chat": True, "tools": "template"}),
+    ],
+)
+async def test_models_say_how_they_are_told_of_tools(
+    model: dict[str, Any], capabilities: dict[str, Any]
+) -> None:
+    async with app_client(FakeEngine(model=make_model_info(**model))) as client:
+        assert (await client.get("/v1/models")).json()["data"][0]["capabilities"] == capabilities
 
 
 async def test_chat() -> None:

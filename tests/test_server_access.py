@@ -274,7 +274,16 @@ async def test_allowed_pages_may_read_answers_and_errors() -> None:
             )
             assert response.status_code == status
             assert response.headers["access-control-allow-origin"] == origin["origin"]
-        other = {"origin": "https://evil.example", **bearer("k")}
+        delete = {"access-control-request-method": "DELETE"}
+        foreign = {"origin": "https://evil.example"}
+        for headers, code in (
+            ({**origin, **delete}, "cors_not_allowed"),
+            ({**foreign, **asked}, "origin_not_allowed"),
+        ):
+            refused = await client.options("/v1/chat/completions", headers=headers)
+            assert refused.status_code == 403 and error_code(refused) == code
+            assert "Origin" in refused.headers["vary"]
+        other = {**foreign, **bearer("k")}
         response = await client.get("/v1/models", headers=other)
         assert response.status_code == 403
         assert "access-control-allow-origin" not in response.headers

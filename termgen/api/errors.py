@@ -113,6 +113,11 @@ def origin_not_allowed(origin: str) -> RequestError:
     )
 
 
+def cors_not_allowed(message: str) -> RequestError:
+    """A browser asks whether a page may send what none may."""
+    return RequestError(message, code="cors_not_allowed", status=403, type="permission_error")
+
+
 def admin_only(*, is_possible: bool) -> RequestError:
     hint = "send the admin key" if is_possible else "start the server with --admin-key to allow it"
     return RequestError(

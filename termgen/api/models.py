@@ -51,6 +51,17 @@ def model_object(info: ModelInfo, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": info.max_model_len,
         "permission": [],
+        "capabilities": _capabilities(info),
+    }
+
+
+def _capabilities(info: ModelInfo) -> dict[str, Any]:
+    """What goes by the model's files. A model whose template knows no tools is told of them in
+    words, and what it then calls is no more than a try unless calls are enforced."""
+    shown = "template" if info.tool_format.knows_tools else "system_message"
+    return {
+        "chat": info.has_chat_template,
+        "tools": shown if info.has_chat_template else None,
     }
 
 

@@ -10,7 +10,6 @@ from functools import partial
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -35,7 +34,13 @@ from termgen.serving.answering import answer
 from termgen.serving.bridge_routes import BRIDGE_ROUTES
 from termgen.serving.event_routes import EVENT_ROUTES
 from termgen.serving.metrics import CONTENT_TYPE
-from termgen.serving.middleware import BodyLimit, HostCheck, RequestContext, for_path
+from termgen.serving.middleware import (
+    BodyLimit,
+    CrossOrigin,
+    HostCheck,
+    RequestContext,
+    for_path,
+)
 from termgen.serving.openapi_route import OpenAPI
 from termgen.serving.reading import parse_body, state_of
 from termgen.serving.responses import JSONReply, error_response
@@ -95,7 +100,7 @@ def _cross_origin(config: ServerConfig) -> list[Middleware]:
         return []
     return [
         Middleware(
-            CORSMiddleware,
+            CrossOrigin,
             allow_origins=[origin.rstrip("/") for origin in config.allowed_origin],
             allow_methods=["GET", "POST"],
             allow_headers=["*"],

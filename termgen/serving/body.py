@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from termgen.api.errors import body_too_slow
 from termgen.api.fields import parse_json
+from termgen.serving.body_room import BodyRoom, BodyShare
 from termgen.serving.json_process import JSONProcess
 from termgen.serving.responses import ClientDisconnected, until_disconnect
 
@@ -22,21 +23,19 @@ T = TypeVar("T")
 BODY_TIMEOUT_S = 60.0
 """A body that takes longer to arrive is not waited for."""
 
-SMALL_BODY_BYTES = 2**15
-"""Parsed within a millisecond whatever it holds."""
-
 
 async def read_object(
-    request: Request, large: JSONProcess, take: Callable[[dict[str, Any]], T]
+    request: Request, large: JSONProcess, room: BodyRoom, take: Callable[[dict[str, Any]], T]
 ) -> T:
     """What `take` makes of the JSON object that the body is. Raises `RequestError`."""
-    parts = await _read(request)
-    if sum(map(len, parts)) <= SMALL_BODY_BYTES:
-        return take(parse_json(b"".join(parts)))
-    return await until_disconnect(request.receive, large.parse(parts, take))
+    with room.share() as share:
+        parts = await _read(request, share)
+        if share.is_small:
+            return take(parse_json(b"".join(parts)))
+        return await until_disconnect(request.receive, large.parse(parts, take))
 
 
-async def _read(request: Request) -> list[bytes]:
+async def _read(request: Request, share: BodyShare) -> list[bytes]:
     parts: list[bytes] = []
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -45,6 +44,7 @@ async def _read(request: Request) -> list[bytes]:
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnected
                 parts.append(message.get("body", b""))
+                share.add(len(parts[-1]))
                 if not message.get("more_body", False):
                     return parts
     except TimeoutError:

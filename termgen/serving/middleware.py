@@ -13,11 +13,20 @@ import uuid
 from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from termgen.api.anthropic import anthropic_reply, is_messages_path
-from termgen.api.errors import ErrorReply, body_too_large, host_not_allowed, reply_for
+from termgen.api.errors import (
+    ErrorReply,
+    body_too_large,
+    cors_not_allowed,
+    host_not_allowed,
+    origin_not_allowed,
+    reply_for,
+)
 from termgen.config import is_loopback
 from termgen.errors import RequestError, TermgenError
 from termgen.serving.access import REQUEST_ID, header
@@ -32,7 +41,7 @@ PROBE_PATHS = frozenset({"/health", "/ready", "/metrics"})
 REFUSALS = frozenset(
     {
         *("invalid_api_key", "admin_only", "host_not_allowed", "origin_not_allowed"),
-        *("request_too_large", "request_timeout", "loading", "draining", "asleep"),
+        *("request_too_large", "request_timeout", "bodies_full", "loading", "draining", "asleep"),
         *("grammar_queue_full", "no_process", "too_many_listeners"),
     }
 )
@@ -108,6 +117,24 @@ def for_path(scope: Scope, reply: ErrorReply) -> ErrorReply:
     if is_messages_path(scope["path"]):
         return anthropic_reply(reply, scope[REQUEST_ID])
     return reply
+
+
+class CrossOrigin(CORSMiddleware):
+    """Starlette's, whose refusals are JSON here, as every other error is."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        origin = request_headers["origin"]
+        if self.is_allowed_origin(origin):
+            error = cors_not_allowed(bytes(response.body).decode())
+        else:
+            error = origin_not_allowed(origin[:100])
+        refusal = error_response(reply_for(error))
+        told = (name for name in response.headers if name not in refusal.headers)
+        refusal.headers.update({name: response.headers[name] for name in told})
+        return refusal
 
 
 class HostCheck:

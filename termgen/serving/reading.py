@@ -36,7 +36,8 @@ async def read_json(request: Request, take: Callable[[dict[str, Any]], T]) -> T:
             "Send the body as JSON, with `content-type: application/json`",
             param="content-type",
         )
-    return await read_object(request, state_of(request).large_bodies, take)
+    state = state_of(request)
+    return await read_object(request, state.large_bodies, state.body_room, take)
 
 
 async def parse_body(request: Request, parse: Callable[..., T], **options: bool) -> T:

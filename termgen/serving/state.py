@@ -13,6 +13,7 @@ from termgen.engine.events import EventRing
 from termgen.errors import EngineDeadError, EngineError
 from termgen.serving.access import Caller, KeyRing, Role
 from termgen.serving.admission import AdmissionControl
+from termgen.serving.body_room import BodyRoom
 from termgen.serving.engine_pictures import SNAPSHOT_TIMEOUT_S
 from termgen.serving.event_hub import EventHub
 from termgen.serving.json_process import JSONProcess
@@ -43,6 +44,7 @@ class ServerState:
         self.hub: EventHub | None = None
         """Of those who listen to the engine's events."""
         self.large_bodies = JSONProcess()
+        self.body_room = BodyRoom(config.max_body_memory)
         self._sinks = _report_sinks(config)
         self.keys = KeyRing(config)
         self.admission = AdmissionControl(
