@@ -10,12 +10,14 @@ engine's thread and, while it fills a mask, by a thread that fills masks, never 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +162,8 @@ class Compilation(Future[Grammar]):
     """A grammar that is compiled, or is to be. Do not cancel it: several may wait for it."""
 
     num_waiting = 0
+    took_s = math.inf
+    """Once it is over, well or not."""
 
 
 class GrammarCompiler:
@@ -212,9 +216,16 @@ class GrammarCompiler:
                 raise no_process("grammar", "compiled", param=wanted.param) from None
             lane.num_waiting += 1
             self._cache[key] = future
-            while len(self._cache) > MAX_CACHED:
-                self._cache.popitem(last=False)
+            if len(self._cache) > MAX_CACHED:
+                self._evict()
         return future
+
+    def _evict(self) -> None:
+        """Of the half that nobody has asked for longest, what took least. Many that are made in a
+        moment, as somebody may send, do not displace what others have waited for; and freeing what
+        took long holds Python's lock for milliseconds."""
+        oldest = islice(self._cache, MAX_CACHED // 2)
+        del self._cache[min(oldest, key=lambda key: self._cache[key].took_s)]
 
     def leave(self, future: Compilation) -> None:
         """Waits no longer. What nobody waits for is not begun: others are served first who have
@@ -243,6 +254,7 @@ class GrammarCompiler:
             f"not compiled within {COMPILE_TIMEOUT_S:.0f} s; make it simpler", code="invalid_schema"
         )
         failed = Compilation()
+        failed.took_s = COMPILE_TIMEOUT_S
         failed.set_exception(error)
         with self._lock:
             if self._cache.get(_key(wanted)) is future:
@@ -250,9 +262,14 @@ class GrammarCompiler:
         return named(error, wanted)
 
     def _run(self, wanted: StructuredOutputsParams, future: Compilation, lane: _Lane) -> None:
+        began = time.perf_counter()
         try:
             if self._begin(wanted, future):
-                future.set_result(self.times.measure(self._compile, wanted))
+                try:
+                    grammar = self.times.measure(self._compile, wanted)
+                finally:
+                    future.took_s = time.perf_counter() - began
+                future.set_result(grammar)
         except BaseException as error:  # goes to whoever waits for the grammar
             if not isinstance(error, RequestError) or isinstance(error, OverloadedError):
                 with self._lock:  # a machine without processes or memory is to blame

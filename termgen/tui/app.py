@@ -36,6 +36,7 @@ from termgen.tui.messages import ModelsWanted
 from termgen.tui.model_choice import ModelShelf, Switch
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette, has_few_colours
 from termgen.tui.sanitize import clean, clean_line
+from termgen.tui.screens.board import BoardScreen
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.chat_tool_keys import COPY_KEYS
 from termgen.tui.screens.dashboard import DashboardScreen
@@ -56,16 +57,14 @@ StopEngine = Callable[[], Awaitable[None]]
 FAILED_START = 2
 QUIT_WINDOW_S = 2.0
 PALETTE_CLOSES_S = 0.2
-THEME_POLL_S = 1.0
-"""How often to see whether a theme file was saved."""
+THEME_POLL_S = 1.0  # how often to see whether a theme file was saved
 TOLD_AT_START_S = 15.0  # what was wrong stays on while a model is loaded
 REDRAW_S = 0.25  # how often to see whether a terminal that was not read is read again
-STYLE_SHEETS = "termgen.tcss", "chat.tcss", "dashboard.tcss"
 
 
 class TermgenApp(KeyedApp):
     TITLE = "termgen"
-    CSS_PATH = [Path(__file__).with_name(name) for name in STYLE_SHEETS]
+    CSS_PATH = sorted(Path(__file__).parent.glob("*.tcss"))
     ENABLE_COMMAND_PALETTE = True
     COMMAND_PALETTE_BINDING = "ctrl+p"
     slash_commands: Sequence[SlashCommand] = COMMANDS
@@ -175,8 +174,10 @@ class TermgenApp(KeyedApp):
         driver = self._driver
         if getattr(driver, "has_dropped", False) and not driver.is_behind:  # type: ignore[union-attr]
             driver.has_dropped = False  # type: ignore[union-attr]
-            if isinstance(self.screen, DashboardScreen):
-                self.screen.forget_terminal()
+            for board in (
+                screen for screen in self.screen_stack if isinstance(screen, BoardScreen)
+            ):
+                board.forget_terminal()
             self.refresh(layout=True)
 
     def get_css_variables(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,31 @@ def test_grammars_are_kept_up_to_a_number(
         compiler.compile(StructuredOutputsParams(regex=f"a{i}"))
     assert compiler.compile(StructuredOutputsParams(regex="a0")) is not first
     assert len(compiler._cache) == 3
+
+
+def test_what_took_long_is_kept_longer(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_one = GrammarCompiler._compile
+
+    def timed(self: GrammarCompiler, wanted: StructuredOutputsParams) -> Any:
+        kind, number = str(wanted.value).split("_")
+        time.sleep({"quick": 0.0, "long": 0.05 + 0.05 * int(number)}[kind])
+        return compile_one(self, wanted)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", timed)
+    monkeypatch.setattr(grammar_module, "MAX_CACHED", 4)
+    compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=(EOS,))
+
+    def cached(*regexes: str) -> set[str]:
+        for regex in regexes:
+            compiler.compile(StructuredOutputsParams(regex=regex))
+        assert len(compiler._cache) <= 4
+        return {str(value) for _, value in compiler._cache}
+
+    assert cached("long_0", *(f"quick_{i}" for i in range(9))) >= {"long_0", "quick_8"}
+    assert cached("long_1", "long_2", "long_3") == {f"long_{i}" for i in range(4)}
+    assert cached("long_4") == {f"long_{i}" for i in range(1, 5)}, "none for ever"
 
 
 def test_schemas_with_every_separator_are_written_compactly(

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from textual.app import App, ComposeResult
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.events import Resize
 from textual.geometry import Size
 from textual.pilot import Pilot
 from textual.strip import Strip
+from textual.widgets import Static
 from tui_harness import (
     MS,
     SECOND,
@@ -36,6 +38,7 @@ from termgen.tui.lean_strip import LeanStrip
 from termgen.tui.palette import ROLES, Palette
 from termgen.tui.screens.dashboard_keys import PAGES
 from termgen.tui.spans import Row, row_width
+from termgen.tui.widgets.canvas import Canvas
 
 _TOKEN = re.compile(r"\x1b\[([\d;?]*)([A-Za-z])|(\n)|([^\x1b\n])")
 _PIECES = ("word", "  ", "█▒·", "x ", "■■■■■■■■■■■■", "━━━━╸────────", "12 345")
@@ -103,7 +106,7 @@ def shown_of(strips: list[Strip], size: tuple[int, int]) -> list[list[tuple[Any,
 class Watched:
     """An app whose updates go to a terminal."""
 
-    def __init__(self, app: FrozenApp, monkeypatch: pytest.MonkeyPatch, size: Any) -> None:
+    def __init__(self, app: Any, monkeypatch: pytest.MonkeyPatch, size: Any) -> None:
         self.app, self.terminal, self.bytes = app, Terminal(size), 0
         self.is_dropping = False
         display = app._display
@@ -233,6 +236,40 @@ async def test_a_terminal_shows_the_picture_whatever_comes_between(
             for _ in range(rng.randrange(3)):
                 await watched.frame(pilot, rng, number)
             print(what.__name__)
+            watched.check()
+
+
+class Moving(App[None]):
+    """A canvas below something that grows."""
+
+    text = "a row of text"
+
+    def compose(self) -> ComposeResult:
+        yield Static("above")
+        yield Canvas(lambda width, height: [((self.text.ljust(width), "text"),)] * height)
+
+    def on_mount(self) -> None:
+        canvas = self.query_one(Canvas)
+        canvas.styles.height = 3
+        canvas.tells_changes = True
+        canvas.set_palette(Palette.of(self))
+
+
+async def test_a_canvas_that_moves_is_drawn_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = Moving()
+    async with app.run_test(size=(40, 12)) as pilot:
+        watched = Watched(app, monkeypatch, (40, 12))
+        app.refresh(layout=True)
+        canvas = app.query_one(Canvas)
+        for height in (2, 4, 3, 1):
+            for word in ("is", "was"):  # checking is composing, too: the first follows nothing
+                app.text = f"a row of text {word} here"
+                canvas.repaint()
+                await pilot.pause()
+            app.text = "a row of text will be here"
+            canvas.take_rows()  # and it is drawn because it moves
+            app.query_one(Static).styles.height = height
+            await pilot.pause()
             watched.check()
 
 
