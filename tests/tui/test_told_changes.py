@@ -5,22 +5,19 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.cells import cell_len
-from rich.console import Console
 from textual.app import App, ComposeResult
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.events import Resize
 from textual.geometry import Size
 from textual.pilot import Pilot
-from textual.strip import Strip
 from textual.widgets import Static
+from told_terminal import CONSOLE, Terminal, shown_of
 from tui_harness import (
     MS,
     SECOND,
@@ -34,73 +31,9 @@ from tui_harness import (
 from tui_harness import step as step_record
 
 from termgen.engine.events import BlockState
-from termgen.tui.lean_strip import LeanStrip
-from termgen.tui.palette import ROLES, Palette
+from termgen.tui.palette import Palette
 from termgen.tui.screens.dashboard_keys import PAGES
-from termgen.tui.spans import Row, row_width
 from termgen.tui.widgets.canvas import Canvas
-
-_TOKEN = re.compile(r"\x1b\[([\d;?]*)([A-Za-z])|(\n)|([^\x1b\n])")
-_PIECES = ("word", "  ", "█▒·", "x ", "■■■■■■■■■■■■", "━━━━╸────────", "12 345")
-CONSOLE = Console(color_system="truecolor", force_terminal=True)
-
-
-class Terminal:
-    """As little of one as is drawn on: the cursor's moves, colours, text. What it shows at first,
-    and after a resize, is not known."""
-
-    def __init__(self, size: tuple[int, int]) -> None:
-        self.resize(size)
-
-    def resize(self, size: tuple[int, int]) -> None:
-        self.size = size
-        self.cells = {(x, y): "?" for x in range(size[0]) for y in range(size[1])}
-        self.styles: dict[tuple[int, int], tuple[str, ...]] = {}
-
-    def feed(self, data: str) -> None:
-        x, y, pen = 0, 0, {"f": "", "b": ""}
-        for code, kind, newline, char in _TOKEN.findall(data):
-            if kind == "H":
-                y, x = (int(part) - 1 for part in code.split(";"))
-            elif kind == "C":
-                x = min(self.size[0] - 1, x + int(code or 1))
-            elif kind == "m":
-                self._colour(pen, code.split(";"))
-            elif newline:
-                y += 1
-            elif char:
-                self.cells[x, y] = char
-                colour = "" if char == " " and len(pen) == 2 else pen["f"]
-                self.styles[x, y] = (pen["b"], colour, *sorted(pen.keys() - {"f", "b"}))
-                x += cell_len(char)
-
-    def _colour(self, pen: dict[str, str], parts: list[str]) -> None:
-        while parts:
-            part = parts.pop(0)
-            if part == "0":
-                pen.clear()
-                pen |= {"f": "", "b": ""}
-            elif part in ("38", "48"):
-                number = 4 if parts[0] == "2" else 2
-                pen["f" if part == "38" else "b"] = ";".join(parts[:number])
-                del parts[:number]
-            else:
-                pen[part] = ""
-
-    def shown(self) -> list[list[tuple[Any, ...]]]:
-        width, height = self.size
-        return [
-            [(self.cells[x, y], *self.styles.get((x, y), ())) for x in range(width)]
-            for y in range(height)
-        ]
-
-
-def shown_of(strips: list[Strip], size: tuple[int, int]) -> list[list[tuple[Any, ...]]]:
-    """What a terminal shows that is told all of them by Textual's own means."""
-    terminal = Terminal(size)
-    for y, strip in enumerate(strips):
-        terminal.feed(f"\x1b[{y + 1};1H" + Strip(list(strip)).render(CONSOLE))
-    return terminal.shown()
 
 
 class Watched:
@@ -312,116 +245,25 @@ async def test_a_frame_takes_few_calls(page: str) -> None:
         await pilot.pause()
         watched = Watched(app, pytest.MonkeyPatch(), (120, 40))
         await watched.frame(pilot, rng, 1)
-        watched.tell(rng, 2)
-        calls = 0
-
-        def count(_frame: Any, event: str, _arg: Any) -> None:
-            nonlocal calls
-            calls += event == "call"
-
-        sys.setprofile(count)
-        try:
-            await app.dashboard.refresh_view()
-        finally:
-            sys.setprofile(None)
-        print(f"{page}: {calls}")
-        assert calls < MOST_CALLS[page]
+        counts = []
+        for number in range(2, 5):  # other tasks and finalizers only add, and not every time
+            watched.tell(rng, number)
+            counts.append(await calls_of(app.dashboard.refresh_view()))
+            await pilot.pause()
+        print(f"{page}: {counts}")
+        assert min(counts) < MOST_CALLS[page]
 
 
-def random_row(rng: random.Random, roles: list[str], like: Row) -> Row:
-    """Some pieces are those of another row."""
-    if not like:
-        suffixes = ("", "", "@surface", "/b", "/ur")
-        return tuple(
-            (rng.choice(_PIECES), rng.choice(roles) + rng.choice(suffixes)) for _ in range(12)
-        )
-    spans = list(like)
-    for _ in range(rng.randrange(4)):
-        at = rng.randrange(len(spans))
-        text, role = spans[at]
-        cut = rng.randrange(len(text) + 1)
-        spans[at : at + 1] = rng.choice(
-            (
-                [(text, rng.choice(roles))],
-                [(text[:cut], role), (text[cut:], rng.choice(roles))],
-                [(text[:cut] + "#" * (len(text) - cut), role)],
-                [(text[::-1], role), ("", role)],
-            )
-        )
-    return tuple(spans)
+async def calls_of(work: Awaitable[None]) -> int:
+    calls = 0
 
+    def count(_frame: Any, event: str, _arg: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
 
-def test_changes_make_one_row_of_another(rng: random.Random) -> None:
-    palette = Palette({"foreground": "#e0e0e0", "background": "#101010", "primary": "#3070f0"})
-    roles = sorted(ROLES)
-    for _ in range(100):
-        row = random_row(rng, roles, ())
-        width = row_width(row)
-        terminal = Terminal((width + 1, 1))
-        strip = palette.strip(row, width)
-        terminal.feed(strip.divide([width])[0].render(CONSOLE))
-        for _ in range(5):
-            row = random_row(rng, roles, row)
-            after = palette.strip(row, width)
-            assert isinstance(after, LeanStrip) and isinstance(strip, LeanStrip)
-            after.follow(strip)
-            told = after.divide([width])[0].render(CONSOLE)
-            terminal.feed(told + "|")  # in the cell behind the row, wherever the changes ended
-            assert terminal.shown()[0][-1][0] == "|"
-            assert terminal.shown()[0][:-1] == shown_of([after], (width, 1))[0]
-            strip = after
-
-
-Do = Callable[[LeanStrip], object]
-
-
-@pytest.mark.parametrize("is_drawn", [True, False])
-@pytest.mark.parametrize("is_last", [True, False])
-@pytest.mark.parametrize(
-    "do",
-    [
-        lambda strip: strip.divide([4, 12]),  # something lies on half of it
-        lambda strip: strip.divide([12]),  # or on all of it: it was to be drawn, and was not
-        lambda strip: strip.forget(),
-    ],
-)
-def test_a_strip_is_whole_where_its_place_was_taken(
-    do: Do, *, is_drawn: bool, is_last: bool
-) -> None:
-    palette = Palette({})
-
-    def strip(text: str) -> LeanStrip:
-        made = palette.strip(((text[:12], "text"),), 12)
-        assert isinstance(made, LeanStrip)
-        return made
-
-    def drawn(one: LeanStrip) -> str:
-        return one.divide([12])[0].render(CONSOLE)
-
-    old, new, third = strip("a row of text"), strip("a row of more"), strip("a row of much")
-    assert "a row of" in drawn(old)
-    new.follow(old)
-    if is_drawn:
-        assert "a row of" not in drawn(new), "only the end differs"
-    if do(new) is None:
-        do(old)  # all of a canvas are forgotten, the last one drawn among them
-    if is_last:
-        assert "a row of" in drawn(new)
-    else:
-        third.follow(new)
-        assert "a row of" in drawn(third)
-
-
-def test_a_strip_that_was_never_drawn_is_not_followed() -> None:
-    """Two pictures in one frame; and a chain that nobody draws does not grow."""
-    palette = Palette({})
-    strips = [palette.strip(((f"a long row, {i}", "text"),), 13) for i in range(9)]
-    first = strips[0]
-    assert isinstance(first, LeanStrip)
-    first.divide([13])[0].render(CONSOLE)
-    for before, after in zip(strips, strips[1:], strict=False):
-        assert isinstance(before, LeanStrip) and isinstance(after, LeanStrip)
-        after.follow(before)
-        assert before._before is None
-    last = strips[-1].divide([13])[0].render(CONSOLE)
-    assert "a long" not in last and "8" in last, "it follows the one that is shown"
+    sys.setprofile(count)
+    try:
+        await work
+    finally:
+        sys.setprofile(None)
+    return calls
