@@ -53,6 +53,7 @@ SESSION_COLUMNS = tuple(SessionRecord.__dataclass_fields__)
 TURN_COLUMNS = tuple(TurnRecord.__dataclass_fields__)
 BUSY_S = 5.0
 """How long to wait for another process that writes."""
+RETRY_S = 0.01
 KEPT_DELETED_S = 86_400.0
 MAX_LISTED = 500
 EXCERPT_BEFORE, EXCERPT_CHARS = 24, 160
@@ -109,6 +110,17 @@ class ChatDatabase:
             if not path.exists():
                 path.touch(mode=0o600)  # what is said to a model is nobody else's
         self._connection = sqlite3.connect(path or ":memory:", timeout=busy_s, isolation_level=None)
+        deadline = time.monotonic() + busy_s
+        try:
+            while not self._prepare(path, use_fts=use_fts, deadline=deadline):
+                time.sleep(RETRY_S)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _prepare(self, path: Path | None, *, use_fts: bool, deadline: float) -> bool:
+        """False where another process has the file, as it may be making it right now. SQLite waits
+        for the others by itself, but not where it is to change how the file is written."""
         try:
             self._check_is_ours(path)
             # a write ahead log lets others read meanwhile; it is safe from a killed process
@@ -118,9 +130,14 @@ class ChatDatabase:
             self.has_fts = use_fts and self._knows_fts()
             self._prepare_words()
             self._purge()
-        except BaseException:
-            self._connection.close()
-            raise
+        except sqlite3.OperationalError as error:
+            is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+            if not is_busy or time.monotonic() > deadline:
+                raise
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            return False
+        return True
 
     def _check_is_ours(self, path: Path | None) -> None:
         verdict = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]

@@ -184,19 +184,20 @@ async def test_two_processes_write_one_file(tmp_path: Path) -> None:
     assert {turn.turn_id for turn in all_turns(merged)} >= {turn.turn_id for turn in mine}
 
 
-def test_two_processes_make_the_file_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "chats.sqlite3"
+def test_several_processes_make_the_file_at_once(tmp_path: Path) -> None:
+    """Each time another of them changes how the file is written; once in thirty that is late."""
     errors: list[BaseException] = []
-    barrier = threading.Barrier(4)
+    barrier = threading.Barrier(6)
 
     def make() -> None:
-        try:
+        for number in range(100):
             barrier.wait()
-            ChatDatabase(path).close()
-        except BaseException as error:
-            errors.append(error)
+            try:
+                ChatDatabase(tmp_path / f"chats-{number}.sqlite3").close()
+            except BaseException as error:
+                errors.append(error)
 
-    threads = [threading.Thread(target=make) for _ in range(4)]
+    threads = [threading.Thread(target=make) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
