@@ -117,7 +117,8 @@ async def test_every_request_agrees_with_the_servers_own_log(
     # the server's clocks start later and stop sooner, so its times are shorter: by little
     for group, values in ((3, [t.ttft_s for t in times]), (4, [t.latency_s for t in times])):
         theirs, ours_ms = sum(float(found[group]) for found in logged), sum(values) * 1e3
-        assert 0 <= ours_ms - theirs < 0.25 * ours_ms
+        rounding_ms = 0.05 * len(logged)  # the log has tenths
+        assert -rounding_ms <= ours_ms - theirs < 0.25 * ours_ms
 
 
 async def test_requests_are_what_the_dataset_says() -> None:
