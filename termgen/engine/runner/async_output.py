@@ -16,14 +16,14 @@ import torch
 from termgen.engine.request import IntArray
 from termgen.engine.runner.device_clock import DeviceStart
 from termgen.engine.runner.dispatch import Dispatch
-from termgen.engine.step import StepLogprobs, StepPlan, StepResult
+from termgen.engine.step import CORRUPT_TOKEN, StepLogprobs, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
     """A step's results on the device."""
 
-    tokens: torch.Tensor  # [B] int32, -1 for a row that sampled none
+    tokens: torch.Tensor  # [B] int32, -1 for a row that sampled none, or CORRUPT_TOKEN
     logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # [B,1+K], [B,1+K], [B]
     prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     """The same for the N prompt tokens of the plan's spans."""
@@ -83,9 +83,10 @@ class RecordedOutput:
             started_ns, ended_ns = start.clock.read(start.mark, self._device_end, ended_ns)
         plan = self._plan
         tokens = tokens[: plan.num_rows].copy()  # the memory is written again
-        num_sampled = plan.num_tokens
+        num_sampled, corrupt = plan.num_tokens, None
         if not plan.is_decode or np.minimum.reduce(tokens, initial=0) < 0:  # some row sampled none
             is_sampled = tokens >= 0
+            corrupt = (tokens == CORRUPT_TOKEN).nonzero()[0].astype(np.int32)
             num_sampled, tokens = is_sampled.astype(np.int32), tokens[is_sampled]
         return StepResult(
             step_id=plan.step_id,
@@ -99,6 +100,7 @@ class RecordedOutput:
             num_padded_tokens=self._dispatch.num_padded(plan.total_tokens),
             num_late_compiles=self._num_late_compiles,
             prompt_logprobs=prompt_logprobs,
+            corrupt=corrupt if corrupt is not None and len(corrupt) else None,
             seen_ns=seen_ns,
         )
 

@@ -379,7 +379,13 @@ class ModelRunner:
             if needs.edits:
                 logits = self.state.edit_logits(slots, logits)
             token_ids = kernels(
-                logits, slots, num_tokens, self.state, filters=needs.filters, grammar=needs.grammar
+                logits,
+                slots,
+                num_tokens,
+                self.state,
+                filters=needs.filters,
+                grammar=needs.grammar,
+                edited=needs.edits,
             )
         else:
             meta = sampling_metadata(self.state, slots, num_tokens, needs)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from termgen.engine.sampling.gumbel import gumbel_argmax
+from termgen.engine.sampling.gumbel import gumbel_argmax, mark_corrupt
 from termgen.engine.sampling.logprobs import LogprobTensors, gather_logprobs
 from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.penalties import apply_penalties
@@ -32,7 +32,7 @@ class SamplerOutput:
     """Tensors of one step, still on the device."""
 
     token_ids: torch.Tensor
-    """[B] int64"""
+    """[B] int64; CORRUPT_TOKEN for a row whose logits are not numbers."""
     logprobs: LogprobTensors | None
 
 
@@ -45,10 +45,12 @@ class Sampler:
     def __call__(self, logits: torch.Tensor, meta: SamplingMetadata) -> SamplerOutput:
         """logits [B, V] float32; they are only read."""
         assert logits.dtype == torch.float32 and logits.dim() == 2, (logits.dtype, logits.shape)
-        token_ids = self._draw(_process(logits, meta), meta)
+        processed = _process(logits, meta)
+        drawn = self._draw(processed, meta)
+        token_ids = mark_corrupt(drawn, processed, may_be_empty=_may_be_empty(meta))
         if meta.max_logprobs is None:
             return SamplerOutput(token_ids, None)
-        return SamplerOutput(token_ids, gather_logprobs(logits, token_ids, meta.max_logprobs))
+        return SamplerOutput(token_ids, gather_logprobs(logits, drawn, meta.max_logprobs))
 
     def _draw(self, logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
         if meta.all_greedy:
@@ -66,6 +68,12 @@ class Sampler:
             stream=self._stream,
             threshold=threshold,
         )
+
+
+def _may_be_empty(meta: SamplingMetadata) -> bool:
+    """Whether masks may have hidden every token of some row."""
+    is_masked = meta.token_masks is not None or meta.edit is not None
+    return is_masked or meta.suppress_any is not False
 
 
 def _process(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:

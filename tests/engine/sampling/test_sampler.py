@@ -15,6 +15,7 @@ from transformers import TopKLogitsWarper
 from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.random import Stream
 from termgen.engine.sampling.sampler import Sampler
+from termgen.engine.step import CORRUPT_TOKEN
 
 MakeMeta = Callable[..., SamplingMetadata]
 RandomLogits = Callable[..., torch.Tensor]
@@ -136,8 +137,13 @@ def test_minus_infinity_is_never_drawn(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}])
-def test_lost_rows_stay_in_range_and_harm_nobody(
-    random_logits: RandomLogits, make_meta: MakeMeta, temperature: float, filters: Any
+@pytest.mark.parametrize("is_masked", [False, None])
+def test_rows_that_are_no_numbers_are_marked_and_harm_no_other(
+    random_logits: RandomLogits,
+    make_meta: MakeMeta,
+    temperature: float,
+    filters: Any,
+    is_masked: bool | None,
 ) -> None:
     logits = random_logits(6, 1001)
     healthy = logits[5:].clone()
@@ -147,9 +153,14 @@ def test_lost_rows_stay_in_range_and_harm_nobody(
     logits[3, 7] = torch.nan
     logits[4, 8] = torch.inf
     meta = make_meta(6, temperature=temperature, seeds=3, max_logprobs=4, **filters)
+    meta.suppress_any = is_masked
     output = Sampler()(logits, meta)
-    assert int(output.token_ids.min()) >= 0 and int(output.token_ids.max()) < 1001
-    assert int(output.token_ids[4]) == 8
+    corrupt = (output.token_ids == CORRUPT_TOKEN).tolist()
+    # Masks of the request's own may leave a row nothing but -inf.
+    assert corrupt == [True, is_masked is False, True, True, True, False]
+    assert output.logprobs is not None
+    assert 0 <= int(output.logprobs.token_ids.min()) <= int(output.logprobs.token_ids.max()) < 1001
+    assert not output.logprobs.logprobs[5].isnan().any()
     alone = Sampler()(healthy, make_meta(1, temperature=temperature, seeds=3, **filters))
     assert int(output.token_ids[5]) == int(alone.token_ids)
 
