@@ -13,6 +13,7 @@
     ├── ChatStoreError           the chats on disk cannot be read or written
     └── EngineError              the engine failed, not the request
         ├── StepError            one step failed; the requests in it are failed with this cause
+        ├── CorruptedLogitsError  the model gave one request NaN or infinite logits
         └── EngineDeadError      the engine thread is gone
 
 The command line prints `TermgenError` as one line and exits with code 2; the server turns
@@ -99,7 +100,9 @@ class ChatStoreError(TermgenError):
 
 
 class EngineError(TermgenError):
-    """The engine failed. Not the caller's fault."""
+    """The engine failed. Not the caller's fault. `code` is a slug clients match on."""
+
+    code = "engine_error"
 
 
 class StepError(EngineError):
@@ -109,6 +112,18 @@ class StepError(EngineError):
         super().__init__(message)
         self.step_id = step_id
         self.request_ids = request_ids
+
+
+class CorruptedLogitsError(EngineError):
+    """The model gave one request logits that are not numbers. Others in its steps go on."""
+
+    code = "corrupted_logits"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"the model's logits for request {request_id} are not finite numbers: its activations"
+            " overflowed, or its weights are damaged; with dtype float16, try bfloat16 or float32"
+        )
 
 
 class EngineDeadError(EngineError):

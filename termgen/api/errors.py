@@ -47,7 +47,7 @@ def reply_for(exc: BaseException) -> ErrorReply:
         body = error_body(str(exc), type="server_error", code="engine_dead")
         return ErrorReply(503, body, {"retry-after": "10"})
     if isinstance(exc, EngineError):
-        return ErrorReply(500, error_body(str(exc), type="server_error", code="engine_error"))
+        return ErrorReply(500, error_body(str(exc), type="server_error", code=exc.code))
     if isinstance(exc, TermgenError):
         return ErrorReply(500, error_body(str(exc), type="server_error", code="internal_error"))
     message = "Internal server error; the server's log has the details"

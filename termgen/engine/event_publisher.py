@@ -134,6 +134,7 @@ class EventPublisher:
             prefill_ids=times.prefills[0],
             prefill_tokens=times.prefills[1],
             num_evictions=pool.num_evictions,
+            num_corrupted=stats.num_corrupted,
             publish_us=self._publish_ns / 1e3,
         )
         self._bus.publish(record)

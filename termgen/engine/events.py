@@ -73,6 +73,9 @@ class StepRecord(NamedTuple):
     """How many tokens of each."""
     num_evictions: int = 0
     """Since start: blocks whose cached prefix had to be forgotten for new tokens."""
+    num_corrupted: int = 0
+    """Since start: requests ended because their logits were not numbers. Anything but 0 is a fault
+    of the model or its type."""
     publish_us: float = 0.0
     """What telling of the step before this one took the engine."""
 

@@ -53,6 +53,7 @@ class LogBook:
         self._usual: deque[Line] = deque(maxlen=KEPT)
         self._serious: deque[Line] = deque(maxlen=KEPT)
         self._late_compiles: int | None = None
+        self._corrupted: int | None = None
         self._reason = ""
         self._asked: tuple[Level, str, int] | None = None
         """What was looked for last, in how many lines; it is asked for in every frame."""
@@ -69,6 +70,7 @@ class LogBook:
             if (
                 step.ended_ns - step.started_ns >= SLOW_STEP_NS
                 or step.num_late_compiles != self._late_compiles
+                or step.num_corrupted != self._corrupted
                 or (step.graph_reason and step.graph_reason != self._reason)
             ):
                 self.add_step(step)
@@ -82,6 +84,10 @@ class LogBook:
         before, self._late_compiles = self._late_compiles, step.num_late_compiles
         if step.num_late_compiles > (before or 0):
             text = f"kernels compiled while serving: {step.num_late_compiles} since the start"
+            self.add(Line(step.applied_ns, Level.ERROR, text))
+        before, self._corrupted = self._corrupted, step.num_corrupted
+        if step.num_corrupted > (before or 0):
+            text = f"requests whose logits were NaN: {step.num_corrupted} since the start"
             self.add(Line(step.applied_ns, Level.ERROR, text))
         if step.graph_reason and step.graph_reason != self._reason:
             text = f"step {step.step_id} ran {step.graph_mode}: {step.graph_reason}"

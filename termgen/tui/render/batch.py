@@ -178,6 +178,8 @@ def step_line(step: StepRecord | None, steps: Sequence[StepRecord], width: int) 
         tail.append([(f"  {missed}: {step.graph_reason}", "muted")])
     if step.num_late_compiles:
         tail.insert(0, [(f"  compiled while serving: {step.num_late_compiles}", "bad")])
+    if step.num_corrupted:
+        tail.insert(0, [(f"  logits NaN: {step.num_corrupted}", "bad")])
     used = sum(len(text) for text, _ in parts)
     for piece in tail:
         cells = sum(len(text) for text, _ in piece)
