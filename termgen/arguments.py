@@ -7,6 +7,7 @@ Flags of settings are made from the fields of the config classes. Which command 
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -108,6 +109,27 @@ def _add_chat_flags(chat: argparse.ArgumentParser) -> None:
         "chooses among its models",
     )
     group.add_argument("--api-key", metavar="KEY", help="its key (default: OPENAI_API_KEY)")
+    _add_wait(group)
+
+
+def _add_wait(group: Any) -> None:
+    group.add_argument(
+        "--wait",
+        metavar="SECONDS",
+        type=_seconds,
+        help="longest wait for a server that does not answer yet or still loads its model "
+        "(default: while it loads without limit, otherwise 1 second)",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, 0 or more, not {text!r}")
+    return seconds
 
 
 def _add_top(commands: Any) -> None:
@@ -123,6 +145,7 @@ def _add_top(commands: Any) -> None:
         metavar="FILE",
         help="file whose first line is the server's admin key (default: TERMGEN_ADMIN_KEY)",
     )
+    _add_wait(group)
     add_flags(top, UIConfig, title="dashboard", omit=CHAT_ONLY)
 
 

@@ -29,6 +29,7 @@ from termgen.bench.sweep_options import SweepOptions
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import ConfigError
 from termgen.exit_codes import OK, REGRESSION
+from termgen.progress import TerminalProgress
 from termgen.settings import SettingLayers, flag_of
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
@@ -94,7 +95,6 @@ def find_subject(args: argparse.Namespace, layers: SettingLayers, options: Serve
                 )
         return Subject(options.url, (), layers.given("model"), config.seed)
     from termgen.launch import find_model
-    from termgen.progress import TerminalProgress
 
     with TerminalProgress() as progress:
         find_model(config, progress)  # what is wrong with it is one line here, not the server's
@@ -137,15 +137,23 @@ class Connection:
     """Of a server that was started; of another one nobody knows it but who watches."""
 
 
+def _say_nothing(phase: str, share: float) -> None:
+    """The progress of a start that nobody watches."""
+
+
 def say(line: str) -> None:
     print(f"termgen: {line}", file=sys.stderr)
 
 
 @contextlib.asynccontextmanager
 async def connected(
-    subject: Subject, options: ServeOptions, say: Callable[[str], object] = say
+    subject: Subject,
+    options: ServeOptions,
+    say: Callable[[str], object] = say,
+    report: Callable[[str, float], None] | None = None,
 ) -> AsyncGenerator[Connection, None]:
-    """The server, which is started first if there is none. `say` is told of its start."""
+    """The server, which is started first if there is none. `say` is told of its start, `report` of
+    the phases of loading; without it they are shown on standard error."""
     with contextlib.ExitStack() as stack:
         url, key, check = subject.url, os.environ.get(API_KEY_VARIABLE), None
         server: OwnServer | None = None
@@ -154,7 +162,16 @@ async def connected(
             server = stack.enter_context(own_server(subject.engine_flags))
             url, key, check = server.url, server.api_key, server.check
         async with ServerApi(url, api_key=key) as api:
-            bench = await ServeBench.connect(api, options, asked_model=subject.model, check=check)
+            with TerminalProgress() as progress:
+                # a server that is started here has its phases printed at the end, in a log
+                is_shown = subject.url is not None or sys.stderr.isatty()
+                bench = await ServeBench.connect(
+                    api,
+                    options,
+                    asked_model=subject.model,
+                    report=report or (progress if is_shown else _say_nothing),
+                    check=check,
+                )
             for line in server.start_lines() if server is not None else ():
                 say(line.partition(" ")[2])
             yield Connection(bench, url, server.admin_key if server is not None else None)

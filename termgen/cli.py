@@ -126,6 +126,8 @@ def chat_command(args: argparse.Namespace) -> int:
     ui = layers.resolve(UIConfig)
     if args.url is None and args.api_key is not None:
         raise ConfigError("--api-key needs --url: our own engine has no keys", param="api_key")
+    if args.url is None and args.wait is not None:
+        raise ConfigError("--wait needs --url: it waits for a server", param="wait")
     if args.inline:
         return _inline_chat(args, layers, config, ui)
     if args.question is not None:
@@ -139,7 +141,7 @@ def chat_command(args: argparse.Namespace) -> int:
     if args.url is not None:
         from termgen.remote_command import read_target, run_remote_chat
 
-        target = read_target(args.url, args.api_key, layers)
+        target = read_target(args.url, args.api_key, layers, wait_s=args.wait)
         return run_remote_chat(target, ui, session=wanted, given=given)
     from termgen.launch import run_chat
 
@@ -160,7 +162,7 @@ def _inline_chat(
     if args.url is not None:
         from termgen.remote_command import read_target
 
-        target = read_target(args.url, args.api_key, layers)
+        target = read_target(args.url, args.api_key, layers, wait_s=args.wait)
         return run_remote_inline(read_question(args.question), target, ui)
     return run_inline(read_question(args.question), config, ui)
 
@@ -191,15 +193,16 @@ def generate_command(args: argparse.Namespace) -> int:
 def top_command(args: argparse.Namespace) -> int:
     ui = _layers(args).resolve(UIConfig)
     if args.replay is not None:
-        for name in ("url", "record", "admin_key_file"):
+        for name in ("url", "record", "admin_key_file", "wait"):
             if getattr(args, name) is not None:
-                raise ConfigError(f"--replay FILE needs no {name}: leave one out", param=name)
+                flag = "URL" if name == "url" else "--" + name.replace("_", "-")
+                raise ConfigError(f"--replay FILE needs no {flag}: leave one out", param=name)
     _need_terminal("termgen top", "read /v1/events in scripts")
     from termgen.top_command import run_replay, run_top
 
     if args.replay is not None:
         return run_replay(Path(args.replay), ui)
-    return run_top(args.url, ui, record=args.record, key_file=args.admin_key_file)
+    return run_top(args.url, ui, record=args.record, key_file=args.admin_key_file, wait_s=args.wait)
 
 
 def bench_command(args: argparse.Namespace) -> int:

@@ -85,10 +85,16 @@ def run_inline(question: str, config: EngineConfig, ui: UIConfig) -> int:
 
 def run_remote_inline(question: str, target: RemoteTarget, ui: UIConfig) -> int:
     """With a server elsewhere."""
+    from termgen.progress import TerminalProgress
     from termgen.remote_command import RemoteHolder
 
     holder = RemoteHolder(target)
-    return _run(question, ui, lambda: holder.start(_say_nothing), holder.stop)
+
+    async def start() -> EngineClient:
+        with TerminalProgress() as progress:
+            return await holder.start(progress)
+
+    return _run(question, ui, start, holder.stop)
 
 
 def _say_nothing(stage: str, fraction: float) -> None:

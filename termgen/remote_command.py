@@ -30,10 +30,15 @@ class RemoteTarget:
     url: str
     api_key: str | None = field(default=None, repr=False)
     model: str | None = None
+    wait_s: float | None = None
+    """How long to wait for it; None: as long as it loads, and a moment if nothing answers."""
 
 
-def read_target(url: str, api_key: str | None, layers: SettingLayers) -> RemoteTarget:
-    """From the flags of `chat`. Raises `ConfigError` for what is the server's to decide."""
+def read_target(
+    url: str, api_key: str | None, layers: SettingLayers, *, wait_s: float | None = None
+) -> RemoteTarget:
+    """From the flags of a command with `--url`. Raises `ConfigError` for what is the server's to
+    decide."""
     for f in fields(EngineConfig):
         if f.name != "model" and layers.given(f.name) is not None:
             raise ConfigError(
@@ -41,7 +46,7 @@ def read_target(url: str, api_key: str | None, layers: SettingLayers) -> RemoteT
                 param=f.name,
             )
     key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE, "").strip() or None
-    return RemoteTarget(url, key, layers.given("model"))
+    return RemoteTarget(url, key, layers.given("model"), wait_s)
 
 
 class RemoteHolder:
@@ -63,7 +68,12 @@ class RemoteHolder:
 
         target = self._target
         self._client = await RemoteClient.connect(
-            target.url, api_key=target.api_key, admin_key=self._admin_key, model=target.model
+            target.url,
+            api_key=target.api_key,
+            admin_key=self._admin_key,
+            model=target.model,
+            report=on_progress,
+            wait_s=target.wait_s,
         )
         return self._client
 

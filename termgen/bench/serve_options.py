@@ -110,8 +110,8 @@ class ServeOptions:
     request_timeout: float = setting(600.0, "seconds a request may take", above=0.0)
     ready_check_timeout_sec: float | None = setting(
         None,
-        "seconds the server may take until it answers (default: 10, or 600 for a server that is "
-        "started)",
+        "seconds the server may take until it answers (default: 10, without limit while it says "
+        "that it loads, 600 for a server that is started)",
         minimum=0.0,
     )
     goodput: tuple[str, ...] = setting(
@@ -206,9 +206,15 @@ class ServeOptions:
 
     @property
     def ready_timeout_s(self) -> float:
+        """While nothing is heard of it."""
         if self.ready_check_timeout_sec is not None:
             return self.ready_check_timeout_sec
         return OWN_READY_S if self.url is None else READY_S
+
+    @property
+    def ready_limit_s(self) -> float | None:
+        """While it says that it loads; None: it takes what it takes."""
+        return None if self.ready_check_timeout_sec is None and self.url else self.ready_timeout_s
 
     @property
     def path(self) -> str:
