@@ -169,7 +169,7 @@ async def connected(
                     api,
                     options,
                     asked_model=subject.model,
-                    report=report or (progress if is_shown else _say_nothing),
+                    report=report or (progress.of_server if is_shown else _say_nothing),
                     check=check,
                 )
             for line in server.start_lines() if server is not None else ():

@@ -92,7 +92,7 @@ class BenchWatch:
         self._phase = line
 
     def _hear_phase(self, phase: str, share: float) -> None:
-        self._phase = f"{phase} {share:.0%}" if share else phase
+        self._phase = f"the server: {phase} {share:.0%}" if share else f"the server: {phase}"
 
     def begin_step(self, options: ServeOptions, title: str = "") -> None:
         self._live = LiveRun(options, options.num_prompts)

@@ -92,7 +92,7 @@ def run_remote_inline(question: str, target: RemoteTarget, ui: UIConfig) -> int:
 
     async def start() -> EngineClient:
         with TerminalProgress() as progress:
-            return await holder.start(progress)
+            return await holder.start(progress.of_server)
 
     return _run(question, ui, start, holder.stop)
 

@@ -29,6 +29,10 @@ class TerminalProgress:
         if self._bar is not None:
             self._bar.update(min(max(fraction, 0.0), 1.0) - self._bar.n)
 
+    def of_server(self, phase: str, fraction: float) -> None:
+        """The same for the start of a server elsewhere."""
+        self(f"the server: {phase}", fraction)
+
     def __enter__(self) -> TerminalProgress:
         return self
 

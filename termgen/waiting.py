@@ -117,14 +117,14 @@ async def wait_for_server(
             now, loading = time.monotonic(), early.loading
             if loading is not None:
                 absent_since, deadline = None, math.inf
-                report(f"the server is loading: {loading.phase or 'its model'}", loading.progress)
+                report(loading.phase or "loading its model", loading.progress)
             else:
                 absent_since = now if absent_since is None else absent_since
                 deadline = absent_since + absent_s
             if limit_s is not None:
                 deadline = began + limit_s
             if loading is None and (absent_s if limit_s is None else limit_s) > ABSENT_S:
-                report("waiting for the server to answer", 0.0)
+                report("no answer yet", 0.0)
             if now >= deadline:
                 raise early.refusal from early.__cause__
             pause_s = loading.retry_s if loading is not None else POLL_S
