@@ -7,7 +7,6 @@ Flags of settings are made from the fields of the config classes. Which command 
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import fields
 from typing import Any
 
@@ -18,7 +17,7 @@ from termgen.bench.serve_options import ServeOptions
 from termgen.bench.sweep_options import SweepOptions
 from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.generate import add_generate_flags
-from termgen.settings import FlagParser, add_flags
+from termgen.settings import FlagParser, add_flags, add_server_flags, add_wait_flag
 
 DESCRIPTION = "Chat with, serve and watch a local language model."
 EPILOG = """\
@@ -101,35 +100,7 @@ def _add_chat_flags(chat: argparse.ArgumentParser) -> None:
         action="store_true",
         help="answer one question here, without a screen; what is piped in goes with it",
     )
-    group = chat.add_argument_group("a server elsewhere")
-    group.add_argument(
-        "--url",
-        metavar="URL",
-        help="chat with this OpenAI-compatible server instead of an engine of its own; --model "
-        "chooses among its models",
-    )
-    group.add_argument("--api-key", metavar="KEY", help="its key (default: OPENAI_API_KEY)")
-    _add_wait(group)
-
-
-def _add_wait(group: Any) -> None:
-    group.add_argument(
-        "--wait",
-        metavar="SECONDS",
-        type=_seconds,
-        help="longest wait for a server that does not answer yet or still loads its model "
-        "(default: while it loads without limit, otherwise 1 second)",
-    )
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, 0 or more, not {text!r}")
-    return seconds
+    add_server_flags(chat, "chat with")
 
 
 def _add_top(commands: Any) -> None:
@@ -145,7 +116,7 @@ def _add_top(commands: Any) -> None:
         metavar="FILE",
         help="file whose first line is the server's admin key (default: TERMGEN_ADMIN_KEY)",
     )
-    _add_wait(group)
+    add_wait_flag(group)
     add_flags(top, UIConfig, title="dashboard", omit=CHAT_ONLY)
 
 

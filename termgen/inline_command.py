@@ -133,7 +133,7 @@ async def answer(client: EngineClient, question: str, ui: UIConfig, writer: Answ
     params = sampling_params(client.model.default_params, ui)
     stats = AnswerStats(time.perf_counter())
     stream = client.generate(prompt, params, request_id=REQUEST_ID)
-    with _Interrupt(client) as interrupt:
+    with Interrupt(client) as interrupt:
         try:
             async with contextlib.aclosing(stream) as deltas:
                 async for delta in deltas:
@@ -160,16 +160,17 @@ def _footer(stats: AnswerStats, *, stopped: bool) -> str:
     return " · ".join(parts)
 
 
-class _Interrupt:
+class Interrupt:
     """The first Ctrl-C ends the answer and keeps its text; a second one does not wait for that."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, request_id: str = REQUEST_ID) -> None:
         self._client = client
+        self._request_id = request_id
         self._aborting: asyncio.Future[bool] | None = None
         """Kept here: of a task under way a loop has but a weak reference."""
         self.came = False
 
-    def __enter__(self) -> _Interrupt:
+    def __enter__(self) -> Interrupt:
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             # where there is none, or not in the main thread, Ctrl-C ends the command at once
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self.note)
@@ -183,4 +184,4 @@ class _Interrupt:
         if self.came:
             raise KeyboardInterrupt
         self.came = True
-        self._aborting = asyncio.ensure_future(self._client.abort(REQUEST_ID))
+        self._aborting = asyncio.ensure_future(self._client.abort(self._request_id))

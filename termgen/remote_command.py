@@ -35,12 +35,17 @@ class RemoteTarget:
 
 
 def read_target(
-    url: str, api_key: str | None, layers: SettingLayers, *, wait_s: float | None = None
+    url: str,
+    api_key: str | None,
+    layers: SettingLayers,
+    *,
+    wait_s: float | None = None,
+    own: tuple[str, ...] = ("model",),
 ) -> RemoteTarget:
     """From the flags of a command with `--url`. Raises `ConfigError` for what is the server's to
-    decide."""
+    decide. `own` are settings of an engine that the command tells the server with its requests."""
     for f in fields(EngineConfig):
-        if f.name != "model" and layers.given(f.name) is not None:
+        if f.name not in own and layers.given(f.name) is not None:
             raise ConfigError(
                 f"{flag_of(f)} has no effect with --url: the server has an engine of its own",
                 param=f.name,

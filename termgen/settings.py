@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
+import math
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -82,6 +83,39 @@ def add_flags(
         if f.name not in omit:
             text = f.metadata["help"] if help_texts is None else help_texts[f.name]
             _add_flag(group, f, kinds[f.name], text)
+
+
+def add_server_flags(parser: argparse.ArgumentParser, verb: str) -> None:
+    """`--url` and what goes with it, for a command that has an engine of its own otherwise."""
+    group = parser.add_argument_group("a server elsewhere")
+    group.add_argument(
+        "--url",
+        metavar="URL",
+        help=f"{verb} this OpenAI-compatible server instead of an engine of its own; --model "
+        "chooses among its models",
+    )
+    group.add_argument("--api-key", metavar="KEY", help="its key (default: OPENAI_API_KEY)")
+    add_wait_flag(group)
+
+
+def add_wait_flag(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--wait",
+        metavar="SECONDS",
+        type=_seconds,
+        help="longest wait for a server that does not answer yet or still loads its model "
+        "(default: while it loads without limit, otherwise 1 second)",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, 0 or more, not {text!r}")
+    return seconds
 
 
 def flag_of(f: Field[Any]) -> str:
