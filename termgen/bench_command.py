@@ -119,7 +119,9 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
 
 def check_files(options: ServeOptions) -> None:
     """Before the measurement, not after it. Raises `ConfigError`."""
-    if options.result_filename is not None:
+    if options.output_json is not None:
+        report.check_writable(options.output_json)
+    elif options.result_filename is not None:
         path = str(Path(options.result_dir or "") / options.result_filename)
         report.check_writable(path, name="result_filename")
     elif options.saves or (options.watch and options.output_html is None):
@@ -254,8 +256,12 @@ def save_sweep(result: sweep.SweepResult, subject: Subject) -> list[str]:
 def _write_result(options: ServeOptions, content: dict[str, Any], default_name: str) -> list[str]:
     if not options.saves:
         return []
-    path = str(Path(options.result_dir or "") / (options.result_filename or default_name))
-    report.write(path, content, name="result_filename")
+    path = options.output_json
+    if path is None:
+        path = str(Path(options.result_dir or "") / (options.result_filename or default_name))
+    report.write(
+        path, content, name="result_filename" if options.result_filename else "output_json"
+    )
     return [f"result written to {path}"]
 
 
@@ -263,8 +269,8 @@ def _write_page(options: ServeOptions, page: Callable[[], str], json_name: str) 
     """Who watches always gets one, beside the JSON file and named like it unless told."""
     path = options.output_html
     if path is None and options.watch:
-        name = Path(options.result_filename or json_name).with_suffix(".html")
-        path = str(Path(options.result_dir or "") / name)
+        name = options.output_json or options.result_filename or json_name
+        path = str(Path(options.result_dir or "") / Path(name).with_suffix(".html"))
     if path is None:
         return []
     report.write_text(path, page(), name="output_html")

@@ -135,6 +135,9 @@ class ServeOptions:
     result_filename: str | None = setting(
         None, "name of the JSON file (default: made of rate, model and time)", metavar="FILE"
     )
+    output_json: str | None = setting(
+        None, "write the figures as JSON to this file (a whole path)", metavar="FILE"
+    )
     output_html: str | None = setting(None, "write a report with charts", metavar="FILE")
     disable_tqdm: bool = setting(False, "no progress bar")
     watch: bool = setting(
@@ -158,6 +161,14 @@ class ServeOptions:
         self.extra_fields()
         if self.watch and self.disable_tqdm:
             raise ConfigError("watch shows a progress bar: leave --disable-tqdm out", param="watch")
+        if self.output_json is not None:
+            for name in ("result_dir", "result_filename"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"output_json and {name} exclude each other: both say where the JSON file "
+                        "goes",
+                        param="output_json",
+                    )
         if self.result_dir is not None and not self.saves and not self.watch:
             raise ConfigError("result_dir needs --save-result", param="result_dir")
 
@@ -230,7 +241,8 @@ class ServeOptions:
 
     @property
     def saves(self) -> bool:
-        return self.save_result or self.save_detailed or self.result_filename is not None
+        named = self.output_json is not None or self.result_filename is not None
+        return self.save_result or self.save_detailed or named
 
     def slo_ms(self) -> dict[str, float]:
         """Metric -> most milliseconds. Raises `ConfigError`."""
