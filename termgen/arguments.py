@@ -24,7 +24,7 @@ EPILOG = """\
 settings come from flags, then TERMGEN_* variables (TERMGEN_MAX_MODEL_LEN=4096), then the config
 file ([engine], [server] and [chat] tables with the same names; [keys]), then defaults.
 """
-POSITIONAL = {"chat": " [--inline question]", "generate": " [prompt]", "top": " [URL]"}
+POSITIONAL = {"chat": " [--plain | --inline question]", "generate": " [prompt]", "top": " [URL]"}
 
 CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens", "chat_db")
 """Settings of the chat that are no flags of `serve`: its requests bring their own."""
@@ -99,6 +99,12 @@ def _add_chat_flags(chat: argparse.ArgumentParser) -> None:
         "--inline",
         action="store_true",
         help="answer one question here, without a screen; what is piped in goes with it",
+    )
+    chat.add_argument(
+        "--plain",
+        action="store_true",
+        help="chat in lines of plain text, without a screen, colours or cursor movements: for "
+        "screen readers and terminals that cannot draw (chosen by itself if TERM is dumb)",
     )
     add_server_flags(chat, "chat with")
 

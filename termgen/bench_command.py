@@ -29,7 +29,7 @@ from termgen.bench.sweep_options import SweepOptions
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import ConfigError
 from termgen.exit_codes import OK, REGRESSION
-from termgen.progress import TerminalProgress
+from termgen.progress import TerminalProgress, is_dumb
 from termgen.settings import SettingLayers, flag_of
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
@@ -181,7 +181,7 @@ async def connected(
 
 def progress_bar(options: ServeOptions, title: str) -> tuple[Any, Callable[[dict[str, Any]], None]]:
     """The bar, and what moves it."""
-    disable = True if options.disable_tqdm else None
+    disable = True if options.disable_tqdm or is_dumb() else None
     bar = tqdm(total=options.num_prompts, desc=title, leave=False, disable=disable)
 
     def show(told: dict[str, Any]) -> None:
