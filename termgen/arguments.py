@@ -67,6 +67,9 @@ def build_parser() -> FlagParser:
 
     text = "list known models and those on disk"
     models = commands.add_parser("models", help=text, description=text)
+    models.add_argument(
+        "words", nargs="*", metavar="WORD", help="only those with these words, such as q4 or qwen"
+    )
     models.add_argument("--json", action="store_true", help="print JSON")
     models.set_defaults(run="models")
 

@@ -261,7 +261,7 @@ def compare_command(args: argparse.Namespace) -> int:
 def models_command(args: argparse.Namespace) -> int:
     from termgen.models_command import list_models
 
-    return list_models(as_json=args.json)
+    return list_models(as_json=args.json, words=" ".join(args.words))
 
 
 def themes_command(args: argparse.Namespace) -> int:
