@@ -39,26 +39,40 @@ if TYPE_CHECKING:  # numpy, tokenizers and torch stay out of `--help`
 
 DEFAULT_MAX_TOKENS = 512
 
+MODELS_OWN = "default: the model's own, or {}"
+
 SAMPLING_HELP = {
-    "temperature": "randomness; 0: always the likeliest token (default: the model's own)",
-    "top_p": "draw from the likeliest tokens that make up this probability",
-    "top_k": "draw from this many likeliest tokens; 0: no limit",
-    "min_p": "drop tokens below this share of the likeliest one's probability",
-    "repetition_penalty": "above 1: make tokens already in prompt or answer less likely",
-    "presence_penalty": "above 0: make tokens already in the answer less likely, once",
-    "frequency_penalty": "above 0: the same for each time they occur",
-    "stop": "stop before this text; may be repeated",
-    "stop_token_ids": "stop at this token; may be repeated",
-    "ignore_eos": "go on past the model's end-of-sequence token",
-    "max_tokens": f"longest answer in tokens (default: {DEFAULT_MAX_TOKENS}, or what the context "
-    "leaves if that is less)",
-    "min_tokens": "no end before this many tokens",
-    "logprobs": "with --json: log-probabilities, with this many alternatives for each token",
-    "skip_special_tokens": "leave special tokens out of the text (default: yes)",
-    "include_stop_str_in_output": "keep the stop text in the answer",
-    "prompt_logprobs": "with --json: the same for the tokens of the prompt",
-    "allowed_token_ids": "draw no other token than this one; may be repeated",
-    "bad_words": "do not write this, as the tokenizer spells it; may be repeated",
+    "temperature": "how much chance decides, 0 to 2; at 0 the likeliest token is always taken "
+    f"({MODELS_OWN.format('1')})",
+    "top_p": "choose only among the likeliest tokens whose probabilities add up to this, above 0 "
+    f"to 1; 1 leaves none out ({MODELS_OWN.format('1')})",
+    "top_k": "choose only among this many likeliest tokens, 0 or more; 0 leaves none out "
+    f"({MODELS_OWN.format('0')})",
+    "min_p": "leave out tokens whose probability is below this share of the likeliest token's, 0 "
+    f"to 1 ({MODELS_OWN.format('0')})",
+    "repetition_penalty": "make tokens of the prompt and of the answer so far less likely, above 0 "
+    f"to 10; 1 changes nothing, below 1 makes them likelier ({MODELS_OWN.format('1')})",
+    "presence_penalty": "lower the logit of each token that the answer has so far by this, -2 to "
+    "2, however often it occurs (default: 0)",
+    "frequency_penalty": "lower the logit of each token that the answer has so far by this for "
+    "each time it occurs, -2 to 2 (default: 0)",
+    "stop": "end the answer before this text; may be repeated, up to 16 times",
+    "stop_token_ids": "end the answer at the token with this id; may be repeated, up to 128 times",
+    "ignore_eos": "go on when the model ends its answer, up to --max-tokens (default: no)",
+    "max_tokens": "longest answer in tokens, 1 or more "
+    f"(default: {DEFAULT_MAX_TOKENS}, or what the context leaves if that is less)",
+    "min_tokens": "shortest answer in tokens: the model cannot end it before (default: 0)",
+    "logprobs": "with --json: the log-probability of each token of the answer, and of this many "
+    "likeliest tokens in its place, 0 to 20 (default: none)",
+    "skip_special_tokens": "leave the tokenizer's special tokens, such as <|im_end|>, out of the "
+    "text (default: yes)",
+    "include_stop_str_in_output": "end the answer with the text of --stop that ended it (default: "
+    "no)",
+    "prompt_logprobs": "with --json: the log-probability of each token of the prompt, and of this "
+    "many likeliest tokens in its place, 0 to 20 (default: none)",
+    "allowed_token_ids": "choose only among the tokens with these ids; give one, and repeat the "
+    "flag for more (default: all)",
+    "bad_words": "never write this word; may be repeated, up to 64 times",
 }
 OMITTED = ("n", "seed", "logit_bias", "structured_outputs")
 """One run is one completion; `--seed` of the engine group is the request's seed too; the others
@@ -81,15 +95,15 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="print one JSON object at the end")
     add_server_flags(parser, "answer with")
     add_flags(parser, SamplingParams, title="sampling", omit=OMITTED, help_texts=SAMPLING_HELP)
-    parser.add_argument(
+    form = add_format_flags(parser)
+    form.add_argument(
         "--logit-bias",
         metavar="ID=BIAS",
         type=_bias,
         action="append",
         default=argparse.SUPPRESS,
-        help="add this to the logit of a token; may be repeated",
+        help="add this, -100 to 100, to the logit of the token with this id; may be repeated",
     )
-    add_format_flags(parser)
 
 
 def _bias(text: str) -> tuple[int, float]:
