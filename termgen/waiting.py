@@ -53,6 +53,17 @@ class NotYet(Exception):
         self.loading = loading
 
 
+def why_unreachable(error: BaseException) -> str:
+    """Plain words for an error of the HTTP client, whose own are `All connection attempts failed`
+    whatever the system has said."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConnectionRefusedError):
+            return "nothing listens there"
+        cause = cause.__cause__ or cause.__context__
+    return str(error) or type(error).__name__
+
+
 def read_loading(status: int, raw: bytes, headers: Mapping[str, str]) -> Loading | None:
     """What an answer tells of a start under way; None if it is about something else.
 

@@ -156,15 +156,24 @@ def test_ctrl_c_keeps_what_has_come() -> None:
             assert child.stderr.read() == ""
 
 
-def test_a_loading_server_is_waited_for_in_plain_lines() -> None:
-    @asynccontextmanager
-    async def loading() -> AsyncGenerator[str, None]:
-        async with serving(None) as server:
-            server.on_loading("loading weights", 0.5)
-            asyncio.get_running_loop().call_later(1.5, server.attach, FakeEngine())
-            yield server.url
+@asynccontextmanager
+async def loading_until_asked(engine: FakeEngine) -> AsyncGenerator[str, None]:
+    """Its model is there once a client has been told twice that it loads."""
+    async with serving(None) as server:
+        server.on_loading("loading weights", 0.5)
 
-    with in_thread(loading) as url:
+        async def attach() -> None:
+            while server._uvicorn.server_state.total_requests < 2:
+                await asyncio.sleep(0.02)
+            server.attach(engine)
+
+        attaching = asyncio.create_task(attach())
+        yield server.url
+        await attaching
+
+
+def test_a_loading_server_is_waited_for_in_plain_lines() -> None:
+    with in_thread(lambda: loading_until_asked(FakeEngine())) as url:
         with process("generate", "--url", url, "Hi") as child:
             out, err = child.communicate(timeout=60)
     assert (child.returncode, out) == (0, ANSWER + "\n")

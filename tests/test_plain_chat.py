@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import os
 import pty
@@ -12,15 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cli_harness import nobodys_settings, one_line_error, run
 from fake_engine import FakeEngine, Script
 from server_harness import ANSWER, serving
-from test_generate_remote import in_thread
+from test_generate_remote import in_thread, loading_until_asked
 
 from termgen import inline_command
 from termgen.config import UIConfig
@@ -195,14 +193,7 @@ class DumbTerminal:
 def test_a_dumb_terminal_gets_plain_lines() -> None:
     engine = FakeEngine(script=Script(pieces=["x"] * 10_000, delay_s=0.005))
 
-    @asynccontextmanager
-    async def loading() -> AsyncGenerator[str, None]:
-        async with serving(None) as server:
-            server.on_loading("loading weights", 0.5)
-            asyncio.get_running_loop().call_later(1.5, server.attach, engine)
-            yield server.url
-
-    with in_thread(loading) as url:
+    with in_thread(lambda: loading_until_asked(engine)) as url:
         terminal = DumbTerminal("chat", "--url", url)
         terminal.wait_for(rb"the server: loading weights")
         terminal.wait_for(rb"You: $")

@@ -16,7 +16,7 @@ import httpx
 
 from termgen.bench.words import WORDS
 from termgen.errors import ConfigError
-from termgen.waiting import NotYet, read_loading, wait_for_server
+from termgen.waiting import NotYet, read_loading, wait_for_server, why_unreachable
 
 TIMEOUT_S = 10.0
 COUNTS = {
@@ -82,7 +82,7 @@ class ServerApi:
             try:
                 reply = await self._http.get("/v1/models")
             except httpx.HTTPError as error:
-                why = str(error) or type(error).__name__
+                why = why_unreachable(error)
                 raise NotYet(self._refusal(f"does not answer: {why}")) from error
             if reply.status_code == 200:
                 return self._models(reply)

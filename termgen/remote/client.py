@@ -42,7 +42,7 @@ from termgen.remote.models import (
 )
 from termgen.remote.stream import AnswerReader
 from termgen.remote.wire import Call, Dialect, build_call, dialect_of, prompt_fields
-from termgen.waiting import NotYet, read_loading, wait_for_server
+from termgen.waiting import NotYet, read_loading, wait_for_server, why_unreachable
 
 CONNECT_S = 5.0
 ANSWER_S = 10.0
@@ -384,7 +384,7 @@ def _unreachable(url: str, error: httpx.HTTPError) -> EngineError:
     if isinstance(error, httpx.ConnectTimeout):
         return EngineError(f"no server at {url}: no answer within {CONNECT_S:g} s")
     if isinstance(error, httpx.ConnectError):
-        return EngineError(f"no server at {url}: {error or 'it cannot be reached'}")
+        return EngineError(f"no server at {url}: {why_unreachable(error)}")
     if isinstance(error, httpx.TimeoutException):
         return EngineError(f"{url} has gone silent")
     why = str(error) or type(error).__name__

@@ -27,7 +27,7 @@ from termgen.telemetry import (
     decode,
 )
 from termgen.tui.feed import StreamFeed
-from termgen.waiting import NotYet, read_loading, wait_for_server
+from termgen.waiting import NotYet, read_loading, wait_for_server, why_unreachable
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_S = 5.0
@@ -178,7 +178,7 @@ class _Stream:
         except httpx.ConnectError as error:
             raise NotYet(
                 AttachError(
-                    f"no server at {self._url}: {error or 'it cannot be reached'}; start one with "
+                    f"no server at {self._url}: {why_unreachable(error)}; start one with "
                     "`termgen serve`, or wait for it with --wait SECONDS"
                 )
             ) from error
