@@ -84,12 +84,15 @@ class BenchWatch:
         return self.task
 
     async def _run(self, stack: contextlib.AsyncExitStack, measure: Measure) -> None:
-        server = connected(self.subject, self.options, self._hear)
+        server = connected(self.subject, self.options, self._hear, self._hear_phase)
         self._connection = await stack.enter_async_context(server)
         self.outcome = await measure(self, self._connection)
 
     def _hear(self, line: str) -> None:
         self._phase = line
+
+    def _hear_phase(self, phase: str, share: float) -> None:
+        self._phase = f"the server: {phase} {share:.0%}" if share else f"the server: {phase}"
 
     def begin_step(self, options: ServeOptions, title: str = "") -> None:
         self._live = LiveRun(options, options.num_prompts)

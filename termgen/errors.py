@@ -9,6 +9,7 @@
     │   └── DownloadError        fetching failed; nothing half-written is left behind
     ├── RequestError             one request is wrong: HTTP status, `code` slug and `param` name
     │   ├── ContextLengthError   the prompt (plus what it asks for) does not fit the model
+    │   ├── LoadingError         the model is still loading; says which phase it is in
     │   └── OverloadedError      too many wait already; says when to come again
     ├── ChatStoreError           the chats on disk cannot be read or written
     └── EngineError              the engine failed, not the request
@@ -83,6 +84,20 @@ class ContextLengthError(RequestError):
 
     def __init__(self, message: str, *, param: str | None = "messages") -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class LoadingError(RequestError):
+    """The model is still loading. `progress` is the share of `phase` that is done, 0 to 1."""
+
+    def __init__(self, phase: str, progress: float) -> None:
+        what = (
+            f"The model is still loading ({phase}, {progress:.0%})"
+            if phase
+            else ("The model is still loading")
+        )
+        super().__init__(f"{what}; try again soon", code="loading", status=503, type="server_error")
+        self.phase = phase
+        self.progress = progress
 
 
 class OverloadedError(RequestError):

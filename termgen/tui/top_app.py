@@ -24,9 +24,12 @@ class TopApp(FeedApp):
     ) -> None:
         super().__init__(ui=ui, start_screen="dashboard", theme_folders=theme_folders)
         self._open_feed = open_feed
+        self.report: Callable[[str, float], None] = lambda phase, progress: None
+        """Shows on the loading screen how far `open_feed` is: a server may have to load first."""
 
     async def open_screens(self, report: Callable[[str, float], None]) -> None:
         report("connecting", 0.0)
+        self.report = report
         feed = self._feed = await self._open_feed()
         self.add_dashboard(self.make_feed_dashboard(feed))
 

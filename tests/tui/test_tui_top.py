@@ -336,6 +336,48 @@ def test_keys_come_from_a_file_or_the_environment(
         top_command.read_key(str(tmp_path / "missing"))
 
 
+def test_a_failed_start_leaves_no_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the same command can be given again."""
+    path = tmp_path / "run.events"
+
+    def fails(app: TopApp) -> None:
+        with pytest.raises(AttachError, match="no server at"):
+            asyncio.run(app._open_feed())
+
+    monkeypatch.setattr(TopApp, "run", fails)
+    monkeypatch.setattr(top_command, "let_others_first", lambda: None)
+    for _ in range(2):
+        top_command.run_top(
+            "http://127.0.0.1:9", UIConfig(), record=str(path), key_file=None, wait_s=0.0
+        )
+        assert not path.exists()
+    with pytest.raises(ConfigError, match="theme"):
+        top_command.run_top(None, UIConfig(theme="none"), record=str(path), key_file=None)
+    assert not path.exists()
+
+
+async def test_a_loading_server_is_waited_for_on_the_loading_screen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(None) as server:
+        server.on_loading("loading weights", 0.25)
+        apps: list[QuietTop] = []
+
+        async def connect() -> StreamFeed:
+            return await RemoteFeed.connect(server.url, hz=20, report=apps[0].report)
+
+        app = QuietTop(connect, ui=UIConfig(), theme_folders=(shipped_themes(),))
+        apps.append(app)
+        async with app.run_test(size=(80, 24)) as pilot:
+            canvas = app.screen.query_one(Canvas)
+            await wait_until(pilot, lambda: "loading weights" in canvas.text)
+            await wait_until(pilot, lambda: "25%" in canvas.text)
+            server.attach(chat_engine())
+            await wait_until(pilot, lambda: isinstance(app.screen, DashboardScreen))
+
+
 def test_a_recording_is_never_written_over(tmp_path: Path) -> None:
     path = tmp_path / "run.events"
     path.write_bytes(b"precious")
@@ -346,7 +388,7 @@ def test_a_recording_is_never_written_over(tmp_path: Path) -> None:
 
 def test_bad_command_lines_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top", "--replay", "a", "--record", "b"]) == 2
-    assert "--replay FILE needs no record" in capsys.readouterr().err
+    assert "--replay FILE needs no --record" in capsys.readouterr().err
     assert cli.main(["top"]) == 2
     assert "needs a terminal" in capsys.readouterr().err
 
