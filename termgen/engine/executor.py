@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 SPIN_COUNT = "10000"
 """Some tens of microseconds: about the time between two operations of a step."""
 
+NUM_KERNELS = "128"
+"""Compiled matrix products that oneDNN keeps, at up to 0.7 MB each. A model needs about five for
+each number of rows that its steps have; compiling one takes half a millisecond."""
+
 
 class StepHandle(Protocol):
     """A step on its way."""
@@ -91,6 +95,16 @@ def calm_openmp() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
+def bound_kernel_caches() -> None:
+    """Limit what oneDNN and torch's layer above it keep of compiled kernels, unless the user did.
+
+    Both read their setting with the first product. Either cache keeps 1024 kernels by itself, and
+    steps have ever new numbers of rows: memory would grow for hours, by some 700 MB.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, NUM_KERNELS)
+
+
 class DoneStep:
     """Handle of a step that has run."""
 
@@ -149,6 +163,7 @@ class LocalExecutor:
     def start(self, on_progress: Callable[[str, float], None]) -> DeviceInfo:
         """Load the model and size the caches. Raises ConfigError or ModelError."""
         calm_openmp()
+        bound_kernel_caches()
         on_progress(LOADING_LIBRARIES, 0.0)
         from termgen.engine.runner.build import build_runner  # torch: seconds
 
