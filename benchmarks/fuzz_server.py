@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fuzz_bodies import Body, body
+from fuzz_bodies import MAKERS, Body, body
 from machine import machine_facts
 from memory_soak import port_of, start_server, write_model
 
@@ -46,6 +47,7 @@ SERVE_OPTIONS = ("--kv-cache-gib", "0.1", "--no-log-requests", "--max-num-seqs",
 WHOLE_BODY_CODES = ("invalid_json", "request_too_large", "invalid_http", "invalid_body")
 """What is wrong with a body as a whole, in which no field is to blame."""
 DIED = "server died"
+NO_FIELD = "refusal names no field"
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,10 @@ def fault_of(sent: Body, answer: Answer) -> str | None:
     fields = _fields_of(sent.content)
     if fields is None:  # no JSON object: no field is to blame
         return None
-    if sent.path == "/v1/messages" and any(name and name in message for name in fields):
-        return None  # Anthropic's errors have no place for it but the message
-    return "refusal names no field"
+    if sent.path == "/v1/messages":  # Anthropic's errors have no place for either but the message
+        named = [*fields, *(f"({code})" for code in WHOLE_BODY_CODES)]
+        return None if any(name and name in message for name in named) else NO_FIELD
+    return NO_FIELD
 
 
 def _fields_of(content: bytes) -> list[str] | None:
@@ -283,7 +286,9 @@ async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
     run = Fuzz(server, args.output, most_deaths=args.most_deaths)
     client = asyncio.create_task(beside.run(server))
     began = time.monotonic()
-    await run.run((f"{args.seed}/{index}" for index in range(args.requests)), args.at_once)
+    seeds = (f"{args.seed}/{index}" for index in itertools.count())
+    wanted = (seed for seed in seeds if not args.kind or body(seed).kind in args.kind)
+    await run.run(itertools.islice(wanted, args.requests), args.at_once)
     seconds = time.monotonic() - began
     client.cancel()
     await asyncio.wait((client,))
@@ -387,6 +392,7 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--kind", nargs="+", choices=tuple(MAKERS), help="no others than these")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--alone", type=float, default=15.0, help="seconds without the others")
     parser.add_argument("--most-slower", type=float, default=2.0, help="ratio of 99th percentiles")
