@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import re
 import socket
 from typing import Any
 
+import h11
 import httpx
 import pytest
 from fake_engine import FakeEngine, Script
 from server_harness import chat_body, eventually, serving
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from termgen.server import Server
+from termgen.serving.connection import Connection
 
 
 def head(path: str, length: int) -> bytes:
@@ -332,3 +336,33 @@ async def test_chunks_that_are_none_are_refused(body: bytes, is_whole: bool) -> 
         writer.close()
     assert answer.startswith(b"HTTP/1.1 200 " if is_whole else b"HTTP/1.1 400 "), answer
     assert b"/smuggled" not in answer and len(engine.calls) == is_whole
+
+
+@pytest.mark.parametrize("leaves", ["at the end", "in the middle", "before the body", "kept alive"])
+async def test_an_ended_connection_is_no_garbage(leaves: str) -> None:
+    """Python's collector seldom runs under load: what referred to itself would keep the bodies."""
+    engine = FakeEngine(script=Script(pieces=["one ", "two "] * 50, delay_s=0.01))
+    async with serving(engine) as server:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection(*address(server))
+                sent = request("/v1/chat/completions", chat_body(stream=leaves == "in the middle"))
+                writer.write(sent[: -5 if leaves == "before the body" else None])
+                if leaves == "in the middle":
+                    await reader.readuntil(b"two ")
+                elif leaves != "before the body":
+                    await reader.readuntil(b"usage")
+                if leaves == "kept alive":
+                    writer.write(b"GET /version HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+                    await reader.readuntil(b'version"')
+                writer.close()
+                del reader, writer
+            await eventually(lambda: not alive(Connection, RequestResponseCycle, h11.Connection))
+        finally:
+            gc.enable()
+
+
+def alive(*kinds: type) -> list[object]:
+    return [found for found in gc.get_objects() if isinstance(found, kinds)]

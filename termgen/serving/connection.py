@@ -93,16 +93,24 @@ class Connection(H11Protocol):
         """The last of the head that came so far."""
         self._is_folded = False
         self._num_body_lines = self._num_body_bytes = 0
+        self._num_running = 0
+        self._is_lost = False
         self._inner = self.app
         self.app = self._run
 
     async def _run(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["http_version"] == "1.1":  # others know no chunks
             scope["extensions"] = {WRITE_CHUNK: self._write_chunk}
-        await self._inner(scope, receive, send)
+        self._num_running += 1
+        try:
+            await self._inner(scope, receive, send)
+        finally:
+            self._num_running -= 1
+            if self._is_lost and not self._num_running:
+                self._let_go()
 
     def _write_chunk(self, data: bytes) -> bool:
-        if self.flow.write_paused or self.cycle.disconnected or not data:
+        if self._is_lost or self.flow.write_paused or self.cycle.disconnected or not data:
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
@@ -118,6 +126,17 @@ class Connection(H11Protocol):
         self._unset_keepalive_if_required()  # uvicorn forgets it when the connection broke
         self._stop_head_timer()
         self._stop_stall_timer()
+        self._is_lost = True
+        if not self._num_running:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Break the cycles of references, once the connection and its request have ended. Python's
+        collector seldom runs under load, and what it would find here holds the request's body."""
+        self.app = self._inner
+        self.cycle = self.scope = None  # type: ignore[assignment]
+        if hasattr(self.transport, "_read_ready_cb"):  # asyncio's own: a method of the same object
+            self.transport._read_ready_cb = None
 
     def data_received(self, data: bytes) -> None:
         is_early = self._is_early

@@ -26,6 +26,11 @@ from termgen.engine.sampling.token_mask import mask_tokens
 from termgen.engine.sampling.top_k_top_p import cut_threshold
 from termgen.engine.sampling_params import GREEDY_EPSILON
 
+PART_LOGITS = 2**19
+"""On a CPU, rows are drawn in parts of about so many logits: noise takes several times the memory
+of the logits for a moment, parts of it stay in the processor's cache, and what the C library keeps
+of them for later does not depend on how many requests run."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
@@ -55,15 +60,25 @@ class Sampler:
     def _draw(self, logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
         if meta.all_greedy:
             return logits.argmax(dim=-1)
-        greedy = meta.temperature < GREEDY_EPSILON
-        logits = logits / meta.temperature.masked_fill(greedy, 1.0).unsqueeze(1)
+        if logits.device.type != "cpu":
+            return self._draw_rows(logits, meta, slice(None))
+        rows = max(1, PART_LOGITS // logits.shape[1])
+        parts = [slice(first, first + rows) for first in range(0, max(1, len(logits)), rows)]
+        return torch.cat([self._draw_rows(logits, meta, part) for part in parts])
+
+    def _draw_rows(self, logits: torch.Tensor, meta: SamplingMetadata, rows: slice) -> torch.Tensor:
+        logits, temperature = logits[rows], meta.temperature[rows]
+        greedy = temperature < GREEDY_EPSILON
+        logits = logits / temperature.masked_fill(greedy, 1.0).unsqueeze(1)
         threshold = None
         if meta.needs_top_k_top_p:
-            threshold = cut_threshold(logits, min_p=meta.min_p, top_k=meta.top_k, top_p=meta.top_p)
+            threshold = cut_threshold(
+                logits, min_p=meta.min_p[rows], top_k=meta.top_k[rows], top_p=meta.top_p[rows]
+            )
         return gumbel_argmax(
             logits,
-            seeds=meta.seeds,
-            positions=meta.positions,
+            seeds=meta.seeds[rows],
+            positions=meta.positions[rows],
             greedy=greedy,
             stream=self._stream,
             threshold=threshold,

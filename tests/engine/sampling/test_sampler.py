@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper
 
+from termgen.engine.sampling import sampler
 from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.random import Stream
 from termgen.engine.sampling.sampler import Sampler
@@ -329,3 +330,27 @@ def test_cuda_step_never_waits_for_the_device(
         Sampler()(logits, meta)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9, "top_k": 40}, {"min_p": 0.05}])
+def test_rows_drawn_in_parts_are_drawn_as_one(
+    random_logits: RandomLogits,
+    make_meta: MakeMeta,
+    monkeypatch: pytest.MonkeyPatch,
+    limits: dict[str, Any],
+) -> None:
+    """On a CPU, so that many rows take no more memory at a time than a few."""
+    logits = random_logits(23, 257)
+    temperature = torch.tensor([0.0, 0.8, 1.3] * 8)[:23]
+    meta = make_meta(23, seeds=5, temperature=temperature, **limits)
+    whole = Sampler()(logits, meta).token_ids
+    sizes, real = [], sampler.gumbel_argmax
+
+    def noted(logits: torch.Tensor, **more: Any) -> torch.Tensor:
+        sizes.append(len(logits))
+        return real(logits, **more)
+
+    monkeypatch.setattr(sampler, "PART_LOGITS", 2 * 257)
+    monkeypatch.setattr(sampler, "gumbel_argmax", noted)
+    assert Sampler()(logits, meta).token_ids.tolist() == whole.tolist()
+    assert sizes == [2] * 11 + [1]
