@@ -282,10 +282,10 @@ def test_what_took_long_is_kept_longer(
 ) -> None:
     compile_one = GrammarCompiler._compile
 
-    def timed(self: GrammarCompiler, wanted: StructuredOutputsParams) -> Any:
-        kind, number = str(wanted.value).split("_")
+    def timed(self: GrammarCompiler, job: Any) -> Any:
+        kind, number = str(job.wanted.value).split("_")
         time.sleep({"quick": 0.0, "long": 0.05 + 0.05 * int(number)}[kind])
-        return compile_one(self, wanted)
+        return compile_one(self, job)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", timed)
     monkeypatch.setattr(grammar_module, "MAX_CACHED", 4)
