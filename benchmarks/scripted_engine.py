@@ -145,6 +145,7 @@ class ScriptedEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        client: str = "",
     ) -> AsyncGenerator[TokenDelta, None]:
         row = _Row(request_id or str(id(params)), params.max_tokens or 1)
         self._rows[row.request_id] = row

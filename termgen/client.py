@@ -240,8 +240,12 @@ class EngineClient(Protocol):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        client: str = "",
     ) -> AsyncGenerator[TokenDelta, None]:
         """Stream one request's deltas; with `params.n` > 1 the completions are interleaved.
+
+        client: who asks. Clients of one process take turns where grammars are compiled; an engine
+        behind HTTP knows its clients itself.
 
         Closing the generator (or cancelling the task that reads it) aborts the request. Raises
         `RequestError` on the first iteration for a bad request, before anything is queued.

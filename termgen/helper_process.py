@@ -278,7 +278,9 @@ class _Child:
 
 
 def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
-    process.kill()
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its forks are in its group
     process.wait()
     channel.close()
     assert process.stdout is not None

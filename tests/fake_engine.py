@@ -206,6 +206,7 @@ class FakeEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        client: str = "",
     ) -> AsyncGenerator[TokenDelta, None]:
         request_id = request_id or f"fake-{next(self._ids)}"
         call = GenerateCall(

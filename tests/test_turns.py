@@ -197,6 +197,7 @@ def test_slow_masks_have_long_turns(usual_ns: int) -> None:
 def test_compiling_has_long_turns(usual_ns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     llguidance = pytest.importorskip("llguidance")
     from termgen.engine import grammar
+    from termgen.engine.grammar_source import Proof, Verdict
 
     found = []
 
@@ -213,11 +214,13 @@ def test_compiling_has_long_turns(usual_ns: int, monkeypatch: pytest.MonkeyPatch
     compiler = grammar.GrammarCompiler.__new__(grammar.GrammarCompiler)
     compiler._vocabulary, compiler._vocabulary_lock = object(), threading.Lock()
     compiler._computing = threading.Semaphore(1)
+    compiler._ask_prover = lambda task: Proof(Verdict.PROVEN, "{}")  # type: ignore[method-assign]
+    wanted = grammar.StructuredOutputsParams(regex="a")
 
     def check() -> None:
         take_short_turns()
         with pytest.raises(grammar.RequestError, match="no more than this"):
-            compiler._compile(grammar.StructuredOutputsParams(regex="a"))
+            compiler._compile(grammar._Job(wanted, grammar.Compilation(), ""))
         assert slice_ns() == SHORT_SLICE_NS
 
     in_a_thread(check)

@@ -10,21 +10,26 @@ everybody would wait. Instead, `spare_threads` leaves a core to the others.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 Job = Callable[[], object]
 Jobs = SimpleQueue[Job | None]
 
+_starting = threading.Lock()
+
 
 class DaemonThreads:
     """Runs jobs in order. The threads start when they are needed and end with this object."""
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, *, stack_bytes: int = 0) -> None:
+        """stack_bytes: of each thread; 0 for what the system gives."""
         self._num_threads = num_threads
+        self._stack_bytes = stack_bytes
         self._name = name
         self._jobs: Jobs = SimpleQueue()
         self._num_started = 0
@@ -41,13 +46,28 @@ class DaemonThreads:
         name = f"{self._name}-{self._num_started + 1}"
         thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
         try:
-            thread.start()
+            with _stack_size(self._stack_bytes):
+                thread.start()
         except RuntimeError:
             if not self._num_started:
                 self._jobs.get_nowait()
                 raise
             return  # those that there are have to do
         self._num_started += 1
+
+
+@contextlib.contextmanager
+def _stack_size(num_bytes: int) -> Iterator[None]:
+    """The stack of threads that start meanwhile: a setting of the whole process."""
+    if not num_bytes:
+        yield
+        return
+    with _starting:
+        before = threading.stack_size(num_bytes)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)
 
 
 def spare_threads(most: int) -> int:

@@ -130,6 +130,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        client: str = "",
     ) -> AsyncGenerator[TokenDelta, None]:
         """See `EngineClient.generate`."""
         arrival_ns = time.perf_counter_ns()
@@ -143,7 +144,7 @@ class AsyncEngine:
             cache_salt=cache_salt,
         )
         prepared = await self._prompt_threads.run(prompt, prepare)
-        request = await processor.add_grammar(prepared)
+        request = await processor.add_grammar(prepared, client=client)
         stream = self._open(request, arrival_ns)
         try:
             async for delta in stream:

@@ -1,21 +1,17 @@
-"""What a request asks for, as the text that llguidance compiles; and what is tried out before that.
+"""What a request asks for, as the text that llguidance compiles, within which limits, and what is
+said between `GrammarCompiler` and the program that proves grammars first.
 
-Pure but for `try_out`, which starts a process. Used by the grammar compiler, in its threads.
+Pure. Used by the compiler's threads and by `grammar_prover`.
 """
 
 from __future__ import annotations
 
+import enum
 import json
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from termgen.engine.structured_outputs import StructuredOutputsParams, is_gbnf
+from termgen.engine.structured_outputs import is_gbnf
 from termgen.errors import RequestError
-from termgen.helper_process import no_process
 
 MAX_LEXER_STATES = 50_000
 """A kilobyte or two each."""
@@ -34,69 +30,104 @@ LIMITS: dict[str, Any] = {
     "max_items_in_row": MAX_ITEMS_IN_ROW,
     "step_max_items": MAX_ITEMS_IN_MASK,
 }
-TRIAL_CPU_S = 2
-TRIAL_TIMEOUT_S = 6.0
-"""By the clock: other programs may run meanwhile."""
-TRIAL_BYTES = 2 << 30
 MAX_ERROR_CHARS = 300
 
+COMPILE_STACK_BYTES = 64 << 20
+"""Stack of the threads that compile: llguidance goes down it once for each rule that refers to the
+next. Pages that are not reached cost nothing."""
+PROOF_STACK_BYTES = COMPILE_STACK_BYTES // 2
+"""What fits here fits there."""
+MAX_PROOF_BYTES = 2 << 30
+MAX_PROOF_WALL_S = 20.0
+"""By the clock: a worker may be given no core. What a grammar may need is counted in CPU time."""
+QUICK_CPU_S = 0.2
+"""CPU time of the first try. What needs more is tried once more behind everything that does not."""
+SLOW_CPU_S = 2.0
+"""CPU time of the second try; what needs more is refused."""
 
-def source_of(wanted: StructuredOutputsParams, gbnf_to_lark: Callable[[str], str]) -> str:
-    """What llguidance compiles. gbnf_to_lark: `from_gbnf`, wherever it runs."""
+
+class VocabularyTask(NamedTuple):
+    """Asks the prover to read a vocabulary, whose JSON is sent along."""
+
+    num_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+
+class ProofTask(NamedTuple):
+    """Asks the prover to try a grammar."""
+
+    kind: str
+    """One of `structured_outputs.KINDS`."""
+    value: str | tuple[str, ...] | bool
+    max_cpu_s: float
+
+
+class Verdict(enum.Enum):
+    PROVEN = "proven"
+    SLOW = "slow"
+    """It needed more CPU time than allowed."""
+    UNDECIDED = "undecided"
+    """The worker was ended by something else than the grammar."""
+    NO_VOCABULARY = "no vocabulary"
+    """The prover is new and must be sent one."""
+
+
+class Proof(NamedTuple):
+    """What the prover found out. What llguidance refuses is raised instead."""
+
+    verdict: Verdict
+    source: str = ""
+    """What llguidance compiles, if proven."""
+
+
+def source_of(kind: str, value: Any) -> str:
+    """The text that llguidance compiles. Raises RequestError, and what llguidance raises."""
     from llguidance import LLMatcher
 
-    if wanted.regex is not None:
-        return str(LLMatcher.grammar_from_regex(wanted.regex))
-    if wanted.choice is not None:
-        choices = " | ".join(json.dumps(c, ensure_ascii=False) for c in wanted.choice)
+    if kind == "regex":
+        return str(LLMatcher.grammar_from_regex(value))
+    if kind == "choice":
+        choices = " | ".join(json.dumps(c, ensure_ascii=False) for c in value)
         return str(LLMatcher.grammar_from_lark(f"start: {choices}"))
-    if wanted.grammar is not None:
-        is_lark = not is_gbnf(wanted.grammar)
-        lark = wanted.grammar if is_lark else gbnf_to_lark(wanted.grammar)
-        return str(LLMatcher.grammar_from_lark(lark))
-    schema = '{"type":"object"}' if wanted.json_object else str(wanted.json)
+    if kind == "grammar":
+        return str(LLMatcher.grammar_from_lark(from_gbnf(value) if is_gbnf(value) else value))
+    schema = '{"type":"object"}' if kind == "json_object" else str(value)
     # Where any white space is allowed, small models write nothing else.
     return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
 
 
-def limits_of(wanted: StructuredOutputsParams) -> dict[str, Any]:
-    """Of llguidance."""
-    if wanted.grammar is None:
+def read_vocabulary(task: VocabularyTask, tokenizer_json: str) -> Any:
+    """llguidance's own form of the vocabulary, an `LLTokenizer`. Raises RequestError."""
+    from llguidance import LLTokenizer
+
+    try:
+        return LLTokenizer(
+            tokenizer_json, n_vocab=task.num_tokens, eos_token=list(task.eos_token_ids) or None
+        )
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise RequestError(
+            f"this model's tokenizer cannot be constrained: {brief(str(error))}",
+            code="unsupported_parameter",
+        ) from error
+
+
+def compile_source(source: str, kind: str, vocabulary: Any) -> Any:
+    """An `LLMatcher` at the beginning of an answer. Raises RequestError."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(**limits_of(kind))
+    matcher = LLMatcher(vocabulary, source, limits=limits, log_level=0)
+    error = matcher.get_error()
+    if error:
+        raise RequestError(brief(error), code="invalid_schema")
+    return matcher
+
+
+def limits_of(kind: str) -> dict[str, Any]:
+    """Those of llguidance's `LLParserLimits`."""
+    if kind != "grammar":
         return LIMITS
     return {**LIMITS, "max_items_in_row": MAX_ITEMS_IN_GRAMMAR_ROW}
-
-
-def needs_trial(wanted: StructuredOutputsParams) -> bool:
-    """Whether it may ask for several patterns at once: twenty of them can take for ever."""
-    if wanted.grammar is not None:
-        return "&" in wanted.grammar or "%json" in wanted.grammar
-    if wanted.json is None:
-        return False
-    schema = str(wanted.json)
-    has_patterns = '"pattern"' in schema or '"format"' in schema
-    joins_schemas = '"allOf"' in schema or '"$ref"' in schema
-    return '"patternProperties"' in schema or (has_patterns and joins_schemas)
-
-
-def try_out(source: str) -> None:
-    """Compile it in a process that can be stopped. RequestError where it has to be."""
-    program = [sys.executable, "-P", str(Path(__file__).with_name("grammar_trial.py"))]
-    task = json.dumps([source, LIMITS, TRIAL_CPU_S, TRIAL_BYTES])
-    try:
-        done = subprocess.run(
-            program, input=task.encode(), capture_output=True, timeout=TRIAL_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        done = None
-    except OSError:
-        raise no_process("grammar", "tried out") from None
-    if done is not None and done.returncode == -signal.SIGKILL:  # as a system short of memory does
-        raise no_process("grammar", "tried out")
-    if done is None or done.returncode:
-        raise RequestError(
-            "too complex to be compiled: fewer patterns may hold for the same text",
-            code="invalid_schema",
-        )
 
 
 def brief(error: str) -> str:
@@ -106,7 +137,7 @@ def brief(error: str) -> str:
 
 
 def from_gbnf(grammar: str) -> str:
-    """In Python: whoever else runs it meanwhile is slowed down."""
+    """The same grammar in Lark. Takes Python many milliseconds."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
 from termgen.client import ChatPrompt, FillPrompt, Prompt, prompt_chars
-from termgen.engine.grammar import COMPILE_TIMEOUT_S, GrammarCompiler, named
+from termgen.engine.grammar import COMPILE_TIMEOUT_S, GrammarCompiler, named, too_busy
 from termgen.engine.request import (
     MAX_BAD_SEQUENCE_TOKENS,
     MAX_PRIORITY,
@@ -183,20 +183,23 @@ class InputProcessor:
                 param="allowed_token_ids",
             )
 
-    async def add_grammar(self, request: GenerationRequest) -> GenerationRequest:
-        """What `prepare` made, with its grammar; waits for it, holding no thread. Raises
-        RequestError."""
+    async def add_grammar(
+        self, request: GenerationRequest, *, client: str = ""
+    ) -> GenerationRequest:
+        """What `prepare` made, with its grammar; waits for it, holding no thread.
+
+        client: whose turn it takes at the compiler. Raises RequestError."""
         wanted = request.params.structured_outputs
         if wanted is None:
             return request
         compiler = self._need_grammars(wanted)
-        compiled = compiler.submit(wanted)
+        compiled = compiler.submit(wanted, client=client)
         waiting = asyncio.wrap_future(compiled)
         waiting.add_done_callback(_retrieve)
         try:
             grammar = await asyncio.wait_for(asyncio.shield(waiting), COMPILE_TIMEOUT_S)
         except TimeoutError:
-            raise compiler.give_up(wanted, compiled) from None
+            raise too_busy(wanted) from None
         except RequestError as error:
             raise named(error, wanted) from None
         finally:

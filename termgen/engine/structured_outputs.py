@@ -7,6 +7,7 @@ engine: that one kind is given, and that it is not too large to be compiled in r
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ MAX_SCHEMA_PROPERTIES = 1000
 MAX_ENUM_VALUES = 5000
 
 _LARK_LINE = re.compile(r"%llguidance\b|start\s*:(?!:=)")
+
+MAX_INT64 = 2**63 - 1
+_BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+"""Keywords, and the side on which rounding would allow what the schema does not."""
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -149,6 +154,7 @@ def _check_schema(schema: Any, fault: Any) -> None:
         below: list[Any] = []
         for value in level:
             if isinstance(value, Mapping):
+                _check_numbers(value, fault)
                 properties = value.get("properties")
                 num_properties += len(properties) if isinstance(properties, Mapping) else 0
                 values = value.get("enum")
@@ -160,9 +166,51 @@ def _check_schema(schema: Any, fault: Any) -> None:
             raise fault(f"the schema has more than {MAX_SCHEMA_PROPERTIES} properties")
         if num_values > MAX_ENUM_VALUES:
             raise fault(f"the schema has more than {MAX_ENUM_VALUES} enum values")
+        if not all(map(math.isfinite, [value for value in below if type(value) is float])):
+            raise fault("the schema has a number that is not finite")
         # asking whether a text is a Mapping takes long
         inner = [value for value in below if not isinstance(value, (str, int, float))]
         level = [value for value in inner if isinstance(value, (Mapping, list, tuple))]
         if not level:
             return
     raise fault(f"the schema is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+
+
+def _check_numbers(schema: Mapping[str, Any], fault: Any) -> None:
+    """Refuse integers that would be rounded to others that the schema does not allow: llguidance
+    keeps numbers as 64-bit floats, and integers as 64-bit ones."""
+    for name in ("const", "enum"):
+        rest = [schema[name]] if name in schema else []
+        while rest:
+            value = rest.pop()
+            if type(value) is int and not _is_exact(value):
+                raise fault(f"{name} has the integer {_shown(value)}, which cannot be kept exactly")
+            if isinstance(value, Mapping):
+                rest.extend(value.values())
+            elif isinstance(value, (list, tuple)):
+                rest.extend(value)
+    for name, side in _BOUNDS.items():
+        bound = schema.get(name)
+        if type(bound) is int and not _is_exact(bound) and side * _rounding_of(bound) >= 0:
+            raise fault(f"{name} is {_shown(bound)}, which cannot be kept exactly")
+
+
+def _is_exact(value: int) -> bool:
+    return (
+        abs(value) < 2**53
+        or value == MAX_INT64
+        or (abs(value) < MAX_INT64 and int(float(value)) == value)
+    )
+
+
+def _rounding_of(value: int) -> int:
+    """Whether a bound becomes larger (1) or smaller (-1) where it cannot be exact, or none (0)."""
+    if abs(value) >= MAX_INT64:
+        return -1 if value > 0 else 1
+    return 1 if int(float(value)) > value else -1
+
+
+def _shown(value: int) -> str:
+    """The number, or how long it is."""
+    bits = value.bit_length()
+    return str(value) if bits <= 256 else f"of {bits} bits"

@@ -169,6 +169,7 @@ class RemoteClient:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        client: str = "",
     ) -> AsyncGenerator[TokenDelta, None]:
         call = build_call(
             prompt,

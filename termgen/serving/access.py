@@ -69,6 +69,14 @@ def caller_of(scope: Scope) -> Caller:
     return caller
 
 
+def client_of(scope: Scope) -> str:
+    """Names who takes a turn among others: the key, or the connection where there is none."""
+    caller = caller_of(scope)
+    if caller.key_digest:
+        return caller.key_digest.hex()
+    return repr(scope.get("client"))
+
+
 def header(scope: Scope, name: bytes) -> str | None:
     """The first header of this name."""
     for key, value in scope["headers"]:

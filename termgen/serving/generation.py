@@ -23,7 +23,7 @@ from termgen.client import EngineClient, TokenDelta, merge_deltas
 from termgen.engine.request import FinishReason
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import EngineError
-from termgen.serving.access import REQUEST_ID, Caller, caller_of, header
+from termgen.serving.access import REQUEST_ID, Caller, caller_of, client_of, header
 from termgen.serving.admission import Ticket
 from termgen.serving.request_metrics import RequestMeter
 from termgen.serving.request_report import RequestReport, total
@@ -224,6 +224,7 @@ class Generation:
             request_id=job.request_id,
             priority=job.priority,
             cache_salt=self.caller.salt(job.cache_salt),
+            client=client_of(self._scope),
         )
 
     async def _end_choice(self, first_choice: int, delta: TokenDelta, take: Take) -> TokenDelta:
