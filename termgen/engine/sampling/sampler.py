@@ -50,9 +50,9 @@ class Sampler:
     def __call__(self, logits: torch.Tensor, meta: SamplingMetadata) -> SamplerOutput:
         """logits [B, V] float32; they are only read."""
         assert logits.dtype == torch.float32 and logits.dim() == 2, (logits.dtype, logits.shape)
-        processed = _process(logits, meta)
-        drawn = self._draw(processed, meta)
-        token_ids = mark_corrupt(drawn, processed, may_be_empty=_may_be_empty(meta))
+        drawn = self._draw(_process(logits, meta), meta)
+        # Judged by the model's own logits: a tiny repetition penalty makes infinities of its own.
+        token_ids = mark_corrupt(drawn, logits, may_be_empty=_may_be_empty(meta))
         if meta.max_logprobs is None:
             return SamplerOutput(token_ids, None)
         return SamplerOutput(token_ids, gather_logprobs(logits, drawn, meta.max_logprobs))

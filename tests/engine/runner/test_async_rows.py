@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from termgen.engine.runner.async_output import AsyncOutput, StepTensors
+from termgen.engine.runner.async_output import AsyncOutput, RecordedOutput, StepTensors
 from termgen.engine.runner.dispatch import Dispatch, GraphMode
 from termgen.engine.runner.request_state import RequestState
 from termgen.engine.sampling.metadata import SamplingMetadata
@@ -164,3 +164,12 @@ def test_penalties_of_the_next_step_count_the_token_that_no_host_has_seen() -> N
         drawn += state.append_sampled(slots, ones, sampled).tolist()
     # 5: 2.5 -> 1.5 -> 0.5; 6: 2 -> 1 -> 0; 7: 1.75 -> 0.75. The largest of what is left, in turn.
     assert drawn == [5, 6, 7, 5, 6, 7]
+
+
+def test_a_result_read_keeps_its_tokens_when_the_ring_comes_round() -> None:
+    """A reader may be many steps behind: what it holds is not the ring's memory."""
+    tokens = np.asarray([7, 8], np.int32)
+    dispatch, decodes = Dispatch(GraphMode.FULL), plan(2)._replace(num_decode_rows=2)
+    result = RecordedOutput(decodes, tokens, dispatch, 0).result()
+    tokens[:] = 30
+    assert result.token_ids.tolist() == [7, 8]

@@ -166,6 +166,21 @@ def test_rows_that_are_no_numbers_are_marked_and_harm_no_other(
     assert int(output.token_ids[5]) == int(alone.token_ids)
 
 
+def test_an_infinity_of_the_requests_own_making_is_no_fault(
+    random_logits: RandomLogits, make_meta: MakeMeta
+) -> None:
+    logits = random_logits(2, 50, scale=10.0)
+    meta = make_meta(
+        2,
+        temperature=0.0,
+        repetition=[1e-38, 1.0],
+        output_counts=torch.ones(2, 50, dtype=torch.int32),
+        prompt_mask=torch.zeros(2, 50, dtype=torch.bool),
+    )
+    meta.needs_penalties = True
+    assert (Sampler()(logits, meta).token_ids >= 0).all()
+
+
 def mixed_batch(make_meta: MakeMeta, num_rows: int, vocab_size: int) -> SamplingMetadata:
     """Every kind of row: greedy, random, cut in all ways, penalised, with stops suppressed."""
     seed = random.randrange(2**31)
