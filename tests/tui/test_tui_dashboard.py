@@ -381,7 +381,7 @@ async def test_the_footer_of_each_page_has_the_keys_that_act_there() -> None:
         await feed_dashboard(app, pilot)
         steps, requests = ("←→", "Step"), ("↑↓", "Request")
         for key, some in (
-            ("o", {steps, requests, ("w", "Time span")}),
+            ("o", {steps, ("↑↓", "Mark"), ("w", "Span")}),
             ("t", {steps, ("+-", "Zoom")}),
             ("b", {steps, requests}),
             ("k", {("←→↑↓", "Move"), ("+-", "Zoom")}),
@@ -392,6 +392,7 @@ async def test_the_footer_of_each_page_has_the_keys_that_act_there() -> None:
             await pilot.press(key)
             await pilot.pause(0.1)
             shown = {(k.key_display, k.description) for k in app.screen.query(FooterKey)}
+            assert sum(len(k) + len(d) + 3 for k, d in shown) <= 80, "cut off"
             own = {pair for pair in shown if pair[1] not in ("Chat", "Help", "Actions", "Quit")}
             assert own == {("space", "Pause"), *some}, key
 

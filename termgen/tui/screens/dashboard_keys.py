@@ -211,8 +211,8 @@ KEYS = [
 _FOOTERS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "overview": (
         ("step_back step_on", "Step", "step_back"),
-        ("select_up select_down", "Request", "select_up"),
-        ("window", "Time span", "window"),
+        ("select_up select_down", "Mark", "select_up"),
+        ("window", "Span", "window"),
     ),
     "timeline": (
         ("step_back step_on", "Step", "step_back"),
