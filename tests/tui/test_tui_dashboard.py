@@ -387,7 +387,7 @@ async def test_the_footer_of_each_page_has_the_keys_that_act_there() -> None:
             ("k", {("←→↑↓", "Move"), ("+-", "Zoom")}),
             ("i", {requests}),
             ("g", set()),
-            ("l", {("↑↓", "Scroll"), ("v", "Level"), ("/", "Search")}),
+            ("l", {("↑↓", "Scroll"), ("v", "Level"), ("/", "Find")}),
         ):
             await pilot.press(key)
             await pilot.pause(0.1)

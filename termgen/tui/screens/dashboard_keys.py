@@ -231,7 +231,7 @@ _FOOTERS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "log": (
         ("select_up select_down", "Scroll", "select_up"),
         ("log_level", "Level", "log_level"),
-        ("search", "Search", "search"),
+        ("search", "Find", "search"),
     ),
 }
 _OF_REPLAYS = (
