@@ -40,7 +40,7 @@ from termgen.tui.attach import RemoteFeed
 from termgen.tui.bench_app import BenchApp
 from termgen.tui.bench_view import BenchView, Plane, Section, Series, Spread, Target, TimesRow
 from termgen.tui.feed import StreamFeed
-from termgen.tui.formatting import milliseconds, percent, rate
+from termgen.tui.formatting import percent, rate, took
 
 SPREAD_PARTS = 20
 SHORT = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "e2e"}
@@ -311,7 +311,7 @@ def _targets(now: LiveRun, whole: ServeOptions) -> list[Target]:
     for name, limit in options.slo_ms().items():
         share = now.kept_share(name)
         is_kept = None if needed is None or share is None else share >= needed
-        asked = f"≤ {milliseconds(limit)} ms"
+        asked = f"≤ {took(limit)}"
         found.append(Target(SHORT[name], asked, f"{percent(share)} of answers", is_kept))
     return found
 

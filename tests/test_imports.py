@@ -21,7 +21,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "termgen"
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "errors": ("errors",),
+    "errors": ("errors", "durations"),
     "config": ("config", "setting_types"),
     "vocabulary": (
         "engine.__init__",

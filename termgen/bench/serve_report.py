@@ -5,6 +5,7 @@ from __future__ import annotations
 from termgen.bench import plots, report
 from termgen.bench.serve import ServeRun
 from termgen.bench.serve_result import TITLES
+from termgen.durations import took
 
 
 def summary(run: ServeRun) -> str:
@@ -84,8 +85,8 @@ def setup_rows(run: ServeRun) -> list[tuple[str, str]]:
     rows.append(
         (
             "load generator",
-            f"{client['cpu_share']:.0%} of a core, late by {client['p99_send_lateness_ms']:.1f} ms "
-            f"sending, {client['p99_loop_lag_ms']:.1f} ms waking (p99)",
+            f"{client['cpu_share']:.0%} of a core, late by {took(client['p99_send_lateness_ms'])} "
+            f"sending, {took(client['p99_loop_lag_ms'])} waking (p99)",
         )
     )
     observer, words = run.observer(), []
@@ -103,9 +104,9 @@ def times_table(run: ServeRun) -> list[str]:
     names = ["mean", "std", *(f"p{p:g}" for p in options.percentiles())]
     titles = {metric: f"{TITLES[metric]} ({metric})" for metric in options.metrics()}
     width = max(map(len, titles.values()))
-    lines = [f"{'milliseconds':<{width}}" + "".join(f"{n:>11}" for n in names)]
+    lines = [" " * width + "".join(f"{n:>11}" for n in names)]
     for metric, title in titles.items():
-        cells = "".join(f"{found[f'{n}_{metric}_ms']:>11.2f}" for n in names)
+        cells = "".join(f"{took(found[f'{n}_{metric}_ms']):>11}" for n in names)
         lines.append(f"{title:<{width}}" + cells)
     return lines
 

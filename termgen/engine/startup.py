@@ -236,6 +236,8 @@ def _model_info(
         memory=info.memory,
         max_num_seqs=info.max_num_seqs,
         run_ahead_ms=config.run_ahead_ms if info.max_in_flight > 1 else 0.0,
+        num_threads=info.num_threads,
+        num_cores=info.num_cores,
     )
 
 

@@ -167,6 +167,8 @@ class StepResult(NamedTuple):
     """[num_corrupt] rows whose logits held a NaN or an infinity where a token was to be drawn."""
     seen_ns: int = 0
     """perf_counter_ns when whoever waited for the step went on; 0: when it had this result."""
+    model_span_ns: tuple[int, int] = (0, 0)
+    """On a CPU, perf_counter_ns when the model began and had ended; zeros elsewhere."""
 
     def by_row(self) -> IntArray:
         """[num_rows] sampled token of each row, -1 where it sampled none."""
@@ -206,3 +208,7 @@ class DeviceInfo:
     memory: MemoryLedger
     implementation: str = "termgen"
     """Whose code runs the model: one of config.MODEL_IMPLS."""
+    num_threads: int = 0
+    """Threads that the model computes with on a CPU; 0 on a GPU."""
+    num_cores: int = 0
+    """Processors that this process may run on."""

@@ -34,7 +34,7 @@ class TopApp(FeedApp):
         self.add_dashboard(self.make_feed_dashboard(feed))
 
     def make_feed_dashboard(self, feed: StreamFeed) -> DashboardScreen:
-        return DashboardScreen(feed, hz=self.ui.dashboard_hz, now_ns=feed.now_ns)
+        return DashboardScreen(feed, hz=self.ui.dashboard_hz, now_ns=feed.now_ns, is_alone=True)
 
     def help_sections(self) -> list[HelpSection]:
         return self.help_of([("Engine", DashboardScreen.BINDINGS)])

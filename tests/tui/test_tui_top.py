@@ -37,6 +37,7 @@ from termgen.tui.attach import AttachError, RemoteFeed
 from termgen.tui.feed import StreamFeed
 from termgen.tui.replay import ReplayError, ReplayFeed, read_frames
 from termgen.tui.screens.dashboard import DashboardScreen
+from termgen.tui.screens.dashboard_keys import PAGES
 from termgen.tui.screens.help import HelpText
 from termgen.tui.top_app import TopApp
 from termgen.tui.widgets.canvas import Canvas
@@ -227,7 +228,7 @@ class QuietTop(TopApp):
     """Draws when the test says so."""
 
     def make_feed_dashboard(self, feed: StreamFeed) -> DashboardScreen:
-        return DashboardScreen(feed, hz=0.01, now_ns=feed.now_ns, cpu_ns=lambda: 0)
+        return DashboardScreen(feed, hz=0.01, now_ns=feed.now_ns, cpu_ns=lambda: 0, is_alone=True)
 
 
 def top_of(feed: StreamFeed) -> QuietTop:
@@ -279,6 +280,22 @@ async def test_a_recording_in_the_dashboard(tmp_path: Path) -> None:
         await wait_until(pilot, lambda: bool(app.screen.query(HelpText)))
         help_text = app.screen.query_one(HelpText).text
         assert "Freeze or go on live" in help_text and "Go to the chat" not in help_text
+
+
+async def test_q_quits_a_recording_and_its_footer_shows_its_keys(tmp_path: Path) -> None:
+    app = top_of(replay_of(tmp_path, Clock()))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: isinstance(app.screen, DashboardScreen))
+        for page in PAGES:
+            await pilot.press(page.key)
+            await pilot.pause(0.1)
+            footer = [(key.key_display, key.description) for key in app.screen.query(FooterKey)]
+            assert {("[]", "10 s"), ("<>", "Speed"), ("q", "Quit")} <= set(footer), page.name
+            assert ("^q", "Quit") not in footer
+            assert sum(len(k) + len(d) + 3 for k, d in footer) <= 80, footer
+        await pilot.press("q")
+        await wait_until(pilot, lambda: not app.is_running)
+    assert app.return_code == 0
 
 
 async def test_a_server_in_the_dashboard() -> None:

@@ -51,6 +51,7 @@ class RecordedOutput:
         *,
         device_start: DeviceStart | None = None,
         num_late_compiles: int = 0,
+        model_span_ns: tuple[int, int] = (0, 0),
     ) -> None:
         """tokens: [padded rows], written when the step has ended. started_ns: when the host began
         the step; told only where there is no `device_start`."""
@@ -61,6 +62,7 @@ class RecordedOutput:
         self._device_start = device_start
         self._device_end = device_start.clock.end() if device_start is not None else None
         self._num_late_compiles = num_late_compiles
+        self._model_span_ns = model_span_ns
 
     def result(self) -> StepResult:
         """Wait for the end of the step, with the GIL released, and hand out plain arrays."""
@@ -102,6 +104,7 @@ class RecordedOutput:
             prompt_logprobs=prompt_logprobs,
             corrupt=corrupt if corrupt is not None and len(corrupt) else None,
             seen_ns=seen_ns,
+            model_span_ns=self._model_span_ns,
         )
 
 
@@ -122,6 +125,7 @@ class AsyncOutput(RecordedOutput):
         *,
         device_start: DeviceStart | None = None,
         num_late_compiles: int = 0,
+        model_span_ns: tuple[int, int] = (0, 0),
     ) -> None:
         self._tensors = tensors
         self._host = tensors.all()
@@ -133,6 +137,7 @@ class AsyncOutput(RecordedOutput):
             started_ns,
             device_start=device_start,
             num_late_compiles=num_late_compiles,
+            model_span_ns=model_span_ns,
         )
         if copy_stream is None:
             return
@@ -168,10 +173,12 @@ def output_of(
     copy_stream: torch.cuda.Stream | None,
     device_start: DeviceStart | None,
     num_late_compiles: Callable[[], int],
+    model_span_ns: tuple[int, int] = (0, 0),
 ) -> RecordedOutput:
     """Of a step that has been launched as a whole. results: all of them, or tokens [B] alone, on
     the device or where it writes them in the host's memory."""
     options: Any = {"device_start": device_start, "num_late_compiles": num_late_compiles()}
+    options["model_span_ns"] = model_span_ns
     if isinstance(results, np.ndarray):
         return RecordedOutput(plan, results, dispatch, started_ns, **options)
     tensors = StepTensors(results, None) if isinstance(results, torch.Tensor) else results

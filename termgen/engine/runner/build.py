@@ -225,4 +225,6 @@ def _describe(
         eos_token_ids=tuple(runner.config.eos_token_ids),
         memory=memory,
         implementation=runner.config.implementation,
+        num_threads=torch.get_num_threads() if device.type == "cpu" else 0,
+        num_cores=len(resolve.usable_cpus()),
     )

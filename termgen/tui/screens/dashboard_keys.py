@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from textual.binding import Binding
@@ -197,8 +197,65 @@ KEYS = [
         id="dashboard.live",
         tooltip="Unmark and follow the engine again",
     ),
+    Binding(
+        "q",
+        "leave",
+        "Quit",
+        show=False,
+        id="dashboard.leave",
+        tooltip="Leave a dashboard that has no engine of its own",
+    ),
     Binding("f2,1", "app.show('chat')", "Chat", id="dashboard.chat", tooltip="Go to the chat"),
 ]
+
+_FOOTERS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "overview": (
+        ("step_back step_on", "Step", "step_back"),
+        ("select_up select_down", "Mark", "select_up"),
+        ("window", "Span", "window"),
+    ),
+    "timeline": (
+        ("step_back step_on", "Step", "step_back"),
+        ("zoom_in zoom_out", "Zoom", "zoom_in"),
+    ),
+    "batch": (
+        ("step_back step_on", "Step", "step_back"),
+        ("select_up select_down", "Request", "select_up"),
+    ),
+    "blocks": (
+        ("step_back step_on select_up select_down", "Move", "step_back"),
+        ("zoom_in zoom_out", "Zoom", "zoom_in"),
+    ),
+    "request": (("select_up select_down", "Request", "select_up"),),
+    "graphs": (),
+    "log": (
+        ("select_up select_down", "Scroll", "select_up"),
+        ("log_level", "Level", "log_level"),
+        ("search", "Find", "search"),
+    ),
+}
+_OF_REPLAYS = (
+    ("seek_back seek_on", "10 s", "seek_back"),
+    ("slower faster", "Speed", "slower"),
+)
+
+
+def footer_keys(
+    page: str, first_keys: Mapping[str, str], *, is_replay: bool, leaves: bool
+) -> dict[str, tuple[str, str]]:
+    """What the footer shows on a page: by the name of a binding, the keys that stand for it and
+    its neighbours, and what they do there. `first_keys`: the keys that the actions have now.
+    `leaves`: q quits."""
+    groups = _FOOTERS[page]
+    if is_replay:  # 80 columns have room for one group beside these
+        groups = (*groups[:1], *_OF_REPLAYS)
+    shown = {"dashboard.pause": (first_keys["dashboard.pause"], "Pause")}
+    for names, words, shown_as in groups:
+        keys = "".join(first_keys[f"dashboard.{name}"] for name in names.split())
+        shown[f"dashboard.{shown_as}"] = (keys, words)
+    if leaves:
+        shown["dashboard.leave"] = (first_keys["dashboard.leave"], "Quit")
+    return shown
 
 
 def pages_with(keymap: Keymap) -> tuple[Page, ...]:
