@@ -63,9 +63,9 @@ class Schedule:
         self.p_fail = float(rng.choice([0.0, 0.0, 0.02]))
         self.p_reset = float(rng.choice([0.0, 0.1]))
         self.p_pause = float(rng.choice([0.0, 0.1]))
-        self.p_nan = float(rng.choice([0.0, 0.0, 0.01, 0.1]))
+        nan_rng = np.random.default_rng([seed, 1])
+        self.p_nan = float(nan_rng.choice([0.0, 0.0, 0.002] if is_deep else [0.0, 0.0, 0.01, 0.05]))
         if self.p_nan:
-            nan_rng = np.random.default_rng(seed)
             device = self.driver.executor.device
             device.turns_nan = lambda: bool(nan_rng.random() < self.p_nan)
         self.prefix = rng.integers(0, VOCAB, self.max_prompt).tolist()
