@@ -87,7 +87,8 @@ class TermgenApp(KeyedApp):
             show=False,
             priority=True,
             id="app.interrupt",
-            tooltip="Copy the selection; else stop the answer; twice: quit",
+            tooltip="Copy the selection; else stop the answer; else put the draft into the history;"
+            " twice: quit",
         ),
         Binding(
             "f12",
@@ -193,7 +194,11 @@ class TermgenApp(KeyedApp):
         self._load_themes()
         self._catch_signals()
         self.set_interval(REDRAW_S, self._draw_what_was_dropped)
-        self.push_screen(LoadingScreen(self._progress))
+        before_chat = self._start_screen == "chat"
+        self._loading = LoadingScreen(
+            self._progress, before_chat=before_chat, keymap=self._keymap_now
+        )
+        self.push_screen(self._loading)
         self._boot()
 
     def watch_app_focus(self, focus: bool) -> None:
@@ -221,6 +226,8 @@ class TermgenApp(KeyedApp):
             self._fail_start(f"the engine could not start: {type(error).__name__}: {error}")
             return
         await self.action_show(self._start_screen)
+        if isinstance(self.screen, ChatScreen):
+            self._loading.hand_over(self.screen)
 
     async def open_screens(self, report: Callable[[str, float], None]) -> None:
         """Start the engine and make its screens."""
@@ -279,6 +286,9 @@ class TermgenApp(KeyedApp):
 
     def _fail_start(self, reason: str) -> None:
         line = f"termgen: error: {clean_line(' '.join(reason.split()))}"
+        unsent = self._loading.unsent
+        if unsent:  # it would be gone with the screen
+            line = "\n".join([clean("\n\n".join(unsent)), "", "Not sent: what stands above.", line])
         self.exit(return_code=FAILED_START, message=Text(line))
 
     def _catch_signals(self) -> None:
@@ -331,8 +341,10 @@ class TermgenApp(KeyedApp):
             await self.switch_mode(name)
 
     def action_help(self) -> None:
-        if self._dashboard is None or isinstance(self.screen, HelpScreen):
+        if isinstance(self.screen, HelpScreen):
             return
+        if self._dashboard is None and self._loading.area is None:
+            return  # what the screens to come can do is not known yet
         sections = [(t, self._keymap_now.applied(b)) for t, b in self.help_sections()]
         self.push_screen(HelpScreen(sections, self.slash_commands))
 
@@ -362,23 +374,29 @@ class TermgenApp(KeyedApp):
         ]
 
     def action_interrupt(self) -> None:
-        """ctrl+c: copy a selection, else stop an answer, else quit when pressed twice."""
+        """ctrl+c: copy a selection, else stop an answer, else put the draft away and, pressed
+        twice, quit."""
         selected = self._selected_text()
         if selected:
             self.copy_to_clipboard(selected)
             self.screen.clear_selection()
             self.notify("copied")
             return
-        if isinstance(self.screen, ChatScreen) and self.screen.is_streaming:
-            self.screen.stop_answer()
-            return
-        now = time.monotonic()
-        if now - self._interrupted_s < QUIT_WINDOW_S:
+        now, has_draft = time.monotonic(), False
+        if isinstance(self.screen, ChatScreen):
+            if self.screen.is_streaming:
+                self.screen.stop_answer()
+                return
+            has_draft = self.screen.put_draft_away()
+        elif isinstance(self.screen, LoadingScreen):
+            has_draft = self.screen.put_draft_away()
+        if not has_draft and now - self._interrupted_s < QUIT_WINDOW_S:
             self.exit()
             return
         self._interrupted_s = now
         key = self.first_keys["app.interrupt"]
-        self.notify(f"press {key} again to quit", timeout=QUIT_WINDOW_S)
+        kept = "the draft is in the history (↑); " if has_draft else ""
+        self.notify(f"{kept}press {key} again to quit", timeout=QUIT_WINDOW_S)
 
     def _selected_text(self) -> str | None:
         if isinstance(self.focused, TextArea) and self.focused.selected_text:

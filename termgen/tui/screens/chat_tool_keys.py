@@ -38,7 +38,7 @@ TOOL_KEYS = [
         tooltip="Write the system prompt: instructions for the model",
     ),
     Binding(
-        "alt+l",
+        "alt+l,t",
         "tokens",
         "Tokens",
         show=False,
@@ -46,7 +46,7 @@ TOOL_KEYS = [
         tooltip="How likely the answer's tokens were; branch from one of them",
     ),
     Binding(
-        "alt+o",
+        "alt+o,o",
         "links",
         "Links",
         show=False,

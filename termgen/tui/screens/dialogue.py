@@ -120,6 +120,7 @@ class DialogueScreen(ChatTools):
         params = self._told_params()
         self.transcript.to_end()
         self._flusher.resume()
+        self.refresh_bindings()
         self._worker = self._answer(turn, params, branch)
 
     def _told_params(self) -> SamplingParams:
@@ -172,6 +173,11 @@ class DialogueScreen(ChatTools):
         self._streaming = self._worker = None
         self._flusher.pause()
         self.status.repaint()
+        self.refresh_bindings()
+        self.answer_ended(state)
+
+    def answer_ended(self, state: AnswerState) -> None:
+        """For what waits for it."""
 
     def _fail(self, turn: Turn, error: TermgenError) -> None:
         """Say what went wrong. Of a question without any answer nothing stays."""
@@ -202,7 +208,7 @@ class DialogueScreen(ChatTools):
             self.quote_back(turn.question)
         else:
             self._begin_editing(replaced, turn.question)
-        self.give_back(turn)
+        self.give_back(turn.question, turn.attachments)
         return "Your message is back in the prompt."
 
     def quote_back(self, text: str) -> None:
@@ -242,7 +248,7 @@ class DialogueScreen(ChatTools):
 
     def show_path(self) -> None:
         """Make the transcript show the path: all is replaced from where they part."""
-        self._mark(None)
+        self.mark(None)
         turns = self.conversation.turns
         for turn in turns:
             if turn not in self._entries:
@@ -268,7 +274,7 @@ class DialogueScreen(ChatTools):
             answer.close()
         return QuestionEntry(turn, keys), answer
 
-    def _mark(self, turn: Turn | None) -> None:
+    def mark(self, turn: Turn | None) -> None:
         """Put the cursor at a turn of the path, or back to the last one, which needs no mark."""
         for marked, there in ((self._cursor, False), (turn, True)):
             if marked is not None and marked in self._entries:
@@ -285,31 +291,36 @@ class DialogueScreen(ChatTools):
         at = turns.index(self._cursor) if self._cursor is not None else len(turns)
         at = max(0, at + by)
         if at >= len(turns):
-            self._mark(None)
+            self.mark(None)
             self.transcript.to_end()
             return
-        self._mark(turns[at])
+        self.mark(turns[at])
         question, answer = self._entries[turns[at]]
         self.transcript.bring_into_view(answer)
         self.transcript.bring_into_view(question)
 
     def switch_sibling(self, by: int) -> None:
         """Show what stands beside the turn at the cursor, with the path below it."""
-        turn, marked = self.cursor_turn, self._cursor is not None
+        turn = self.cursor_turn
         if turn is None or len(turn.siblings) < 2:
             again, edit = key_of(self, "chat.retry"), key_of(self, "chat.edit")
             self.notify(f"there is one answer only; {again} or {edit} makes another")
-            return
+        else:
+            self.switch_turn(turn, by)
+
+    def switch_turn(self, turn: Turn, by: int) -> None:
+        """Show what stands beside this turn, with the path below it."""
         if self.is_streaming:
             self.say_streaming()
             return
+        marked = self._cursor is turn or turn is not self.conversation.turns[-1]
         chosen = self.conversation.switch(turn, by)
         if chosen is None:
             return
         self.keeper.chose(self.conversation, chosen)
         self.show_path()
         if marked:
-            self._mark(chosen)
+            self.mark(chosen)
             self.transcript.bring_into_view(self._entries[chosen][0])
         else:
             self.transcript.to_end()
@@ -365,7 +376,7 @@ class DialogueScreen(ChatTools):
             self.notify("nothing to edit yet", severity="warning")
             return
         self._begin_editing(turn, turn.question)
-        self.give_back(turn)
+        self.give_back(turn.question, turn.attachments)
         self.prompt.focus()
 
     def _begin_editing(self, turn: Turn, text: str) -> None:
@@ -375,11 +386,13 @@ class DialogueScreen(ChatTools):
         send, give_up = (brief_key_of(self, name) for name in ("prompt.send", "chat.stop"))
         self.label_prompt(f"edit · {send} asks it in a new branch · {give_up} gives up")
         self.prompt.set_text(text)
+        self.refresh_bindings()
 
     def end_editing(self, *, typed: str = "") -> None:
         """The prompt holds a message again, as begun before the edit; `typed` goes on with it."""
         if self.editing is not None:
             self.editing = None
+            self.refresh_bindings()
             self.label_prompt("")
             self.attach(self._draft_files)
             self.prompt.set_text(self._draft + typed)

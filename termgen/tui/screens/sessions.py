@@ -61,6 +61,8 @@ class SessionScreen(DialogueScreen):
         self._resume = resume
         self._wall_clock = wall_clock
         self._deleted: list[SessionSummary] = []
+        self.is_opening = resume is not None
+        """The chat to go on with is being read: questions wait for it."""
 
     def on_mount(self) -> None:
         self.panel.display = False
@@ -174,13 +176,18 @@ class SessionScreen(DialogueScreen):
             conversation = conversation_of(session, turns)
         except ChatStoreError as error:
             self._report(str(error))
-            return
-        self.set_conversation(conversation)
-        self.restore_params(session.params)
-        if resume is not None:
-            self._apply_given(resume)
-        self.list_sessions(select_open=True)
-        self.status.repaint()
+        else:
+            self.set_conversation(conversation)
+            self.restore_params(session.params)
+            if resume is not None:
+                self._apply_given(resume)
+            self.list_sessions(select_open=True)
+            self.status.repaint()
+        self.is_opening = False
+        self.session_opened()
+
+    def session_opened(self) -> None:
+        """For what waits for it."""
 
     def _apply_given(self, resume: Resume) -> None:
         given = dict(resume.given)
