@@ -42,6 +42,8 @@ PARAM_NAMES = (
 SET_BY_HAND = "set"
 """Beside them in `SessionRecord.params`: the names of those that somebody set."""
 
+LEFT_OUT = "left_out_turns"
+"""Beside them, where a chat goes on without its oldest turns: how many are not sent any more."""
 
 R = TypeVar("R", "SessionRecord", "TurnRecord")
 
@@ -80,6 +82,8 @@ def session_record(
     held: dict[str, Any] = {name: getattr(params, name) for name in PARAM_NAMES}
     if own is not None:
         held[SET_BY_HAND] = [name for name in PARAM_NAMES if held[name] != getattr(own, name)]
+    if conversation.fits_itself:
+        held[LEFT_OUT] = conversation.num_left_out
     now_s = time.time()
     turns = conversation.turns
     return SessionRecord(
@@ -133,6 +137,9 @@ def conversation_of(session: SessionRecord, turns: Sequence[TurnRecord]) -> Conv
     """The tree again. A turn whose parent is gone comes first; nothing is left out."""
     conversation = Conversation(system_prompt=session.system_prompt, session_id=session.session_id)
     conversation.title = session.title
+    left_out = session.params.get(LEFT_OUT)
+    if type(left_out) is int and left_out >= 0:
+        conversation.fits_itself, conversation.num_left_out = True, left_out
     made = {
         record.turn_id: _readable_turn(record, f"turns[{index}]")
         for index, record in enumerate(turns)

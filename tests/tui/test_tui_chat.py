@@ -144,8 +144,9 @@ async def test_a_request_error_returns_the_question() -> None:
         await ready(app, pilot)
         await ask(app, pilot, "a long one")
         text = shown(app)
-        assert "✗ This model's maximum context length is 2048 tokens." in text
-        assert "back in the prompt" in text and "/clear" not in text
+        assert "✗ This message is too long. The context is full" in text
+        assert "the model reads 2,048 tokens at most" in text
+        assert "back in the prompt" in text and "oldest turns" not in text
         assert app.chat.prompt.text == "a long one"
         assert app.chat.conversation.turns == []
         engine._script = Script(pieces=("ok",))
@@ -165,7 +166,7 @@ async def test_a_refused_question_leaves_the_figures_of_the_answer_before() -> N
         engine._script = Script(raises=ContextLengthError("too long"))
         await ask(app, pilot, "go on")
         assert app.chat.status.text == before
-        assert "/clear makes room" in shown(app)
+        assert "goes on without the oldest turns" in shown(app)
 
 
 @pytest.mark.parametrize(

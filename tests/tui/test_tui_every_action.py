@@ -49,6 +49,7 @@ ACTION_OF_COMMAND = {
     "schema": "chat.schema",
     "regex": "chat.regex",
     "choice": "chat.choice",
+    "fit": "chat.fit",
     "retry": "chat.retry",
     "edit": "chat.edit",
     "tokens": "chat.tokens",

@@ -328,6 +328,12 @@ class ChatScreen(SessionScreen):
     def action_retry(self) -> None:
         self.regenerate()
 
+    def action_fit(self) -> None:
+        """A message that did not fit is sent again."""
+        self.fit("")
+        if self.prompt.text.strip() and not self.is_streaming:
+            self.prompt.action_submit()
+
     def action_edit(self) -> None:
         self.edit()
 
@@ -369,6 +375,8 @@ class ChatScreen(SessionScreen):
             self._set_system(argument)
         elif name == "theme":
             self._set_theme(argument)
+        elif name == "fit":
+            self.fit(argument)
         elif name == "rename":
             self.rename_open(argument)
         elif name == "export":

@@ -303,7 +303,9 @@ class ChatTools(ThemedScreen):
         """For the status line."""
         form = [form_words(self.form)] if self.form is not None else []
         told, _ = without(self._params, self._client.model.untold_params)
-        return (*form, *changes(told, self._defaults))
+        left_out = self.conversation.num_left_out
+        sent = [f"from turn {left_out + 1}"] if left_out else []
+        return (*sent, *form, *changes(told, self._defaults))
 
     def _set_form(self, command: str, argument: str) -> None:
         if argument in ("", "off"):
