@@ -230,7 +230,7 @@ async def test_files_of_a_refused_question_come_back(folder: Path) -> None:
         assert app.chat.prompt.text == "see @scheduler.py"
         assert app.chat.prompt.border_title == "▤ notes.md 6"
         text = app.chat.transcript.plain_text
-        assert "/attach off leaves the files out" in text and "oldest turns" not in text
+        assert "/attach off leaves the files" in text and "oldest turns" not in text
 
 
 async def test_a_paste_of_a_megabyte_becomes_a_file() -> None:
