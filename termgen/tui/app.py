@@ -29,7 +29,8 @@ from termgen.errors import TermgenError
 from termgen.tui import actions, themes
 from termgen.tui.alt_digits import let_alt_digits_through
 from termgen.tui.chat_store import ChatStore, Resume
-from termgen.tui.commands import COMMANDS, SlashCommand
+from termgen.tui.commands import COMMANDS as SLASH_COMMANDS
+from termgen.tui.commands import SlashCommand
 from termgen.tui.key_hints import KeyedApp
 from termgen.tui.keymap import Keymap, read_keymap
 from termgen.tui.messages import ModelsWanted
@@ -67,7 +68,8 @@ class TermgenApp(KeyedApp):
     CSS_PATH = sorted(Path(__file__).parent.glob("*.tcss"))
     ENABLE_COMMAND_PALETTE = True
     COMMAND_PALETTE_BINDING = "ctrl+p"
-    slash_commands: Sequence[SlashCommand] = COMMANDS
+    COMMANDS = {actions.ActionsProvider}
+    slash_commands: Sequence[SlashCommand] = SLASH_COMMANDS
 
     BINDINGS = [
         Binding("f1", "help", "Help", id="app.help", tooltip="Every key and command"),
@@ -409,7 +411,7 @@ class TermgenApp(KeyedApp):
         if self._dashboard is not None:
             groups = [*actions.groups(screen), *groups]
         for command in actions.commands(groups, self._keymap_now, self._run_command):
-            if command.title != "Actions":  # it is open
+            if not command.title.endswith("Actions"):  # it is open
                 yield command
 
     async def _run_command(self, action: str, node: DOMNode) -> None:

@@ -142,17 +142,17 @@ async def test_every_action_is_in_the_palette() -> None:
         await ready(app, pilot)
         names = {command.title for command in app.get_system_commands(app.screen)}
         assert {
-            "Stop",
-            "Clear",
-            "New",
-            "Retry",
-            "Copy answer",
-            "System prompt",
-            "Engine",
-            "Help",
-            "Theme",
-            "Screenshot",
-            "Quit",
+            "Answer: Stop",
+            "Chat: Clear",
+            "Chat: New",
+            "Answer: Retry",
+            "Answer: Copy answer",
+            "Model: System prompt",
+            "Model: Engine",
+            "Screen: Help",
+            "Screen: Theme",
+            "Screen: Screenshot",
+            "Screen: Quit",
         } <= names
         await pilot.press("f2")
         names = {command.title for command in app.get_system_commands(app.screen)}

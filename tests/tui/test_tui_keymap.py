@@ -135,7 +135,7 @@ async def test_footer_help_palette_and_tabs_show_the_changed_keys() -> None:
         await ready(app, pilot)
         assert footer_keys(app)["Engine"] == "f8"
         words = {c.title: c.help for c in app.get_system_commands(app.screen)}
-        assert words["Stop"] == f"{stop} (f10  ctrl+g)"
+        assert words["Answer: Stop"] == f"{stop} (f10  ctrl+g)"
         await pilot.press("f2")
         assert isinstance(app.screen, ChatScreen), "its old key does nothing"
         await pilot.press("f8")

@@ -82,10 +82,10 @@ COPY_KEYS = [
     Binding(
         "alt+1",
         "copy_block(1)",
-        "Copy code block 1",
+        "Copy code block",
         show=False,
         id="chat.copy_block_1",
-        tooltip="Copy code block 1 of the last answer, 2 to 9 likewise (or click)",
+        tooltip="Copy code block 1 of the last answer, 2 to 9 likewise (or click, or /code)",
     ),
     *(
         Binding(

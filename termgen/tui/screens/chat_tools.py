@@ -172,6 +172,14 @@ class ChatTools(ThemedScreen):
             return
         self.notify(f"opening {address}", markup=False)
 
+    def action_choose_block(self) -> None:
+        """The only one, else one of a list."""
+        if len(self.last_blocks()) <= 1:
+            self.action_copy_block(1)
+        else:
+            self.prompt.put_away()
+            self.prompt.type("/code ")
+
     def action_copy_block(self, number: int) -> None:
         """Of the last answer, counted from 1."""
         self._copy(number, self.last_blocks())

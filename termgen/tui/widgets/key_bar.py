@@ -33,6 +33,8 @@ class KeyBar(Footer):
             # a mode has letters, which are shorter than the keys that act everywhere
             keys = sorted(bound.get(name, ()), key=lambda binding: bool(mode) and len(binding.key))
             if keys:
-                shown = key_names(keys[0]).replace("ctrl+", "^")
+                shown = key_names(keys[0]).replace("ctrl+", "^").replace("enter", "⏎")
                 tooltip = keys[0].tooltip
-                yield FooterKey(keys[0].key, shown, what, keys[0].action, tooltip=tooltip)
+                yield FooterKey(
+                    keys[0].key, shown, what, keys[0].action, tooltip=tooltip
+                ).data_bind(compact=Footer.compact)

@@ -99,10 +99,10 @@ class PromptArea(Container):
         self._rows.repaint()
 
     def _paint(self, width: int, _height: int) -> Sequence[Row]:
-        send, back = brief_key_of(self, "prompt.send"), brief_key_of(self, "chat.take_back")
+        send = brief_key_of(self, "prompt.send")
         when = f"held: {send} sends" if self.is_held else f"sent {self._until}"
-        hints = [f"{when} · {back} takes back", f"{back} takes back", ""]
-        hint = next(hint for hint in hints if len(hint) <= width // 2)
+        hints = [f"{when} · ↑ takes back", "↑ takes back", ""]
+        hint = next(hint for hint in hints if not hint or len(hint) <= width - 24)
         rows: list[Row] = []
         shown = self.waiting[:MAX_SHOWN]
         for index, message in enumerate(shown):
