@@ -64,6 +64,8 @@ class Prompt(SafeTextArea):
             action = bound.binding.action
         elif event.key in _NEWLINE_KEYS:
             action = "newline"
+        elif event.key in ("up", "down"):  # at once: enter may follow
+            action = f"cursor_{event.key}"
         else:
             if event.key.startswith("alt+"):
                 event.prevent_default()  # it may be bound, though some terminals send a letter too
