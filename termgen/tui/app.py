@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.text import Text
 from textual import on, work
 from textual.app import App, SystemCommand
@@ -288,10 +289,21 @@ class TermgenApp(KeyedApp):
 
     def _fail_start(self, reason: str) -> None:
         line = f"termgen: error: {clean_line(' '.join(reason.split()))}"
-        unsent = self._loading.unsent
-        if unsent:  # it would be gone with the screen
-            line = "\n".join([clean("\n\n".join(unsent)), "", "Not sent: what stands above.", line])
         self.exit(return_code=FAILED_START, message=Text(line))
+
+    def exit(
+        self, result: None = None, return_code: int = 0, message: RenderableType | None = None
+    ) -> None:
+        """What was written and not sent is printed: it would be gone with the screen."""
+        unsent = self._loading.unsent
+        for stack in self._screen_stacks.values():
+            for screen in stack:
+                if isinstance(screen, ChatScreen) and screen.is_mounted:
+                    unsent += screen.area.unsent
+        if unsent and not self._exit:
+            words = Text("Not sent:\n\n" + clean("\n\n".join(unsent)) + "\n")
+            message = words if message is None else Group(words, message)
+        super().exit(result, return_code, message)
 
     def _catch_signals(self) -> None:
         """SIGTERM and a closed terminal end the app as ctrl+q does."""

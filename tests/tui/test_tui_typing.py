@@ -4,6 +4,7 @@ model loads, while an answer is written. Nothing of it is lost."""
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from chat_harness import SIZE, sent, shown
 from fake_engine import Script
+from rich.console import Console
 from textual.events import Paste
 from textual.pilot import Pilot
 from tui_harness import FrozenApp, TimedEngine, ask, chat_engine, ready, type_text, wait_until
@@ -37,6 +39,14 @@ def ok_engine(**script: Any) -> TimedEngine:
 
 def notes(app: FrozenApp) -> str:
     return "\n".join(notification.message for notification in app._notifications)
+
+
+def printed(app: FrozenApp) -> str:
+    """Below the command, when the screen is gone."""
+    console = Console(width=100, file=io.StringIO(), record=True)
+    for message in app._exit_renderables:
+        console.print(message)
+    return "\n".join(line.rstrip() for line in console.export_text().splitlines()) + "\n"
 
 
 def footer(app: FrozenApp) -> list[str]:
@@ -312,7 +322,7 @@ async def test_after_a_stop_or_a_failure_messages_wait_for_enter(how: str) -> No
         await ready(app, pilot)
         for question in ("one", "two"):
             await ask(app, pilot, question, wait=False)
-        await wait_until(pilot, lambda: bool(app.chat.conversation.turns[0].answer))
+        await wait_until(pilot, lambda: bool(app.chat.conversation.last_answer))
         if how == "failure":
             engine.release.set()
         else:
@@ -381,7 +391,31 @@ async def test_ctrl_c_puts_the_draft_into_the_history_before_it_quits() -> None:
         await pilot.press("ctrl+c")
         assert not app._exit, "there was a draft again"
         await pilot.press("ctrl+c")
-        assert app._exit
+        assert app._exit and "Not sent:\n\na long thought\n" in printed(app)
+
+
+@pytest.mark.parametrize("leave", ["ctrl+q", "signal"])
+async def test_what_is_not_sent_is_printed_at_the_end(leave: str) -> None:
+    app = FrozenApp(ok_engine(hold_after=1))
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        for question in ("one", "two"):
+            await ask(app, pilot, question, wait=False)
+        app.chat.prompt.insert("half a")
+        if leave == "signal":
+            app.exit()
+        else:
+            await pilot.press(leave)
+        assert printed(app) == "Not sent:\n\ntwo\n\nhalf a\n\n"
+
+
+async def test_nothing_is_printed_when_all_was_sent() -> None:
+    app = FrozenApp(ok_engine())
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "one")
+        await pilot.press("ctrl+q")
+        assert app._exit and not app._exit_renderables
 
 
 # while the model loads
@@ -495,8 +529,8 @@ async def test_what_was_typed_is_shown_when_the_load_fails() -> None:
         await type_text(pilot, "a draft")
         loading.go_on.set()
         await wait_until(pilot, lambda: app._exit)
-        said = "".join(str(message) for message in app._exit_renderables)
-    assert "one\n\na draft\n" in said and "the file is cut off" in said
+        said = printed(app)
+    assert "Not sent:\n\none\n\na draft\n" in said and "the file is cut off" in said
 
 
 async def test_keys_at_the_very_moment_of_the_change_arrive_in_order() -> None:

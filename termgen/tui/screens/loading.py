@@ -106,8 +106,7 @@ class LoadingScreen(ThemedScreen):
         """All that was typed and is in no chat yet."""
         if self.area is None:
             return []
-        texts = [*(message.text for message in self.area.waiting), self.area.prompt.text]
-        return [text for text in (*texts, *(file.text for file in self.pasted)) if text.strip()]
+        return [*self.area.unsent, *(file.text for file in self.pasted)]
 
     def put_draft_away(self) -> bool:
         """The draft goes into the history; False without one."""

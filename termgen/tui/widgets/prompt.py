@@ -47,6 +47,8 @@ class Prompt(SafeTextArea):
         self.has_queue = False
         """Messages wait to be sent: the up key takes the last one back before it walks the history.
         """
+        self.last_put_away = ""
+        """The draft that went into the history, until something else is written."""
         self._shown_text: str | None = None
         """Was not typed: it opens no list."""
 
@@ -159,6 +161,8 @@ class Prompt(SafeTextArea):
 
     def on_text_area_changed(self) -> None:
         self.post_message(PromptEdited(self.text))
+        if self.text:
+            self.last_put_away = ""
         if self.text == self._shown_text:
             self._completion.close()
         else:
@@ -192,6 +196,7 @@ class Prompt(SafeTextArea):
         if not text.strip():
             return False
         self.prompts.add(text)
+        self.last_put_away = text
         return True
 
     def _show(self, text: str) -> None:

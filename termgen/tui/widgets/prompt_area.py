@@ -91,6 +91,13 @@ class PromptArea(Container):
         self.show_waiting()
         return len(dropped)
 
+    @property
+    def unsent(self) -> list[str]:
+        """All that was written and not sent."""
+        texts = [message.text for message in self.waiting]
+        texts.append(self.prompt.text or self.prompt.last_put_away)
+        return [text for text in texts if text.strip()]
+
     def show_waiting(self) -> None:
         self.is_held = self.is_held and bool(self.waiting)
         self.prompt.has_queue = bool(self.waiting)
