@@ -145,6 +145,9 @@ class TermgenApp(KeyedApp):
         self._themes = ThemeShelf(*folders)
         self._models = models
         self._progress = StartupProgress()
+        self._loading = LoadingScreen(
+            self._progress, before_chat=start_screen == "chat", keymap=self._keymap_now
+        )
         self._shown: str | None = None
         self._interrupted_s = -QUIT_WINDOW_S
         self._signals: list[signal.Signals] = []
@@ -197,10 +200,6 @@ class TermgenApp(KeyedApp):
         self._load_themes()
         self._catch_signals()
         self.set_interval(REDRAW_S, self._draw_what_was_dropped)
-        before_chat = self._start_screen == "chat"
-        self._loading = LoadingScreen(
-            self._progress, before_chat=before_chat, keymap=self._keymap_now
-        )
         self.push_screen(self._loading)
         self._boot()
 
