@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from foreign_server import chunk, foreign_server
+from foreign_server import chunk, done, foreign_server
 from test_launch import ENGINE, Terminal, environment, terminal
 
 __all__ = ["environment", "terminal"]
@@ -26,9 +26,9 @@ def questions(environment: dict[str, str]) -> list[str]:
 
 def answered(environment: dict[str, str]) -> list[str]:
     """Those whose answer has ended: ctrl+c would stop one that has not."""
-    done = "SELECT question FROM turns WHERE state = 'done' ORDER BY number"
+    wanted = "SELECT question FROM turns WHERE state = 'done' ORDER BY number"
     with closing(sqlite3.connect(environment["TERMGEN_CHAT_DB"])) as database:
-        return [row[0] for row in database.execute(done)]
+        return [row[0] for row in database.execute(wanted)]
 
 
 def test_what_is_typed_while_the_model_loads_is_sent(
@@ -67,6 +67,6 @@ async def test_clicks_tab_and_ctrl_c_lose_nothing(
         assert screen.wait() == 0
         assert "Traceback" not in screen.shown
 
-    async with foreign_server(chunk("an answer"), chunk(" of it")) as server:
+    async with foreign_server(chunk("an answer", finish="stop"), done()) as server:
         await asyncio.to_thread(chat, server.url)
     assert questions(environment) == ["one", "whyc2", "a draft"]
