@@ -280,6 +280,9 @@ def test_tabs_are_where_they_are_drawn() -> None:
     for page in PAGES:
         assert page_at(row.index(f" {page.name} ") + 1) == page.name
     assert page_at(0) is None and page_at(len(row)) is None
+    row = row_text(tab_line("overview", on_cpu=True))
+    assert "graphs" not in row and page_at(row.index(" processor "), on_cpu=True) == "graphs"
+    assert page_at(row.index(" log ") + 1, on_cpu=True) == "log"
 
 
 @pytest.mark.parametrize("width", [80, 140])

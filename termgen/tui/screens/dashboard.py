@@ -99,7 +99,9 @@ class DashboardScreen(BoardScreen):
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_header, id="header")
-        yield Canvas(lambda width, height: [tab_line(self._page, self.pages)], id="tabs")
+        yield Canvas(
+            lambda w, h: [tab_line(self._page, self.pages, on_cpu=self._then.on_cpu)], id="tabs"
+        )
         with Column(id="overview"):
             yield Canvas(
                 lambda w, h: overview.numbers_lines(self._then, w, h, self._gpus), id="numbers"
@@ -267,7 +269,10 @@ class DashboardScreen(BoardScreen):
 
     def on_click(self, event: Click) -> None:
         where = event.widget.id if event.widget is not None else None
-        if where == "tabs" and (name := page_at(event.x, self.pages)) is not None:
+        if (
+            where == "tabs"
+            and (name := page_at(event.x, self.pages, on_cpu=self._then.on_cpu)) is not None
+        ):
             self.action_page(name)
         elif where == "requests":
             self._mark_row(event.y)

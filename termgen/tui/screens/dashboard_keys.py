@@ -15,6 +15,11 @@ class Page(NamedTuple):
     name: str
     key: str
     help: str
+    on_cpu: str = ""
+    """Its name where there is no GPU, if that differs."""
+
+    def title(self, *, on_cpu: bool) -> str:
+        return self.on_cpu if on_cpu and self.on_cpu else self.name
 
 
 PAGES = (
@@ -23,7 +28,12 @@ PAGES = (
     Page("batch", "b", "Who is in each step, the token budget, and who waits and why"),
     Page("blocks", "k", "Every KV block: its state, its owner, and a cursor to ask with"),
     Page("request", "i", "The marked request from its arrival to its end"),
-    Page("graphs", "g", "CUDA graphs, memory and the start"),
+    Page(
+        "graphs",
+        "g",
+        "CUDA graphs (or the processor, without a GPU), memory and the start",
+        on_cpu="processor",
+    ),
     Page(
         "log", "l", "Is the engine alive, what does watching cost, and its log (↑ and ↓ scroll it)"
     ),
@@ -264,21 +274,21 @@ def pages_with(keymap: Keymap) -> tuple[Page, ...]:
     return tuple(page._replace(key=keys[f"dashboard.{page.name}"]) for page in PAGES)
 
 
-def tab_line(shown: str, pages: Sequence[Page] = PAGES) -> Row:
+def tab_line(shown: str, pages: Sequence[Page] = PAGES, *, on_cpu: bool = False) -> Row:
     """Every page with its key; the one that is shown stands out."""
     spans: list[Span] = [(" ", "text")]
     for page in pages:
         chosen = page.name == shown
         spans.append((f" {page.key} ", "accent"))
-        spans.append((f"{page.name} ", "text/br" if chosen else "muted"))
+        spans.append((f"{page.title(on_cpu=on_cpu)} ", "text/br" if chosen else "muted"))
     return tuple(spans)
 
 
-def page_at(x: int, pages: Sequence[Page] = PAGES) -> str | None:
+def page_at(x: int, pages: Sequence[Page] = PAGES, *, on_cpu: bool = False) -> str | None:
     """The page whose tab covers a cell of the tab line."""
     first = 1
     for page in pages:
-        width = len(page.key) + 2 + len(page.name) + 1
+        width = len(page.key) + 2 + len(page.title(on_cpu=on_cpu)) + 1
         if first <= x < first + width:
             return page.name
         first += width
