@@ -220,6 +220,24 @@ async def test_tab_completes_commands_and_their_arguments() -> None:
         assert app.theme == "termgen-abyss" and prompt.text == ""
 
 
+@pytest.mark.parametrize("key", ["tab", "enter"])
+async def test_keys_may_be_faster_than_the_list(key: str) -> None:
+    """They are handled in one turn of the loop, before the list hears of the first change."""
+    app = FrozenApp(ok_engine())
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        prompt = app.chat.prompt
+        await pilot.press("slash")
+        await pilot.pause()
+        assert prompt._completion.selected.label == "/clear"
+        prompt.insert("mo")  # its message is still on the way
+        if key == "tab":
+            prompt._edit_completion("tab")
+        else:
+            prompt.action_submit()
+        assert prompt.text.startswith("/model")
+
+
 async def test_enter_completes_a_command_that_is_half_written() -> None:
     app = FrozenApp(ok_engine())
     async with app.run_test(size=(80, 24)) as pilot:

@@ -47,7 +47,7 @@ class Completion(Canvas):
         super().__init__(self._paint, id=id)
         self.arguments: Mapping[str, Arguments] = {}
         """Of commands, by their name."""
-        self._before = ""
+        self.before = ""
         """What is being completed: the text before the cursor."""
         self._paths: list[str] | None = None
         """Files below the working folder, as of when the list opened."""
@@ -72,7 +72,7 @@ class Completion(Canvas):
 
     def look(self, before: str, *, is_whole: bool) -> None:
         """Show what the text before the cursor may become. `is_whole`: all else is empty."""
-        self._before = before
+        self.before = before
         found = self._of_command(before) if is_whole and before.startswith("/") else None
         if found is None:
             mention = open_mention(before)
@@ -131,7 +131,7 @@ class Completion(Canvas):
             self._paths = await asyncio.to_thread(files_below, Path())
         finally:
             self._is_finding = False
-        self.look(self._before, is_whole=self._before.startswith("/"))
+        self.look(self.before, is_whole=self.before.startswith("/"))
 
     def _show(self, found: list[Choice]) -> None:
         if found != self._found:

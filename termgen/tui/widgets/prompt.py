@@ -94,6 +94,7 @@ class Prompt(SafeTextArea):
             self.post_message(LargePaste(event.text))
 
     def action_submit(self) -> None:
+        self._catch_up()
         if self._completion.takes_enter:
             self.complete()
         elif not self.text.strip():
@@ -174,6 +175,11 @@ class Prompt(SafeTextArea):
         before = self._before_cursor
         self._completion.look(before, is_whole=before == self.text)
 
+    def _catch_up(self) -> None:
+        """Keys may be faster than the list, which follows messages of changes."""
+        if self._completion.is_open and self._completion.before != self._before_cursor:
+            self._look()
+
     @property
     def _before_cursor(self) -> str:
         """Of the cursor's line."""
@@ -182,6 +188,9 @@ class Prompt(SafeTextArea):
 
     def complete(self) -> None:
         """Put what is selected in place of what was written of it."""
+        self._catch_up()
+        if not self._completion.is_open:
+            return
         choice, (row, column) = self._completion.selected, self.cursor_location
         start = column - choice.replaces
         if start < 0:  # the cursor has moved since the list opened
