@@ -50,6 +50,7 @@ REFUSED: dict[str, Check] = {
 NAMES = {
     "max_completion_tokens": "max_tokens",
     "parameters": "input_schema",
+    "reasoning": "output_config.effort",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",

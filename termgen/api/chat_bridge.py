@@ -22,7 +22,7 @@ SHARED_FIELDS = (
     *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("allowed_token_ids", "bad_words", "seed", "min_tokens", "ignore_eos", "stop_token_ids"),
     *("structured_outputs", "chat_template_kwargs", "priority", "cache_salt", "sse_ping_interval"),
-    "chat_template",
+    *("chat_template", "enable_thinking", "think", "thinking_budget"),
 )
 """Fields of a chat that both endpoints take as they are: none changes the shape of an answer."""
 
@@ -37,7 +37,7 @@ CHAT_WORDS: Mapping[str, Check] = {
     **dict.fromkeys(("include_timings", "logprobs", "stop", "top_logprobs"), is_empty),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), is_empty),
     **dict.fromkeys(("max_completion_tokens", "max_tokens", "messages"), never),
-    **dict.fromkeys(("prompt_logprobs", "reasoning_effort"), never),
+    **dict.fromkeys(("prompt_logprobs", "reasoning", "reasoning_effort", "thinking"), never),
     "response_format": one_of({"type": "text"}),
 }
 """Fields that change a chat: value check -> harmless? Where they are not taken, or have another

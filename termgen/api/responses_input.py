@@ -69,6 +69,7 @@ NAMES = {
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "thinking": "reasoning.effort",
 }
 """Fields of the chat by the names they have here."""
 
@@ -203,26 +204,15 @@ def _messages(value: Any, not_used: list[str]) -> list[dict[str, Any]]:
         if not isinstance(item, dict):
             raise wrong_type(where, "an object", item)
         kind = item.get("type", "message")
+        if not isinstance(kind, str):
+            raise unsupported(f"{where}.type", f"{where}.type must be a string")
         if kind == "reasoning":
             thoughts += texts_of(item.get("content") or [], f"{where}.content", THOUGHTS)
             continue
-        if not isinstance(kind, str):
-            raise wrong_type(f"{where}.type", "a string", kind)
-        if kind == "message":
-            messages.append(_message(item, where))
-        elif kind == "function_call":
-            _add_call(messages, _call(item, where))
-        elif kind == "custom_tool_call":
-            _add_call(messages, _custom_call(item, where))
-        elif kind in ("function_call_output", "custom_tool_call_output"):
-            messages.append(_result(item, where))
-        elif kind in LEFT_OUT_ITEMS:
+        if kind in LEFT_OUT_ITEMS:
             not_used.append(f"input.{kind}")
             continue
-        else:
-            raise unsupported(
-                f"{where}.type", f"{where}: items of type {str(kind)[:40]!r} are not supported here"
-            )
+        _add_item(messages, item, kind, where)
         if thoughts and messages[-1]["role"] == "assistant":  # of the turn that follows them
             thoughts[:0] = filter(None, [messages[-1].get("reasoning_content")])
             messages[-1]["reasoning_content"] = "\n".join(thoughts)
@@ -230,6 +220,23 @@ def _messages(value: Any, not_used: list[str]) -> list[dict[str, Any]]:
     if not messages:
         raise RequestError("input has nothing to answer", param="input")
     return messages
+
+
+def _add_item(
+    messages: list[dict[str, Any]], item: Mapping[str, Any], kind: str, where: str
+) -> None:
+    if kind == "message":
+        messages.append(_message(item, where))
+    elif kind == "function_call":
+        _add_call(messages, _call(item, where))
+    elif kind == "custom_tool_call":
+        _add_call(messages, _custom_call(item, where))
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        messages.append(_result(item, where))
+    else:
+        raise unsupported(
+            f"{where}.type", f"{where}: items of type {kind[:40]!r} are not supported here"
+        )
 
 
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:

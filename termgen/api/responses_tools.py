@@ -124,7 +124,8 @@ def _custom(offered: OfferedTools, tool: Mapping[str, Any], where: str) -> dict[
 def tool_choice_of(value: Any) -> Any:
     """In a chat's words."""
     if isinstance(value, dict):
-        kind, name, namespace = (value.get(key) for key in ("type", "name", "namespace"))
+        kind: Any = value.get("type")
+        name, namespace = value.get("name"), value.get("namespace")
         if kind in ("function", "custom"):
             if not isinstance(name, str):
                 raise wrong_type("tool_choice.name", "a string", name)
