@@ -1,7 +1,7 @@
 """Coding agents, as people install them, edit a file with the help of a scripted engine.
 
 Each runs in an empty home with nothing set but the server's address and a key. What it prints, and
-what it asked the server, is in the tests' output (`-rA`, or `-s`).
+what it asked the server, is in the summary of the tests.
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ async def run_agent(
     return process.returncode, printed.decode(errors="replace")
 
 
-def transcript(name: str, printed: str, engine: FakeEngine) -> None:
-    """Print what was said on both sides."""
-    print(f"--- {name}: what it printed\n{printed.strip()}")
-    print(f"--- {name}: what it sent, {len(engine.calls)} requests; the last conversation")
+def transcript(printed: str, engine: FakeEngine) -> str:
+    """What was said on both sides. The tests' summary shows it."""
+    lines = [f"{len(engine.calls)} requests; the last conversation, the end of each message:"]
     prompts = [asked.prompt for asked in engine.calls if isinstance(asked.prompt, ChatPrompt)]
     longest = max(prompts, key=lambda prompt: len(prompt.messages))
     for message in longest.messages:
         calls = [c["function"] for c in message.get("tool_calls") or ()]
-        print(f"[{message['role']}] {str(message['content'])[-300:]!r} {calls or ''}")
+        lines.append(f"[{message['role']}] {str(message['content'])[-160:]!r} {calls or ''}")
+    return "\n".join([*lines, "what the agent printed:", printed.strip()])
 
 
 @pytest.fixture
@@ -114,7 +114,9 @@ def results_of(engine: FakeEngine) -> list[str]:
     return [str(m["content"]) for m in longest.messages if m["role"] == "tool"]
 
 
-async def test_claude_code_edits_a_file(folder: Path) -> None:
+async def test_claude_code_edits_a_file(
+    folder: Path, record_property: Callable[[str, object], None]
+) -> None:
     path = str(folder / "greeting.txt")
     engine = scripted(
         lambda _: call("Read", file_path=path),
@@ -127,14 +129,16 @@ async def test_claude_code_edits_a_file(folder: Path) -> None:
             folder,
             {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_API_KEY": KEY},
         )
-    transcript("Claude Code", printed, engine)
+    record_property("transcript", transcript(printed, engine))
     assert (folder / "greeting.txt").read_text() == "Hello, termgen!\n"
     assert status == 0 and DONE in printed
     read, edited = results_of(engine)
     assert "Hello, world!" in read and "updated" in edited
 
 
-async def test_codex_edits_a_file(folder: Path) -> None:
+async def test_codex_edits_a_file(
+    folder: Path, record_property: Callable[[str, object], None]
+) -> None:
     patch = "sed -i s/world/termgen/ greeting.txt && cat greeting.txt"
     engine = scripted(
         lambda _: call("multi_agent_v1__close_agent", target="nobody"),
@@ -156,7 +160,7 @@ async def test_codex_edits_a_file(folder: Path) -> None:
             folder,
             {"OPENAI_API_KEY": KEY},
         )
-    transcript("Codex", printed, engine)
+    record_property("transcript", transcript(printed, engine))
     assert (folder / "greeting.txt").read_text() == "Hello, termgen!\n"
     assert status == 0 and DONE in printed
     closed, edited = results_of(engine)
