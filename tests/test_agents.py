@@ -55,7 +55,7 @@ def scripted(*turns: Callable[[ChatPrompt], str]) -> FakeEngine:
         text = turns[done](prompt) if done < len(turns) else DONE
         return Script(pieces=[text[at : at + 7] for at in range(0, len(text), 7)])
 
-    format_ = ToolFormat(knows_tools=True, template_variables=frozenset({"messages", "tools"}))
+    format_ = ToolFormat(knows_tools=True, template_variables=("messages", "tools"))
     return FakeEngine(
         script=script,
         model=make_model_info(tool_format=format_, max_model_len=100_000, model_id=MODEL),

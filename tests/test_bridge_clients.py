@@ -318,7 +318,7 @@ async def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> No
 
 
 async def test_what_has_no_effect_is_named_and_too_long_an_answer_is_cut() -> None:
-    format_ = ToolFormat(knows_tools=True, template_variables=frozenset({"messages"}))
+    format_ = ToolFormat(knows_tools=True, template_variables=("messages",))
     engine = FakeEngine(model=make_model_info(tool_format=format_, max_model_len=500))
     thinking = {"type": "enabled", "budget_tokens": 31999}
     tool = {"type": "web_search_20250305", "name": "web_search"}

@@ -17,9 +17,9 @@ from termgen.api.completions import parse_completion
 from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
 
-NOTHING = ToolFormat(knows_tools=True, template_variables=frozenset({"messages"}))
-QWEN = ToolFormat(knows_tools=True, template_variables=frozenset({"messages", "enable_thinking"}))
-EFFORT = ToolFormat(knows_tools=True, template_variables=frozenset({"reasoning_effort"}))
+NOTHING = ToolFormat(knows_tools=True, template_variables=("messages",))
+QWEN = ToolFormat(knows_tools=True, template_variables=("messages", "enable_thinking"))
+EFFORT = ToolFormat(knows_tools=True, template_variables=("reasoning_effort",))
 
 
 def messages(tool_format: ToolFormat = NOTHING, **fields: Any) -> anthropic_input.MessagesRequest:
@@ -196,9 +196,8 @@ PATCH = {
 
 
 def test_a_namespace_becomes_functions_and_calls_find_back(monkeypatch: Any) -> None:
-    asked = ask(
-        tools=[SPACE], stream=True, tool_choice={**SPACE["tools"][0], "namespace": "agents"}
-    )  # type: ignore[index]
+    choice = {"type": "function", "name": "close", "namespace": "agents"}
+    asked = ask(tools=[SPACE], stream=True, tool_choice=choice)
     assert [f.name for f in asked.chat.tools.functions] == ["agents__close"]
     news: list[News] = [CallNews(0, "c", "agents__close", "{}"), EndNews("tool_calls", None)]
     done = play(responses.ResponseStream(asked), news, monkeypatch)[-1]["response"]["output"][0]
