@@ -37,6 +37,8 @@ class ChatPrompt:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     """To be used instead of the model's."""
+    cuts_max_tokens: bool = False
+    """Cut `max_tokens` to what the context leaves, where it would be an error."""
 
 
 @dataclass(frozen=True, slots=True)

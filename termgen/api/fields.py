@@ -12,6 +12,7 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from termgen.api.errors import invalid_json, unsupported
@@ -97,6 +98,19 @@ def check_depth(name: str, value: object, limit: int = 32) -> None:
             return
         level = children
     raise RequestError(f"{name} is nested more than {limit} levels deep", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """A check of a field that another program has and that has another name here."""
+
+    word: str
+    """What is to be said instead."""
+    is_harmless: Check | None = None
+    """None: a value that is false, 0 or empty asks for nothing."""
+
+    def __call__(self, value: Any) -> bool:
+        return not value if self.is_harmless is None else self.is_harmless(value)
 
 
 class Fields:
@@ -191,11 +205,19 @@ class Fields:
             if name not in refused:
                 unknown.append(name)
             elif value is not None and not refused[name](value):
-                raise unsupported(name)
+                raise unsupported(name, instead_of(name, refused[name]))
         for name, child in self._children:
             names = child.finish(harmless=frozenset(), refused={})
             unknown += [f"{name}.{inner}" for inner in names]
         return tuple(unknown)
+
+
+def instead_of(name: str, check: Check, names: Mapping[str, str] | None = None) -> str | None:
+    """What is said of a field that is called otherwise here. names: of the endpoint's own."""
+    if not isinstance(check, Instead):
+        return None
+    word = (names or {}).get(check.word, check.word)
+    return f"{name} is not a field of this server; use {word}"
 
 
 def ignored_header(names: tuple[str, ...]) -> str:

@@ -128,6 +128,17 @@ class ChatEncoder:
             with contextlib.suppress(RequestError):
                 self._guard_of(name).text_backend()
 
+    def template_variables(self) -> frozenset[str]:
+        """Names that the templates of chats all read. A broken one reads nothing: it refuses every
+        chat."""
+        read: list[frozenset[str]] = []
+        for name in self._sources.keys() & {"default", "tool_use"}:
+            try:
+                read.append(self._guard_of(name).template.variables)
+            except RequestError:
+                read.append(frozenset())
+        return frozenset.intersection(*read) if read else frozenset()
+
     def close(self) -> None:
         """No template of a request is rendered any more."""
         self._workers.close()

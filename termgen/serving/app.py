@@ -106,6 +106,7 @@ def _cross_origin(config: ServerConfig) -> list[Middleware]:
             allow_headers=["*"],
             expose_headers=[
                 *("x-request-id", "x-termgen-ignored", "x-termgen-max-tokens"),
+                "x-termgen-not-used",
                 *("retry-after", "retry-after-ms"),
             ],
         )
@@ -159,6 +160,7 @@ async def chat_completions(request: Request) -> ASGIApp:
         [chat.job],
         chat.options,
         ignored=chat.ignored,
+        not_used=chat.not_used,
         stream=lambda: (ChatStream(chat), CHAT_WIRE),
         build=lambda answers: chat_response(chat, answers),
     )
