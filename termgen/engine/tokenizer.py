@@ -178,6 +178,11 @@ class Tokenizer:
         """Raises RequestError for a chat template variable that the template does not read."""
         self._need_chat(chat_template).refuse_unread(variables, chat_template)
 
+    @property
+    def runs_template_elsewhere(self) -> bool:
+        """The model's chat template may never end, so a process of its own renders it."""
+        return self._chat.runs_elsewhere
+
     def prepare_for_strangers(self) -> None:
         """Make now what the first message that spells a control token would have to wait for."""
         self._chat.prepare_for_strangers()
