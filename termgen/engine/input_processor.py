@@ -186,6 +186,12 @@ class InputProcessor:
                 param="allowed_token_ids",
             )
 
+    def renders_elsewhere(self, prompt: Prompt) -> bool:
+        """Whether a process of its own renders the prompt's template, for which a thread waits."""
+        if not isinstance(prompt, ChatPrompt) or self._tokenizer is None:
+            return False
+        return prompt.chat_template is not None or self._tokenizer.runs_template_elsewhere
+
     async def add_grammar(
         self, request: GenerationRequest, *, client: str = ""
     ) -> GenerationRequest:

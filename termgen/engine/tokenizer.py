@@ -183,6 +183,11 @@ class Tokenizer:
         """Names that all its chat templates read."""
         return self._chat.template_variables()
 
+    @property
+    def runs_template_elsewhere(self) -> bool:
+        """The model's chat template may never end, so a process of its own renders it."""
+        return self._chat.runs_elsewhere
+
     def prepare_for_strangers(self) -> None:
         """Make now what the first message that spells a control token would have to wait for."""
         self._chat.prepare_for_strangers()
