@@ -21,6 +21,8 @@ from termgen.errors import RequestError
 MAX_IGNORED_NAMES = 20
 MAX_FIELDS = 1000
 """Of one object; no endpoint knows a tenth as many."""
+MAX_PLACE = 200
+"""Characters of a path in an error, about."""
 _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 Check = Callable[[Any], bool]
@@ -41,7 +43,9 @@ def parse_json(
     except RecursionError:
         raise invalid_json(f"{what} is nested too deeply", param) from None
     except ValueError as exc:  # includes JSONDecodeError, UnicodeDecodeError and huge integers
-        raise invalid_json(f"{what} is not valid JSON: {exc}", param) from None
+        place = _place_of_unfit_number(raw)
+        message = f"{what} is not valid JSON: {exc}" + (f" (in {place})" if place else "")
+        raise invalid_json(message, param or place) from None
     if not isinstance(value, dict):
         raise invalid_json(f"{what} must be a JSON object", param)
     if b"\\ud" in raw or b"\\uD" in raw:
@@ -53,6 +57,52 @@ def parse_json(
         except RecursionError:
             raise invalid_json(f"{what} is nested too deeply", param) from None
     return value
+
+
+def _place_of_unfit_number(raw: bytes) -> str | None:
+    """Path of the first number that `parse_json` refuses, or None where another fault is to blame.
+
+    The path ends before a key that is no plain name. The walk keeps its own stack, because the
+    decoder accepts deeper values than a recursive Python function could visit.
+    """
+    unfit = object()
+
+    def number(read: Callable[[str], Any]) -> Callable[[str], Any]:
+        def checked(text: str) -> Any:
+            try:
+                return read(text)
+            except ValueError:
+                return unfit
+
+        return checked
+
+    try:
+        value = json.loads(
+            raw.decode("utf-8"),
+            parse_constant=lambda _: unfit,
+            parse_float=number(_finite_float),
+            parse_int=number(int),
+        )
+    except (ValueError, RecursionError):
+        return None
+    # Each entry: a value, its path, and whether the path may still be extended.
+    stack: list[tuple[Any, str, bool]] = [(value, "", True)]
+    while stack:
+        node, path, plain = stack.pop()
+        if node is unfit:
+            return path or None
+        if isinstance(node, dict):
+            for key, child in reversed(node.items()):
+                named = plain and bool(_HEADER_SAFE.fullmatch(key))
+                dot = "." if path else ""
+                # A long path would copy itself at each level of a deep value.
+                longer = named and len(path) < MAX_PLACE
+                stack.append((child, f"{path}{dot}{key}" if longer else path, longer))
+        elif isinstance(node, list):
+            longer = plain and len(path) < MAX_PLACE
+            for index in reversed(range(len(node))):
+                stack.append((node[index], f"{path}[{index}]" if longer else path, longer))
+    return None
 
 
 def _refuse_constant(name: str) -> NoReturn:
