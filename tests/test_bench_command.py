@@ -45,7 +45,8 @@ def test_it_starts_a_server_measures_it_and_writes_files(
     lines = out.splitlines()  # the result is on the first lines, what was asked on the last
     assert lines[0] == "termgen bench serve" and lines[2].startswith("requests/s ")
     places = [
-        out.index(part) for part in ("output tokens/s", "milliseconds", "how it was", "seed 5")
+        out.index(part)
+        for part in ("output tokens/s", "time to first token", "how it was", "seed 5")
     ]
     assert places == sorted(places)
 

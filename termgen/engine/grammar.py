@@ -409,6 +409,7 @@ class GrammarCompiler:
         """No grammar comes any more."""
         for prover in self._provers:
             prover.close()
+        self._threads.close()
 
     @property
     def num_waiting(self) -> int:
