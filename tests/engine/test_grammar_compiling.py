@@ -296,7 +296,7 @@ def test_a_slow_compilation_holds_up_only_who_waits_for_it(
 ) -> None:
     monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(grammar_module, "MAX_WAITING_OF_CLIENT", 2)
-    monkeypatch.setattr(grammar_module, "spare_threads", lambda most: 2)
+    compiler._computing = threading.Semaphore(2)
     with pytest.raises(OverloadedError, match="too many grammars wait"):
         compiler.compile(StructuredOutputsParams(regex="slow", param="tools"))
     monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 20)

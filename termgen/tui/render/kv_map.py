@@ -126,11 +126,10 @@ def map_rows(
     kinds = cells.kinds
     if not len(kinds):
         return []
-    if size != (1, 1):
-        return _large_rows(kinds, width, glyphs, size)
     begins = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1  # of the runs of one kind
     begins = np.union1d(begins, np.arange(0, len(kinds), width))
-    runs = _runs(glyphs, width)
+    wide, high = size
+    runs = _runs(glyphs, width, wide)
     spans = [
         runs[kind][length]
         for kind, length in zip(
@@ -138,26 +137,10 @@ def map_rows(
         )
     ]
     ends = np.searchsorted(begins, np.arange(width, len(kinds) + width, width)).tolist()
-    return [tuple(spans[a:b]) for a, b in pairwise([0, *ends])]
-
-
-def _large_rows(
-    kinds: npt.NDArray[np.uint8], width: int, glyphs: Glyphs, size: tuple[int, int]
-) -> list[Row]:
-    """Few cells, so they are drawn one by one."""
-    wide, high = size
-    signs = _signs(glyphs)
-    drawn, empty = max(1, wide - 1), min(high - 1, 1)
-    spans = [
-        ((sign if sign not in LARGE_SIGNS else LARGE_SIGNS[sign]) * drawn, role)
-        for sign, role in zip(signs, _ROLES, strict=True)
-    ]
-    gap: Span = (" " * (wide - drawn), "text")
-    rows: list[Row] = []
-    for first in range(0, len(kinds), width):
-        row = tuple(part for kind in kinds[first : first + width] for part in (spans[kind], gap))
-        rows += [row] * (high - empty) + [()] * empty
-    return rows
+    rows = [tuple(spans[a:b]) for a, b in pairwise([0, *ends])]
+    if high == 1:
+        return rows
+    return [row for drawn in rows for row in (*[drawn] * (high - 1), ())]
 
 
 def _signs(glyphs: Glyphs) -> tuple[str, ...]:
@@ -166,12 +149,14 @@ def _signs(glyphs: Glyphs) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=8)
-def _runs(glyphs: Glyphs, width: int) -> list[list[Span]]:
-    """By kind, and by length up to the width."""
-    signs = _signs(glyphs)
+def _runs(glyphs: Glyphs, width: int, wide: int) -> list[list[Span]]:
+    """By kind, and by length up to the width: cells of `wide` columns each."""
+    drawn = max(1, wide - 1)
+    gap = " " * (wide - drawn)
+    cells = [(LARGE_SIGNS.get(one, one) if wide > 1 else one) * drawn for one in _signs(glyphs)]
     return [
-        [(sign * length, role) for length in range(width + 1)]
-        for sign, role in zip(signs, _ROLES, strict=True)
+        [((cell + gap) * length, role) for length in range(width + 1)]
+        for cell, role in zip(cells, _ROLES, strict=True)
     ]
 
 
