@@ -169,7 +169,7 @@ def kv_panel(
     if snapshot is None:
         return frame.draw(title, (), [(("waiting for the engine", "muted"),)])
     rows = max(1, frame.inner_height)
-    cell = cell_size(view.num_blocks, frame.inner_width, rows)
+    cell = cell_size(len(snapshot.block_states), frame.inner_width, rows)
     width = frame.inner_width // cell[0]
     cells = kv_cells(
         snapshot.block_states,
