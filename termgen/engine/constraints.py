@@ -150,7 +150,7 @@ class Constraints:
                 continue
             try:
                 is_complete = grammar.accept(int(tokens[i]))
-            except Exception as cause:  # whatever a grammar engine may raise
+            except BaseException as cause:  # a panic in llguidance is no Exception
                 endings[i] = FinishReason.ERROR, _error(request, cause)
                 continue
             if is_complete:

@@ -387,7 +387,8 @@ class GrammarCompiler:
         """Those that no thread asks now; the first of all is used most, and the others start when
         they are needed."""
         self._computing = threading.Semaphore(spare_threads(NUM_PROVERS))
-        """For what takes a whole core: the rest of a compilation waits for others, if at all."""
+        """For what takes a whole core. Slow jobs, of which there is one at a time, do not count, or
+        others would wait for them."""
         self._vocabulary: Any = None
         self._numbers: NumberTokens | None = None
         self._executor: Any = None
@@ -542,7 +543,7 @@ class GrammarCompiler:
             raise no_process("grammar", "tried out")
         vocabulary = self._vocabulary_of_model()
         has_json = kind in ("json", "json_object") or "%json" in str(job.wanted.grammar)
-        with self._computing:
+        with contextlib.nullcontext() if job.is_slow else self._computing:
             with long_turns():
                 prototype = compile_source(proof.source, kind, vocabulary)
             return Grammar(

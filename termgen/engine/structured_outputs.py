@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, cast
 
 from termgen.errors import RequestError
@@ -23,9 +25,12 @@ MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_PROPERTIES = 1000
 MAX_ENUM_VALUES = 5000
 
+_JSON_IN_LARK = re.compile(r"%json\s*(?=\{)")
 _LARK_LINE = re.compile(r"%llguidance\b|start\s*:(?!:=)")
 
 MAX_INT64 = 2**63 - 1
+MAX_MULTIPLE = (2**32 - 10) // 10
+"""Of `multipleOf`, without its decimal point: ten times this and a digit fit into 32 bits."""
 _BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 """Keywords, and the side on which rounding would allow what the schema does not."""
 
@@ -68,6 +73,9 @@ class StructuredOutputsParams:
                 self._check_size(text, kind)
         if self.grammar is not None and is_gbnf(self.grammar):
             self._check_size(self.grammar, "the GBNF grammar", MAX_GBNF_BYTES)
+        elif self.grammar is not None:
+            for schema in _schemas_in(self.grammar):
+                _check_schema(schema, self._fault)
 
     @property
     def kind(self) -> str:
@@ -146,15 +154,25 @@ def is_gbnf(grammar: str) -> bool:
     return not any(_LARK_LINE.match(line.lstrip()) for line in grammar.splitlines())
 
 
+def _schemas_in(lark: str) -> Iterator[Any]:
+    """The JSON schemas that are written in a grammar. What is no JSON is left to llguidance."""
+    for found in _JSON_IN_LARK.finditer(lark):
+        try:
+            yield json.JSONDecoder().raw_decode(lark, found.end())[0]
+        except (ValueError, RecursionError):
+            continue
+
+
 def _check_schema(schema: Any, fault: Any) -> None:
     """Level by level, so that a hostile depth costs no stack."""
     num_properties = num_values = 0
+    numbers = _Numbers(fault)
     level = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
         below: list[Any] = []
         for value in level:
             if isinstance(value, Mapping):
-                _check_numbers(value, fault)
+                numbers.add(value)
                 properties = value.get("properties")
                 num_properties += len(properties) if isinstance(properties, Mapping) else 0
                 values = value.get("enum")
@@ -172,27 +190,80 @@ def _check_schema(schema: Any, fault: Any) -> None:
         inner = [value for value in below if not isinstance(value, (str, int, float))]
         level = [value for value in inner if isinstance(value, (Mapping, list, tuple))]
         if not level:
+            numbers.check_together()
             return
     raise fault(f"the schema is nested more than {MAX_SCHEMA_DEPTH} levels deep")
 
 
-def _check_numbers(schema: Mapping[str, Any], fault: Any) -> None:
-    """Refuse integers that would be rounded to others that the schema does not allow: llguidance
-    keeps numbers as 64-bit floats, and integers as 64-bit ones."""
-    for name in ("const", "enum"):
-        rest = [schema[name]] if name in schema else []
+class _Numbers:
+    """Refuses numbers that would become others which the schema does not allow.
+
+    llguidance keeps numbers as 64-bit floats, integers as 64-bit ones, and what a number is to be a
+    multiple of as 32 bits and a decimal point.
+    """
+
+    _COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef")
+
+    def __init__(self, fault: Any) -> None:
+        self._fault = fault
+        self._has_integers = False
+        self._combines = False
+        self._multiples: set[int | float] = set()
+        self._large: dict[str, float] = {}
+        """Keyword -> a float that as an integer has more than 64 bits."""
+
+    def add(self, schema: Mapping[str, Any]) -> None:
+        """One level of a schema."""
+        kind = schema.get("type")
+        self._has_integers |= kind == "integer" or (isinstance(kind, list) and "integer" in kind)
+        self._combines = self._combines or any(name in schema for name in self._COMBINING)
+        for name in ("const", "enum"):
+            if name in schema:
+                self._add_values(name, schema[name])
+        for name, side in _BOUNDS.items():
+            self._add_bound(name, side, schema.get(name))
+        multiple = schema.get("multipleOf")
+        if isinstance(multiple, (int, float)) and multiple > 0 and multiple != math.inf:
+            self._multiples.add(multiple)
+            if not _is_exact_multiple(multiple):
+                raise self._inexact(f"multipleOf is {_shown(multiple)}")
+
+    def _add_values(self, name: str, values: Any) -> None:
+        rest = [values]
         while rest:
             value = rest.pop()
             if type(value) is int and not _is_exact(value):
-                raise fault(f"{name} has the integer {_shown(value)}, which cannot be kept exactly")
+                raise self._inexact(f"{name} has the integer {_shown(value)}")
+            if type(value) is float and abs(value) > MAX_INT64:
+                self._large[name] = value
             if isinstance(value, Mapping):
                 rest.extend(value.values())
             elif isinstance(value, (list, tuple)):
                 rest.extend(value)
-    for name, side in _BOUNDS.items():
-        bound = schema.get(name)
+
+    def _add_bound(self, name: str, side: int, bound: Any) -> None:
         if type(bound) is int and not _is_exact(bound) and side * _rounding_of(bound) >= 0:
-            raise fault(f"{name} is {_shown(bound)}, which cannot be kept exactly")
+            raise self._inexact(f"{name} is {_shown(bound)}")
+        if type(bound) is float and abs(bound) > MAX_INT64 and side * bound < 0:
+            self._large[name] = bound
+
+    def check_together(self) -> None:
+        """What several levels of the schema may say about the same number."""
+        for name, value in self._large.items():
+            if self._has_integers:
+                raise self._inexact(f"{name} has {value!r} where integers are asked for")
+        if self._combines and len(self._multiples) > 1:
+            common = Fraction(1, 10 ** max(map(_num_decimals, self._multiples)))
+            lcm = 1
+            for multiple in sorted(self._multiples):
+                whole = int(Fraction(Decimal(repr(multiple))) / common)
+                if lcm * whole > MAX_MULTIPLE:
+                    raise self._inexact("what multipleOf asks for together")
+                lcm = math.lcm(lcm, whole)
+
+    def _inexact(self, what: str) -> Exception:
+        error: Exception = self._fault(f"{what}, which cannot be kept exactly")
+        return error
 
 
 def _is_exact(value: int) -> bool:
@@ -210,7 +281,24 @@ def _rounding_of(value: int) -> int:
     return 1 if int(float(value)) > value else -1
 
 
-def _shown(value: int) -> str:
+def _is_exact_multiple(value: int | float) -> bool:
+    """Whether llguidance, which moves the decimal point as here, gets this number."""
+    if value > MAX_MULTIPLE:
+        return False
+    moved, num_decimals = float(value), 0
+    while moved % 1:
+        moved *= 10
+        num_decimals += 1
+    exact = Fraction(Decimal(repr(value)))
+    return moved <= MAX_MULTIPLE and Fraction(int(moved), 10**num_decimals) == exact
+
+
+def _num_decimals(value: int | float) -> int:
+    exponent = Decimal(repr(value)).normalize().as_tuple().exponent
+    return max(0, -exponent) if isinstance(exponent, int) else 0
+
+
+def _shown(value: int | float) -> str:
     """The number, or how long it is."""
-    bits = value.bit_length()
-    return str(value) if bits <= 256 else f"of {bits} bits"
+    bits = value.bit_length() if isinstance(value, int) else 0
+    return repr(value) if bits <= 256 else f"of {bits} bits"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -19,7 +20,7 @@ import pytest
 from process_resources import no_process, no_thread
 
 from termgen.engine import grammar as grammar_module
-from termgen.engine import grammar_source, input_processor
+from termgen.engine import grammar_source, input_processor, structured_outputs
 from termgen.engine.daemon_threads import spare_threads
 from termgen.engine.grammar import Compilation, GrammarCompiler, _FairQueue, _Job
 from termgen.engine.input_processor import InputProcessor
@@ -150,7 +151,8 @@ def test_a_prover_that_somebody_ends_says_nothing_about_the_grammar(
             time.sleep(0.001)
         time.sleep(0.05)
         os.kill(worker if ends_worker else program.pid, number)
-        os.kill(worker, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # ended with its program
+            os.kill(worker, signal.SIGCONT)
         with pytest.raises(OverloadedError, match="grammar cannot be tried out now"):
             future.result(20)
         compiler.compile(wanted)
@@ -175,9 +177,10 @@ CRASHES = [
 
 @pytest.mark.parametrize("grammar", CRASHES)
 def test_a_grammar_that_crashes_the_library_costs_its_request(
-    shared_compiler: GrammarCompiler, grammar: str
+    shared_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, grammar: str
 ) -> None:
     compiler = shared_compiler
+    monkeypatch.setattr(structured_outputs, "_schemas_in", lambda lark: ())  # or it is refused
     for _ in range(2):  # the verdict is kept
         with pytest.raises(RequestError, match="tools: too complex to be compiled") as refusal:
             compiler.compile(StructuredOutputsParams(grammar=grammar, param="tools"))
@@ -193,6 +196,15 @@ INEXACT = [
     *(f'{{"enum": [1, {{"a": [{-(2**63) + i}]}}]}}' for i in (0, 1, 2)),
     '{"type": "integer", "minimum": 9007199254740993}',
     '{"type": "integer", "exclusiveMaximum": 9007199254740995}',
+    '{"type": "integer", "minimum": 1e25}',
+    '{"type": ["integer", "null"], "exclusiveMaximum": -1e19}',
+    '{"allOf": [{"type": "integer"}, {"const": 1e300}]}',
+    '{"allOf": [{"type": "integer"}, {"enum": [7, 1e19]}]}',
+    '{"type": "integer", "multipleOf": 4294967295}',
+    '{"type": "number", "multipleOf": 9007199254740993}',
+    '{"type": "number", "multipleOf": 123456789.125}',
+    '{"multipleOf": 1e-7, "allOf": [{"multipleOf": 100000}]}',
+    '{"$ref": "#/$defs/a", "multipleOf": 65537, "$defs": {"a": {"multipleOf": 65539}}}',
 ]
 INFINITE = [
     schema.replace("?", number)
@@ -209,6 +221,8 @@ def test_numbers_that_are_not_exact_are_refused_by_name(schema: str, why: str) -
     with pytest.raises(RequestError, match=why) as refusal:
         StructuredOutputsParams(json=schema, param="tools")
     assert (refusal.value.code, refusal.value.param) == ("invalid_schema", "tools")
+    with pytest.raises(RequestError, match=why):  # in the words of a grammar
+        StructuredOutputsParams(grammar=f"start: %json {schema}", param="tools")
 
 
 @pytest.mark.parametrize(
@@ -217,6 +231,12 @@ def test_numbers_that_are_not_exact_are_refused_by_name(schema: str, why: str) -
         *(f'{{"const": {value}}}' for value in (2**53, 2**53 - 1, -(2**53), 2**62, 2**63 - 1)),
         *(f'{{"type": "integer", "maximum": {value}}}' for value in (2**63 - 1, 2**64 - 1)),
         '{"type": "integer", "maximum": 9007199254740993}',
+        '{"type": "integer", "maximum": 1e25}',
+        '{"type": "number", "minimum": 1e15}',
+        '{"const": 1e300}',
+        *(f'{{"multipleOf": {value}}}' for value in (1, 5, 0.1, 0.01, 0.25, 1000)),
+        '{"properties": {"a": {"multipleOf": 0.01}, "b": {"multipleOf": 1000}}}',
+        '{"allOf": [{"multipleOf": 0.5}, {"multipleOf": 3}, {"multipleOf": 100}]}',
     ],
 )
 def test_numbers_that_are_exact_are_taken(shared_compiler: GrammarCompiler, schema: str) -> None:
@@ -292,11 +312,12 @@ def test_the_worst_gbnf_that_is_taken_is_converted_in_time(compiler: GrammarComp
 
 
 def test_a_slow_compilation_holds_up_only_who_waits_for_it(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
+    monkeypatch.setattr(grammar_module, "spare_threads", lambda most: 2)
+    compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=(1,))
     monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(grammar_module, "MAX_WAITING_OF_CLIENT", 2)
-    compiler._computing = threading.Semaphore(2)
     with pytest.raises(OverloadedError, match="too many grammars wait"):
         compiler.compile(StructuredOutputsParams(regex="slow", param="tools"))
     monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 20)
