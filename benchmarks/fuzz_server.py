@@ -43,7 +43,11 @@ GOOD_BODY = {
     "max_tokens": 60,
     "ignore_eos": True,
 }
-SERVE_OPTIONS = ("--kv-cache-gib", "0.1", "--no-log-requests", "--max-num-seqs", "32")
+SERVE_OPTIONS = (
+    *("--kv-cache-gib", "0.1", "--no-log-requests", "--max-num-seqs", "32"),
+    # An answer without a limit of its own ends with the context, long before ANSWER_TIMEOUT_S.
+    *("--max-model-len", "512"),
+)
 WHOLE_BODY_CODES = ("invalid_json", "request_too_large", "invalid_http", "invalid_body")
 """What is wrong with a body as a whole, in which no field is to blame."""
 DIED = "server died"

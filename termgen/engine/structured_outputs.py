@@ -223,7 +223,9 @@ class _Numbers:
         for name, side in _BOUNDS.items():
             self._add_bound(name, side, schema.get(name))
         multiple = schema.get("multipleOf")
-        if isinstance(multiple, (int, float)) and multiple > 0 and multiple != math.inf:
+        if isinstance(multiple, bool):  # an int in Python, no number in JSON: llguidance refuses it
+            return
+        if isinstance(multiple, (int, float)) and 0 < multiple < math.inf:
             self._multiples.add(multiple)
             if not _is_exact_multiple(multiple):
                 raise self._inexact(f"multipleOf is {_shown(multiple)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import signal
 import string
@@ -241,6 +242,48 @@ def test_numbers_that_are_not_exact_are_refused_by_name(schema: str, why: str) -
 )
 def test_numbers_that_are_exact_are_taken(shared_compiler: GrammarCompiler, schema: str) -> None:
     shared_compiler.compile(StructuredOutputsParams(json=schema))
+
+
+KEYWORDS = (
+    *("type", "const", "enum", "title", "default", "format", "pattern", "minLength", "maxLength"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items"),
+    *("prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains"),
+    *("properties", "patternProperties", "additionalProperties", "propertyNames", "required"),
+    *("minProperties", "maxProperties", "dependencies", "allOf", "anyOf", "oneOf", "not", "if"),
+    *("then", "$ref", "$defs", "definitions", "$id", "$schema", "$anchor", "x-guidance"),
+)
+ODD_VALUES = (
+    *(
+        None,
+        True,
+        False,
+        "",
+        "x",
+        "\x00",
+        "\ud800",
+        [],
+        {},
+        [[]],
+        [None],
+        [True],
+        {"": {}},
+        {"a": 1},
+    ),
+    *(0, -1, 1, 0.5, -0.0, 1e-320, 1e-7, 1e19, 1e308, 2**31, 2**53 + 1, 2**63, 2**64, -(2**63)),
+)
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_a_keyword_with_any_value_is_taken_or_refused_by_name(
+    shared_compiler: GrammarCompiler, keyword: str
+) -> None:
+    for value in ODD_VALUES:
+        for schema in ({keyword: value}, {"type": "object", "properties": {"a": {keyword: value}}}):
+            try:
+                wanted = StructuredOutputsParams(json=json.dumps(schema), param="tools")
+                shared_compiler.compile(wanted)
+            except RequestError as refusal:
+                assert (refusal.code, refusal.param) == ("invalid_schema", "tools"), schema
 
 
 def deep(levels: int) -> dict[str, Any]:
