@@ -43,6 +43,13 @@ class CatalogModel:
     """As the file's name says it; empty for weights as they were published, 16 bits each."""
     default_params: Mapping[str, float] = field(default_factory=dict)
     """Sampling its authors recommend, for files that do not carry it themselves."""
+    is_base: bool = False
+    """It continues text, and has no chat template."""
+
+    @property
+    def gguf_name(self) -> str | None:
+        """Of the file that is fetched; None: a folder."""
+        return self.wheel.filename if self.wheel else self.hub_file
 
     @property
     def download_bytes(self) -> int:
@@ -177,6 +184,7 @@ CATALOG: dict[str, CatalogModel] = {
             wheel=_GEMMA_WHEELS,
             hub_file=_GEMMA_WHEELS.member,
             quantization="Q4_K_M",
+            is_base=True,
         ),
         *(
             CatalogModel(
