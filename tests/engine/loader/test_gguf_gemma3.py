@@ -12,15 +12,19 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_reading import each_part_once
 from gguf_samples import finish, write_model
 from paged_model import PagedModel, Row, load
 from safetensors.torch import load_file
+from sample_texts import sample_texts
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from termgen.catalog import resolve_model
 from termgen.engine.loader import load_model_config, open_checkpoint
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.runner.resolve import resolve_dtype
-from termgen.errors import CorruptFileError, UnsupportedModelError
+from termgen.engine.tokenizer import load_tokenizer
+from termgen.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
 
 Q = gguf.GGMLQuantizationType
 Extra = Callable[[gguf.GGUFWriter], None]
@@ -234,3 +238,63 @@ def test_an_absurd_number_of_layers_is_refused_at_once(tmp_path: Path) -> None:
     finish(writer)
     with pytest.raises(CorruptFileError, match="gemma3.block_count is 2147483647, above 1024"):
         load_model_config(tmp_path / "m.gguf")
+
+
+# -- the real file -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real_file() -> Path:
+    """Gemma 3 270M as the catalog has it, if it was fetched: 238 MB are too many for a test."""
+    name = "gemma-3-270m-base-q4"
+    try:
+        return resolve_model(name).path
+    except ModelNotFoundError:
+        pytest.skip(f"needs `termgen pull {name}`")
+
+
+@pytest.mark.slow
+def test_real_logits_equal_transformers(real_file: Path) -> None:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+    from transformers.initialization import no_init_weights
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    with each_part_once(), no_init_weights():
+        settings = load_gguf_checkpoint(str(real_file))["config"]
+        reference = Gemma3ForCausalLM(Gemma3TextConfig(**settings)).eval()
+        weights = transformers_reading(real_file, reference)
+    result = reference.load_state_dict(weights, strict=False, assign=True)
+    assert result == (["lm_head.weight"], [])
+    reference.tie_weights()
+    tokenizer = load_tokenizer(real_file)
+    text = "".join(sample_texts(270, 40)) + Path(__file__).read_text()
+    tokens = tokenizer.encode(text)[:700]  # more than the window of 512
+    model = load(real_file)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    actual = PagedModel(model, num_blocks=256).step([Row(0, 0, tokens)])[0]
+    torch.testing.assert_close(actual, expected, atol=2e-3, rtol=1e-4)
+    prompt = tokenizer.encode("The capital of France is")
+    answer = tokenizer.decode(PagedModel(model).greedy(prompt, 8))
+    assert answer == " the capital of the country of France."
+
+
+@pytest.mark.slow
+def test_real_tokenizer_equals_transformers(real_file: Path) -> None:
+    from transformers import AutoTokenizer
+
+    with each_part_once():
+        theirs = AutoTokenizer.from_pretrained(
+            str(real_file.parent), gguf_file=real_file.name, local_files_only=True
+        )
+    ours, seed = load_tokenizer(real_file), 3270
+    print("seed", seed)
+    for text in [*sample_texts(seed, 1000), " " * 70, "\n" * 40, "<table>\n  <tr>", "\t\tx"]:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text), text
+        for skip in (True, False):
+            expected = theirs.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == expected, text
+    added = theirs.added_tokens_decoder
+    assert ours.special_token_ids == {i for i, token in added.items() if token.special}
+    assert (ours.vocab_size, ours.bos_token_id, ours.eos_token_ids) == (262144, 2, (1,))
