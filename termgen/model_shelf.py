@@ -93,16 +93,7 @@ class LocalShelf:
 
     def _list(self) -> list[ModelChoice]:
         current = self._current()
-        choices = [
-            self._choice(
-                entry.name,
-                entry.hub_id,
-                entry.path,
-                entry.download_bytes if entry.size_bytes is None else entry.size_bytes,
-                current,
-            )
-            for entry in catalog.list_models()
-        ]
+        choices = [self._of_catalog(entry, current) for entry in catalog.list_models()]
         for model in find_others(current):
             detail = "" if model.root == model.name else model.root
             name = model.name if "/" in model.name else model.root
@@ -118,17 +109,37 @@ class LocalShelf:
         except ModelNotFoundError:
             if known is None and not catalog.is_hub_id(name):
                 raise
-            size = None if known is None else known.download_bytes
-            detail = name if known is None else known.hub_id
-            return self._choice(name if known is None else known.name, detail, None, size, None)
+            if known is None:
+                return self._choice(name, name, None, None, None)
+            return self._missing(known)
         return self._choice(name, model.root, model.path, size_of(model), self._current())
 
+    def _of_catalog(self, entry: catalog.ModelEntry, current: Path | None) -> ModelChoice:
+        known = catalog.CATALOG[entry.name]
+        if entry.path is None:
+            return self._missing(known)
+        return self._choice(known.name, _detail(known), entry.path, entry.size_bytes, current)
+
+    def _missing(self, known: catalog.CatalogModel) -> ModelChoice:
+        """One that has to be fetched first."""
+        file = None if known.gguf_name is None else Path(known.gguf_name)
+        size = known.download_bytes
+        return self._choice(known.name, _detail(known), None, size, None, file=file)
+
     def _choice(
-        self, name: str, detail: str, path: Path | None, size: int | None, current: Path | None
+        self,
+        name: str,
+        detail: str,
+        path: Path | None,
+        size: int | None,
+        current: Path | None,
+        *,
+        file: Path | None = None,
     ) -> ModelChoice:
-        needs = (
-            None if size is None else weights_bytes(path, size, self._holder.config, self._device)
-        )
+        """`file`: what will be fetched, when nothing is here yet."""
+        needs = None
+        if size is not None:
+            needs = weights_bytes(path or file, size, self._holder.config, self._device)
         room = self._room()
         fits = None if needs is None or room is None else needs * SPARE_SHARE <= room
         is_current = path is not None and current is not None and path.samefile(current)
@@ -160,6 +171,12 @@ class LocalShelf:
             memory.free_below_limit_bytes,
         )
         return sum(own)
+
+
+def _detail(known: catalog.CatalogModel) -> str:
+    if not known.is_base:
+        return known.hub_id
+    return f"continues text, has no chat template · {known.hub_id}"
 
 
 @contextmanager

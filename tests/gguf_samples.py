@@ -24,15 +24,22 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_GEMMA3_LAYER = {
+    **_LAYER,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, arch: str = "llama") -> str:
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{suffix}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{_LAYER[part]}.{suffix}"
+    parts = _GEMMA3_LAYER if arch == "gemma3" else _LAYER
+    return f"blk.{layer}.{parts[part]}.{suffix}"
 
 
 def permute(weights: np.ndarray, num_heads: int) -> np.ndarray:
@@ -60,8 +67,9 @@ def write_model(
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    if arch == "qwen3":
+    ropes = config["rope_parameters"]
+    writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
+    if arch in ("qwen3", "gemma3"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     writer.add_bos_token_id(config["bos_token_id"])
@@ -69,7 +77,7 @@ def write_model(
     if extra is not None:
         extra(writer)
     for name, weights in load_file(folder / "model.safetensors").items():
-        if gguf_name(name) not in leave_out:
+        if gguf_name(name, arch) not in leave_out:
             _add_tensor(writer, name, weights, arch, quant, config)
     finish(writer)
     return path
@@ -87,11 +95,14 @@ def _add_tensor(
         weights = permute(weights, config["num_attention_heads"])
     if arch == "llama" and ".k_proj." in name:
         weights = permute(weights, config["num_key_value_heads"])
+    if arch == "gemma3" and name.endswith("norm.weight"):
+        weights = weights + 1
     weights = np.ascontiguousarray(weights)
+    name = gguf_name(name, arch)
     if weights.ndim == 1:
-        writer.add_tensor(gguf_name(name), weights)
+        writer.add_tensor(name, weights)
     else:
-        writer.add_tensor(gguf_name(name), gguf.quants.quantize(weights, quant), raw_dtype=quant)
+        writer.add_tensor(name, gguf.quants.quantize(weights, quant), raw_dtype=quant)
 
 
 def finish(writer: gguf.GGUFWriter) -> None:

@@ -276,13 +276,22 @@ def test_a_quantised_model_is_one_file_of_its_repository(
 
 
 def test_every_quantised_model_is_of_a_kind_that_is_loaded_from_gguf() -> None:
-    families = ("smollm2", "llama", "qwen2", "qwen3")  # what `gguf_config` reads
+    families = ("smollm2", "llama", "qwen2", "qwen3", "gemma-3")  # what `gguf_config` reads
     quantised = [model for model in CATALOG.values() if model.quantization]
     assert len(quantised) > 8
     for model in quantised:
         assert model.name.startswith(families)
         filename = model.hub_file or (model.wheel.filename if model.wheel else "")
         assert filename.lower().endswith(f"{model.quantization}.gguf".lower())
+
+
+def test_the_parts_of_a_file_are_its_whole() -> None:
+    cut = [m.wheel for m in CATALOG.values() if m.wheel is not None and m.wheel.parts]
+    assert cut
+    for wheel in cut:
+        assert sum(part.member_bytes for part in wheel.parts) == wheel.member_bytes
+        assert sum(part.wheel_bytes for part in wheel.parts) == wheel.wheel_bytes
+        assert len({part.package for part in wheel.parts}) == len(wheel.parts) > 1
 
 
 def test_list_models(index: list[Path], lay_out: Callable[..., Path]) -> None:

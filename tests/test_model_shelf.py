@@ -100,6 +100,10 @@ async def test_the_list(machine: Path) -> None:
     missing = by_name["mistral-7b"]
     assert not missing.is_here and missing.size_bytes == 14_500_000_000
     assert missing.needs_bytes == missing.size_bytes and missing.fits is False
+    quantised = by_name["qwen3-8b-q4"]
+    assert not quantised.is_here and quantised.needs_bytes == int(5_030_000_000 * 16 / 4.6)
+    assert quantised.fits is False and by_name["qwen3-1.7b-q8"].fits
+    assert by_name["gemma-3-270m-base-q4"].detail.startswith("continues text, has no chat template")
     current = [choice.name for choice in choices if choice.is_current]
     assert current == [str(here)]
     # memory is not known: no verdict
@@ -156,6 +160,8 @@ async def test_names_that_are_typed(machine: Path) -> None:
         is_here=False,
         needs_bytes=3_040_000_000,
     )
+    needs = (await shelf.look_up("smollm2-1.7b-q4")).needs_bytes
+    assert needs == int(1_060_000_000 * 32 / 4.6)  # of the file that is to be fetched
     assert await shelf.look_up("org/new") == ModelChoice("org/new", "org/new", is_here=False)
     folder = put_folder(machine / "m")
     assert (await shelf.look_up("./m")).is_here and folder.is_dir()

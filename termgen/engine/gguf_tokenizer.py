@@ -61,6 +61,10 @@ also expect a beginning-of-sequence token unless the file says otherwise."""
 
 NFC_NORMALISED = frozenset({"qwen2", "deepseek-r1-qwen"})
 
+MERGED_BY_POSITION = frozenset({"gemma3"})
+"""Values of general.architecture whose merges go by the position of their tokens: scores do not say
+when spaces merge, which are user-defined tokens there."""
+
 MAX_MERGED_CHARS = 256
 """Longer tokens are not searched for merges: the work grows with the square of the length."""
 
@@ -101,6 +105,9 @@ class _Builder:
                 f" for {len(self._tokens)} tokens"
             )
         self._pre = metadata.get("tokenizer.ggml.pre", "default")
+        self._merges_by_position = metadata.get("general.architecture") in MERGED_BY_POSITION
+        if self._kind == "llama" and self._merges_by_position:
+            self._respell_spaces()
 
     def build(self) -> TokenizerParts:
         bos, eos = self._id("bos_token_id"), self._id("eos_token_id")
@@ -131,6 +138,19 @@ class _Builder:
             prefix_ids=self._ids_if("add_bos_token", bos_by_default, bos),
             suffix_ids=self._ids_if("add_eos_token", False, eos),
         )
+
+    def _respell_spaces(self) -> None:
+        """Makes tokens of several spaces normal ones.
+
+        A Gemma file has them as user-defined tokens made of spaces. The model's own tokenizer.json
+        spells them with the mark that stands for a space in text, and merges them like others.
+        """
+        self._tokens, self._types = list(self._tokens), list(self._types)  # the metadata's own
+        present = set(self._tokens)
+        for i, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
+            marks = SPACE_MARK * len(token)
+            if kind == USER_DEFINED and token and not token.strip(" ") and marks not in present:
+                self._tokens[i], self._types[i] = marks, NORMAL
 
     def _byte_level(self) -> Backend:
         if self._pre not in SPLITS:
@@ -197,7 +217,8 @@ class _Builder:
         return backend
 
     def _derived_merges(self, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Every way to make a token of two others, best score first.
+        """Every way to make a token of two others, best score first; of two ways to make the same
+        token, the one with the longer left half first, as in a converted tokenizer.json.
 
         Control, unused and byte tokens take no part: text must not merge into a control token.
         """
@@ -206,16 +227,18 @@ class _Builder:
             raise self._corrupt(
                 f"tokenizer.ggml.scores has {len(scores)} entries for {len(self._tokens)} tokens"
             )
+        if self._merges_by_position:
+            scores = [-float(i) for i in range(len(scores))]
         usable = {t for t, i in vocab.items() if self._types[i] in (NORMAL, USER_DEFINED)}
-        found: list[tuple[float, int, int, str, str]] = []
+        found: list[tuple[float, int, int, int, str, str]] = []
         for token in usable:
-            if len(token) > MAX_MERGED_CHARS:
+            length, token_id = len(token), vocab[token]
+            if length > MAX_MERGED_CHARS:
                 continue
-            score = scores[vocab[token]]
-            for cut in range(1, len(token)):
-                left, right = token[:cut], token[cut:]
-                if left in usable and right in usable:
-                    found.append((-score, vocab[left], vocab[right], left, right))
+            rank = -scores[token_id]
+            for cut in range(1, length):
+                if (left := token[:cut]) in usable and (right := token[cut:]) in usable:
+                    found.append((rank, -cut, cut - length, token_id, left, right))
         found.sort()
         return [(left, right) for *_, left, right in found]
 

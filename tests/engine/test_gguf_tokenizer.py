@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from sample_texts import sample_texts
 from sentencepiece_samples import sentencepiece_backend
 
 from termgen.engine.gguf_file import GGUFFile
-from termgen.engine.gguf_tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, build_parts
+from termgen.engine.gguf_tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, SPACE_MARK, build_parts
 from termgen.engine.tokenizer import Tokenizer
 from termgen.errors import CorruptFileError, ModelError, UnsupportedModelError
 
@@ -256,6 +258,95 @@ def test_sentencepiece_equals_the_same_model_written_as_tokenizer_json() -> None
         ids = backend.encode(text).ids
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
         assert tokenizer.decode(ids) == backend.decode(ids), text
+
+
+# -- Gemma's vocabularies ---------------------------------------------------------------------
+
+
+def gemma_metadata(rng: random.Random) -> dict[str, Any]:
+    """A vocabulary as Gemma 3 files have it, its words made at random of two of those before."""
+    spaces, lines = [" " * n for n in range(2, 8)], ["\n" * n for n in range(1, 5)]
+    user_defined = ["[multimodal]", *lines, *spaces, "<table>"]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<unused0>"]
+    byte_tokens = [f"<0x{b:02X}>" for b in range(256)]
+    letters = [SPACE_MARK, *"abcdé好<>/"]
+    pieces = list(letters)
+    while len(pieces) < 150:
+        made = rng.choice(pieces) + rng.choice(pieces)
+        if made not in pieces and len(made) < 9 and set(made) != {SPACE_MARK}:
+            pieces.append(made)
+    # Letters come last in the real vocabulary, and have the worst scores.
+    words = pieces[len(letters) :] + letters
+    tokens = [*special, *user_defined, *byte_tokens, *words]
+    scores = [*[-1000.0] * (len(tokens) - len(words)), *(-float(i) for i in range(len(words)))]
+    types = [*[3] * len(special), *[4] * len(user_defined), *[6] * 256, *[1] * len(words)]
+    metadata: dict[str, Any] = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": tokens,
+        "scores": scores,
+        "token_type": types,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "unknown_token_id": 3,
+        "padding_token_id": 0,
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "add_space_prefix": False,
+    }
+    return {"general.architecture": "gemma3"} | {
+        f"tokenizer.ggml.{key}": value for key, value in metadata.items()
+    }
+
+
+def transformers_backend(metadata: dict[str, Any]) -> Any:
+    """transformers' reading of the same metadata; it adds no bos here."""
+    gguf = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    names = gguf.GGUF_TOKENIZER_MAPPING["tokenizer"]
+    architecture = metadata["general.architecture"]
+    keys = {name: metadata.get(f"tokenizer.{key}") for key, name in names.items()}
+    found = {name: value for name, value in keys.items() if value is not None}
+    return gguf.convert_gguf_tokenizer(architecture, found)[0]
+
+
+def merges_of(tokenizer_json: str) -> list[list[str]]:
+    merges: list[list[str]] = json.loads(tokenizer_json)["model"]["merges"]
+    return merges
+
+
+def test_gemma_vocabularies_equal_transformers() -> None:
+    rng = random.Random(SEED)
+    print("seed", SEED)
+    bits = [*"abcdé好<>/xß", " ", " ", "  ", "   ", " " * 11, "\n", "\n\n", "\n" * 6, "<table>"]
+    bits += [SPACE_MARK, "<start_of_turn>", "[multimodal]", "\t", "aab", "abab"]
+    for _ in range(6):
+        metadata = gemma_metadata(rng)
+        given = {key: list(v) if isinstance(v, list) else v for key, v in metadata.items()}
+        tokenizer, reference = build(metadata), transformers_backend(metadata)
+        assert metadata == given
+        assert tokenizer.encode("a")[0] == tokenizer.bos_token_id == 2
+        # No text merges into byte tokens, which is up to chance in transformers' reading.
+        theirs = merges_of(reference.to_str())
+        assert merges_of(tokenizer.to_json()) == [m for m in theirs if "".join(m)[:3] != "<0x"]
+        for _ in range(400):
+            text = "".join(rng.choices(bits, k=rng.randrange(1, 25)))
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            assert ids == reference.encode(text, add_special_tokens=False).ids, text
+            for skip in (True, False):
+                decoded = tokenizer.decode(ids, skip_special_tokens=skip)
+                assert decoded == reference.decode(ids, skip_special_tokens=skip), text
+
+
+def test_spaces_of_a_gemma_vocabulary_are_merged_like_text() -> None:
+    metadata = gemma_metadata(random.Random(SEED))
+    tokenizer = build(metadata)
+    assert texts_of(tokenizer, "   ") == ["   "]
+    # The longest token, matched first as a user-defined one is, would leave four behind seven.
+    assert [len(token) for token in texts_of(tokenizer, " " * 11)] == [4, 7]
+    # A file that has both spellings keeps both.
+    tokens = metadata["tokenizer.ggml.tokens"]
+    metadata["tokenizer.ggml.tokens"] = [*tokens[:-1], SPACE_MARK * 2]
+    assert build(metadata).vocab_size == len(tokens)
 
 
 # -- metadata that cannot be right ---------------------------------------------------------------

@@ -1,8 +1,9 @@
 """A GGUF file as a checkpoint: Hugging Face names, values dequantised one tensor at a time.
 
 Opened through `open_checkpoint`. Reading a tensor undoes what conversion to GGUF did to it: its
-blocks are expanded to float32, and the rows of q and k of a `llama` model go back to the order in
-which a head's rotary pairs are half a head apart.
+blocks are expanded to float32, the rows of q and k of a `llama` model go back to the order in which
+a head's rotary pairs are half a head apart, and the norms of a `gemma3` model are distances from
+one again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_IN_GEMMA3_LAYER = {
+    **_IN_LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
 _TOP_NAME = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
 
@@ -51,8 +58,11 @@ class GGUFCheckpoint:
         try:
             raw = hf_config(self._file)
             self.config: ModelConfig = parse_config(raw, path)
-            # Which of the two rotary layouts q and k are in depends on the architecture alone.
-            self._permuted = self._file.metadata["general.architecture"] == "llama"
+            # What conversion did to the values depends on the architecture alone.
+            architecture = self._file.metadata["general.architecture"]
+            self._permuted = architecture == "llama"
+            self._norms_plus_one = architecture == "gemma3"
+            self._in_layer = _IN_GEMMA3_LAYER if self._norms_plus_one else _IN_LAYER
             self._names = self._hf_names()
             stored = self._file.tensors
             shapes = {name: stored[inside].shape for name, inside in self._names.items()}
@@ -81,6 +91,8 @@ class GGUFCheckpoint:
             return self._unpermute(values, self.config.num_heads, stored.name)
         if self._permuted and ".attn_k." in stored.name:
             return self._unpermute(values, self.config.num_kv_heads, stored.name)
+        if self._norms_plus_one and stored.name.endswith("norm.weight"):
+            return values.sub_(1.0)
         return values
 
     def close(self) -> None:
@@ -103,7 +115,7 @@ class GGUFCheckpoint:
         for stored in self._file.tensors.values():
             if stored.name == ROPE_FACTORS or ".rot_embd." in stored.name:
                 continue  # rotary tables: the configuration says the same
-            name = hf_name(stored.name, self.config.num_layers)
+            name = self._hf_name(stored.name)
             if name is None:
                 raise UnsupportedModelError(
                     f"{self._file.path}: the tensor {stored.name!r} belongs to no supported "
@@ -113,15 +125,13 @@ class GGUFCheckpoint:
             names[name] = stored.name
         return names
 
-
-def hf_name(name: str, num_layers: int) -> str | None:
-    """The Hugging Face name of a GGUF tensor, or None if it has none."""
-    if match := _LAYER_NAME.fullmatch(name):
-        layer, part, suffix = match.groups()
-        if part in _IN_LAYER and int(layer) < num_layers:
-            return f"model.layers.{layer}.{_IN_LAYER[part]}.{suffix}"
-    elif match := _TOP_NAME.fullmatch(name):
-        part, suffix = match.groups()
-        if part in _TOP_LEVEL:
-            return f"{_TOP_LEVEL[part]}.{suffix}"
-    return None
+    def _hf_name(self, name: str) -> str | None:
+        if match := _LAYER_NAME.fullmatch(name):
+            layer, part, suffix = match.groups()
+            if part in self._in_layer and int(layer) < self.config.num_layers:
+                return f"model.layers.{layer}.{self._in_layer[part]}.{suffix}"
+        elif match := _TOP_NAME.fullmatch(name):
+            part, suffix = match.groups()
+            if part in _TOP_LEVEL:
+                return f"{_TOP_LEVEL[part]}.{suffix}"
+        return None

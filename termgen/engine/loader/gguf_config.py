@@ -21,12 +21,17 @@ ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
 }
 ROPE_FACTORS = "rope_freqs.weight"
 MAX_SIZE = 1 << 31
+MAX_LAYERS = 1024
 
 # GGUF stores Llama 3's rope scaling as one factor per frequency. All Llama 3.x models share these.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
+# Constants of Gemma 3 for which most of its files have no key: what llama.cpp takes them to be.
+_GEMMA3_THETA, _GEMMA3_WINDOW_THETA, _GEMMA3_PATTERN = 1e6, 1e4, 6
+_GEMMA3_27B_LAYERS = 62
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SAMPLING = {
     "temp": "temperature",
@@ -68,8 +73,10 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "rope_theta": keys.number("rope.freq_base", default=10000.0),
         "torch_dtype": _dtype(file),
     }
-    config.update(_biases(keys), **_sliding_window(keys))
+    config.update(_biases(keys))
+    config.update(_gemma3(keys, config) if architecture == "gemma3" else _sliding_window(keys))
     if (scaling := _rope_scaling(keys, config)) is not None:
+        # For Gemma 3 this is read as the scaling of layers without a window alone.
         config["rope_scaling"] = scaling
     for name in ("bos", "eos"):
         if (token := keys.token(f"tokenizer.ggml.{name}_token_id")) is not None:
@@ -187,9 +194,9 @@ def _biases(keys: _Keys) -> dict[str, bool]:
         return {}
     if qkv != output:
         keys.refuse(f"a {keys.architecture} model with biases on q, k, v or the output alone")
-    if keys.architecture == "qwen3":
+    if keys.architecture in ("qwen3", "gemma3"):
         if mlp:
-            keys.refuse("a qwen3 model with biases in the feed-forward network")
+            keys.refuse(f"a {keys.architecture} model with biases in the feed-forward network")
         return {"attention_bias": qkv}
     return {"attention_bias": qkv, "mlp_bias": mlp}
 
@@ -207,6 +214,37 @@ def _sliding_window(keys: _Keys) -> dict[str, Any]:
             "sliding_window": window,
         }
     return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+
+
+def _gemma3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if value := keys.get(f"gemma3.{key}", 0.0):
+            keys.refuse(f"gemma3.{key} {str(value)[:40]} is not supported")
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    if layers > MAX_LAYERS:
+        keys.corrupt(f"gemma3.block_count is {layers}, above {MAX_LAYERS}")
+    # No key says by what scores are divided: the 27B model alone has another value than the others.
+    by_hidden_size = layers == _GEMMA3_27B_LAYERS
+    scalar = config["hidden_size"] // heads if by_hidden_size else config["head_dim"]
+    theta = keys.number("rope.freq_base", default=_GEMMA3_THETA)
+    window_theta = keys.number("rope.freq_base_swa", default=_GEMMA3_WINDOW_THETA)
+    found: dict[str, Any] = {
+        "rope_theta": theta,
+        "rope_local_base_freq": window_theta,
+        "query_pre_attn_scalar": scalar,
+    }
+    if not keys.get("gemma3.attention.sliding_window", 0):
+        return {**found, "layer_types": ["full_attention"] * layers}
+    window = keys.size("attention.sliding_window")
+    full = "gemma3.attention.sliding_window_pattern"
+    pattern = keys.get(full)
+    if not isinstance(pattern, list):
+        every = keys.size("attention.sliding_window_pattern", default=_GEMMA3_PATTERN)
+        pattern = [bool((layer + 1) % every) for layer in range(layers)]
+    elif len(pattern) != layers or not all(isinstance(item, bool) for item in pattern):
+        keys.corrupt(f"{full} is not a list of {layers} truth values")
+    kinds = ["sliding_attention" if item else "full_attention" for item in pattern]
+    return {**found, "sliding_window": window, "layer_types": kinds}
 
 
 def _rope_scaling(keys: _Keys, config: dict[str, Any]) -> dict[str, Any] | None:

@@ -219,7 +219,7 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
     writer.add_tensor("token_embd.weight", np.ones((4, 4), "float32"))
     finish(writer)
-    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama, qwen2, qwen3"):
+    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama, qwen2, qwen3, gemma3"):
         open_checkpoint(tmp_path / "m.gguf")
 
 

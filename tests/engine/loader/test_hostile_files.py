@@ -39,8 +39,16 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("gguf") / "m.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
+    return write_small(tmp_path_factory.mktemp("gguf") / "m.gguf", "llama")
+
+
+@pytest.fixture(scope="module")
+def small_gemma3_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_small(tmp_path_factory.mktemp("gguf") / "m.gguf", "gemma3")
+
+
+def write_small(path: Path, arch: str) -> bytes:
+    writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(1)
     writer.add_context_length(64)
     writer.add_embedding_length(32)
@@ -49,6 +57,10 @@ def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
     writer.add_rope_scaling_factor(2.0)
+    if arch == "gemma3":
+        writer.add_sliding_window(8)
+        writer.add_sliding_window_pattern([True])
+        writer.add_rope_freq_base_swa(1e4)
     writer.add_token_list(["<s>", "</s>", "a", "b", "c", "d", "e", "f"])
     writer.add_token_types([3, 3, 1, 1, 1, 1, 1, 1])
     writer.add_array("x.nested", [[1, 2], [3]])
@@ -149,14 +161,16 @@ def data_start(raw: bytes, folder: Path) -> int:
         return min(tensor.offset for tensor in file.tensors.values())
 
 
-def test_gguf_mutations(small_gguf: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fixture", ["small_gguf", "small_gemma3_gguf"])
+def test_gguf_mutations(fixture: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    small: bytes = request.getfixturevalue(fixture)
     seed = 1234
     print(f"seed {seed}")
-    header = data_start(small_gguf, tmp_path)
+    header = data_start(small, tmp_path)
     path = tmp_path / "m.gguf"
-    path.write_bytes(small_gguf)
+    path.write_bytes(small)
     read_all_gguf(path)
-    files = mutations(small_gguf, header, scaled(300), random.Random(seed))
+    files = mutations(small, header, scaled(300), random.Random(seed))
     good, bad = outcomes(files, path, lambda: read_all_gguf(path))
     # Both happen: the mutations reach past the first check, and not all of them matter.
     assert good > 10 and bad > 100
