@@ -23,6 +23,11 @@ The command line prints `TermgenError` as one line and exits with code 2; the se
 
 from __future__ import annotations
 
+import re
+
+MAX_MESSAGE_CHARS = 1000
+"""Longer messages of a ModelError are cut."""
+
 
 class TermgenError(Exception):
     """Base of everything raised on purpose."""
@@ -37,7 +42,16 @@ class ConfigError(TermgenError):
 
 
 class ModelError(TermgenError):
-    """A model cannot be found, fetched, read or run."""
+    """A model cannot be found, fetched, read or run.
+
+    Files from anywhere are quoted in these messages, so they are kept to one line of printable
+    text.
+    """
+
+    def __init__(self, message: str) -> None:
+        line = "".join(c if c.isprintable() else "?" for c in re.sub(r"\s*\n\s*", " ", message))
+        is_long = len(line) > MAX_MESSAGE_CHARS
+        super().__init__(line[:MAX_MESSAGE_CHARS] + "..." if is_long else line)
 
 
 class ModelNotFoundError(ModelError):

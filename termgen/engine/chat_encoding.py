@@ -205,6 +205,13 @@ class ChatEncoder:
             },
             num_input_chars=chat.num_chars,
         )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError(
+                "the chat template wrote an unpaired surrogate, which is not valid Unicode",
+                param="messages",
+            ) from None
         return text if chat.continued is None else _cut(text, chat.continued)
 
 

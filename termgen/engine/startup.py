@@ -23,7 +23,7 @@ from termgen.engine.input_processor import InputProcessor
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.output import OutputProcessor
 from termgen.engine.request import GenerationRequest
-from termgen.engine.sampling_params import MAX_EOS_IDS
+from termgen.engine.sampling_params import MAX_EOS_IDS, SamplingParams
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
 from termgen.engine.startup_phases import (
@@ -37,7 +37,7 @@ from termgen.engine.text_process import TextProcess
 from termgen.engine.tokenizer import Tokenizer, load_tokenizer
 from termgen.engine.tool_detection import tool_format
 from termgen.engine.tool_format import ToolFormat
-from termgen.errors import ConfigError
+from termgen.errors import ConfigError, CorruptFileError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +144,9 @@ def _check_vocabulary(tokenizer: Tokenizer, info: DeviceInfo) -> None:
     A text model may share the tokenizer of one that sees images, and lack the rows of special
     tokens that stand for those. A prompt with one of them is refused by the input processor.
     """
-    beyond = set(range(info.vocab_size, tokenizer.vocab_size))
-    if not beyond <= tokenizer.special_token_ids:
+    beyond = range(info.vocab_size, tokenizer.vocab_size)
+    special = tokenizer.special_token_ids
+    if len(beyond) > len(special) or not special.issuperset(beyond):
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {info.vocab_size}",
             param="tokenizer",
@@ -201,6 +202,12 @@ def _eos_token_ids(
     if tokenizer is not None:
         ids |= set(tokenizer.eos_token_ids)
     usable = frozenset(i for i in ids if 0 <= i < info.vocab_size)
+    if beyond := sorted(ids - usable):
+        logger.warning(
+            "end tokens %s are ignored: the model has %d tokens",
+            ", ".join(map(str, beyond[:4])) + (", ..." if len(beyond) > 4 else ""),
+            info.vocab_size,
+        )
     if len(usable) > MAX_EOS_IDS:
         raise ConfigError(
             f"the model's files name {len(usable)} end tokens (eos_token_id in"
@@ -230,7 +237,7 @@ def _model_info(
         block_size=info.block_size,
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
         created=int(time.time()),
-        default_params=_default_params(local, generation_config),
+        default_params=sampling_defaults(local, generation_config),
         implementation=info.implementation,
         tool_format=ToolFormat() if tokenizer is None else tool_format(tokenizer),
         memory=info.memory,
@@ -241,12 +248,21 @@ def _model_info(
     )
 
 
-def _default_params(local: LocalModel, generation_config: dict[str, Any]) -> dict[str, Any]:
-    """Sampling defaults from the model's generation_config.json, else from the catalog."""
+def sampling_defaults(local: LocalModel, generation_config: dict[str, Any]) -> dict[str, Any]:
+    """Sampling defaults from the model's generation_config.json, else from the catalog.
+
+    Raises CorruptFileError for a value that requests could not be sampled with.
+    """
     own = {
         key: generation_config[key]
         for key in SAMPLING_DEFAULTS
         if generation_config.get(key) is not None
     }
+    try:
+        SamplingParams(**own)
+    except RequestError as error:
+        path = local.path
+        source = path / "generation_config.json" if path.is_dir() else path
+        raise CorruptFileError(f"{source}: the recommended {error}") from None
     known = CATALOG.get(local.name)
     return own or (dict(known.default_params) if known is not None else {})

@@ -19,7 +19,7 @@ from termgen.engine.detokenizer import BytesDecoder, TokenDecoder, WindowDecoder
 from termgen.engine.encode_text import encode_ids
 from termgen.engine.fill_in_middle import find_fill_tokens
 from termgen.engine.tokenizer_files import TokenizerParts, read_folder
-from termgen.errors import CorruptFileError, ModelNotFoundError, RequestError
+from termgen.errors import CorruptFileError, ModelError, ModelNotFoundError, RequestError
 
 SPACE_MARK = "\u2581"
 """How SentencePiece vocabularies write a space."""
@@ -27,35 +27,44 @@ SPACE_MARK = "\u2581"
 BEHIND = "☺"
 """A character that no token has beside others."""
 
+MAX_VOCAB_SIZE = 1 << 24
+"""Tables with a row for each id are made: a file must not make them huge."""
+
 PROOF_TEXT = "One text, 2 lines:\n\tna\u00efve \u4f60\u597d \U0001f600 it's."
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read the tokenizer of a model folder or of a .gguf file. Raises ModelError."""
-    if path.is_dir():
-        return _proven(Tokenizer(read_folder(path)), path)
-    if not path.is_file():
+    """Read the tokenizer of a model folder or of a .gguf file. Raises ModelError.
+
+    It has encoded and decoded a text then: some faults of a file show only in use, and as a panic
+    of the native library, which is no `Exception`.
+    """
+    if not path.is_dir() and not path.is_file():
         raise ModelNotFoundError(f"no tokenizer: {path} does not exist")
-    from termgen.engine.gguf_tokenizer import read_gguf
-
-    return _proven(Tokenizer(read_gguf(path)), path)
-
-
-def _proven(tokenizer: Tokenizer, path: Path) -> Tokenizer:
-    """The tokenizer after it has encoded and decoded a text: some faults of a file show only then,
-    and as a panic of the native library, which is no `Exception`."""
     try:
+        if path.is_dir():
+            tokenizer = Tokenizer(read_folder(path))
+        else:
+            from termgen.engine.gguf_tokenizer import read_gguf
+
+            tokenizer = Tokenizer(read_gguf(path))
         for add_special_tokens in (True, False):
             ids = tokenizer.encode(PROOF_TEXT, add_special_tokens=add_special_tokens)
             tokenizer.decode(ids, skip_special_tokens=False)
+        if not ids:
+            raise ValueError("its vocabulary has no token for a plain text")
+    except ModelError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
+        file = path / "tokenizer.json"
         reason = str(error).strip().split("\n", 1)[0][:200]
         raise CorruptFileError(
-            f"the tokenizer of {path} cannot encode a text: {reason or 'no reason given'}"
+            f"the tokenizer of {file if file.is_file() else path} cannot be used:"
+            f" {reason or 'no reason given'}"
         ) from None
     return tokenizer
 
@@ -72,9 +81,10 @@ class Tokenizer:
         self.bos_token_id = parts.bos_token_id
         self.eos_token_ids = parts.eos_token_ids
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size: int = max(
-            backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1
-        )
+        largest = max({*backend.get_vocab(with_added_tokens=True).values(), *added}, default=-1)
+        if largest >= MAX_VOCAB_SIZE:
+            raise ValueError(f"a token has the id {largest}")
+        self.vocab_size: int = largest + 1
         self._bytes_of, self._strip_leading_space = _byte_decoding(parts)
         self._all_bytes = _BytesTable(self._raw_bytes, frozenset())
         self._text_bytes = _BytesTable(self._raw_bytes, self.special_token_ids)

@@ -122,6 +122,10 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise CorruptFileError(f"{file} is not valid JSON: {_line(error)}") from error
     if not isinstance(value, dict):
         raise CorruptFileError(f"{file} must hold a JSON object")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise CorruptFileError(f"{file} has text that is not valid Unicode") from error
     return value
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from termgen.catalog import LocalModel
 from termgen.engine import startup
 from termgen.engine.sampling_params import MAX_EOS_IDS
 from termgen.engine.startup_phases import (
@@ -18,7 +21,7 @@ from termgen.engine.startup_phases import (
     StartupPhase,
     describe_startup,
 )
-from termgen.errors import ConfigError
+from termgen.errors import ConfigError, CorruptFileError
 
 
 def test_a_phase_lasts_until_the_next_one_is_named() -> None:
@@ -71,3 +74,37 @@ def test_more_end_tokens_than_the_device_has_columns_for_are_refused() -> None:
     beyond = {"eos_token_id": list(range(MAX_EOS_IDS + 1))}
     with pytest.raises(ConfigError, match=f"name {MAX_EOS_IDS + 1} end tokens"):
         startup._eos_token_ids(info, None, beyond)  # type: ignore[arg-type]
+
+
+def test_end_tokens_beyond_the_vocabulary_are_ignored_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    info: Any = SimpleNamespace(eos_token_ids=(0,), vocab_size=100)
+    assert startup._eos_token_ids(info, None, {"eos_token_id": [1, 100, 2**63]}) == {0, 1}
+    assert "end tokens 100, 9223372036854775808 are ignored" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", -0.5),
+        ("temperature", float("nan")),
+        ("temperature", 1e9),
+        ("top_p", 0.0),
+        ("top_p", float("inf")),
+        ("top_k", -7),
+        ("top_k", 2**31),
+        ("top_k", 0.5),
+        ("min_p", 1.5),
+        ("repetition_penalty", 10**400),
+    ],
+)
+def test_recommended_sampling_that_no_request_may_ask_for_is_refused(
+    tmp_path: Path, key: str, value: float
+) -> None:
+    good = {"temperature": 0.5, "top_k": 20}
+    model = LocalModel("m", tmp_path, "folder", str(tmp_path))
+    assert startup.sampling_defaults(model, good) == good
+    with pytest.raises(CorruptFileError, match=f"the recommended {key} must be") as error:
+        startup.sampling_defaults(model, {**good, key: value})
+    assert str(tmp_path / "generation_config.json") in str(error.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from sample_texts import sample_texts
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
-from termgen.engine.tokenizer import load_tokenizer
+from termgen.engine.tokenizer import Tokenizer, load_tokenizer
 from termgen.errors import CorruptFileError, ModelError, ModelNotFoundError, RequestError
 
 SEED = 90_210
@@ -47,6 +48,14 @@ def bos_backend() -> Backend:
 
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+TEMPLATE = "{{ '\\ud800' }}{{ messages[0].content }}"
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    return fail
 
 
 class TestFolder:
@@ -258,7 +267,7 @@ class TestBrokenFiles:
                 "post_processor": {
                     "type": "TemplateProcessing",
                     "single": [
-                        {"SpecialToken": {"id": "<nobody>", "type_id": 0}},
+                        {"SpecialToken": {"id": "<undefined>", "type_id": 0}},
                         {"Sequence": {"id": "A", "type_id": 0}},
                     ],
                     "pair": [],
@@ -266,19 +275,86 @@ class TestBrokenFiles:
                 }
             },
             {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}},
+            {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b c"]}},
+            {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [[1, 2]]}},
             {"model": {"type": "BPE"}},
+            {"model": {"type": "BPE", "vocab": {"a": "0"}, "merges": []}},
+            {"model": {"type": "BPE", "vocab": ["a"], "merges": []}},
+            {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
+            {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 7}},
+            {"model": {"type": "WordLevel", "vocab": {"x": 2**32 - 1}, "unk_token": "x"}},
+            {"added_tokens": 5},
+            {"added_tokens": [{"id": 0}]},
+            {"decoder": {"type": "Unheard"}},
             {"normalizer": {"type": "Replace", "pattern": {"Regex": "(unclosed"}, "content": ""}},
-            {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<nobody>"}},
+            {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<undefined>"}},
         ],
-        ids=["post-processor", "merges", "no-vocab", "regex", "unknown-token"],
+        ids=[
+            "post-processor",
+            "merge-of-no-tokens",
+            "merge-of-three",
+            "merge-of-numbers",
+            "no-vocab",
+            "text-as-id",
+            "vocab-as-list",
+            "empty-vocab",
+            "unknown-id-beyond",
+            "huge-id",
+            "added-as-number",
+            "added-in-part",
+            "decoder",
+            "regex",
+            "unknown-token",
+        ],
     )
     def test_is_refused_while_loading(self, tmp_path: Path, damage: dict[str, Any]) -> None:
         folder = write_folder(tmp_path)
         file = folder / "tokenizer.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **damage}))
-        with pytest.raises(CorruptFileError, match="token") as error:
+        with pytest.raises(CorruptFileError, match="not a readable|cannot be used") as error:
             load_tokenizer(folder)
-        assert "\n" not in str(error.value)
+        assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+    def test_a_panic_of_the_library_is_a_refusal_too(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A panic is no `Exception`; what ends the program is let through."""
+        folder = write_folder(tmp_path)
+        panic = type("PanicException", (BaseException,), {})
+        for fault in (panic("in native code"), ValueError("in native code")):
+            monkeypatch.setattr(Tokenizer, "encode", raises(fault))
+            with pytest.raises(CorruptFileError, match="cannot be used: in native code"):
+                load_tokenizer(folder)
+        for signal in (KeyboardInterrupt(), SystemExit()):
+            monkeypatch.setattr(Tokenizer, "encode", raises(signal))
+            with pytest.raises(type(signal)):
+                load_tokenizer(folder)
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("tokenizer.model", b"no SentencePiece model"),
+            ("vocab.json", b"[]"),
+            ("vocab.json", b'{"a": "b"}'),
+            ("tokenizer.tiktoken", b"\xff\xfe"),
+        ],
+    )
+    def test_an_older_file_that_cannot_be_converted_is_refused(
+        self, tmp_path: Path, name: str, content: bytes
+    ) -> None:
+        (tmp_path / name).write_bytes(content)
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        with pytest.raises(ModelError) as error:
+            load_tokenizer(tmp_path)
+        assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+    def test_text_that_is_not_unicode(self, tmp_path: Path) -> None:
+        write_folder(tmp_path, config={"eos_token": "\ud800"})
+        with pytest.raises(CorruptFileError, match=r"tokenizer_config.json .* not valid Unicode"):
+            load_tokenizer(tmp_path)
+        tokenizer = load_tokenizer(write_folder(tmp_path, config={"chat_template": TEMPLATE}))
+        with pytest.raises(RequestError, match="unpaired surrogate"):
+            tokenizer.apply_chat_template(MESSAGES)
 
     def test_a_truncated_file_is_refused(self, tmp_path: Path) -> None:
         file = write_folder(tmp_path) / "tokenizer.json"

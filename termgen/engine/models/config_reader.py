@@ -73,11 +73,15 @@ class ConfigReader:
             return default
         if not isinstance(value, int | float) or isinstance(value, bool):
             self.fail(key, f"must be a number, not {value!r}")
-        if not math.isfinite(value):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of hundreds of digits
+            number = math.inf
+        if not math.isfinite(number):
             self.fail(key, f"must be finite, not {value}")
-        if above is not None and value <= above:
+        if above is not None and number <= above:
             self.fail(key, f"must be above {above}, not {value}")
-        return float(value)
+        return number
 
     def flag(self, key: str, *, default: bool) -> bool:
         value = self._values.get(key)

@@ -187,7 +187,8 @@ class PlainLayers:
             is_seen &= distance < sliding_window
         scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
         weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+        # Some models' code takes views that only a dense result has.
+        return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype).contiguous()
 
 
 class PagedLayers:

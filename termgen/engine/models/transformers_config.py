@@ -9,6 +9,8 @@ model itself is built by `models.transformers_backend`.
 from __future__ import annotations
 
 import logging
+import re
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 _MAX_LAYERS = 1024
 _NUM_TOKENS = 4
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_FAULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
+"""Exceptions of Python and torch in the midst of transformers' code; their texts do not help."""
 
 
 def read_transformers_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -107,10 +111,19 @@ def _in_words(error: Exception) -> str:
         return "it needs more memory than there is"
     if isinstance(error, ImportError):
         return "it needs a Python package that is not installed"
-    if isinstance(error, (ArithmeticError, AttributeError, LookupError, RuntimeError)):
-        return "its code fails with this config.json on one row of tokens without its own KV cache"
-    reason = " ".join(str(error).split())[:300]
+    if isinstance(error, _FAULTS) or not _is_raised_by_statement(error):
+        return (
+            "its code fails in a trial run with this config.json, on one row of tokens and without"
+            " a KV cache of its own"
+        )
+    reason = re.sub(r"\b\w+Error: ", "", " ".join(str(error).split()))[:300]
     return f"transformers does not take its config.json: {reason or 'no reason given'}"
+
+
+def _is_raised_by_statement(error: Exception) -> bool:
+    """Whether a `raise` statement made it, with a text for readers, and not an operation."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and (frames[-1].line or "").startswith("raise")
 
 
 def _refusal(architecture: str, reason: str) -> str:
@@ -137,6 +150,7 @@ def quiet() -> Iterator[None]:
 
 def make_hf_config(raw: Mapping[str, Any]) -> Any:
     """transformers' own config object. Code that a repository brings along is never run."""
+    from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -149,7 +163,8 @@ def make_hf_config(raw: Mapping[str, Any]) -> Any:
     if name != raw["architectures"][0]:
         raise UnsupportedModelError("it is no language model that only decodes text")
     values = {key: value for key, value in raw.items() if key != "auto_map"}
-    return CONFIG_MAPPING[model_type].from_dict(values)
+    # JSON has no infinity: transformers writes it as a dictionary.
+    return CONFIG_MAPPING[model_type].from_dict(PreTrainedConfig._decode_special_floats(values))
 
 
 def build_empty(hf_config: Any, *, dtype: torch.dtype, device: torch.device) -> Any:

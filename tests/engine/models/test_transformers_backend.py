@@ -246,6 +246,9 @@ REFUSED: dict[str, tuple[Overrides, str]] = {
     "gemma2": ({"head_dim": 16}, "needs softcap"),
     "moshi": ({"head_dim": 16}, "sliding windows that its attention is not told of"),
     "diffllama": ({}, "more than once"),
+    "gemma3n_text": ({}, "does not take its config.json: The set of layer types"),
+    "gemma4_text": ({}, "its code fails in a trial run"),
+    "reformer": ({}, "its code fails in a trial run"),
 }
 
 
