@@ -4,7 +4,7 @@
     python docs/make_pictures.py themes     # those of docs/themes.md
     python docs/make_pictures.py bench      # those of docs/bench.md
 
-Asks the chat a question, then puts a mixed load on the same engine and opens the dashboard.
+`make_dashboard_pictures.py` makes those of docs/dashboard.md.
 """
 
 from __future__ import annotations
@@ -28,18 +28,10 @@ from termgen.tui.themes import shipped_folder
 
 FOLDER = Path(__file__).parent / "images"
 QUESTION = "Write a Python function that adds two numbers, and explain it in two sentences."
-PAGES = (
-    (("t",), "timeline"),
-    (("b",), "batch"),
-    (("k", "down", "down"), "blocks"),
-    (("t", "down", "down", "down", "i"), "request"),
-    (("g",), "graphs"),
-)
-"""Keys to press, and the picture of what they show."""
 SYSTEM = "You are a helpful assistant. " * 12
 
 
-class _Holder:
+class EngineOfPictures:
     engine: AsyncEngine
 
     async def start(self, on_progress):  # type: ignore[no-untyped-def]
@@ -65,7 +57,7 @@ async def load(engine: AsyncEngine, index: int) -> None:
 
 async def themes() -> None:
     """The same moment of the same run in each theme."""
-    holder = _Holder()
+    holder = EngineOfPictures()
     app = TermgenApp(holder.start, stop_engine=holder.stop, ui=UIConfig(), start_screen="dashboard")
     async with app.run_test(size=(96, 26)) as pilot:
         while not hasattr(holder, "engine"):
@@ -86,7 +78,7 @@ async def themes() -> None:
 
 
 async def main() -> None:
-    holder = _Holder()
+    holder = EngineOfPictures()
     ui = UIConfig(temperature=0.0, max_tokens=160)
     app = TermgenApp(holder.start, stop_engine=holder.stop, ui=ui)
     async with app.run_test(size=(120, 36)) as pilot:
@@ -98,17 +90,6 @@ async def main() -> None:
         await wait_until_idle(holder.engine, pilot)
         await pilot.pause(1.0)
         app.save_screenshot(str(FOLDER / "chat.svg"))
-        clients = [asyncio.create_task(load(holder.engine, i)) for i in range(18)]
-        await pilot.press("f2")
-        await pilot.pause(14.0)
-        app.save_screenshot(str(FOLDER / "dashboard.svg"))
-        for key, name in PAGES:
-            await pilot.press(*key)
-            await pilot.pause(0.5)
-            app.save_screenshot(str(FOLDER / f"{name}.svg"))
-        for client in clients:
-            client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
 
 
 async def wait_until_idle(engine: AsyncEngine, pilot) -> None:  # type: ignore[no-untyped-def]

@@ -17,14 +17,14 @@ from termgen.bench.serve_options import ServeOptions
 from termgen.bench.sweep_options import SweepOptions
 from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.generate import add_generate_flags
-from termgen.settings import FlagParser, add_flags
+from termgen.settings import FlagParser, add_flags, add_server_flags, add_wait_flag
 
 DESCRIPTION = "Chat with, serve and watch a local language model."
 EPILOG = """\
 settings come from flags, then TERMGEN_* variables (TERMGEN_MAX_MODEL_LEN=4096), then the config
 file ([engine], [server] and [chat] tables with the same names; [keys]), then defaults.
 """
-POSITIONAL = {"chat": " [--inline question]", "generate": " [prompt]", "top": " [URL]"}
+POSITIONAL = {"chat": " [--plain | --inline question]", "generate": " [prompt]", "top": " [URL]"}
 
 CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens", "chat_db")
 """Settings of the chat that are no flags of `serve`: its requests bring their own."""
@@ -67,6 +67,9 @@ def build_parser() -> FlagParser:
 
     text = "list known models and those on disk"
     models = commands.add_parser("models", help=text, description=text)
+    models.add_argument(
+        "words", nargs="*", metavar="WORD", help="only those with these words, such as q4 or qwen"
+    )
     models.add_argument("--json", action="store_true", help="print JSON")
     models.set_defaults(run="models")
 
@@ -100,14 +103,13 @@ def _add_chat_flags(chat: argparse.ArgumentParser) -> None:
         action="store_true",
         help="answer one question here, without a screen; what is piped in goes with it",
     )
-    group = chat.add_argument_group("a server elsewhere")
-    group.add_argument(
-        "--url",
-        metavar="URL",
-        help="chat with this OpenAI-compatible server instead of an engine of its own; --model "
-        "chooses among its models",
+    chat.add_argument(
+        "--plain",
+        action="store_true",
+        help="chat in lines of plain text, without a screen, colours or cursor movements: for "
+        "screen readers and terminals that cannot draw (chosen by itself if TERM is dumb)",
     )
-    group.add_argument("--api-key", metavar="KEY", help="its key (default: OPENAI_API_KEY)")
+    add_server_flags(chat, "chat with")
 
 
 def _add_top(commands: Any) -> None:
@@ -123,6 +125,7 @@ def _add_top(commands: Any) -> None:
         metavar="FILE",
         help="file whose first line is the server's admin key (default: TERMGEN_ADMIN_KEY)",
     )
+    add_wait_flag(group)
     add_flags(top, UIConfig, title="dashboard", omit=CHAT_ONLY)
 
 

@@ -29,6 +29,7 @@ from termgen.bench.sweep_options import SweepOptions
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import ConfigError
 from termgen.exit_codes import OK, REGRESSION
+from termgen.progress import TerminalProgress, is_dumb
 from termgen.settings import SettingLayers, flag_of
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
@@ -94,7 +95,6 @@ def find_subject(args: argparse.Namespace, layers: SettingLayers, options: Serve
                 )
         return Subject(options.url, (), layers.given("model"), config.seed)
     from termgen.launch import find_model
-    from termgen.progress import TerminalProgress
 
     with TerminalProgress() as progress:
         find_model(config, progress)  # what is wrong with it is one line here, not the server's
@@ -119,7 +119,9 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
 
 def check_files(options: ServeOptions) -> None:
     """Before the measurement, not after it. Raises `ConfigError`."""
-    if options.result_filename is not None:
+    if options.output_json is not None:
+        report.check_writable(options.output_json)
+    elif options.result_filename is not None:
         path = str(Path(options.result_dir or "") / options.result_filename)
         report.check_writable(path, name="result_filename")
     elif options.saves or (options.watch and options.output_html is None):
@@ -137,15 +139,23 @@ class Connection:
     """Of a server that was started; of another one nobody knows it but who watches."""
 
 
+def _say_nothing(phase: str, share: float) -> None:
+    """The progress of a start that nobody watches."""
+
+
 def say(line: str) -> None:
     print(f"termgen: {line}", file=sys.stderr)
 
 
 @contextlib.asynccontextmanager
 async def connected(
-    subject: Subject, options: ServeOptions, say: Callable[[str], object] = say
+    subject: Subject,
+    options: ServeOptions,
+    say: Callable[[str], object] = say,
+    report: Callable[[str, float], None] | None = None,
 ) -> AsyncGenerator[Connection, None]:
-    """The server, which is started first if there is none. `say` is told of its start."""
+    """The server, which is started first if there is none. `say` is told of its start, `report` of
+    the phases of loading; without it they are shown on standard error."""
     with contextlib.ExitStack() as stack:
         url, key, check = subject.url, os.environ.get(API_KEY_VARIABLE), None
         server: OwnServer | None = None
@@ -154,7 +164,16 @@ async def connected(
             server = stack.enter_context(own_server(subject.engine_flags))
             url, key, check = server.url, server.api_key, server.check
         async with ServerApi(url, api_key=key) as api:
-            bench = await ServeBench.connect(api, options, asked_model=subject.model, check=check)
+            with TerminalProgress() as progress:
+                # a server that is started here has its phases printed at the end, in a log
+                is_shown = subject.url is not None or sys.stderr.isatty()
+                bench = await ServeBench.connect(
+                    api,
+                    options,
+                    asked_model=subject.model,
+                    report=report or (progress.of_server if is_shown else _say_nothing),
+                    check=check,
+                )
             for line in server.start_lines() if server is not None else ():
                 say(line.partition(" ")[2])
             yield Connection(bench, url, server.admin_key if server is not None else None)
@@ -162,7 +181,7 @@ async def connected(
 
 def progress_bar(options: ServeOptions, title: str) -> tuple[Any, Callable[[dict[str, Any]], None]]:
     """The bar, and what moves it."""
-    disable = True if options.disable_tqdm else None
+    disable = True if options.disable_tqdm or is_dumb() else None
     bar = tqdm(total=options.num_prompts, desc=title, leave=False, disable=disable)
 
     def show(told: dict[str, Any]) -> None:
@@ -237,8 +256,12 @@ def save_sweep(result: sweep.SweepResult, subject: Subject) -> list[str]:
 def _write_result(options: ServeOptions, content: dict[str, Any], default_name: str) -> list[str]:
     if not options.saves:
         return []
-    path = str(Path(options.result_dir or "") / (options.result_filename or default_name))
-    report.write(path, content, name="result_filename")
+    path = options.output_json
+    if path is None:
+        path = str(Path(options.result_dir or "") / (options.result_filename or default_name))
+    report.write(
+        path, content, name="result_filename" if options.result_filename else "output_json"
+    )
     return [f"result written to {path}"]
 
 
@@ -246,8 +269,8 @@ def _write_page(options: ServeOptions, page: Callable[[], str], json_name: str) 
     """Who watches always gets one, beside the JSON file and named like it unless told."""
     path = options.output_html
     if path is None and options.watch:
-        name = Path(options.result_filename or json_name).with_suffix(".html")
-        path = str(Path(options.result_dir or "") / name)
+        name = options.output_json or options.result_filename or json_name
+        path = str(Path(options.result_dir or "") / Path(name).with_suffix(".html"))
     if path is None:
         return []
     report.write_text(path, page(), name="output_html")

@@ -40,7 +40,7 @@ from termgen.tui.attach import RemoteFeed
 from termgen.tui.bench_app import BenchApp
 from termgen.tui.bench_view import BenchView, Plane, Section, Series, Spread, Target, TimesRow
 from termgen.tui.feed import StreamFeed
-from termgen.tui.formatting import milliseconds, percent, rate
+from termgen.tui.formatting import percent, rate, took
 
 SPREAD_PARTS = 20
 SHORT = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "e2e"}
@@ -84,12 +84,15 @@ class BenchWatch:
         return self.task
 
     async def _run(self, stack: contextlib.AsyncExitStack, measure: Measure) -> None:
-        server = connected(self.subject, self.options, self._hear)
+        server = connected(self.subject, self.options, self._hear, self._hear_phase)
         self._connection = await stack.enter_async_context(server)
         self.outcome = await measure(self, self._connection)
 
     def _hear(self, line: str) -> None:
         self._phase = line
+
+    def _hear_phase(self, phase: str, share: float) -> None:
+        self._phase = f"the server: {phase} {share:.0%}" if share else f"the server: {phase}"
 
     def begin_step(self, options: ServeOptions, title: str = "") -> None:
         self._live = LiveRun(options, options.num_prompts)
@@ -308,7 +311,7 @@ def _targets(now: LiveRun, whole: ServeOptions) -> list[Target]:
     for name, limit in options.slo_ms().items():
         share = now.kept_share(name)
         is_kept = None if needed is None or share is None else share >= needed
-        asked = f"≤ {milliseconds(limit)} ms"
+        asked = f"≤ {took(limit)}"
         found.append(Target(SHORT[name], asked, f"{percent(share)} of answers", is_kept))
     return found
 

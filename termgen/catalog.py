@@ -36,6 +36,10 @@ class CatalogModel:
     hub_bytes: int
     license: str
     wheel: WheelSource | None = None
+    hub_file: str | None = None
+    """The one .gguf file of the repository that this model is; None: its safetensors weights."""
+    quantization: str = ""
+    """As the file's name says it; empty for weights as they were published, 16 bits each."""
     default_params: Mapping[str, float] = field(default_factory=dict)
     """Sampling its authors recommend, for files that do not carry it themselves."""
 
@@ -64,6 +68,8 @@ class ModelEntry:
     name: str
     hub_id: str
     license: str
+    quantization: str
+    """Empty for weights of 16 bits."""
     download_bytes: int
     path: Path | None
     """Where it lies on this machine; None when it is not here."""
@@ -81,6 +87,34 @@ _SMOLLM2_WHEEL = WheelSource(
 )
 
 _MB, _GB = 10**6, 10**9
+_LLAMA_TERMS = "Llama community license"
+_QWEN, _SMOL, _BARTOWSKI = "Qwen", "HuggingFaceTB", "bartowski"
+_QUANTISED = (
+    ("smollm2-360m-q8", 386, _APACHE, _SMOL, "SmolLM2-360M-Instruct", "smollm2-360m-instruct-q8_0"),
+    (
+        *("smollm2-1.7b-q4", 1060, _APACHE, _SMOL, "SmolLM2-1.7B-Instruct"),
+        "smollm2-1.7b-instruct-q4_k_m",
+    ),
+    ("qwen3-0.6b-q8", 639, _APACHE, _QWEN, "Qwen3-0.6B", "Qwen3-0.6B-Q8_0"),
+    ("qwen3-1.7b-q8", 1834, _APACHE, _QWEN, "Qwen3-1.7B", "Qwen3-1.7B-Q8_0"),
+    ("qwen3-4b-q4", 2497, _APACHE, _QWEN, "Qwen3-4B", "Qwen3-4B-Q4_K_M"),
+    ("qwen3-8b-q4", 5030, _APACHE, _QWEN, "Qwen3-8B", "Qwen3-8B-Q4_K_M"),
+    (
+        *("llama-3.2-1b-q4", 808, _LLAMA_TERMS, _BARTOWSKI, "Llama-3.2-1B-Instruct"),
+        "Llama-3.2-1B-Instruct-Q4_K_M",
+    ),
+    (
+        *("llama-3.2-3b-q4", 2020, _LLAMA_TERMS, _BARTOWSKI, "Llama-3.2-3B-Instruct"),
+        "Llama-3.2-3B-Instruct-Q4_K_M",
+    ),
+    (
+        *("llama-3.1-8b-q4", 4920, _LLAMA_TERMS, _BARTOWSKI, "Meta-Llama-3.1-8B-Instruct"),
+        "Meta-Llama-3.1-8B-Instruct-Q4_K_M",
+    ),
+)
+"""Name, megabytes, licence; whose hub repository, its name and its file, without `-GGUF` and
+`.gguf`."""
+_KINDS = {"q4": "Q4_K_M", "q8": "Q8_0"}
 CATALOG: dict[str, CatalogModel] = {
     model.name: model
     for model in (
@@ -90,6 +124,7 @@ CATALOG: dict[str, CatalogModel] = {
             271 * _MB,
             _APACHE,
             wheel=_SMOLLM2_WHEEL,
+            quantization="Q4_1",
             default_params={"temperature": 0.2, "top_p": 0.9},
         ),
         CatalogModel("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct", 726 * _MB, _APACHE),
@@ -106,6 +141,17 @@ CATALOG: dict[str, CatalogModel] = {
         CatalogModel("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", 16100 * _MB, _LLAMA),
         CatalogModel("tinyllama-1.1b", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", 2200 * _MB, _APACHE),
         CatalogModel("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", 14500 * _MB, _APACHE),
+        *(
+            CatalogModel(
+                name,
+                f"{owner}/{repository}-GGUF",
+                megabytes * _MB,
+                license,
+                hub_file=f"{file}.gguf",
+                quantization=_KINDS[name.rpartition("-")[2]],
+            )
+            for name, megabytes, license, owner, repository, file in _QUANTISED
+        ),
     )
 }
 
@@ -156,7 +202,9 @@ def pull(name: str, on_progress: Progress | None = None) -> LocalModel:
         except DownloadError as error:
             failures.append(error)
     try:
-        return _pull_from_hub(known.name, known.hub_id, known.hub_bytes, report)
+        return _pull_from_hub(
+            known.name, known.hub_id, known.hub_bytes, report, file=known.hub_file
+        )
     except DownloadError as error:
         failures.append(error)
     raise DownloadError("; ".join(map(str, failures))) from failures[0]
@@ -172,6 +220,7 @@ def list_models() -> list[ModelEntry]:
                 name=model.name,
                 hub_id=model.hub_id,
                 license=model.license,
+                quantization=model.quantization,
                 download_bytes=model.download_bytes,
                 path=found.path if found else None,
                 size_bytes=_size(found.path) if found else None,
@@ -195,10 +244,20 @@ def _silent(stage: str, fraction: float) -> None:
 
 
 def _pull_from_hub(
-    name: str, hub_id: str, expected_bytes: int | None, report: Progress
+    name: str,
+    hub_id: str,
+    expected_bytes: int | None,
+    report: Progress,
+    *,
+    file: str | None = None,
 ) -> LocalModel:
-    fetch_hub_snapshot(hub_id, expected_bytes, report)
-    found = _find_in_hub_cache(hub_id, name=name)
+    if file is None:
+        fetch_hub_snapshot(hub_id, expected_bytes, report)
+    else:
+        fetch_hub_snapshot(hub_id, expected_bytes, report, file=file)
+    found = _find_in_hub_cache(hub_id, name=name, file=file)
+    if found is None and file is not None:
+        raise DownloadError(f"{hub_id} has no file {file}; not usable")
     if found is None:
         raise DownloadError(f"{hub_id} has no config.json with safetensors weights; not usable")
     return found
@@ -214,7 +273,7 @@ def _find_known(model: CatalogModel) -> LocalModel | None:
         # Only a verified file gets this name, so its size is check enough here.
         if target.is_file() and target.stat().st_size == model.wheel.member_bytes:
             return LocalModel(model.name, target, "gguf", str(target))
-    return _find_in_hub_cache(model.hub_id, name=model.name)
+    return _find_in_hub_cache(model.hub_id, name=model.name, file=model.hub_file)
 
 
 def _find_path(name: str) -> LocalModel | None:
@@ -266,7 +325,9 @@ def hub_cache_folder() -> Path:
     return Path(os.path.expandvars(cache)).expanduser() / "huggingface" / "hub"
 
 
-def _find_in_hub_cache(hub_id: str, *, name: str | None = None) -> LocalModel | None:
+def _find_in_hub_cache(
+    hub_id: str, *, name: str | None = None, file: str | None = None
+) -> LocalModel | None:
     """models--org--name/refs/main names a commit; snapshots/<commit> is the folder."""
     if not is_hub_id(hub_id):
         return None
@@ -278,6 +339,9 @@ def _find_in_hub_cache(hub_id: str, *, name: str | None = None) -> LocalModel | 
     if not re.fullmatch(r"\w+", commit):
         return None
     snapshot = repository / "snapshots" / commit
+    if file is not None:
+        path = snapshot / file  # a link that the hub client makes when the file is whole
+        return LocalModel(name or hub_id, path, "gguf", str(path)) if path.is_file() else None
     if not _has_weights(snapshot):
         return None
     return LocalModel(name or hub_id, snapshot, "folder", str(snapshot))

@@ -122,24 +122,34 @@ def _layers(args: argparse.Namespace) -> SettingLayers:
 def chat_command(args: argparse.Namespace) -> int:
     layers = _layers(args)
     # who chats alone has moments to spare, and waits for the start
-    config = layers.resolve(EngineConfig, capture_in_background=not args.inline)
+    plain = args.plain or (not args.inline and _is_dumb_terminal())
+    is_screen = not (args.inline or plain)
+    config = layers.resolve(EngineConfig, capture_in_background=is_screen)
     ui = layers.resolve(UIConfig)
     if args.url is None and args.api_key is not None:
         raise ConfigError("--api-key needs --url: our own engine has no keys", param="api_key")
+    if args.url is None and args.wait is not None:
+        raise ConfigError("--wait needs --url: it waits for a server", param="wait")
+    if args.inline and args.plain:
+        raise ConfigError("--inline and --plain exclude each other", param="plain")
     if args.inline:
         return _inline_chat(args, layers, config, ui)
     if args.question is not None:
         what = "a question on the command line needs --inline; a model is named with --model"
         raise ConfigError(what, param="question")
+    if plain:
+        return _plain_chat(args, layers, config, ui)
     _need_terminal(
-        "termgen chat", "use `termgen generate` for scripts and pipes, or --inline for one question"
+        "termgen chat",
+        "use `termgen generate` for scripts and pipes, --inline for one question, or --plain for a "
+        "chat in lines",
     )
     wanted = "" if args.continue_last else args.session
     given = {name: getattr(ui, name) for name in CHAT_ONLY if layers.given(name) is not None}
     if args.url is not None:
         from termgen.remote_command import read_target, run_remote_chat
 
-        target = read_target(args.url, args.api_key, layers)
+        target = read_target(args.url, args.api_key, layers, wait_s=args.wait)
         return run_remote_chat(target, ui, session=wanted, given=given)
     from termgen.launch import run_chat
 
@@ -152,7 +162,7 @@ def _inline_chat(
 ) -> int:
     from termgen.inline_command import check_flags, read_question, run_inline, run_remote_inline
 
-    check_flags(layers)
+    check_flags(layers, "--inline")
     if args.continue_last or args.session is not None:
         raise ConfigError(
             "--inline asks one question and keeps no chat: leave --continue and --session out"
@@ -160,9 +170,25 @@ def _inline_chat(
     if args.url is not None:
         from termgen.remote_command import read_target
 
-        target = read_target(args.url, args.api_key, layers)
+        target = read_target(args.url, args.api_key, layers, wait_s=args.wait)
         return run_remote_inline(read_question(args.question), target, ui)
     return run_inline(read_question(args.question), config, ui)
+
+
+def _plain_chat(
+    args: argparse.Namespace, layers: SettingLayers, config: EngineConfig, ui: UIConfig
+) -> int:
+    from termgen.inline_command import check_flags, own_engine, run_plain, server_elsewhere
+
+    check_flags(layers, "--plain")
+    if args.continue_last or args.session is not None:
+        raise ConfigError("--plain keeps no chat: leave --continue and --session out")
+    if args.url is not None:
+        from termgen.remote_command import read_target
+
+        target = read_target(args.url, args.api_key, layers, wait_s=args.wait)
+        return run_plain(*server_elsewhere(target, plain=True), ui)
+    return run_plain(*own_engine(config, plain=True), ui)
 
 
 def serve_command(args: argparse.Namespace) -> int:
@@ -191,15 +217,16 @@ def generate_command(args: argparse.Namespace) -> int:
 def top_command(args: argparse.Namespace) -> int:
     ui = _layers(args).resolve(UIConfig)
     if args.replay is not None:
-        for name in ("url", "record", "admin_key_file"):
+        for name in ("url", "record", "admin_key_file", "wait"):
             if getattr(args, name) is not None:
-                raise ConfigError(f"--replay FILE needs no {name}: leave one out", param=name)
-    _need_terminal("termgen top", "read /v1/events in scripts")
+                flag = "URL" if name == "url" else "--" + name.replace("_", "-")
+                raise ConfigError(f"--replay FILE needs no {flag}: leave one out", param=name)
+    _need_terminal("termgen top", "read a server's /metrics or /v1/events instead")
     from termgen.top_command import run_replay, run_top
 
     if args.replay is not None:
         return run_replay(Path(args.replay), ui)
-    return run_top(args.url, ui, record=args.record, key_file=args.admin_key_file)
+    return run_top(args.url, ui, record=args.record, key_file=args.admin_key_file, wait_s=args.wait)
 
 
 def bench_command(args: argparse.Namespace) -> int:
@@ -234,7 +261,7 @@ def compare_command(args: argparse.Namespace) -> int:
 def models_command(args: argparse.Namespace) -> int:
     from termgen.models_command import list_models
 
-    return list_models(as_json=args.json)
+    return list_models(as_json=args.json, words=" ".join(args.words))
 
 
 def themes_command(args: argparse.Namespace) -> int:
@@ -269,6 +296,14 @@ def _need_terminal(command: str, instead: str) -> None:
     # Textual reads standard input and paints on standard error
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise ConfigError(f"`{command}` needs a terminal; {instead}")
+    if _is_dumb_terminal():
+        raise ConfigError(
+            f"`{command}` draws a screen, which this terminal (TERM=dumb) cannot show; {instead}"
+        )
+
+
+def _is_dumb_terminal() -> bool:
+    return os.environ.get("TERM") == "dumb" and sys.stdin.isatty()
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -37,6 +37,8 @@ class ChatPrompt:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     """To be used instead of the model's."""
+    cuts_max_tokens: bool = False
+    """Cut `max_tokens` to what the context leaves, where it would be an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,10 @@ class ModelInfo:
     """How much work is queued at most while nobody waits; 0 where steps do not run ahead so far."""
     untold_params: tuple[str, ...] = ()
     """Sampling parameters that it cannot be told, as a server elsewhere knows fewer of them."""
+    num_threads: int = 0
+    """Threads that the model computes with on a CPU; 0 on a GPU, or where it is not known."""
+    num_cores: int = 0
+    """Processors that the engine's process may run on; 0 where only the other end knows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -335,7 +335,8 @@ class UIConfig:
     )
     temperature: float | None = setting(
         None,
-        "randomness; 0: always the likeliest token (default: the model's own)",
+        "how much chance decides, 0 to 2; at 0 the likeliest token is always taken (default: the "
+        "model's own, or 0.7)",
         minimum=0.0,
         maximum=2.0,
     )
@@ -347,7 +348,8 @@ class UIConfig:
     )
     top_p: float | None = setting(
         None,
-        "draw from the likeliest tokens of this total probability (default: the model's own)",
+        "choose only among the likeliest tokens whose probabilities add up to this, above 0 to 1 "
+        "(default: the model's own)",
         above=0.0,
         maximum=1.0,
     )

@@ -9,10 +9,12 @@
     │   └── DownloadError        fetching failed; nothing half-written is left behind
     ├── RequestError             one request is wrong: HTTP status, `code` slug and `param` name
     │   ├── ContextLengthError   the prompt (plus what it asks for) does not fit the model
+    │   ├── LoadingError         the model is still loading; says which phase it is in
     │   └── OverloadedError      too many wait already; says when to come again
     ├── ChatStoreError           the chats on disk cannot be read or written
     └── EngineError              the engine failed, not the request
         ├── StepError            one step failed; the requests in it are failed with this cause
+        ├── CorruptedLogitsError  the model gave one request NaN or infinite logits
         └── EngineDeadError      the engine thread is gone
 
 The command line prints `TermgenError` as one line and exits with code 2; the server turns
@@ -84,6 +86,20 @@ class ContextLengthError(RequestError):
         super().__init__(message, param=param, code="context_length_exceeded")
 
 
+class LoadingError(RequestError):
+    """The model is still loading. `progress` is the share of `phase` that is done, 0 to 1."""
+
+    def __init__(self, phase: str, progress: float) -> None:
+        what = (
+            f"The model is still loading ({phase}, {progress:.0%})"
+            if phase
+            else ("The model is still loading")
+        )
+        super().__init__(f"{what}; try again soon", code="loading", status=503, type="server_error")
+        self.phase = phase
+        self.progress = progress
+
+
 class OverloadedError(RequestError):
     """Too much waits already. The same request may be taken `retry_after_s` later."""
 
@@ -99,7 +115,9 @@ class ChatStoreError(TermgenError):
 
 
 class EngineError(TermgenError):
-    """The engine failed. Not the caller's fault."""
+    """The engine failed. Not the caller's fault. `code` is a slug clients match on."""
+
+    code = "engine_error"
 
 
 class StepError(EngineError):
@@ -109,6 +127,18 @@ class StepError(EngineError):
         super().__init__(message)
         self.step_id = step_id
         self.request_ids = request_ids
+
+
+class CorruptedLogitsError(EngineError):
+    """The model gave one request logits that are not numbers. Others in its steps go on."""
+
+    code = "corrupted_logits"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"the model's logits for request {request_id} are not finite numbers: its activations"
+            " overflowed, or its weights are damaged; with dtype float16, try bfloat16 or float32"
+        )
 
 
 class EngineDeadError(EngineError):

@@ -7,48 +7,72 @@ standard output as it comes, everything else to standard error.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
 import signal
 import sys
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from termgen.config import EngineConfig
 from termgen.engine.sampling_params import SamplingParams
-from termgen.errors import ConfigError
+from termgen.errors import ConfigError, ContextLengthError
 from termgen.exit_codes import INTERRUPTED, OK
 from termgen.generate_format import KINDS, add_format_flags, read_format
-from termgen.settings import SettingLayers, add_flags
+from termgen.settings import SettingLayers, add_flags, add_server_flags
 
 if TYPE_CHECKING:  # numpy, tokenizers and torch stay out of `--help`
-    from termgen.client import Prompt, RequestTimings, TokenDelta, TokenLogprob
+    from termgen.client import (
+        EngineClient,
+        ModelInfo,
+        Prompt,
+        RequestTimings,
+        TokenDelta,
+        TokenLogprob,
+    )
     from termgen.engine.engine import SyncEngine
     from termgen.engine.request import GenerationRequest
 
 DEFAULT_MAX_TOKENS = 512
 
+MODELS_OWN = "default: the model's own, or {}"
+
 SAMPLING_HELP = {
-    "temperature": "randomness; 0: always the likeliest token (default: the model's own)",
-    "top_p": "draw from the likeliest tokens that make up this probability",
-    "top_k": "draw from this many likeliest tokens; 0: no limit",
-    "min_p": "drop tokens below this share of the likeliest one's probability",
-    "repetition_penalty": "above 1: make tokens already in prompt or answer less likely",
-    "presence_penalty": "above 0: make tokens already in the answer less likely, once",
-    "frequency_penalty": "above 0: the same for each time they occur",
-    "stop": "stop before this text; may be repeated",
-    "stop_token_ids": "stop at this token; may be repeated",
-    "ignore_eos": "go on past the model's end-of-sequence token",
-    "max_tokens": f"longest answer in tokens (default: {DEFAULT_MAX_TOKENS}, or what the context "
-    "leaves if that is less)",
-    "min_tokens": "no end before this many tokens",
-    "logprobs": "with --json: log-probabilities, with this many alternatives for each token",
-    "skip_special_tokens": "leave special tokens out of the text (default: yes)",
-    "include_stop_str_in_output": "keep the stop text in the answer",
-    "prompt_logprobs": "with --json: the same for the tokens of the prompt",
-    "allowed_token_ids": "draw no other token than this one; may be repeated",
-    "bad_words": "do not write this, as the tokenizer spells it; may be repeated",
+    "temperature": "how much chance decides, 0 to 2; at 0 the likeliest token is always taken "
+    f"({MODELS_OWN.format('1')})",
+    "top_p": "choose only among the likeliest tokens whose probabilities add up to this, above 0 "
+    f"to 1; 1 leaves none out ({MODELS_OWN.format('1')})",
+    "top_k": "choose only among this many likeliest tokens, 0 or more; 0 leaves none out "
+    f"({MODELS_OWN.format('0')})",
+    "min_p": "leave out tokens whose probability is below this share of the likeliest token's, 0 "
+    f"to 1 ({MODELS_OWN.format('0')})",
+    "repetition_penalty": "make tokens of the prompt and of the answer so far less likely, above 0 "
+    f"to 10; 1 changes nothing, below 1 makes them likelier ({MODELS_OWN.format('1')})",
+    "presence_penalty": "lower the logit of each token that the answer has so far by this, -2 to "
+    "2, however often it occurs (default: 0)",
+    "frequency_penalty": "lower the logit of each token that the answer has so far by this for "
+    "each time it occurs, -2 to 2 (default: 0)",
+    "stop": "end the answer before this text; may be repeated, up to 16 times",
+    "stop_token_ids": "end the answer at the token with this id; may be repeated, up to 128 times",
+    "ignore_eos": "go on when the model ends its answer, up to --max-tokens (default: no)",
+    "max_tokens": "longest answer in tokens, 1 or more "
+    f"(default: {DEFAULT_MAX_TOKENS}, or what the context leaves if that is less)",
+    "min_tokens": "shortest answer in tokens: the model cannot end it before (default: 0)",
+    "logprobs": "with --json: the log-probability of each token of the answer, and of this many "
+    "likeliest tokens in its place, 0 to 20 (default: none)",
+    "skip_special_tokens": "leave the tokenizer's special tokens, such as <|im_end|>, out of the "
+    "text (default: yes)",
+    "include_stop_str_in_output": "end the answer with the text of --stop that ended it (default: "
+    "no)",
+    "prompt_logprobs": "with --json: the log-probability of each token of the prompt, and of this "
+    "many likeliest tokens in its place, 0 to 20 (default: none)",
+    "allowed_token_ids": "choose only among the tokens with these ids; give one, and repeat the "
+    "flag for more (default: all)",
+    "bad_words": "never write this word; may be repeated, up to 64 times",
 }
 OMITTED = ("n", "seed", "logit_bias", "structured_outputs")
 """One run is one completion; `--seed` of the engine group is the request's seed too; the others
@@ -69,16 +93,17 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         "--raw", action="store_true", help="continue the plain text: no chat template"
     )
     group.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    add_server_flags(parser, "answer with")
     add_flags(parser, SamplingParams, title="sampling", omit=OMITTED, help_texts=SAMPLING_HELP)
-    parser.add_argument(
+    form = add_format_flags(parser)
+    form.add_argument(
         "--logit-bias",
         metavar="ID=BIAS",
         type=_bias,
         action="append",
         default=argparse.SUPPRESS,
-        help="add this to the logit of a token; may be repeated",
+        help="add this, -100 to 100, to the logit of the token with this id; may be repeated",
     )
-    add_format_flags(parser)
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -167,10 +192,11 @@ def _given(layers: SettingLayers) -> dict[str, Any]:
     return given if form is None else {**given, "structured_outputs": form}
 
 
-def _completed(layers: SettingLayers, model_defaults: Any) -> SamplingParams:
-    """Flags over the model's own defaults."""
+def _completed(layers: SettingLayers, model: ModelInfo) -> SamplingParams:
+    """Flags over the model's own defaults. A server has defaults of its own, which it does not
+    tell: those that it can be told are then ours."""
     known = {f.name for f in fields(SamplingParams)}
-    defaults = {name: value for name, value in model_defaults.items() if name in known}
+    defaults = {name: value for name, value in model.default_params.items() if name in known}
     return SamplingParams(**{**defaults, **_given(layers)})
 
 
@@ -225,6 +251,8 @@ class Answer:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
     num_cached_tokens: int = 0
     timings: RequestTimings | None = None
 
@@ -239,11 +267,13 @@ class Answer:
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason.value, delta.stop_reason
+        self.num_prompt_tokens = delta.num_prompt_tokens or self.num_prompt_tokens
+        self.num_output_tokens = delta.num_output_tokens or self.num_output_tokens
         self.num_cached_tokens = delta.num_cached_tokens
         self.timings = delta.timings or self.timings
 
     def as_json(self, *, model: str) -> dict[str, Any]:
-        num_prompt, num_output = len(self.prompt_token_ids), len(self.token_ids)
+        num_prompt, num_output = self.num_prompt_tokens, self.num_output_tokens
         of_prompt = self.prompt_logprobs
         return {
             "model": model,
@@ -289,12 +319,19 @@ def _timings(timings: RequestTimings, num_output: int) -> dict[str, float | None
 
 def run(args: argparse.Namespace, layers: SettingLayers, config: EngineConfig) -> int:
     """The command. Returns the exit code: 0, or 130 after Ctrl-C."""
+    if args.url is None:
+        for name in ("api_key", "wait"):
+            if getattr(args, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} needs --url: it is about a server", param=name)
     asked, early = read_input(args), read_params(layers)
     if not args.json:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(early, name) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} needs --json: plain text has no place for them")
+    if args.url is not None:
+        return asyncio.run(_run_remote(args, asked, layers))
     from termgen.launch import find_model
     from termgen.progress import TerminalProgress
 
@@ -307,7 +344,7 @@ def run(args: argparse.Namespace, layers: SettingLayers, config: EngineConfig) -
         engine = SyncEngine(config, on_progress=progress if watched else None)
     try:
         prompt = asked.prompt(has_chat_template=engine.model.has_chat_template)
-        params = _completed(layers, engine.model.default_params)
+        params = _completed(layers, engine.model)
         answer, code = stream(engine, prompt, params, show=not args.json)
         if args.json:
             print(json.dumps(answer.as_json(model=engine.model.model_id), ensure_ascii=False))
@@ -316,26 +353,94 @@ def run(args: argparse.Namespace, layers: SettingLayers, config: EngineConfig) -
         engine.shutdown()
 
 
+async def _run_remote(args: argparse.Namespace, asked: Input, layers: SettingLayers) -> int:
+    """The same with a server elsewhere."""
+    from termgen.progress import TerminalProgress
+    from termgen.remote_command import RemoteHolder, read_target
+
+    own = ("model", "seed")
+    target = read_target(args.url, args.api_key, layers, wait_s=args.wait, own=own)
+    holder = RemoteHolder(target)
+    try:
+        with TerminalProgress() as progress:
+            client = await holder.start(progress.of_server)
+        params = _completed(layers, client.model)
+        prompt = asked.prompt(has_chat_template=True)
+        answer, code = await stream_remote(client, prompt, params, show=not args.json)
+        if args.json:
+            print(json.dumps(answer.as_json(model=client.model.model_id), ensure_ascii=False))
+        return code
+    finally:
+        await holder.stop()
+
+
+async def stream_remote(
+    client: EngineClient, prompt: Prompt, params: SamplingParams, *, show: bool
+) -> tuple[Answer, int]:
+    """Run one request to its end, or to Ctrl-C, writing text to standard output as it comes."""
+    from termgen.inline_command import Interrupt
+
+    limited = params
+    if params.max_tokens is None:
+        limited = replace(params, max_tokens=max(DEFAULT_MAX_TOKENS, params.min_tokens))
+    answer = Answer()
+    write = _writer(show)
+    with Interrupt(client) as interrupt:
+        try:
+            await _take(client, prompt, limited, answer, write)
+        except ContextLengthError:
+            if limited is params or answer.text:
+                raise
+            # nobody named a length, and the context leaves less than ours: what it leaves, then
+            await _take(client, prompt, params, answer, write)
+    write("\n")
+    return answer, INTERRUPTED if interrupt.came else OK
+
+
+async def _take(
+    client: EngineClient,
+    prompt: Prompt,
+    params: SamplingParams,
+    answer: Answer,
+    write: Callable[[str], None],
+) -> None:
+    from termgen.inline_command import REQUEST_ID
+
+    stream = client.generate(prompt, params, request_id=REQUEST_ID)
+    async with contextlib.aclosing(stream) as deltas:
+        async for delta in deltas:
+            answer.add(delta)
+            write(delta.text)
+
+
+def _writer(show: bool) -> Callable[[str], None]:
+    """Takes what is said for standard output, where it is shown as it comes."""
+    printable = _printable if sys.stdout.isatty() else str
+
+    def write(text: str) -> None:
+        if show and text:
+            sys.stdout.write(printable(text))
+            sys.stdout.flush()
+
+    return write
+
+
 def stream(
     engine: SyncEngine, prompt: Prompt, params: SamplingParams, *, show: bool
 ) -> tuple[Answer, int]:
     """Run one request to its end, or to Ctrl-C, writing text to standard output as it comes."""
     request = _limited(engine.input_processor.process(prompt, params), params)
     answer = Answer(prompt_token_ids=request.prompt_token_ids)
-    printable = _printable if sys.stdout.isatty() else str
+    write = _writer(show)
     engine.add(request)
     with _Interrupt() as interrupt:
         while engine.has_unfinished:
             for delta in engine.step():
                 answer.add(delta)
-                if show and delta.text:
-                    sys.stdout.write(printable(delta.text))
-                    sys.stdout.flush()
+                write(delta.text)
             if interrupt.take():
                 engine.abort(request.request_id)  # its last delta brings what was held back
-    if show:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+    write("\n")
     return answer, INTERRUPTED if interrupt.came else OK
 
 

@@ -20,26 +20,43 @@ KINDS = {
 """Flag -> the field of `StructuredOutputsParams`."""
 
 
-def add_format_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("form of the answer").add_mutually_exclusive_group()
+def add_format_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The group is returned for what else says which tokens may be written."""
+    form = parser.add_argument_group("form of the answer (one of these at most, and --logit-bias)")
+    group = form.add_mutually_exclusive_group()
     suppress = argparse.SUPPRESS
     group.add_argument(
-        "--json-schema", metavar="FILE.json", default=suppress, help="JSON of this schema"
+        "--json-schema",
+        metavar="FILE.json",
+        default=suppress,
+        help="answer with JSON that this JSON schema accepts",
     )
     group.add_argument(
-        "--json-object", action="store_true", default=suppress, help="any JSON object"
+        "--json-object",
+        action="store_true",
+        default=suppress,
+        help="answer with a JSON object",
     )
-    group.add_argument("--regex", metavar="TEXT", default=suppress, help="what this matches whole")
+    group.add_argument(
+        "--regex",
+        metavar="TEXT",
+        default=suppress,
+        help="answer with text that this regular expression matches as a whole",
+    )
     group.add_argument(
         "--choice",
         metavar="TEXT",
         action="append",
         default=suppress,
-        help="this text; may be repeated: one of them",
+        help="answer with this text; repeat the flag to name several, of which the model takes one",
     )
     group.add_argument(
-        "--grammar", metavar="FILE", default=suppress, help="text of this Lark or GBNF grammar"
+        "--grammar",
+        metavar="FILE",
+        default=suppress,
+        help="answer with text of this grammar, in Lark's or llama.cpp's (GBNF) notation",
     )
+    return form
 
 
 def read_format(flags: Mapping[str, Any]) -> StructuredOutputsParams | None:

@@ -1,7 +1,9 @@
-"""`termgen chat --inline`: one question, its answer in the scrollback. Called by `cli` only.
+"""`termgen chat --inline` and `--plain`: answers in the scrollback. Called by `cli` only.
 
 Between `generate`, which is for scripts and knows every parameter, and the chat: the answer looks
 as in the chat and what is piped in goes with the question. Any engine will do, here or elsewhere.
+`--plain` is a whole chat in lines of plain text, for screen readers and for terminals that cannot
+draw: nothing that is printed moves the cursor or sets a colour.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from termgen.config import EngineConfig, UIConfig
-from termgen.errors import ConfigError, TermgenError
+from termgen.errors import ConfigError, ContextLengthError, EngineDeadError, TermgenError
 from termgen.exit_codes import INTERRUPTED, OK
 from termgen.settings import SettingLayers
 
@@ -32,12 +34,12 @@ MAX_PIPED_BYTES = 2 * 2**20
 """About half a million tokens."""
 
 
-def check_flags(layers: SettingLayers) -> None:
-    """Refuse what is about screens and kept chats: there are none."""
+def check_flags(layers: SettingLayers, mode: str) -> None:
+    """Refuse what is about screens and kept chats: there are none. `mode` is the flag."""
     for name in ("theme", "dashboard_hz", "chat_db"):
         if layers.given(name) is not None:
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} has no effect with --inline: leave it out", param=name)
+            raise ConfigError(f"{flag} has no effect with {mode}: leave it out", param=name)
 
 
 def read_question(words: str | None) -> str:
@@ -67,28 +69,48 @@ def _read_piped() -> str:
         raise ConfigError("standard input is not UTF-8 text") from None
 
 
-def run_inline(question: str, config: EngineConfig, ui: UIConfig) -> int:
-    """With an engine of its own."""
+Start = Callable[[], Coroutine[Any, Any, "EngineClient"]]
+Stop = Callable[[], Coroutine[Any, Any, None]]
+
+
+def own_engine(config: EngineConfig, *, plain: bool = False) -> tuple[Start, Stop]:
+    """What starts and stops an engine of this process, with its progress on standard error."""
     from termgen.launch import EngineHolder, find_model
     from termgen.progress import TerminalProgress
 
     holder = EngineHolder(config)
 
     async def start() -> EngineClient:
-        with TerminalProgress() as progress:
+        with TerminalProgress(plain=plain) as progress:
             find_model(config, progress)
             # a script's log need not say that weights were loaded; fetching them it should
             return await holder.start(progress if sys.stderr.isatty() else _say_nothing)
 
-    return _run(question, ui, start, holder.stop)
+    return start, holder.stop
+
+
+def server_elsewhere(target: RemoteTarget, *, plain: bool = False) -> tuple[Start, Stop]:
+    """The same for a server."""
+    from termgen.progress import TerminalProgress
+    from termgen.remote_command import RemoteHolder
+
+    holder = RemoteHolder(target)
+
+    async def start() -> EngineClient:
+        with TerminalProgress(plain=plain) as progress:
+            return await holder.start(progress.of_server)
+
+    return start, holder.stop
+
+
+def run_inline(question: str, config: EngineConfig, ui: UIConfig) -> int:
+    """With an engine of its own."""
+    return _run(question, ui, *own_engine(config))
 
 
 def run_remote_inline(question: str, target: RemoteTarget, ui: UIConfig) -> int:
     """With a server elsewhere."""
-    from termgen.remote_command import RemoteHolder
-
-    holder = RemoteHolder(target)
-    return _run(question, ui, lambda: holder.start(_say_nothing), holder.stop)
+    return _run(question, ui, *server_elsewhere(target))
 
 
 def _say_nothing(stage: str, fraction: float) -> None:
@@ -98,15 +120,18 @@ def _say_nothing(stage: str, fraction: float) -> None:
 def _run(
     question: str,
     ui: UIConfig,
-    start: Callable[[], Awaitable[EngineClient]],
-    stop: Callable[[], Awaitable[None]],
+    start: Start,
+    stop: Stop,
 ) -> int:
+    from termgen.progress import is_dumb
     from termgen.tui.inline import writer_for
 
     async def whole() -> int:
         try:
             client = await start()
-            writer = writer_for(sys.stdout, no_color=bool(os.environ.get("NO_COLOR")))
+            writer = writer_for(
+                sys.stdout, no_color=bool(os.environ.get("NO_COLOR")), is_dumb=is_dumb()
+            )
             return await answer(client, question, ui, writer)
         finally:
             await stop()
@@ -119,27 +144,40 @@ async def answer(client: EngineClient, question: str, ui: UIConfig, writer: Answ
 
     Raises `TermgenError` when it fails; what has come by then has been written.
     """
+    messages = [*_system(ui), {"role": "user", "content": question}]
+    _, stopped = await stream_answer(client, messages, ui, writer)
+    return INTERRUPTED if stopped else OK
+
+
+def _system(ui: UIConfig) -> list[dict[str, str]]:
+    return [{"role": "system", "content": ui.system_prompt}] if ui.system_prompt else []
+
+
+async def stream_answer(
+    client: EngineClient, messages: list[dict[str, str]], ui: UIConfig, writer: AnswerWriter
+) -> tuple[str, bool]:
+    """The text of the answer, which was written as it came, and whether Ctrl-C has ended it."""
     from termgen.client import ChatPrompt
     from termgen.tui.conversation import AnswerStats, sampling_params
 
-    system = [{"role": "system", "content": ui.system_prompt}] if ui.system_prompt else []
-    prompt = ChatPrompt([*system, {"role": "user", "content": question}])
     params = sampling_params(client.model.default_params, ui)
     stats = AnswerStats(time.perf_counter())
-    stream = client.generate(prompt, params, request_id=REQUEST_ID)
-    with _Interrupt(client) as interrupt:
+    stream = client.generate(ChatPrompt([*messages]), params, request_id=REQUEST_ID)
+    parts: list[str] = []
+    with Interrupt(client) as interrupt:
         try:
             async with contextlib.aclosing(stream) as deltas:
                 async for delta in deltas:
                     if delta.error is not None:
                         raise delta.error
                     stats.update(delta, time.perf_counter())
+                    parts.append(delta.text)
                     writer.feed(delta.text)
         except TermgenError:
             writer.close()
             raise
     writer.close(_footer(stats, stopped=interrupt.came))
-    return INTERRUPTED if interrupt.came else OK
+    return "".join(parts), interrupt.came
 
 
 def _footer(stats: AnswerStats, *, stopped: bool) -> str:
@@ -154,16 +192,17 @@ def _footer(stats: AnswerStats, *, stopped: bool) -> str:
     return " · ".join(parts)
 
 
-class _Interrupt:
+class Interrupt:
     """The first Ctrl-C ends the answer and keeps its text; a second one does not wait for that."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, request_id: str = REQUEST_ID) -> None:
         self._client = client
+        self._request_id = request_id
         self._aborting: asyncio.Future[bool] | None = None
         """Kept here: of a task under way a loop has but a weak reference."""
         self.came = False
 
-    def __enter__(self) -> _Interrupt:
+    def __enter__(self) -> Interrupt:
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             # where there is none, or not in the main thread, Ctrl-C ends the command at once
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self.note)
@@ -177,4 +216,97 @@ class _Interrupt:
         if self.came:
             raise KeyboardInterrupt
         self.came = True
-        self._aborting = asyncio.ensure_future(self._client.abort(REQUEST_ID))
+        self._aborting = asyncio.ensure_future(self._client.abort(self._request_id))
+
+
+PLAIN_HELP = """\
+/new   begin another chat; the model forgets this one
+/help  list these commands
+/quit  leave; so do Ctrl-D and Ctrl-C
+A line that ends with a backslash goes on in the next one. Ctrl-C ends an answer that is written."""
+
+
+def run_plain(start: Start, stop: Stop, ui: UIConfig) -> int:
+    """A chat in lines, until the person leaves. Nothing is kept."""
+    # Lines are read between two runs of the loop and not in a thread, which Ctrl-C could not end.
+    with asyncio.Runner() as runner:
+        try:
+            client = runner.run(start())
+            return PlainChat(client, ui, runner.run).run()
+        finally:
+            runner.run(stop())
+
+
+class PlainChat:
+    """Reads questions from standard input, a line each, and writes the answers as plain text."""
+
+    def __init__(
+        self, client: EngineClient, ui: UIConfig, run: Callable[[Coroutine[Any, Any, Any]], Any]
+    ) -> None:
+        self._client = client
+        self._ui = ui
+        self._run = run
+        self._messages = _system(ui)
+
+    def run(self) -> int:
+        self._say(f"Chat with {self._client.model.model_id}. /help lists the commands.")
+        while (line := self._read()) is not None:
+            question = line.strip()
+            if question == "/quit":
+                break
+            if question == "/help":
+                self._say(PLAIN_HELP)
+            elif question == "/new":
+                self._messages = _system(self._ui)
+                self._say("A new chat.")
+            elif question.startswith("/") and question[1:].isalpha():
+                self._say(f"There is no command {question}; /help lists them.")
+            elif question:
+                self._ask(line)
+        return OK
+
+    def _ask(self, question: str) -> None:
+        from termgen.tui.inline import PlainWriter
+
+        self._messages.append({"role": "user", "content": question})
+        if sys.stdin.isatty():
+            self._say("Answer:")
+        writer = PlainWriter(sys.stdout, is_cleaned=True)
+        try:
+            text, stopped = self._run(stream_answer(self._client, self._messages, self._ui, writer))
+        except EngineDeadError:
+            raise
+        except ContextLengthError:
+            self._messages.pop()
+            self._say("The chat has filled the model's context: /new begins another one.")
+        except TermgenError as error:
+            self._messages.pop()
+            self._say(f"No answer: {error}")
+        else:
+            self._messages.append({"role": "assistant", "content": text})
+            if stopped:
+                self._say("Stopped.")
+
+    def _read(self) -> str | None:
+        """One question; None at the end of the input."""
+        lines: list[str] = []
+        while True:
+            if sys.stdin.isatty():
+                print("You: " if not lines else "more: ", end="", flush=True)
+            try:
+                line = sys.stdin.readline()
+            except UnicodeDecodeError:
+                raise ConfigError("standard input is not UTF-8 text") from None
+            if not line:
+                if sys.stdin.isatty():
+                    print()
+                return "\n".join(lines) or None
+            line = line.rstrip("\r\n")
+            if not line.endswith("\\"):
+                return "\n".join([*lines, line])
+            lines.append(line[:-1])
+
+    def _say(self, text: str) -> None:
+        from termgen.tui.sanitize import clean
+
+        print(clean(text), flush=True)

@@ -153,7 +153,12 @@ class ServedEngine:
         if serving.done():
             started.cancel()
             serving.result()  # raises what went wrong
-        engine = await self._holder.start(on_progress)
+
+        def report(phase: str, fraction: float) -> None:
+            self._server.on_loading(phase, fraction)
+            on_progress(phase, fraction)
+
+        engine = await self._holder.start(report)
         self._server.attach(engine)
         return engine
 

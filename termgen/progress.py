@@ -1,11 +1,14 @@
 """Progress of fetching and loading, on standard error: a bar on a terminal, plain lines elsewhere.
 
+A terminal that cannot move its cursor (TERM=dumb) gets plain lines too.
+
 An instance is the `on_progress(stage, fraction)` callback that the catalog and the engine take.
 They may call it from any thread; calls come one at a time.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from types import TracebackType
 from typing import Any, TextIO
@@ -15,11 +18,17 @@ from tqdm import tqdm
 from termgen.engine.startup_phases import READY
 
 
+def is_dumb() -> bool:
+    """Whether the terminal says that it takes nothing but lines."""
+    return os.environ.get("TERM") == "dumb"
+
+
 class TerminalProgress:
     """One bar per stage. Leave the `with` block before printing anything else."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, *, plain: bool = False) -> None:
         self._stream = stream if stream is not None else sys.stderr
+        self._draws = self._stream.isatty() and not plain and not is_dumb()
         self._stage = ""
         self._bar: Any = None
 
@@ -28,6 +37,10 @@ class TerminalProgress:
             self._start(stage)
         if self._bar is not None:
             self._bar.update(min(max(fraction, 0.0), 1.0) - self._bar.n)
+
+    def of_server(self, phase: str, fraction: float) -> None:
+        """The same for the start of a server elsewhere."""
+        self(f"the server: {phase}", fraction)
 
     def __enter__(self) -> TerminalProgress:
         return self
@@ -44,7 +57,7 @@ class TerminalProgress:
     def _start(self, stage: str) -> None:
         self._close()
         self._stage = stage
-        if self._stream.isatty():
+        if self._draws:
             self._bar = tqdm(
                 total=1.0,
                 desc=stage,

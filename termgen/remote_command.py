@@ -30,18 +30,28 @@ class RemoteTarget:
     url: str
     api_key: str | None = field(default=None, repr=False)
     model: str | None = None
+    wait_s: float | None = None
+    """How long to wait for it; None: as long as it loads, and a moment if nothing answers."""
 
 
-def read_target(url: str, api_key: str | None, layers: SettingLayers) -> RemoteTarget:
-    """From the flags of `chat`. Raises `ConfigError` for what is the server's to decide."""
+def read_target(
+    url: str,
+    api_key: str | None,
+    layers: SettingLayers,
+    *,
+    wait_s: float | None = None,
+    own: tuple[str, ...] = ("model",),
+) -> RemoteTarget:
+    """From the flags of a command with `--url`. Raises `ConfigError` for what is the server's to
+    decide. `own` are settings of an engine that the command tells the server with its requests."""
     for f in fields(EngineConfig):
-        if f.name != "model" and layers.given(f.name) is not None:
+        if f.name not in own and layers.given(f.name) is not None:
             raise ConfigError(
                 f"{flag_of(f)} has no effect with --url: the server has an engine of its own",
                 param=f.name,
             )
     key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE, "").strip() or None
-    return RemoteTarget(url, key, layers.given("model"))
+    return RemoteTarget(url, key, layers.given("model"), wait_s)
 
 
 class RemoteHolder:
@@ -63,7 +73,12 @@ class RemoteHolder:
 
         target = self._target
         self._client = await RemoteClient.connect(
-            target.url, api_key=target.api_key, admin_key=self._admin_key, model=target.model
+            target.url,
+            api_key=target.api_key,
+            admin_key=self._admin_key,
+            model=target.model,
+            report=on_progress,
+            wait_s=target.wait_s,
         )
         return self._client
 

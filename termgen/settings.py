@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
+import math
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
@@ -25,6 +28,17 @@ SECTIONS: dict[str, type] = {"engine": EngineConfig, "server": ServerConfig, "ch
 ENV_PREFIX = "TERMGEN_"
 OTHER_VARIABLES = ("TERMGEN_CONFIG", "TERMGEN_CACHE")
 """Variables that are not settings: the config file's path and where models are kept."""
+
+_SERVICE_LINK = re.compile(
+    r"TERMGEN(_[A-Z0-9_]+)?"
+    r"(_SERVICE_HOST|_SERVICE_PORT(_[A-Z0-9_]+)?|_PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_PORT_LINK = re.compile(r"TERMGEN(_[A-Z0-9_]+)?_PORT")
+_PORT_URL = re.compile(r"(tcp|udp|sctp)://\S+")
+"""What Kubernetes and Docker links set in every container beside a service whose name begins with
+termgen: `TERMGEN_SERVICE_HOST`, `TERMGEN_PORT=tcp://10.0.0.1:8000`, `TERMGEN_PORT_8000_TCP`."""
+
+logger = logging.getLogger("termgen.settings")
 
 C = TypeVar("C")
 
@@ -69,6 +83,39 @@ def add_flags(
         if f.name not in omit:
             text = f.metadata["help"] if help_texts is None else help_texts[f.name]
             _add_flag(group, f, kinds[f.name], text)
+
+
+def add_server_flags(parser: argparse.ArgumentParser, verb: str) -> None:
+    """`--url` and what goes with it, for a command that has an engine of its own otherwise."""
+    group = parser.add_argument_group("a server elsewhere")
+    group.add_argument(
+        "--url",
+        metavar="URL",
+        help=f"{verb} this OpenAI-compatible server instead of an engine of its own; --model "
+        "chooses among its models",
+    )
+    group.add_argument("--api-key", metavar="KEY", help="its key (default: OPENAI_API_KEY)")
+    add_wait_flag(group)
+
+
+def add_wait_flag(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--wait",
+        metavar="SECONDS",
+        type=_seconds,
+        help="longest wait for a server that does not answer yet or still loads its model "
+        "(default: while it loads without limit, otherwise 1 second)",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, 0 or more, not {text!r}")
+    return seconds
 
 
 def flag_of(f: Field[Any]) -> str:
@@ -153,6 +200,9 @@ class SettingLayers:
         for variable, text in environ.items():
             if not variable.startswith(ENV_PREFIX) or variable in OTHER_VARIABLES or not text:
                 continue
+            if _is_service_link(variable, text):
+                logger.debug("%s is the address of a service, not a setting: ignored", variable)
+                continue
             if variable not in kinds:
                 hint = _suggest(variable, kinds)
                 raise ConfigError(f"unknown environment variable {variable}{hint}", param=variable)
@@ -176,6 +226,14 @@ class SettingLayers:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
         return path, _checked_tables(path, data)
+
+
+def _is_service_link(variable: str, text: str) -> bool:
+    """`TERMGEN_PORT` is a setting too: its value tells them apart."""
+    if _SERVICE_LINK.fullmatch(variable):
+        return True
+    is_url = _PORT_URL.fullmatch(text.strip()) is not None
+    return is_url and _PORT_LINK.fullmatch(variable) is not None
 
 
 def default_config_path() -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -24,18 +23,35 @@ NICENESS = 10
 """A tenth of a busy core is left then, enough for keys to be answered."""
 
 
-def run_top(url: str | None, ui: UIConfig, *, record: str | None, key_file: str | None) -> int:
+def run_top(
+    url: str | None,
+    ui: UIConfig,
+    *,
+    record: str | None,
+    key_file: str | None,
+    wait_s: float | None = None,
+) -> int:
     """Watch a server until the person quits."""
     key = read_key(key_file)
+    TopApp.check_settings(ui)
     recording = _open_recording(record) if record is not None else None
 
     async def connect() -> StreamFeed:
         return await RemoteFeed.connect(
-            url or DEFAULT_URL, hz=ui.dashboard_hz, key=key, record=recording
+            url or DEFAULT_URL,
+            hz=ui.dashboard_hz,
+            key=key,
+            record=recording,
+            report=app.report,
+            wait_s=wait_s,
         )
 
+    app = TopApp(connect, ui=ui)
+    if is_here(url or DEFAULT_URL):
+        let_others_first()
     try:
-        return _show(connect, ui, beside_engine=is_here(url or DEFAULT_URL))
+        app.run()
+        return app.return_code or OK
     finally:
         if recording is not None:
             _close_recording(recording)
@@ -69,7 +85,10 @@ def run_replay(path: Path, ui: UIConfig) -> int:
         feed.stop(False)
         return feed
 
-    return _show(start, ui)
+    TopApp.check_settings(ui)
+    app = TopApp(start, ui=ui)
+    app.run()
+    return app.return_code or OK
 
 
 def read_key(path: str | None) -> str | None:
@@ -96,21 +115,16 @@ def _open_recording(path: str) -> BinaryIO:
 
 
 def _close_recording(recording: BinaryIO) -> None:
-    """What is written last may not fit any more. What is in the file can be played all the same."""
+    """Keep what can be played, and no empty file: a server that could not be watched leaves none.
+
+    What is written last may not fit any more. What is in the file can be played all the same.
+    """
     try:
+        is_empty = recording.tell() == 0
         recording.close()
+        if is_empty:
+            os.unlink(recording.name)
     except OSError as error:
         raise ConfigError(
             f"--record {recording.name}: {error.strerror}, so its end is missing", param="record"
         ) from error
-
-
-def _show(
-    open_feed: Callable[[], Awaitable[StreamFeed]], ui: UIConfig, *, beside_engine: bool = False
-) -> int:
-    TopApp.check_settings(ui)
-    if beside_engine:
-        let_others_first()
-    app = TopApp(open_feed, ui=ui)
-    app.run()
-    return app.return_code or OK

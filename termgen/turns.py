@@ -12,6 +12,7 @@ lock's setting has an effect.
 from __future__ import annotations
 
 import ctypes
+import functools
 import platform
 import sys
 from collections.abc import Iterator
@@ -109,4 +110,10 @@ def _call(which: int, *arguments: object) -> bool:
     if calls is None or not sys.platform.startswith("linux"):
         return False
     number = ctypes.c_long(calls[which])
-    return int(ctypes.CDLL(None).syscall(number, ctypes.c_long(0), *arguments)) == 0
+    return int(_c_library().syscall(number, ctypes.c_long(0), *arguments)) == 0
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL:
+    """Each `CDLL` makes classes of its own, which refer to each other: garbage of every call."""
+    return ctypes.CDLL(None)

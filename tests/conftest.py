@@ -231,3 +231,13 @@ def save_tiny_tokenizer(folder: Path) -> None:
     )
     fast.chat_template = TINY_CHAT_TEMPLATE
     fast.save_pretrained(folder)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show the transcripts that tests of agents recorded."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for name, text in report.user_properties:
+                if name == "transcript" and report.when == "call":
+                    terminalreporter.section(f"{report.nodeid}: {outcome}")
+                    terminalreporter.line(text)

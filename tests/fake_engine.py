@@ -310,7 +310,8 @@ class FakeEngine:
         if max(ids) >= self._model.vocab_size:
             raise RequestError(f"token id {max(ids)} is outside the vocabulary", param="prompt")
         limit = self._model.max_model_len
-        wanted = len(ids) + (params.max_tokens or 1)
+        cuts = isinstance(prompt, ChatPrompt) and prompt.cuts_max_tokens
+        wanted = len(ids) + (1 if cuts else params.max_tokens or 1)
         if wanted > limit:
             raise ContextLengthError(
                 f"This model's maximum context length is {limit} tokens. However, you requested "

@@ -88,7 +88,8 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     body = response.json()
     assert body.keys() == {"error"}
     error: dict[str, Any] = body["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
+    phase = {"phase", "progress"} & error.keys() if error["code"] == "loading" else set()
+    assert error.keys() == {"message", "type", "param", "code", *phase}
     assert isinstance(error["message"], str) and error["message"]
     assert error["code"] is None or isinstance(error["code"], str)
     return error

@@ -31,7 +31,7 @@ def test_it_starts_a_server_measures_it_and_writes_files(
     path = tmp_path / "a.json"
     engine = ["--model", str(tiny_llama_dir), "--device", "cpu", "--max-num-seqs", "4"]
     page = tmp_path / "a.html"
-    files = ["--result-filename", str(path), "--output-html", str(page)]
+    files = ["--output-json", str(path), "--output-html", str(page)]
     code = bench("serve", *engine, *LOAD, *files, "--seed", "5")
     out, err = capsys.readouterr()
     assert code == 0, err
@@ -42,6 +42,13 @@ def test_it_starts_a_server_measures_it_and_writes_files(
     assert read["server_owner"] == "termgen" and "3, 0" in out
     assert "termgen: memory: weights " in err and str(path) in err
     assert "<svg" in page.read_text()
+    lines = out.splitlines()  # the result is on the first lines, what was asked on the last
+    assert lines[0] == "termgen bench serve" and lines[2].startswith("requests/s ")
+    places = [
+        out.index(part)
+        for part in ("output tokens/s", "time to first token", "how it was", "seed 5")
+    ]
+    assert places == sorted(places)
 
 
 def test_a_sweep_over_a_server_that_is_there(
@@ -82,6 +89,12 @@ def test_the_engines_flags_are_passed_on() -> None:
             ["serve", "--base-url", "http://127.0.0.1:9", "--result-filename", "/none/x.json"],
             "result_filename: /none/x.json cannot be written",
         ),
+        (
+            ["serve", "--base-url", "http://127.0.0.1:9", "--output-json", "/none/x.json"],
+            "output_json: /none/x.json cannot be written",
+        ),
+        (["serve", "--output-json", "a", "--result-filename", "b"], "exclude each other"),
+        (["sweep", "--output-json", "a", "--result-dir", "b"], "exclude each other"),
         (
             ["serve", "--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "0"],
             "does not answer",

@@ -40,7 +40,7 @@ def at_once(call: GenerateCall) -> Script:
 async def measure(url: str, *, seed: int = 0, key: str | None = None, **flags: Any) -> ServeRun:
     options = ServeOptions(**{"base_url": url, "ready_check_timeout_sec": 0.0, **flags})
     async with ServerApi(url, api_key=key) as api:
-        bench = await ServeBench.connect(api, options, asked_model=None)
+        bench = await ServeBench.connect(api, options, asked_model=None, report=print)
         return await bench.run(options, seed=seed)
 
 

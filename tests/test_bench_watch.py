@@ -85,7 +85,7 @@ async def watched(
         on_told(now)
 
     async with ServerApi(url, api_key=None) as api:
-        bench = await ServeBench.connect(api, options, asked_model=None)
+        bench = await ServeBench.connect(api, options, asked_model=None, report=print)
         return await bench.run(options, seed=0, on_progress=take, stop=stop), now
 
 

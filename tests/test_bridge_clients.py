@@ -105,7 +105,7 @@ async def test_pings_and_a_client_that_leaves() -> None:
     [
         ({"model": "claude"}, anthropic.NotFoundError, "not_found_error"),
         ({"extra_body": {"temperature": 9}}, anthropic.BadRequestError, "invalid_request_error"),
-        ({"max_tokens": 10**6}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"system": "x" * 9999}, anthropic.BadRequestError, "invalid_request_error"),
         ({"messages": []}, anthropic.BadRequestError, "invalid_request_error"),
     ],
 )
@@ -303,7 +303,7 @@ async def test_the_responses_stream_equals_the_response() -> None:
     [
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"max_output_tokens": 10**6}, "input"),
+        ({"instructions": "x" * 9999}, "input"),
         ({"top_p": 2.0}, "top_p"),
     ],
 )
@@ -315,3 +315,36 @@ async def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> No
         assert caught.value.param == param
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve("resp_1")
+
+
+async def test_what_has_no_effect_is_named_and_too_long_an_answer_is_cut() -> None:
+    format_ = ToolFormat(knows_tools=True, template_variables=("messages",))
+    engine = FakeEngine(model=make_model_info(tool_format=format_, max_model_len=500))
+    thinking = {"type": "enabled", "budget_tokens": 31999}
+    tool = {"type": "web_search_20250305", "name": "web_search"}
+    message = {**ASK, "max_tokens": 32000, "thinking": thinking, "tools": [tool]}
+    count = {key: value for key, value in message.items() if key != "max_tokens"}
+    response = {"input": "hi", "max_output_tokens": 32000, "tools": [{"type": "web_search"}]}
+    chat = {"messages": USER, "reasoning_effort": "low", "enable_thinking": True}
+    names = "thinking, thinking.budget_tokens, tools.web_search_20250305"
+    async with serving(engine) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            for path, body, told in (
+                ("/v1/messages?beta=true", message, names),
+                ("/v1/messages?beta=true", {**message, "stream": True}, names),
+                ("/v1/messages/count_tokens?beta=true", count, names),
+                ("/v1/responses", response, "tools.web_search"),
+                ("/v1/responses", {**response, "stream": True}, "tools.web_search"),
+                ("/v1/chat/completions", chat, "reasoning_effort, enable_thinking"),
+                ("/tokenize", chat, "reasoning_effort, enable_thinking"),
+            ):
+                answer = await client.post(path, json=body)
+                assert answer.status_code == 200, answer.text
+                assert answer.headers["x-termgen-not-used"] == told, path
+                assert "x-termgen-ignored" not in answer.headers, path
+                if "32000" in str(body):
+                    assert 400 < int(answer.headers["x-termgen-max-tokens"]) < 500
+            refused = await client.post(
+                "/v1/chat/completions", json={"messages": USER, "max_tokens": 32000}
+            )
+            assert refused.json()["error"]["code"] == "context_length_exceeded"

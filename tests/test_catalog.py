@@ -244,6 +244,47 @@ def test_what_does_not_exist() -> None:
         resolve_model("/absent", allow_download=True)
 
 
+def test_a_quantised_model_is_one_file_of_its_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int | None, str | None]] = []
+    model = CATALOG["qwen3-0.6b-q8"]
+    assert model.hub_file == "Qwen3-0.6B-Q8_0.gguf" and model.quantization == "Q8_0"
+
+    def hub(
+        repo_id: str, expected_bytes: int | None, on_progress: Progress, *, file: str | None = None
+    ) -> None:
+        asked.append((repo_id, expected_bytes, file))
+        repository = tmp_path / "hub" / ("models--" + repo_id.replace("/", "--"))
+        snapshot = repository / "snapshots" / "c0ffee"
+        snapshot.mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("c0ffee")
+        if len(asked) == 1:
+            assert file is not None
+            (snapshot / file).write_bytes(b"GGUF")
+
+    monkeypatch.setattr(catalog, "fetch_hub_snapshot", hub)
+    not_found("qwen3-0.6b-q8", r"`termgen pull qwen3-0.6b-q8` fetches it \(639 MB\)")
+    found = pull("Qwen3-0.6B-Q8")
+    assert asked == [("Qwen/Qwen3-0.6B-GGUF", 639_000_000, "Qwen3-0.6B-Q8_0.gguf")]
+    assert (found.name, found.kind, found.path.name) == ("qwen3-0.6b-q8", "gguf", model.hub_file)
+    assert resolve_model("qwen3-0.6b-q8") == found and pull("qwen3-0.6b-q8") == found
+    assert len(asked) == 1
+    with pytest.raises(DownloadError, match=r"has no file Qwen3-4B-Q4_K_M\.gguf"):
+        pull("qwen3-4b-q4")
+
+
+def test_every_quantised_model_is_of_a_kind_that_is_loaded_from_gguf() -> None:
+    families = ("smollm2", "llama", "qwen2", "qwen3")  # what `gguf_config` reads
+    quantised = [model for model in CATALOG.values() if model.quantization]
+    assert len(quantised) > 8
+    for model in quantised:
+        assert model.name.startswith(families)
+        filename = model.hub_file or (model.wheel.filename if model.wheel else "")
+        assert filename.lower().endswith(f"{model.quantization}.gguf".lower())
+
+
 def test_list_models(index: list[Path], lay_out: Callable[..., Path]) -> None:
     assert all(entry.path is entry.size_bytes is None for entry in list_models())
     pull(DEFAULT_MODEL)

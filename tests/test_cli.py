@@ -267,6 +267,22 @@ def test_models_lists_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"path", "size_bytes", "license", "hub_id"} <= listed[0].keys()
 
 
+def test_models_are_found_by_words(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "models", "Qwen3", "q4_k")
+    rows = [line.split() for line in out.splitlines()[1:] if line and "termgen pull" not in line]
+    assert code == 0 and [row[0] for row in rows] == ["qwen3-4b-q4", "qwen3-8b-q4"]
+    assert all(row[1] == "Q4_K_M" for row in rows)
+    code, out, _ = run(capsys, "models", "--json", "smollm2", "q8")
+    (found,) = json.loads(out)
+    assert code == 0 and (found["name"], found["quantization"]) == (
+        "smollm2-360m-q8",
+        "Q8_0",
+    )
+    assert "no known model has 'none such'" in one_line_error(capsys, "models", "none", "such")
+    code, out, _ = run(capsys, "models", "--json", "none")
+    assert (code, json.loads(out)) == (0, [])
+
+
 def test_pull_of_what_is_there_prints_its_path(
     capsys: pytest.CaptureFixture[str], tiny_llama_dir: Path
 ) -> None:

@@ -184,6 +184,45 @@ def test_a_wrong_variable_is_named(tmp_path: Path, environ: dict[str, str], word
         found.resolve(EngineConfig), found.resolve(ServerConfig)
 
 
+@pytest.mark.parametrize("service", ["TERMGEN", "TERMGEN_CHAT", "TERMGEN_MAX_QUEUE"])
+def test_what_kubernetes_sets_for_a_service_is_no_setting(
+    tmp_path: Path, service: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    environ = {
+        f"{service}_SERVICE_HOST": "10.0.0.1",
+        f"{service}_SERVICE_PORT": "8000",
+        f"{service}_SERVICE_PORT_HTTP_API": "8000",
+        f"{service}_PORT": "tcp://10.0.0.1:8000",
+        f"{service}_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        f"{service}_PORT_8000_TCP_PROTO": "tcp",
+        f"{service}_PORT_8000_TCP_PORT": "8000",
+        f"{service}_PORT_8000_TCP_ADDR": "10.0.0.1",
+        f"{service}_PORT_53_UDP": "udp://10.0.0.1:53",
+        f"{service}_PORT_53_UDP_ADDR": "fd00::1",
+    }
+    caplog.set_level("DEBUG", "termgen.settings")
+    found = layers(tmp_path, environ=environ)
+    assert found.resolve(ServerConfig) == ServerConfig()
+    assert found.resolve(EngineConfig) == EngineConfig()
+    assert {r.levelname for r in caplog.records} == {"DEBUG"}
+    assert len(caplog.records) == len(environ)
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        *("TERMGEN_SERVICE_HOSTS", "TERMGEN_SERVICE", "TERMGEN_PORT_TCP", "TERMGEN_PORT_8000"),
+        *("TERMGEN_HOSTS", "TERMGEN_CHAT_PORT", "TERMGEN_PORT_8000_TCP_NAME", "TERMGENX_PORTS"),
+    ],
+)
+def test_what_only_resembles_it_is_refused(tmp_path: Path, variable: str) -> None:
+    if not variable.startswith("TERMGEN_"):
+        layers(tmp_path, environ={variable: "1"})  # not ours
+        return
+    with pytest.raises(ConfigError, match=f"unknown environment variable {variable}"):
+        layers(tmp_path, environ={variable: "1"})
+
+
 def test_empty_and_foreign_variables_are_no_settings(tmp_path: Path) -> None:
     environ = {"TERMGEN_PORT": "", "PORT": "x", "TERMGEN_CACHE": "/x"}
     assert layers(tmp_path, environ=environ).resolve(ServerConfig) == ServerConfig()

@@ -25,6 +25,7 @@ from cli_harness import (
 
 from termgen import generate
 from termgen.engine.sampling_params import SamplingParams
+from termgen.errors import RequestError
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,27 @@ def clean_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
 def test_every_sampling_field_has_a_flag() -> None:
     described = set(generate.SAMPLING_HELP) | set(generate.OMITTED)
     assert described == {f.name for f in fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("name", [n for n in generate.SAMPLING_HELP if "logprobs" not in n])
+def test_the_help_of_a_number_tells_the_range_that_is_checked(name: str) -> None:
+    text = generate.SAMPLING_HELP[name]
+    kind = next(str(f.type) for f in fields(SamplingParams) if f.name == name)
+    if not kind.startswith(("float", "int")):
+        assert not re.search(r"\d to \d", text)
+        return
+    number = r"-?\d+"
+    found = re.search(rf"(above )?({number}) to ({number})|({number}) or more|default: 0\)", text)
+    assert found is not None, text
+    above, low, high, least = found.groups()
+    bounds = {"low": int(low or least or 0), "high": int(high) if high else None}
+    SamplingParams(**{name: bounds["low"] + (0.01 if above else 0)})
+    with pytest.raises(RequestError):
+        SamplingParams(**{name: bounds["low"] - (0 if above else 2)})  # -1 is vLLM's top_k of all
+    if bounds["high"] is not None:
+        SamplingParams(**{name: bounds["high"]})
+        with pytest.raises(RequestError):
+            SamplingParams(**{name: bounds["high"] + 1})
 
 
 def test_a_prompt_that_is_not_text() -> None:

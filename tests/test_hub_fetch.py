@@ -74,6 +74,23 @@ def test_hub_offline_is_said_plainly(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         fetch_hub_snapshot("org/name", None, silent)
 
 
+def test_one_file_of_a_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = ["model-Q4_K_M.gguf", "model-Q8_0.gguf", "config.json", "sub/model-Q8_0.gguf"]
+    wanted: list[str] = []
+
+    def snapshot_download(repo_id: str, **kwargs: Any) -> str:
+        patterns = {key: kwargs[key] for key in ("allow_patterns", "ignore_patterns")}
+        wanted.extend(filter_repo_objects(files, **patterns))
+        return "folder"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    fetch_hub_snapshot("org/name", 1000, silent, file="model-Q8_0.gguf")
+    assert wanted == ["model-Q8_0.gguf"]
+
+
 def test_hub_patterns_and_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

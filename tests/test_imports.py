@@ -21,7 +21,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "termgen"
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "errors": ("errors",),
+    "errors": ("errors", "durations"),
     "config": ("config", "setting_types"),
     "vocabulary": (
         "engine.__init__",
@@ -39,7 +39,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine.gguf_bytes",
         "engine.startup_phases",
     ),
-    "client": ("client", "telemetry", "helper_process", "turns"),
+    "client": ("client", "telemetry", "helper_process", "turns", "waiting"),
     "catalog": ("catalog", "fetch", "local_models"),
     "host": ("engine",),  # whatever of the engine is not named elsewhere
     "device": (

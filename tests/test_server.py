@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import httpx
 import pytest
 from fake_engine import FakeEngine, Script, make_model_info
 from server_harness import (
@@ -23,6 +24,9 @@ from termgen.config import ServerConfig
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.tool_format import ToolFormat
 from termgen.server import create_app
+from termgen.serving.app import build_app
+from termgen.serving.middleware import MAX_REPEATED, QUIET_S, RepeatedLines
+from termgen.serving.state import ServerState
 
 
 async def test_models() -> None:
@@ -242,6 +246,69 @@ async def test_while_the_model_loads() -> None:
         assert response.headers["retry-after"]
         assert (await client.get("/version")).status_code == 200
         assert (await client.get("/metrics")).status_code == 200
+
+
+async def test_while_the_model_loads_the_phase_is_told() -> None:
+    state = ServerState(ServerConfig())
+    app = build_app(state)
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
+    ) as client:
+        state.on_loading("loading weights", 0.4251)
+        told = {"phase": "loading weights", "progress": 0.425}
+        for path in ("/health", "/ready"):
+            response = await client.get(path)
+            assert response.status_code == 503 and response.headers["retry-after"]
+            assert response.json() == {"status": "loading", **told}
+        for method, path in (("GET", "/v1/models"), ("GET", "/v1/events"), ("POST", "/tokenize")):
+            response = await client.request(method, path, json={"prompt": "x"})
+            assert response.status_code == 503 and response.headers["retry-after"]
+            error = error_of(response)
+            assert error["code"] == "loading" and "(loading weights, 42%)" in error["message"]
+            assert {name: error[name] for name in told} == told
+        state.attach(FakeEngine())
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        state.detach()
+
+
+async def test_what_a_client_asks_again_and_again_is_one_line_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "termgen.server.access")
+
+    def lines() -> list[str]:
+        found = [r.getMessage() for r in caplog.records if r.name == "termgen.server.access"]
+        caplog.clear()
+        return found
+
+    async with app_client(None) as client:
+        for _ in range(20):
+            await client.get("/v1/models")
+            await client.post("/v1/chat/completions", json=chat_body())
+        found = lines()
+        assert len(found) == 2 and " 503 " in found[0] and " 503 " in found[1]
+    async with app_client(FakeEngine(), api_key=("k",)) as client:
+        for _ in range(20):
+            await client.get("/v1/models", headers={"authorization": "Bearer wrong"})
+        assert len(lines()) == 1
+        for _ in range(3):
+            await client.get("/v1/models", headers={"authorization": "Bearer k"})
+            await client.get("/v1/nothing", headers={"authorization": "Bearer k"})
+        assert len(lines()) == 6  # answers are no repetition
+
+
+def test_a_repeated_line_is_written_again_after_a_minute() -> None:
+    now = 100.0
+    repeated = RepeatedLines(clock=lambda: now)
+    assert repeated.is_new("a", 503) and not repeated.is_new("a", 503)
+    assert repeated.is_new("b", 503) and repeated.is_new("a", 429)
+    now += QUIET_S - 1
+    assert not repeated.is_new("a", 503)
+    now += 1
+    assert repeated.is_new("a", 503) and not repeated.is_new("a", 503)
+    for i in range(1000):
+        assert repeated.is_new(i)
+    assert len(repeated._last) == MAX_REPEATED
 
 
 async def test_one_access_line_per_request_without_prompts(

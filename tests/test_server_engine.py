@@ -255,3 +255,20 @@ async def test_a_model_that_fills_no_gaps_says_so(tiny_llama_dir: Path) -> None:
             body = {"prompt": "x", "suffix": "y", "stream": stream}
             error = (await client.post("/v1/completions", json=body)).json()["error"]
             assert (error["param"], error["code"]) == ("suffix", "unsupported_parameter")
+
+
+async def test_endpoints_of_agents_cut_max_tokens_to_the_context(tiny_llama_dir: Path) -> None:
+    body = {"max_tokens": 32000, "messages": [{"role": "user", "content": "x"}]}
+    async with serving_tiny(tiny_llama_dir) as (client, _):
+        hints = {"thinking": {"type": "enabled", "budget_tokens": 9}}
+        answer = await client.post("/v1/messages", json={**body, **hints})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-termgen-not-used"] == "thinking, thinking.budget_tokens"
+        usage = answer.json()["usage"]
+        assert int(answer.headers["x-termgen-max-tokens"]) == 256 - usage["input_tokens"]
+        response = {"input": "x", "max_output_tokens": 32000, "reasoning": {"effort": "high"}}
+        answer = await client.post("/v1/responses", json=response)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-termgen-not-used"] == "reasoning.effort"
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.json()["error"]["code"] == "context_length_exceeded"

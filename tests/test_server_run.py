@@ -142,7 +142,8 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
 
 def test_a_signal_while_loading(tmp_path: Path) -> None:
     with running("loads", tmp_path) as (process, url):
-        assert wait_for(url, 503).json() == {"status": "loading"}
+        told = wait_for(url, 503).json()
+        assert told == {"status": "loading", "phase": "reading weights", "progress": 0.5}
         process.send_signal(signal.SIGINT)
         output = ended(process)
         assert process.returncode == 0

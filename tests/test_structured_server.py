@@ -245,13 +245,13 @@ async def test_a_request_whose_grammar_is_being_compiled_holds_nobody_up(
     long_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on = threading.Event()
-    source_of = grammar_source.source_of
+    compile_source = grammar_source.compile_source
 
-    def slowly(wanted: StructuredOutputsParams, gbnf_to_lark: Callable[[str], str]) -> str:
-        assert wanted.regex is None or may_go_on.wait(30)
-        return source_of(wanted, gbnf_to_lark)
+    def slowly(source: str, kind: str, vocabulary: Any) -> Any:
+        assert kind != "regex" or may_go_on.wait(30)
+        return compile_source(source, kind, vocabulary)
 
-    monkeypatch.setattr("termgen.engine.grammar.source_of", slowly)
+    monkeypatch.setattr("termgen.engine.grammar.compile_source", slowly)
     async with tiny_server(long_llama_dir) as (client, engine):
         slow = [
             asyncio.create_task(post(client, structured_outputs={"regex": f"[a-z]{{{n}}}"}))

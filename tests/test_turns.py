@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -251,3 +252,17 @@ def test_an_engine_and_its_loop_have_short_turns_beside_a_device(
     found: list[int | None] = []
     in_a_thread(lambda: found.extend(asyncio.run(slices())))
     assert found == [usual_ns if device == "cpu" else SHORT_SLICE_NS] * 2
+
+
+def test_asking_for_a_slice_leaves_no_garbage() -> None:
+    """Threads that compile do it for every grammar, and Python's collector seldom runs."""
+    slice_ns()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            with long_turns():
+                slice_ns()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

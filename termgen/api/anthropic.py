@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from termgen.api import sse
@@ -22,7 +21,9 @@ from termgen.api.chat_bridge import (
     whole_answer,
 )
 from termgen.api.errors import ErrorReply, reply_for
+from termgen.api.fields import parse_json
 from termgen.client import TokenDelta
+from termgen.errors import RequestError
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -66,9 +67,10 @@ def message_response(request: MessagesRequest, answers: list[TokenDelta]) -> dic
 
 
 def _input_of(arguments: str) -> Any:
+    """An object with finite numbers, as clients take it and send it back."""
     try:
-        return json.loads(arguments or "{}")
-    except ValueError:  # cut off by max_tokens: `stop_reason` says so
+        return parse_json((arguments or "{}").encode())
+    except RequestError:  # cut off by max_tokens: `stop_reason` says so
         return {}
 
 

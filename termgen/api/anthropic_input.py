@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from termgen.api.chat import ChatRequest
-from termgen.api.chat_bridge import parse_as_chat, shared_fields, unknown_fields
+from termgen.api.chat_bridge import parse_as_chat, shared_fields, turns_of, unknown_fields
 from termgen.api.errors import unsupported
-from termgen.api.fields import Check, Fields, check_depth, is_empty, one_of, wrong_type
-from termgen.api.parts import parts_of, texts_of, unsupported_part
+from termgen.api.fields import Check, Fields, is_empty, one_of, wrong_type
+from termgen.api.parts import arguments_of, parts_of, result_text, texts_of, unsupported_part
 from termgen.api.sampling import MAX_INT
+from termgen.api.tools import left_out, refuse_choice
 from termgen.errors import RequestError
 
 HARMLESS = frozenset(
@@ -30,11 +31,6 @@ HARMLESS = frozenset(
 )
 
 
-def _asks_for_no_thoughts(value: Any) -> bool:
-    """Off, or left to the model, which may well not think."""
-    return isinstance(value, dict) and value.get("type") in ("disabled", "adaptive")
-
-
 def _only_drops_thoughts(value: Any) -> bool:
     """Edits of the history that concern what templates do not show in any case."""
     edits = value.get("edits") if isinstance(value, dict) else None
@@ -49,12 +45,12 @@ REFUSED: dict[str, Check] = {
     "context_management": _only_drops_thoughts,
     "mcp_servers": is_empty,
     "speed": one_of("standard"),
-    "thinking": _asks_for_no_thoughts,
 }
 
 NAMES = {
     "max_completion_tokens": "max_tokens",
     "parameters": "input_schema",
+    "reasoning": "output_config.effort",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
@@ -84,7 +80,8 @@ def parse_messages(
         raise RequestError("max_tokens must be given", param="max_tokens")
     chat: dict[str, Any] = {
         "max_tokens": max_tokens,
-        "messages": [*_system(body), *_messages(body.take("messages"))],
+        "messages": turns_of([*_system(body), *_messages(body.take("messages"))]),
+        "thinking": _thinking(body.take("thinking")),
         "stop": body.take("stop_sequences"),
         "stream": body.boolean("stream"),
         **{name: body.take(name) for name in ("temperature", "top_p")},
@@ -99,12 +96,26 @@ def parse_messages(
         raise wrong_type("stop_sequences", "a list of strings", chat["stop"])
     ignored = unknown_fields(body, data, harmless=HARMLESS, refused=REFUSED, names=NAMES)
     context.pop("force_include_usage", None)  # this endpoint always tells
-    thinking = data.get("thinking")  # judged by REFUSED
+    thinking = chat["thinking"]
     return MessagesRequest(
-        chat=parse_as_chat(chat, id_prefix="msg_", names=NAMES, **context),
+        chat=_thoughtless(parse_as_chat(chat, id_prefix="msg_", names=NAMES, **context), thinking),
         ignored=ignored,
         shows_thoughts=thinking is None or thinking["type"] != "disabled",
     )
+
+
+def _thinking(value: Any) -> Any:
+    """What this endpoint takes of what a chat does."""
+    if value is not None and not isinstance(value, dict):
+        raise wrong_type("thinking", "an object with a type", value)
+    return value
+
+
+def _thoughtless(chat: ChatRequest, thinking: Mapping[str, Any] | None) -> ChatRequest:
+    """Thoughts that are not wanted are left out of the answer, whatever the template reads."""
+    if thinking is None or thinking["type"] != "disabled":
+        return chat
+    return replace(chat, not_used=tuple(name for name in chat.not_used if name != "thinking"))
 
 
 def _system(body: Fields) -> list[dict[str, Any]]:
@@ -132,9 +143,12 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict):
             raise wrong_type(where, "an object", message)
         role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant"):
-            raise wrong_type(f"{where}.role", "user or assistant", role)
-        if role == "user":
+        if role not in ("user", "assistant", "system"):
+            raise wrong_type(f"{where}.role", "user, assistant or system", role)
+        if role == "system":
+            text = "\n".join(texts_of(content, f"{where}.content"))
+            messages.append({"role": "system", "content": text})
+        elif role == "user":
             messages += _user(content, f"{where}.content")
         else:
             messages.append(_assistant(content, f"{where}.content"))
@@ -165,8 +179,9 @@ def _user(content: Any, where: str) -> list[dict[str, Any]]:
             call_id = block.get("tool_use_id")
             if not isinstance(call_id, str):
                 raise wrong_type(f"{at}.tool_use_id", "a string", call_id)
-            result = block.get("content")
-            text = "\n".join(texts_of(result if result is not None else [], f"{at}.content"))
+            text = result_text(block.get("content"), f"{at}.content")
+            if block.get("is_error") is True:
+                text = f"Error: {text}"
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         else:
             raise unsupported_part(kind, at)
@@ -198,10 +213,7 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
 
 
 def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:
-    given = block.get("input")
-    if not isinstance(given, dict):
-        raise wrong_type(f"{at}.input", "an object", given)
-    check_depth(f"{at}.input", given)
+    given = arguments_of(block.get("input"), f"{at}.input")
     for name in ("id", "name"):
         if not isinstance(block.get(name), str):
             raise wrong_type(f"{at}.{name}", "a string", block.get(name))
@@ -216,14 +228,19 @@ def _tools(body: Fields) -> dict[str, Any]:
         given = None
     elif not isinstance(given, list):
         raise wrong_type("tools", "a list", given)
-    tools = []
+    tools: list[dict[str, Any]] = []
+    hosted: dict[str, str] = {}
+    """Types of tools that are left out, by their names."""
     for i, tool in enumerate(given or ()):
         if not isinstance(tool, dict):
             raise wrong_type(f"tools[{i}]", "an object", tool)
-        if tool.get("type") not in (None, "custom"):
-            raise unsupported(
-                f"tools[{i}].type", f"tools[{i}]: only tools of the client's own are supported"
-            )
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            if not left_out(kind):
+                raise unsupported(f"tools[{i}].type", f"tools[{i}]: there is no type {kind!r:.60}")
+            hosted[str(tool.get("name"))] = kind
+            tools.append({"type": kind})
+            continue
         function = {k: tool[k] for k in ("name", "description", "strict") if k in tool}
         function["parameters"] = tool.get("input_schema")
         tools.append({"type": "function", "function": function})
@@ -237,6 +254,8 @@ def _tools(body: Fields) -> dict[str, Any]:
     if kind == "tool":
         if name is None:
             raise wrong_type("tool_choice.name", "a string", name)
+        if name in hosted:
+            raise refuse_choice([hosted[name]], "tool_choice.name")
         fields["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif kind in ("auto", "any", "none"):
         fields["tool_choice"] = "required" if kind == "any" else kind

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from termgen.api.chat_prompt import format_for, parse_prompt, parse_template
-from termgen.api.fields import Check, Fields, is_empty, never, one_of
+from termgen.api.fields import Check, Fields, Instead, is_empty, never, one_of
 from termgen.api.job import (
     Job,
     ResponseOptions,
@@ -50,6 +50,10 @@ CHAT_REFUSED: dict[str, Check] = {
     "echo": is_empty,
     "add_special_tokens": is_empty,
     "mm_processor_kwargs": is_empty,
+    "input": Instead("messages"),
+    "instructions": Instead("a message of the role system"),
+    "output_config": Instead("response_format and reasoning_effort"),
+    "system": Instead("a message of the role system"),
 }
 
 
@@ -59,6 +63,8 @@ class ChatRequest:
     options: ResponseOptions
     ignored: tuple[str, ...]
     tools: Tools
+    not_used: tuple[str, ...] = ()
+    """Fields that were understood and have no effect: wishes, and tools of others."""
 
     @property
     def begins_answers(self) -> bool:
@@ -77,10 +83,12 @@ def parse_chat(
     tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
     strict_tools: bool = False,
     trusts_template: bool = False,
+    cuts_max_tokens: bool = False,
 ) -> ChatRequest:
     """Check a body. `model` is the resolved served name, `defaults` the model's own sampling.
 
     strict_tools: functions that do not say are strict. trusts_template: the body may bring one.
+    cuts_max_tokens: to what the context leaves, where it would be an error.
     """
     body = Fields(data)
     body.take("model")  # resolved by the caller
@@ -99,7 +107,9 @@ def parse_chat(
     chat_template = parse_template(body, is_trusted=trusts_template)
     tool_format = format_for(tool_format, chat_template)
     tools = parse_tools(body, tool_format, strict=strict_tools)
-    prompt = parse_prompt(body, tools, tool_format, chat_template)
+    prompt, unread = parse_prompt(body, tools, tool_format, chat_template)
+    prompt = replace(prompt, cuts_max_tokens=cuts_max_tokens)
+    not_used = (*unread, *tools.left_out)
     wanted = constrain(tools, params.structured_outputs)
     tools = replace(tools, is_formed=tools.may_call and wanted is not None)
     if not tools.may_call and (wanted is not None or prompt.continue_final_message):
@@ -117,7 +127,7 @@ def parse_chat(
         cache_salt=parse_cache_salt(body),
     )
     ignored = body.finish(harmless=CHAT_HARMLESS, refused=CHAT_REFUSED)
-    return ChatRequest(job, options, ignored, tools)
+    return ChatRequest(job, options, ignored, tools, not_used)
 
 
 class _Choice:

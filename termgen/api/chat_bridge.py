@@ -8,13 +8,13 @@ latter come down to.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from termgen.api.chat import CHAT_REFUSED, ChatRequest, ChatStream, chat_response, parse_chat
 from termgen.api.errors import unsupported
-from termgen.api.fields import Check, Fields, is_empty, is_true, never, one_of
+from termgen.api.fields import Check, Fields, instead_of, is_empty, is_true, never, one_of
 from termgen.client import TokenDelta
 from termgen.errors import OverloadedError, RequestError
 
@@ -22,7 +22,7 @@ SHARED_FIELDS = (
     *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("allowed_token_ids", "bad_words", "seed", "min_tokens", "ignore_eos", "stop_token_ids"),
     *("structured_outputs", "chat_template_kwargs", "priority", "cache_salt", "sse_ping_interval"),
-    "chat_template",
+    *("chat_template", "enable_thinking", "think", "thinking_budget"),
 )
 """Fields of a chat that both endpoints take as they are: none changes the shape of an answer."""
 
@@ -37,7 +37,7 @@ CHAT_WORDS: Mapping[str, Check] = {
     **dict.fromkeys(("include_timings", "logprobs", "stop", "top_logprobs"), is_empty),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), is_empty),
     **dict.fromkeys(("max_completion_tokens", "max_tokens", "messages"), never),
-    **dict.fromkeys(("prompt_logprobs", "reasoning_effort"), never),
+    **dict.fromkeys(("prompt_logprobs", "reasoning", "reasoning_effort", "thinking"), never),
     "response_format": one_of({"type": "text"}),
 }
 """Fields that change a chat: value check -> harmless? Where they are not taken, or have another
@@ -65,8 +65,40 @@ def unknown_fields(
     for name in unknown:
         if name in CHAT_WORDS and data[name] is not None and not CHAT_WORDS[name](data[name]):
             hint = f"; its name here is {names[name]}" if name in names else ""
-            raise unsupported(name, f"{name} is not a field of this endpoint{hint}")
+            told = instead_of(name, CHAT_WORDS[name], names)
+            raise unsupported(name, told or f"{name} is not a field of this endpoint{hint}")
     return unknown
+
+
+def turns_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as templates take them, which are stricter than these endpoints: instructions
+    at the beginning only, and no two turns of one side in a row.
+
+    Instructions that come later become part of the user's turn, marked as what they are.
+    """
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        role = "system" if message["role"] == "developer" else message["role"]
+        if role == "system" and turns and [turn["role"] for turn in turns] != ["system"]:
+            text = _content_text(message)
+            message, role = {"content": f"<system>\n{text}\n</system>"}, "user"
+        if not turns or turns[-1]["role"] != role or role == "tool":
+            turns.append({**message, "role": role})
+            continue
+        last = turns[-1]
+        for name in ("content", "reasoning_content"):
+            texts = [_content_text(m, name) for m in (last, message) if m.get(name) is not None]
+            if texts:
+                last[name] = "\n\n".join(filter(None, texts))
+        calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+        if calls:
+            last["tool_calls"] = calls
+    return turns
+
+
+def _content_text(message: Mapping[str, Any], name: str = "content") -> str:
+    content = message[name]
+    return content if isinstance(content, str) else "\n".join(p["text"] for p in content)
 
 
 def parse_as_chat(
@@ -78,12 +110,13 @@ def parse_as_chat(
 ) -> ChatRequest:
     """The chat request for a translated body. names: what its fields are called by the client."""
     try:
-        chat = parse_chat(body, **context)
+        chat = parse_chat(body, cuts_max_tokens=True, **context)
     except RequestError as error:
         raise renamed(error, names) from None
     answer_id = id_prefix + chat.options.id.partition("-")[2]
     return replace(
         chat,
+        not_used=tuple(_renamed_name(name, names) for name in chat.not_used),
         options=replace(chat.options, id=answer_id),
         job=replace(chat.job, request_id=answer_id),
     )
@@ -91,11 +124,7 @@ def parse_as_chat(
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     """The error with the client's name of the field; the longest name that fits counts."""
-    param = _TOOL.sub(r"\1", error.param or "")
-    for ours, theirs in sorted(names.items(), key=lambda pair: -len(pair[0])):
-        if param == ours or param.startswith((f"{ours}.", f"{ours}[")):
-            param = theirs + param[len(ours) :]
-            break
+    param = _renamed_name(_TOOL.sub(r"\1", error.param or ""), names)
     if "parameters" in names:
         param = param.replace("].parameters", f"].{names['parameters']}")
     message = str(error).replace(error.param, param, 1) if error.param else str(error)
@@ -105,6 +134,13 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     return RequestError(
         message, param=param or None, code=error.code, status=error.status, type=error.type
     )
+
+
+def _renamed_name(name: str, names: Mapping[str, str]) -> str:
+    for ours, theirs in sorted(names.items(), key=lambda pair: -len(pair[0])):
+        if name == ours or name.startswith((f"{ours}.", f"{ours}[")):
+            return theirs + name[len(ours) :]
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 from termgen.api.errors import unsupported
 from termgen.api.fields import Fields, check_depth, wrong_type
-from termgen.api.parts import texts_of
+from termgen.api.hints import parse_hints, reader_of
+from termgen.api.parts import result_text, texts_of
 from termgen.api.tools import Tools, parse_calls, show_tools
 from termgen.client import ChatPrompt
 from termgen.engine.structured_outputs import is_longer
@@ -60,8 +61,8 @@ def parse_prompt(
     tools: Tools = Tools(),  # noqa: B008 frozen
     tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
     chat_template: str | None = None,
-) -> ChatPrompt:
-    """The messages and how to render them."""
+) -> tuple[ChatPrompt, tuple[str, ...]]:
+    """The messages and how to render them; wishes that the template does not read."""
     value = body.take("messages")
     if not isinstance(value, list):
         raise wrong_type("messages", "a list of messages", value)
@@ -83,13 +84,16 @@ def parse_prompt(
             param="continue_final_message",
         )
     shown, variables = show_tools(messages, tools, tool_format)
-    return ChatPrompt(
+    reads = reader_of(tool_format, chat_template)
+    kwargs, not_used = parse_hints(body, _template_kwargs(body), reads)
+    prompt = ChatPrompt(
         messages=shown,
         add_generation_prompt=generates,
         continue_final_message=continues,
-        template_kwargs={**_template_kwargs(body), **variables},
+        template_kwargs={**kwargs, **variables},
         chat_template=chat_template,
     )
+    return prompt, not_used
 
 
 def _template_kwargs(body: Fields) -> dict[str, Any]:
@@ -110,9 +114,6 @@ def _template_kwargs(body: Fields) -> dict[str, Any]:
             f"chat_template_kwargs may have at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON",
             param="chat_template_kwargs",
         )
-    effort = body.string("reasoning_effort")
-    if effort is not None:
-        kwargs.setdefault("reasoning_effort", effort)
     return kwargs
 
 
@@ -126,8 +127,12 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
         raise wrong_type(f"{where}.role", "system, developer, user, assistant or tool", role)
     tool_calls = parse_calls(message.take("tool_calls"), where) if role == "assistant" else []
     given, content = message.take("content"), None
-    if given is not None or not tool_calls:
+    if role == "tool":
+        content = result_text(given, f"{where}.content")
+    elif given is not None or role != "assistant":
         content = "\n".join(texts_of(given, f"{where}.content"))
+    elif not tool_calls:  # an answer without a word, as it comes back
+        content = ""
     parsed: dict[str, Any] = {"role": role, "content": content}
     if tool_calls:
         parsed["tool_calls"] = tool_calls

@@ -14,6 +14,7 @@ from typing import Any
 from termgen.errors import (
     EngineDeadError,
     EngineError,
+    LoadingError,
     OverloadedError,
     RequestError,
     TermgenError,
@@ -42,12 +43,14 @@ def reply_for(exc: BaseException) -> ErrorReply:
     """The reply for anything a handler can raise. Unknown exceptions tell the client nothing."""
     if isinstance(exc, RequestError):
         body = error_body(str(exc), type=exc.type, param=exc.param, code=exc.code)
+        if isinstance(exc, LoadingError) and exc.phase:
+            body["error"] |= {"phase": exc.phase, "progress": exc.progress}
         return ErrorReply(exc.status, body, _request_headers(exc))
     if isinstance(exc, EngineDeadError):
         body = error_body(str(exc), type="server_error", code="engine_dead")
         return ErrorReply(503, body, {"retry-after": "10"})
     if isinstance(exc, EngineError):
-        return ErrorReply(500, error_body(str(exc), type="server_error", code="engine_error"))
+        return ErrorReply(500, error_body(str(exc), type="server_error", code=exc.code))
     if isinstance(exc, TermgenError):
         return ErrorReply(500, error_body(str(exc), type="server_error", code="internal_error"))
     message = "Internal server error; the server's log has the details"
@@ -151,7 +154,7 @@ def body_too_large(limit: int) -> RequestError:
 
 
 def unavailable(code: str, message: str) -> RequestError:
-    """`loading` or `draining`: the same request may succeed later, or elsewhere now."""
+    """`draining` or `asleep`: the same request may succeed later, or elsewhere now."""
     return RequestError(message, code=code, status=503, type="server_error")
 
 

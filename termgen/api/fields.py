@@ -12,6 +12,7 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from termgen.api.errors import invalid_json, unsupported
@@ -20,6 +21,8 @@ from termgen.errors import RequestError
 MAX_IGNORED_NAMES = 20
 MAX_FIELDS = 1000
 """Of one object; no endpoint knows a tenth as many."""
+MAX_PLACE = 200
+"""Characters of a path in an error, about."""
 _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 Check = Callable[[Any], bool]
@@ -40,7 +43,9 @@ def parse_json(
     except RecursionError:
         raise invalid_json(f"{what} is nested too deeply", param) from None
     except ValueError as exc:  # includes JSONDecodeError, UnicodeDecodeError and huge integers
-        raise invalid_json(f"{what} is not valid JSON: {exc}", param) from None
+        place = _place_of_unfit_number(raw)
+        message = f"{what} is not valid JSON: {exc}" + (f" (in {place})" if place else "")
+        raise invalid_json(message, param or place) from None
     if not isinstance(value, dict):
         raise invalid_json(f"{what} must be a JSON object", param)
     if b"\\ud" in raw or b"\\uD" in raw:
@@ -52,6 +57,52 @@ def parse_json(
         except RecursionError:
             raise invalid_json(f"{what} is nested too deeply", param) from None
     return value
+
+
+def _place_of_unfit_number(raw: bytes) -> str | None:
+    """Path of the first number that `parse_json` refuses, or None where another fault is to blame.
+
+    The path ends before a key that is no plain name. The walk keeps its own stack, because the
+    decoder accepts deeper values than a recursive Python function could visit.
+    """
+    unfit = object()
+
+    def number(read: Callable[[str], Any]) -> Callable[[str], Any]:
+        def checked(text: str) -> Any:
+            try:
+                return read(text)
+            except ValueError:
+                return unfit
+
+        return checked
+
+    try:
+        value = json.loads(
+            raw.decode("utf-8"),
+            parse_constant=lambda _: unfit,
+            parse_float=number(_finite_float),
+            parse_int=number(int),
+        )
+    except (ValueError, RecursionError):
+        return None
+    # Each entry: a value, its path, and whether the path may still be extended.
+    stack: list[tuple[Any, str, bool]] = [(value, "", True)]
+    while stack:
+        node, path, plain = stack.pop()
+        if node is unfit:
+            return path or None
+        if isinstance(node, dict):
+            for key, child in reversed(node.items()):
+                named = plain and bool(_HEADER_SAFE.fullmatch(key))
+                dot = "." if path else ""
+                # A long path would copy itself at each level of a deep value.
+                longer = named and len(path) < MAX_PLACE
+                stack.append((child, f"{path}{dot}{key}" if longer else path, longer))
+        elif isinstance(node, list):
+            longer = plain and len(path) < MAX_PLACE
+            for index in reversed(range(len(node))):
+                stack.append((node[index], f"{path}[{index}]" if longer else path, longer))
+    return None
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -97,6 +148,19 @@ def check_depth(name: str, value: object, limit: int = 32) -> None:
             return
         level = children
     raise RequestError(f"{name} is nested more than {limit} levels deep", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """A check of a field that another program has and that has another name here."""
+
+    word: str
+    """What is to be said instead."""
+    is_harmless: Check | None = None
+    """None: a value that is false, 0 or empty asks for nothing."""
+
+    def __call__(self, value: Any) -> bool:
+        return not value if self.is_harmless is None else self.is_harmless(value)
 
 
 class Fields:
@@ -191,11 +255,19 @@ class Fields:
             if name not in refused:
                 unknown.append(name)
             elif value is not None and not refused[name](value):
-                raise unsupported(name)
+                raise unsupported(name, instead_of(name, refused[name]))
         for name, child in self._children:
             names = child.finish(harmless=frozenset(), refused={})
             unknown += [f"{name}.{inner}" for inner in names]
         return tuple(unknown)
+
+
+def instead_of(name: str, check: Check, names: Mapping[str, str] | None = None) -> str | None:
+    """What is said of a field that is called otherwise here. names: of the endpoint's own."""
+    if not isinstance(check, Instead):
+        return None
+    word = (names or {}).get(check.word, check.word)
+    return f"{name} is not a field of this server; use {word}"
 
 
 def ignored_header(names: tuple[str, ...]) -> str:

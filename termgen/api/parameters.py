@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from termgen.api.chat_prompt import MAX_TEMPLATE_KWARGS_BYTES
 from termgen.api.completions import DEFAULT_MAX_TOKENS, MAX_CHOICES, MAX_PROMPTS
+from termgen.api.hints import EFFORTS
 from termgen.api.job import MAX_PING_INTERVAL_S, MIN_PING_INTERVAL_S
 from termgen.api.parameter_types import BOTH, CHAT, COMPLETIONS, Group, Parameter
 from termgen.api.tools import MAX_TOOLS
@@ -27,6 +28,8 @@ from termgen.engine.sampling_params import (
     MAX_STOP_TOKEN_IDS,
 )
 
+EFFORT_WORDS = ", ".join(f"`{word}`" for word in EFFORTS)
+HINT = "A hint: what the template does not read is named in `x-termgen-not-used`"
 _VLLM = "vLLM"
 _OWN = "termgen"
 
@@ -88,7 +91,8 @@ PROMPT = Group(
         Parameter(
             "chat_template_kwargs",
             f"an object of at most {MAX_TEMPLATE_KWARGS_BYTES} bytes",
-            "variables of the chat template; one that it does not read is refused",
+            "variables of the chat template; one that it does not read is refused, unless it is "
+            "a hint about thinking",
             "none",
             (CHAT,),
             _VLLM,
@@ -104,10 +108,52 @@ PROMPT = Group(
         ),
         Parameter(
             "reasoning_effort",
-            "a string",
-            "the template variable of this name; refused where the template does not read it",
+            EFFORT_WORDS,
+            "the template variable of this name; `none` also sets `enable_thinking` to false. "
+            f"{HINT}",
             "none",
             (CHAT,),
+        ),
+        Parameter(
+            "reasoning",
+            "an object with `effort`, `enabled` or `max_tokens`",
+            f"the same, whether to think, and for how many tokens. {HINT}",
+            "none",
+            (CHAT,),
+            "OpenRouter",
+        ),
+        Parameter(
+            "thinking",
+            "true, false, or an object: `type` is `enabled`, `disabled` or `adaptive`, "
+            "`budget_tokens` a number",
+            f"the template variables `enable_thinking`, `thinking` and `thinking_budget`. {HINT}",
+            "the template's own",
+            (CHAT,),
+            "Anthropic",
+        ),
+        Parameter(
+            "enable_thinking",
+            "true, false",
+            f"the same in Qwen's words. {HINT}",
+            "the template's own",
+            (CHAT,),
+            "Qwen",
+        ),
+        Parameter(
+            "thinking_budget",
+            "a number of tokens",
+            f"the template variable of this name. {HINT}",
+            "none",
+            (CHAT,),
+            "Qwen",
+        ),
+        Parameter(
+            "think",
+            f"true, false, {EFFORT_WORDS}",
+            f"the same in Ollama's words. {HINT}",
+            "the template's own",
+            (CHAT,),
+            "Ollama",
         ),
     ),
 )

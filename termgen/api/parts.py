@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,14 +25,43 @@ def parts_of(value: Any, where: str, wanted: str) -> Iterator[tuple[str, dict[st
         yield at, part
 
 
-def texts_of(value: Any, where: str, keys: Mapping[str, str] = TEXT_PARTS) -> list[str]:
-    """The texts of a string or a list of parts. keys: by type of part, the field with its text."""
+NOT_TEXT = frozenset(
+    {
+        *("image", "image_url", "input_image", "document", "file", "input_file"),
+        *("audio", "input_audio", "tool_reference"),
+    }
+)
+"""Types of parts that a tool may give back, and that no model here can read."""
+
+INVALID_JSON = "INVALID_JSON"
+"""The key of what is no JSON object, as Anthropic's documentation has it."""
+
+
+def result_text(value: Any, where: str, keys: Mapping[str, str] = TEXT_PARTS) -> str:
+    """What a tool gave back. A part that is no text is replaced by a line that says so: the tool
+    has run, and a refusal would end the agent's work."""
+    if value is None:
+        return ""
+    return "\n".join(texts_of(value, where, keys, replaced=NOT_TEXT))
+
+
+def texts_of(
+    value: Any,
+    where: str,
+    keys: Mapping[str, str] = TEXT_PARTS,
+    replaced: frozenset[str] = frozenset(),
+) -> list[str]:
+    """The texts of a string or a list of parts. keys: by type of part, the field with its text.
+    replaced: types for which a line stands that says what is left out."""
     if isinstance(value, str):
         return [value]
     texts = []
     for at, part in parts_of(value, where, "a string or a list of text parts"):
         kind = part.get("type")
         key = keys.get(kind) if isinstance(kind, str) else None
+        if key is None and isinstance(kind, str) and kind in replaced:
+            texts.append(f"[{kind} left out: this model reads text only]")
+            continue
         if key is None:
             raise unsupported_part(kind, at)
         if not isinstance(part.get(key), str):
@@ -46,10 +77,24 @@ def unsupported_part(kind: Any, at: str) -> RequestError:
 
 
 def arguments_of(value: Any, where: str) -> dict[str, Any]:
-    """Arguments of a call in the history: an object, or its JSON text."""
+    """Arguments of a call in the history: an object, or any text.
+
+    Templates want an object. Text that is none, such as arguments that were cut off, becomes the
+    one value of an object, so that the model sees what it wrote.
+    """
     if isinstance(value, str):
-        value = parse_json((value or "{}").encode(), where, param=where)
+        try:
+            parsed = parse_json((value or "{}").encode(), where)
+            check_depth(where, parsed)
+        except RequestError:
+            return {INVALID_JSON: value}
+        return parsed
     if not isinstance(value, dict):
         raise wrong_type(where, "a JSON object", value)
-    check_depth(where, value)
+    try:
+        check_depth(where, value)
+    except RequestError:
+        with contextlib.suppress(RecursionError):
+            return {INVALID_JSON: json.dumps(value)}
+        raise
     return value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from termgen.api import sse
@@ -23,6 +23,7 @@ from termgen.api.chat_bridge import (
 )
 from termgen.api.errors import reply_for
 from termgen.api.responses_input import ResponsesRequest
+from termgen.api.responses_tools import ToolName, custom_input
 from termgen.client import TokenDelta
 
 Piece = ThoughtNews | TextNews | CallNews
@@ -32,7 +33,8 @@ Piece = ThoughtNews | TextNews | CallNews
 class _Items:
     """The output items of one response, as its news come."""
 
-    def __init__(self) -> None:
+    def __init__(self, tool_names: Mapping[str, ToolName]) -> None:
+        self._tool_names = tool_names
         self.done: list[dict[str, Any]] = []
         self.open: dict[str, Any] | None = None
         """Without its text or arguments, which are in `pieces`."""
@@ -45,6 +47,11 @@ class _Items:
     def is_call(self) -> bool:
         return isinstance(self.kind, int)
 
+    @property
+    def is_custom(self) -> bool:
+        """The open item is the call of a custom tool."""
+        return self.open is not None and self.open["type"] == "custom_tool_call"
+
     def begins(self, news: Piece) -> bool:
         """Whether this is news of another item than the open one."""
         return self.open is None or _kind_of(news) != self.kind
@@ -52,15 +59,17 @@ class _Items:
     def begin(self, news: Piece) -> dict[str, Any]:
         self.kind, self.pieces = _kind_of(news), []
         if isinstance(news, CallNews):
-            call_id = news.id or f"call_{uuid.uuid4().hex}"
+            tool = self._tool_names.get(news.name) or ToolName(news.name)
             self.open = {
-                "type": "function_call",
-                "id": f"fc_{uuid.uuid4().hex}",
-                "call_id": call_id,
-                "name": news.name,
-                "arguments": "",
+                "type": "custom_tool_call" if tool.is_custom else "function_call",
+                "id": f"{'ctc' if tool.is_custom else 'fc'}_{uuid.uuid4().hex}",
+                "call_id": news.id or f"call_{uuid.uuid4().hex}",
+                "name": tool.name,
+                "input" if tool.is_custom else "arguments": "",
                 "status": "in_progress",
             }
+            if tool.namespace is not None:
+                self.open["namespace"] = tool.namespace
         elif isinstance(news, ThoughtNews):
             self.open = {
                 "type": "reasoning",
@@ -91,7 +100,11 @@ class _Items:
     def close(self, status: str) -> dict[str, Any]:
         assert self.open is not None
         text = "".join(self.pieces)
-        said = {"arguments": text} if self.is_call else {"content": [self.part(text)]}
+        said: dict[str, Any] = {"content": [self.part(text)]}
+        if self.is_custom:
+            said = {"input": custom_input(text)}
+        elif self.is_call:
+            said = {"arguments": text}
         item, self.open = {**self.open, **said, "status": status}, None
         self.done.append(item)
         return item
@@ -144,7 +157,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 def response_object(request: ResponsesRequest, answers: list[TokenDelta]) -> dict[str, Any]:
     """The whole response."""
     news, usage = whole_answer(request.chat, answers)
-    items = _Items()
+    items = _Items(request.tool_names)
     for item in news:
         if isinstance(item, EndNews):
             items.end = item
@@ -172,7 +185,7 @@ class ResponseStream:
     def __init__(self, request: ResponsesRequest) -> None:
         self._request = request
         self._news = ChatNews(request.chat)
-        self._items = _Items()
+        self._items = _Items(request.tool_names)
         self._sequence = 0
         self._template: sse.NumberedTextTemplate | None = None
 
@@ -246,7 +259,7 @@ class ResponseStream:
                 events.append(self._event("response.content_part.added", **part))
         items.add(news)
         if isinstance(news, CallNews):
-            if news.arguments:
+            if news.arguments and not items.is_custom:  # those of a custom tool are told whole
                 kind = "response.function_call_arguments.delta"
                 events.append(self._event(kind, **self._place(), delta=news.arguments))
         elif isinstance(news, ThoughtNews):
@@ -269,7 +282,11 @@ class ResponseStream:
         number = place["output_index"]
         item = self._items.close(status)
         events = []
-        if isinstance(kind, int):
+        if item["type"] == "custom_tool_call":
+            name = "response.custom_tool_call_input"
+            events.append(self._event(f"{name}.delta", **place, delta=item["input"]))
+            events.append(self._event(f"{name}.done", **place, input=item["input"]))
+        elif isinstance(kind, int):
             told = {"name": item["name"], "arguments": item["arguments"]}
             events.append(self._event("response.function_call_arguments.done", **place, **told))
         else:

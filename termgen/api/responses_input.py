@@ -6,14 +6,21 @@ Nothing is stored, so whatever refers to an earlier response is refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from termgen.api.chat import ChatRequest
-from termgen.api.chat_bridge import parse_as_chat, shared_fields, unknown_fields
+from termgen.api.chat_bridge import parse_as_chat, shared_fields, turns_of, unknown_fields
 from termgen.api.errors import unsupported
 from termgen.api.fields import Check, Fields, is_empty, one_of, wrong_type
-from termgen.api.parts import arguments_of, texts_of
+from termgen.api.parts import arguments_of, result_text, texts_of
+from termgen.api.responses_tools import (
+    ToolName,
+    custom_arguments,
+    flat_name,
+    offered_tools,
+    tool_choice_of,
+)
 from termgen.api.sampling import MAX_INT
 from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
@@ -43,7 +50,16 @@ REFUSED: dict[str, Check] = {
     "top_logprobs": is_empty,
     "truncation": one_of("disabled"),
 }
-HARMLESS_INCLUDES = frozenset({"reasoning.encrypted_content"})
+HARMLESS_INCLUDES = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 """What asks for parts that an answer here never has."""
 
 NAMES = {
@@ -53,13 +69,21 @@ NAMES = {
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "thinking": "reasoning.effort",
 }
 """Fields of the chat by the names they have here."""
 
 
 PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of parts, and the field that has their text."""
-THOUGHTS = {"reasoning_text": "text"}
+THOUGHTS = {"reasoning_text": "text", "text": "text"}
+LEFT_OUT_ITEMS = frozenset(
+    {
+        *("code_interpreter_call", "file_search_call", "image_generation_call", "web_search_call"),
+        *("tool_search_call", "tool_search_output", "compaction", "ghost_snapshot"),
+    }
+)
+"""Items of a history that tell of tools which another server ran: this one cannot read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +92,8 @@ class ResponsesRequest:
     echo: dict[str, Any]
     """What a response repeats of its request."""
     ignored: tuple[str, ...]
+    tool_names: Mapping[str, ToolName] = field(default_factory=dict)
+    """What the client calls its tools, by the names that the model knows."""
 
 
 def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest:
@@ -76,20 +102,21 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
     body.take("model")
     _check_includes(body.take("include"))
     reasoning, text = body.object("reasoning"), body.object("text")
-    tools = _tools(body.take("tools"))
-    messages = _messages(body.take("input"))
+    tools = offered_tools(body.take("tools"))
+    not_used = [*_style_wishes(reasoning, text), *tools.not_used]
+    messages = _messages(body.take("input"), not_used)
     if instructions := body.string("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
     chat: dict[str, Any] = {
-        "messages": messages,
+        "messages": turns_of(messages),
         "max_tokens": body.integer("max_output_tokens", low=1, high=MAX_INT),
         "stream": body.boolean("stream"),
         **{name: body.take(name) for name in ("temperature", "top_p", "top_k", "stop")},
         **shared_fields(body),
-        "reasoning_effort": reasoning.string("effort") if reasoning else None,
+        "reasoning_effort": reasoning.take("effort") if reasoning else None,
         "parallel_tool_calls": body.boolean("parallel_tool_calls", True),
-        "tools": [{"type": "function", "function": _function(tool)} for tool in tools] or None,
-        "tool_choice": _tool_choice(body.take("tool_choice")),
+        "tools": tools.chat or None,
+        "tool_choice": tool_choice_of(body.take("tool_choice")),
     }
     output_format = text.take("format") if text else None
     if output_format is not None:
@@ -98,7 +125,9 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
     context.pop("force_include_usage", None)  # this endpoint always tells
     # The rule here, where a chat must ask for it; but not all models can where calls are free.
     strict = context.get("tool_format", ToolFormat()).new_parser is None
-    request = parse_as_chat(chat, id_prefix="resp_", names=NAMES, strict_tools=strict, **context)
+    names = {**NAMES, **tools.paths}
+    request = parse_as_chat(chat, id_prefix="resp_", names=names, strict_tools=strict, **context)
+    request = replace(request, not_used=tuple(dict.fromkeys((*request.not_used, *not_used))))
     params = request.job.params
     echo = {
         "instructions": data.get("instructions"),
@@ -109,13 +138,36 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
         "temperature": params.temperature,
         "text": {"format": output_format or {"type": "text"}},
         "tool_choice": data.get("tool_choice") or "auto",
-        "tools": [
-            {**t, "strict": strict if t.get("strict") is None else t["strict"]} for t in tools
-        ],
+        "tools": [_echoed(tool, strict) for tool in data.get("tools") or ()],
         "top_p": params.top_p,
         "user": data.get("user"),
     }
-    return ResponsesRequest(request, echo, ignored)
+    return ResponsesRequest(request, echo, ignored, tools.names)
+
+
+def _echoed(tool: dict[str, Any], strict: bool) -> dict[str, Any]:
+    """A tool as a response repeats it: a function says whether it is strict."""
+    if tool["type"] != "function" or tool.get("strict") is not None:
+        return tool
+    return {**tool, "strict": strict}
+
+
+def _style_wishes(reasoning: Fields | None, text: Fields | None) -> list[str]:
+    """Names of wishes that nothing here can meet, their values checked."""
+    found = []
+    for fields, name, words in (
+        (reasoning, "summary", ("auto", "concise", "detailed", "none")),
+        (reasoning, "generate_summary", ("auto", "concise", "detailed")),
+        (text, "verbosity", ("low", "medium", "high")),
+    ):
+        value = fields.take(name) if fields is not None else None
+        if value is None:
+            continue
+        where = f"{'text' if fields is text else 'reasoning'}.{name}"
+        if value not in words:
+            raise wrong_type(where, " or ".join(words), value)
+        found.append(where)
+    return found
 
 
 def _check_includes(value: Any) -> None:
@@ -124,38 +176,6 @@ def _check_includes(value: Any) -> None:
     for name in value or ():
         if not isinstance(name, str) or name not in HARMLESS_INCLUDES:
             raise unsupported("include", f"include: {str(name)[:60]!r} is not supported here")
-
-
-def _tools(value: Any) -> list[dict[str, Any]]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise wrong_type("tools", "a list", value)
-    for i, tool in enumerate(value):
-        if not isinstance(tool, dict):
-            raise wrong_type(f"tools[{i}]", "an object", tool)
-        if tool.get("type") != "function":
-            raise unsupported(
-                f"tools[{i}].type",
-                f"tools[{i}]: tools of type {str(tool.get('type'))[:40]!r} are not supported here",
-            )
-    return value
-
-
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool without its envelope."""
-    names = ("name", "description", "parameters", "strict")
-    return {name: tool[name] for name in names if tool.get(name) is not None}
-
-
-def _tool_choice(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type") == "function":
-        if not isinstance(value.get("name"), str):
-            raise wrong_type("tool_choice.name", "a string", value.get("name"))
-        return {"type": "function", "function": {"name": value.get("name")}}
-    if value is not None and value not in ("auto", "none", "required"):
-        raise wrong_type("tool_choice", "auto, none, required or a function", value)
-    return value
 
 
 def _response_format(value: Any) -> dict[str, Any]:
@@ -170,7 +190,7 @@ def _response_format(value: Any) -> dict[str, Any]:
 # -- input ---------------------------------------------------------------------------------
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def _messages(value: Any, not_used: list[str]) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -184,19 +204,15 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if not isinstance(item, dict):
             raise wrong_type(where, "an object", item)
         kind = item.get("type", "message")
+        if not isinstance(kind, str):
+            raise unsupported(f"{where}.type", f"{where}.type must be a string")
         if kind == "reasoning":
             thoughts += texts_of(item.get("content") or [], f"{where}.content", THOUGHTS)
             continue
-        if kind == "message":
-            messages.append(_message(item, where))
-        elif kind == "function_call":
-            _add_call(messages, _call(item, where))
-        elif kind == "function_call_output":
-            messages.append(_result(item, where))
-        else:
-            raise unsupported(
-                f"{where}.type", f"{where}: items of type {str(kind)[:40]!r} are not supported here"
-            )
+        if kind in LEFT_OUT_ITEMS:
+            not_used.append(f"input.{kind}")
+            continue
+        _add_item(messages, item, kind, where)
         if thoughts and messages[-1]["role"] == "assistant":  # of the turn that follows them
             thoughts[:0] = filter(None, [messages[-1].get("reasoning_content")])
             messages[-1]["reasoning_content"] = "\n".join(thoughts)
@@ -206,11 +222,31 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     return messages
 
 
+def _add_item(
+    messages: list[dict[str, Any]], item: Mapping[str, Any], kind: str, where: str
+) -> None:
+    if kind == "message":
+        messages.append(_message(item, where))
+    elif kind == "function_call":
+        _add_call(messages, _call(item, where))
+    elif kind == "custom_tool_call":
+        _add_call(messages, _custom_call(item, where))
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        messages.append(_result(item, where))
+    else:
+        raise unsupported(
+            f"{where}.type", f"{where}: items of type {kind[:40]!r} are not supported here"
+        )
+
+
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = item.get("role")
     if role not in ("user", "assistant", "system", "developer"):
         raise wrong_type(f"{where}.role", "user, assistant, system or developer", role)
-    return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
+    content = item.get("content")
+    if content is None and role == "assistant":
+        content = ""
+    return {"role": role, "content": _text(content, f"{where}.content")}
 
 
 def _text(value: Any, where: str) -> str:
@@ -222,8 +258,18 @@ def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(item.get(name), str):
             raise wrong_type(f"{where}.{name}", "a string", item.get(name))
     arguments = arguments_of(item["arguments"], f"{where}.arguments")
-    function = {"name": item["name"], "arguments": arguments}
+    namespace = item.get("namespace")
+    if namespace is not None and not isinstance(namespace, str):
+        raise wrong_type(f"{where}.namespace", "a string", namespace)
+    function = {"name": flat_name(item["name"], namespace), "arguments": arguments}
     return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _custom_call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    given = item.get("input")
+    if not isinstance(given, str):
+        raise wrong_type(f"{where}.input", "a string", given)
+    return _call({**item, "arguments": custom_arguments(given)}, where)
 
 
 def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
@@ -236,5 +282,5 @@ def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
 def _result(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(item.get("call_id"), str):
         raise wrong_type(f"{where}.call_id", "a string", item.get("call_id"))
-    text = _text(item.get("output"), f"{where}.output")
+    text = result_text(item.get("output"), f"{where}.output", PARTS)
     return {"role": "tool", "tool_call_id": item["call_id"], "content": text}

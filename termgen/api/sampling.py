@@ -11,7 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from termgen.api.errors import unsupported
-from termgen.api.fields import Check, Fields, is_empty, is_number, never, one_of, wrong_type
+from termgen.api.fields import (
+    Check,
+    Fields,
+    Instead,
+    is_empty,
+    is_number,
+    is_true,
+    never,
+    one_of,
+    wrong_type,
+)
 from termgen.api.structured import parse_structured
 from termgen.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, SamplingParams
 from termgen.errors import RequestError
@@ -44,7 +54,52 @@ HARMLESS = frozenset(
 )
 """Accepted on every endpoint although they do nothing: none of them can change the answer."""
 
+_NEUTRAL_1 = one_of(1)
+
+OTHERS_WORDS: dict[str, Check] = {
+    # llama.cpp
+    "grammar": Instead("structured_outputs.grammar"),
+    "grammar_lazy": Instead("tool_choice"),
+    "json_schema": Instead("response_format"),
+    "n_predict": Instead("max_tokens", one_of(-1)),
+    "n_probs": Instead("top_logprobs"),
+    "repeat_penalty": Instead("repetition_penalty", _NEUTRAL_1),
+    "repeat_last_n": Instead("repetition_penalty, which looks at all tokens", one_of(-1)),
+    "samplers": Instead("temperature, top_p, top_k and min_p"),
+    # Ollama
+    "format": Instead("response_format"),
+    "num_ctx": Instead("the option --max-model-len of the server", never),
+    "num_predict": Instead("max_tokens", one_of(-1)),
+    "options": Instead("its fields themselves, at the top of the body"),
+    # SGLang, TGI, TabbyAPI, transformers
+    "ebnf": Instead("structured_outputs.grammar"),
+    "grammar_string": Instead("structured_outputs.grammar"),
+    "max_length": Instead("max_tokens", never),
+    "max_new_tokens": Instead("max_tokens", never),
+    "min_length": Instead("min_tokens"),
+    "min_new_tokens": Instead("min_tokens"),
+    "regex": Instead("structured_outputs.regex"),
+    "regex_pattern": Instead("structured_outputs.regex"),
+    "do_sample": Instead("temperature: 0 for greedy", is_true),
+    "stop_sequences": Instead("stop"),
+    "stopping_strings": Instead("stop"),
+    "max_output_tokens": Instead("max_tokens", never),
+    "structural_tag": Instead("tools"),
+    "guided_whitespace_pattern": Instead("structured_outputs.regex"),
+    # ways to draw tokens that are not done here
+    **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range"), is_empty),
+    **dict.fromkeys(("no_repeat_ngram_size", "smoothing_factor", "top_a"), is_empty),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), is_empty),
+    **dict.fromkeys(("typical_p", "tfs_z", "tfs", "num_beams", "guidance_scale"), _NEUTRAL_1),
+    "top_n_sigma": one_of(-1, 0),
+    "negative_prompt": is_empty,
+    "lora": is_empty,
+}
+"""Fields of other servers that change an answer. Taken without effect they would leave it
+unconstrained, or drawn otherwise than was asked."""
+
 REFUSED: dict[str, Check] = {
+    **OTHERS_WORDS,
     "use_beam_search": is_empty,
     "length_penalty": one_of(1, 1.0),
     "truncate_prompt_tokens": never,

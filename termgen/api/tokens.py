@@ -27,6 +27,8 @@ class TokenizeRequest:
     """For text; a chat template writes its own."""
     wants_texts: bool
     ignored: tuple[str, ...]
+    not_used: tuple[str, ...] = ()
+    """Fields that have no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,11 @@ def parse_tokenize(
     if text is not None and data.get("messages") is not None:
         raise RequestError("prompt and messages exclude each other", param="messages")
     prompt: str | ChatPrompt
+    not_used: tuple[str, ...] = ()
     if text is not None:
         prompt = text
     else:
-        prompt = _parse_chat(body, tool_format, trusts_template=trusts_template)
+        prompt, not_used = _parse_chat(body, tool_format, trusts_template=trusts_template)
     if special and not isinstance(prompt, str):
         raise RequestError(
             "add_special_tokens is for a prompt; messages get theirs from the chat template",
@@ -63,14 +66,19 @@ def parse_tokenize(
         add_special_tokens=special is not False,
         wants_texts=body.boolean("return_token_strs"),
         ignored=body.finish(harmless=frozenset(), refused=REFUSED),
+        not_used=not_used,
     )
 
 
-def _parse_chat(body: Fields, tool_format: ToolFormat, *, trusts_template: bool) -> ChatPrompt:
-    """The prompt that a chat with these messages and tools would have."""
+def _parse_chat(
+    body: Fields, tool_format: ToolFormat, *, trusts_template: bool
+) -> tuple[ChatPrompt, tuple[str, ...]]:
+    """The prompt that a chat with these messages and tools would have; fields without effect."""
     chat_template = parse_template(body, is_trusted=trusts_template)
     tool_format = format_for(tool_format, chat_template)
-    return parse_prompt(body, parse_tools(body, tool_format), tool_format, chat_template)
+    tools = parse_tools(body, tool_format)
+    prompt, unread = parse_prompt(body, tools, tool_format, chat_template)
+    return prompt, (*unread, *tools.left_out)
 
 
 def parse_detokenize(data: Mapping[str, Any]) -> DetokenizeRequest:

@@ -8,6 +8,7 @@ wanted: then it is free up to a call, and the call is not.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +28,28 @@ from termgen.engine.tool_format import ToolFormat, ToolStyle
 from termgen.errors import RequestError
 
 MAX_TOOLS = 128
-MAX_NAME_CHARS = 64
+MAX_NAME_CHARS = 128
 _NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+
+
+HOSTED = re.compile(
+    r"(web_search|web_fetch|file_search|code_interpreter|code_execution|computer|computer_use"
+    r"|image_generation|local_shell|shell|bash|apply_patch|text_editor|memory|mcp|mcp_toolset"
+    r"|custom|tool_search|tool_search_tool(_regex|_bm25)?|advisor)(_preview)?"
+    r"(_\d{4}_?\d{2}_?\d{2})?"
+)
+"""Types of tools that OpenAI or Anthropic run, or describe without a schema."""
+
+
+def left_out(kind: Any) -> bool:
+    """Whether a tool of this type is one that nobody but the maker of its API can offer."""
+    return isinstance(kind, str) and HOSTED.fullmatch(kind.replace("-", "_")) is not None
+
+
+def refuse_choice(kinds: Sequence[str], param: str = "tool_choice") -> RequestError:
+    """A choice that only tools could meet which have been left out."""
+    names = ", ".join(dict.fromkeys(kinds))[:200]
+    return unsupported(param, f"{param} asks for a tool that is not offered here: {names}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +67,8 @@ class Tools:
     is_formed: bool = False
     """A grammar holds the text to calls in the style of `format`, or to JSON: what the model's
     files declare is not what comes."""
+    left_out: tuple[str, ...] = ()
+    """Tools that the model is not shown, as the header names them."""
 
     @property
     def needs_parser(self) -> bool:
@@ -81,18 +104,25 @@ def parse_tools(body: Fields, tool_format: ToolFormat, *, strict: bool = False) 
     choice = body.take("tool_choice")
     if listed is not None and not isinstance(listed, list):
         raise wrong_type("tools", "a list", listed)
+    kinds = [tool["type"] for tool in listed or () if _is_left_out(tool)]
+    missing = tuple(f"tools.{kind}" for kind in dict.fromkeys(kinds))
+    listed = [pair for pair in enumerate(listed or ()) if not _is_left_out(pair[1])]
+    if isinstance(choice, dict) and left_out(choice.get("type")):
+        raise refuse_choice([choice["type"]])
     if not listed:
         if choice not in (None, "none", "auto"):
+            if kinds:
+                raise refuse_choice(kinds)
             raise RequestError("tool_choice needs tools", param="tool_choice")
-        return Tools(format=tool_format)
+        return Tools(format=tool_format, left_out=missing)
     if len(listed) > MAX_TOOLS:
         raise RequestError(f"at most {MAX_TOOLS} tools are allowed", param="tools")
-    pairs = [_function(tool, f"tools[{i}]", strict) for i, tool in enumerate(listed)]
+    pairs = [_function(tool, f"tools[{i}]", strict) for i, tool in listed]
     if len({function.name for function, _ in pairs}) < len(pairs):
         raise RequestError("two tools have the same name", param="tools")
     kind, name = _choice(choice)
     if kind == "none":
-        return Tools(format=tool_format)
+        return Tools(format=tool_format, left_out=missing)
     if kind == "named":
         pairs = [pair for pair in pairs if pair[0].name == name]
         if not pairs:
@@ -103,7 +133,12 @@ def parse_tools(body: Fields, tool_format: ToolFormat, *, strict: bool = False) 
         choice=kind,
         parallel=parallel and kind != "named",
         format=tool_format,
+        left_out=missing,
     )
+
+
+def _is_left_out(tool: Any) -> bool:
+    return isinstance(tool, dict) and left_out(tool.get("type"))
 
 
 def _function(tool: Any, where: str, strict: bool) -> tuple[Function, dict[str, Any]]:
@@ -209,7 +244,8 @@ def parse_calls(value: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise wrong_type(at, "an object with function.name", call)
-        arguments = arguments_of(function.get("arguments") or {}, f"{at}.function.arguments")
+        given = function.get("arguments")
+        arguments = arguments_of({} if given is None else given, f"{at}.function.arguments")
         parsed = {"name": function["name"], "arguments": arguments}
         calls.append({"id": call.get("id"), "type": "function", "function": parsed})
     return calls

@@ -13,6 +13,7 @@ from termgen.bench.serve_report import rows_of
 from termgen.bench.serve_result import TITLES
 from termgen.bench.svg_charts import Series, chart, cumulative
 from termgen.bench.sweep import SweepResult, verdict
+from termgen.durations import took
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2530; --paper: #fbfbf9; --grid: #d8dcdf;
@@ -43,13 +44,13 @@ def serve_page(run: ServeRun) -> str:
     found, names = result.statistics(), [f"p{p:g}" for p in result.options.percentiles()]
     columns = ["mean", "std", *names]
     times = [
-        [TITLES[m], *(f"{found[f'{name}_{m}_ms']:.2f}" for name in columns)]
+        [TITLES[m], *(took(found[f"{name}_{m}_ms"]) for name in columns)]
         for m in result.options.metrics()
     ]
     parts = [
         _warnings(run.warnings()),
         _table(rows_of(run), kind="facts"),
-        "<h2>Times in milliseconds</h2>",
+        "<h2>Times</h2>",
         _table(times, ["", *columns]),
         _charts(_serve_charts(run)),
     ]

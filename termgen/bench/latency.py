@@ -15,6 +15,7 @@ from tqdm import tqdm
 from termgen.bench.options import LatencyOptions
 from termgen.bench.workload import BenchRequest, check_fits, equal_requests, run_requests
 from termgen.client import EngineClient
+from termgen.durations import took
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -68,9 +69,9 @@ class LatencyResult:
         return [
             ("batch", f"{o.batch_size} x ({o.input_len} in, {o.output_len} out)"),
             ("iterations", f"{o.num_iters} after {o.num_iters_warmup} warm-ups"),
-            ("average latency", f"{self.avg_latency:.4f} s"),
-            *((f"p{p} latency", f"{v:.4f} s") for p, v in figures["percentiles"].items()),
-            ("average time to first token", f"{self.avg_ttft:.4f} s"),
+            ("average latency", took(self.avg_latency * 1e3)),
+            *((f"p{p} latency", took(v * 1e3)) for p, v in figures["percentiles"].items()),
+            ("average time to first token", took(self.avg_ttft * 1e3)),
             ("output tokens/s", f"{self.tokens_per_second:.2f}"),
             ("output tokens/s, decode only", "-" if decode is None else f"{decode:.2f}"),
         ]

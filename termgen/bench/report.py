@@ -46,7 +46,7 @@ def summary(name: str, model: ModelInfo, result: Result) -> str:
         ("weights", f"{model.dtype}{quantization}"),
         ("device", f"{model.device_name} ({model.device})"),
     )
-    return table(f"termgen bench {name}", [*where, *result.rows()]) + f"\n\n({NOTE})"
+    return table(f"termgen bench {name}", [*result.rows(), *where]) + f"\n\n({NOTE})"
 
 
 def document(

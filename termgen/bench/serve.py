@@ -87,10 +87,13 @@ class ServeBench:
         options: ServeOptions,
         *,
         asked_model: str | None,
+        report: Callable[[str, float], None],
         check: Callable[[], None] | None = None,
     ) -> ServeBench:
-        """Wait until the server answers. Raises `ConfigError`."""
-        models = await api.wait_ready(options.ready_timeout_s, check=check)
+        """Wait until the server answers; `report` is told its phases. Raises `ConfigError`."""
+        models = await api.wait_ready(
+            report, absent_s=options.ready_timeout_s, limit_s=options.ready_limit_s, check=check
+        )
         model = choose_model(models, asked_model)
         pool = [] if options.is_chat else await api.token_pool(model.model_id)
         return cls(api, model, pool, options)

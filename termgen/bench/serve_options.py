@@ -110,8 +110,8 @@ class ServeOptions:
     request_timeout: float = setting(600.0, "seconds a request may take", above=0.0)
     ready_check_timeout_sec: float | None = setting(
         None,
-        "seconds the server may take until it answers (default: 10, or 600 for a server that is "
-        "started)",
+        "seconds the server may take until it answers (default: 10, without limit while it says "
+        "that it loads, 600 for a server that is started)",
         minimum=0.0,
     )
     goodput: tuple[str, ...] = setting(
@@ -134,6 +134,9 @@ class ServeOptions:
     result_dir: str | None = setting(None, "folder of the JSON file", metavar="FOLDER")
     result_filename: str | None = setting(
         None, "name of the JSON file (default: made of rate, model and time)", metavar="FILE"
+    )
+    output_json: str | None = setting(
+        None, "write the figures as JSON to this file (a whole path)", metavar="FILE"
     )
     output_html: str | None = setting(None, "write a report with charts", metavar="FILE")
     disable_tqdm: bool = setting(False, "no progress bar")
@@ -158,6 +161,14 @@ class ServeOptions:
         self.extra_fields()
         if self.watch and self.disable_tqdm:
             raise ConfigError("watch shows a progress bar: leave --disable-tqdm out", param="watch")
+        if self.output_json is not None:
+            for name in ("result_dir", "result_filename"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"output_json and {name} exclude each other: both say where the JSON file "
+                        "goes",
+                        param="output_json",
+                    )
         if self.result_dir is not None and not self.saves and not self.watch:
             raise ConfigError("result_dir needs --save-result", param="result_dir")
 
@@ -206,9 +217,15 @@ class ServeOptions:
 
     @property
     def ready_timeout_s(self) -> float:
+        """While nothing is heard of it."""
         if self.ready_check_timeout_sec is not None:
             return self.ready_check_timeout_sec
         return OWN_READY_S if self.url is None else READY_S
+
+    @property
+    def ready_limit_s(self) -> float | None:
+        """While it says that it loads; None: it takes what it takes."""
+        return None if self.ready_check_timeout_sec is None and self.url else self.ready_timeout_s
 
     @property
     def path(self) -> str:
@@ -224,7 +241,8 @@ class ServeOptions:
 
     @property
     def saves(self) -> bool:
-        return self.save_result or self.save_detailed or self.result_filename is not None
+        named = self.output_json is not None or self.result_filename is not None
+        return self.save_result or self.save_detailed or named
 
     def slo_ms(self) -> dict[str, float]:
         """Metric -> most milliseconds. Raises `ConfigError`."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 from termgen.bench import plots, report
 from termgen.bench.serve import ServeRun
 from termgen.bench.serve_result import TITLES
+from termgen.durations import took
 
 
 def summary(run: ServeRun) -> str:
-    rows = report.table("termgen bench serve", rows_of(run))
+    """The result first: it is what is looked for, and a run may be longer than the screen."""
+    rows = report.table("termgen bench serve", result_rows(run))
     parts = [rows, "\n".join(times_table(run)), "\n".join(_over_time(run))]
     first = run.result.values_ms("ttft")
     if len(first) > 1:
         lines = plots.histogram(first, unit="ms")
         parts.append("\n".join(["requests by time to first token", *lines]))
+    parts.append(report.table("how it was measured", setup_rows(run)))
     return "\n\n".join(parts)
 
 
@@ -34,6 +37,31 @@ def over_time(run: ServeRun) -> list[tuple[str, list[str]]]:
 
 
 def rows_of(run: ServeRun) -> list[tuple[str, str]]:
+    """The result, then how it was measured."""
+    return [*result_rows(run), *setup_rows(run)]
+
+
+def result_rows(run: ServeRun) -> list[tuple[str, str]]:
+    result, options = run.result, run.result.options
+    figures = result.as_json()
+    rows = [
+        ("requests/s", f"{figures['request_throughput']:.2f}"),
+        ("output tokens/s", f"{figures['output_throughput']:.2f}"),
+        ("total tokens/s", f"{figures['total_token_throughput']:.2f}"),
+        ("completed, failed", f"{figures['completed']}, {figures['failed']}"),
+        ("duration", f"{figures['duration']:.2f} s"),
+        ("input, output tokens", f"{result.num_input_tokens:,}, {result.num_output_tokens:,}"),
+    ]
+    if options.goodput:
+        share = result.num_good / len(result.errors)
+        name = f"goodput ({' '.join(options.goodput)})"
+        value = f"{figures['request_goodput']:.2f} requests/s, {share:.1%} of requests"
+        rows.insert(0, (name, value))
+    return rows
+
+
+def setup_rows(run: ServeRun) -> list[tuple[str, str]]:
+    """What was asked of which server, and what else was seen."""
     result, options = run.result, run.result.options
     figures = result.as_json()
     seats = (
@@ -47,21 +75,7 @@ def rows_of(run: ServeRun) -> list[tuple[str, str]]:
         ("server", f"{run.url} ({run.model.owner}), model {run.model.model_id}"),
         ("dataset", f"{options.dataset_name}, {figures['num_prompts']} requests, seed {run.seed}"),
         ("load", f"{rate}{seats}"),
-        ("completed, failed", f"{figures['completed']}, {figures['failed']}"),
-        ("duration", f"{figures['duration']:.2f} s"),
-        ("input, output tokens", f"{result.num_input_tokens:,}, {result.num_output_tokens:,}"),
-        ("requests/s", f"{figures['request_throughput']:.2f}"),
-        ("output tokens/s", f"{figures['output_throughput']:.2f}"),
-        ("total tokens/s", f"{figures['total_token_throughput']:.2f}"),
     ]
-    if options.goodput:
-        share = result.num_good / len(result.errors)
-        rows.append(
-            (
-                f"goodput ({' '.join(options.goodput)})",
-                f"{figures['request_goodput']:.2f} requests/s, {share:.1%} of requests",
-            )
-        )
     if run.server is not None:
         cached = run.server.get("cached_tokens", 0.0)
         share = cached / max(1.0, run.server.get("prompt_tokens", 0.0))
@@ -71,8 +85,8 @@ def rows_of(run: ServeRun) -> list[tuple[str, str]]:
     rows.append(
         (
             "load generator",
-            f"{client['cpu_share']:.0%} of a core, late by {client['p99_send_lateness_ms']:.1f} ms "
-            f"sending, {client['p99_loop_lag_ms']:.1f} ms waking (p99)",
+            f"{client['cpu_share']:.0%} of a core, late by {took(client['p99_send_lateness_ms'])} "
+            f"sending, {took(client['p99_loop_lag_ms'])} waking (p99)",
         )
     )
     observer, words = run.observer(), []
@@ -90,9 +104,9 @@ def times_table(run: ServeRun) -> list[str]:
     names = ["mean", "std", *(f"p{p:g}" for p in options.percentiles())]
     titles = {metric: f"{TITLES[metric]} ({metric})" for metric in options.metrics()}
     width = max(map(len, titles.values()))
-    lines = [f"{'milliseconds':<{width}}" + "".join(f"{n:>11}" for n in names)]
+    lines = [" " * width + "".join(f"{n:>11}" for n in names)]
     for metric, title in titles.items():
-        cells = "".join(f"{found[f'{n}_{metric}_ms']:>11.2f}" for n in names)
+        cells = "".join(f"{took(found[f'{n}_{metric}_ms']):>11}" for n in names)
         lines.append(f"{title:<{width}}" + cells)
     return lines
 

@@ -6,10 +6,8 @@ missing.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +16,8 @@ import httpx
 
 from termgen.bench.words import WORDS
 from termgen.errors import ConfigError
+from termgen.waiting import NotYet, read_loading, wait_for_server, why_unreachable
 
-POLL_S = 0.2
 TIMEOUT_S = 10.0
 COUNTS = {
     "prompt_tokens": ("termgen_prompt_tokens_total", "vllm:prompt_tokens_total"),
@@ -67,30 +65,41 @@ class ServerApi:
         await self._http.aclose()
 
     async def wait_ready(
-        self, timeout_s: float, *, check: Callable[[], None] | None = None
+        self,
+        report: Callable[[str, float], None],
+        *,
+        absent_s: float,
+        limit_s: float | None = None,
+        check: Callable[[], None] | None = None,
     ) -> list[dict[str, Any]]:
         """The models it serves, once it answers. `check` may raise to give up earlier.
 
-        A server that is reached but refuses is not waited for. Raises `ConfigError`.
+        One that loads is waited for without end, one that does not answer for `absent_s`, unless
+        `limit_s` ends both. One that refuses is not waited for. Raises `ConfigError`.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            if check is not None:
-                check()
-            reason, final = "", False
+
+        async def ask() -> list[dict[str, Any]]:
             try:
                 reply = await self._http.get("/v1/models")
-                if reply.status_code == 200:
-                    return self._models(reply)
-                reason = f"answers /v1/models with status {reply.status_code}"
-                final = reply.status_code != 503
-                if reply.status_code in (401, 403):
-                    reason += "; put its key into OPENAI_API_KEY"
             except httpx.HTTPError as error:
-                reason = f"does not answer: {str(error) or type(error).__name__}"
-            if final or time.monotonic() >= deadline:
-                raise ConfigError(f"base_url: {self.url} {reason}", param="base_url")
-            await asyncio.sleep(POLL_S)
+                why = why_unreachable(error)
+                raise NotYet(self._refusal(f"does not answer: {why}")) from error
+            if reply.status_code == 200:
+                return self._models(reply)
+            loading = read_loading(reply.status_code, reply.content, reply.headers)
+            reason = f"answers /v1/models with status {reply.status_code}"
+            if reply.status_code in (401, 403):
+                reason += "; put its key into OPENAI_API_KEY"
+            if loading is not None:
+                reason = f"is still loading: {loading.words}"
+            if reply.status_code == 503:
+                raise NotYet(self._refusal(reason), loading)
+            raise self._refusal(reason)
+
+        return await wait_for_server(ask, report, absent_s=absent_s, limit_s=limit_s, check=check)
+
+    def _refusal(self, reason: str) -> ConfigError:
+        return ConfigError(f"base_url: {self.url} {reason}", param="base_url")
 
     def _models(self, reply: httpx.Response) -> list[dict[str, Any]]:
         try:

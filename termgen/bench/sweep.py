@@ -205,10 +205,10 @@ def document(result: SweepResult, run: ServeRun, engine_flags: list[str] | None)
 
 
 def summary(result: SweepResult) -> str:
-    """The table, the verdict, and the curve."""
-    heading = ["termgen bench sweep", "-" * 19]
-    table = [*heading, *steps_table(result)]
-    return "\n\n".join(("\n".join(table), verdict(result), "\n".join(curve(result))))
+    """The verdict, the table, and the curve."""
+    heading = ["termgen bench sweep", "-" * 19, verdict(result)]
+    parts = (heading, steps_table(result), curve(result))
+    return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def steps_table(result: SweepResult) -> list[str]:

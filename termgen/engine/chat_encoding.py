@@ -27,15 +27,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
 from termgen.client import Message
 from termgen.engine.chat_mask import Chat, Mask, alphabets, strings, unused_chars
 from termgen.engine.chat_messages import count_chars, normalise_messages, plain
-from termgen.engine.chat_template import ChatTemplate, last_text, select_template, template_error
+from termgen.engine.chat_template import (
+    ChatTemplate,
+    is_bounded,
+    last_text,
+    select_template,
+    template_error,
+)
 from termgen.engine.encode_text import encode_ids, encode_text
-from termgen.engine.request_template import RequestTemplate, TemplateWorkers
+from termgen.engine.request_template import OF_MODEL, RequestTemplate, TemplateWorkers
 from termgen.engine.tokenizer_files import TokenizerParts
 from termgen.errors import RequestError
 
@@ -128,6 +135,17 @@ class ChatEncoder:
             with contextlib.suppress(RequestError):
                 self._guard_of(name).text_backend()
 
+    def template_variables(self) -> frozenset[str]:
+        """Names that the templates of chats all read. A broken one reads nothing: it refuses every
+        chat."""
+        read: list[frozenset[str]] = []
+        for name in self._sources.keys() & {"default", "tool_use"}:
+            try:
+                read.append(self._guard_of(name).template.variables)
+            except RequestError:
+                read.append(frozenset())
+        return frozenset.intersection(*read) if read else frozenset()
+
     def close(self) -> None:
         """No template of a request is rendered any more."""
         self._workers.close()
@@ -151,8 +169,25 @@ class ChatEncoder:
     def _guard_of(self, name: str) -> _Guard:
         guard = self._guards.get(name)
         if guard is None:
-            guard = self._guards[name] = _Guard(self._backend, ChatTemplate(self._sources[name]))
+            guard = self._guards[name] = _Guard(self._backend, self._template_of(name))
         return guard
+
+    def _template_of(self, name: str) -> Template:
+        source = self._sources[name]
+        if self._is_bounded(name):
+            return ChatTemplate(source)
+        return RequestTemplate(source, self._workers, whose=OF_MODEL)
+
+    def _is_bounded(self, name: str) -> bool:
+        try:
+            return is_bounded(self._sources[name])
+        except (jinja2.TemplateError, RecursionError):
+            return True  # it is broken, which `ChatTemplate` says without running it
+
+    @functools.cached_property
+    def runs_elsewhere(self) -> bool:
+        """A template of the model may never end, and is rendered by a process of its own."""
+        return not all(map(self._is_bounded, self._sources))
 
     def _make_request_guard(self, source: str) -> _Guard:
         _refuse_surrogates(source)

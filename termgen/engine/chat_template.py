@@ -9,6 +9,7 @@ text into ids without letting a message forge a special token is chat_encoding.p
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -170,6 +171,194 @@ def _strftime_now(format: str) -> str:
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
+
+
+BOUNDED_FILTERS = frozenset(
+    "capitalize count d default dictsort e escape first float int items join last length list lower"
+    " map reject rejectattr replace reverse safe select selectattr sort string strip title tojson"
+    " trim unique upper".split()
+)
+BOUNDED_METHODS = frozenset(
+    "append capitalize count endswith find get index isdigit items join keys lower lstrip pop"
+    " removeprefix removesuffix replace rsplit rstrip split splitlines startswith strip title upper"
+    " values".split()
+)
+BOUNDED_FUNCTIONS = frozenset("dict namespace raise_exception strftime_now".split())
+MAX_CONSTANT = 10_000
+"""Of any number in a bounded template."""
+UNRELATED = "?"
+"""Stands for a loop over the tools within another."""
+MAX_LOOPS = 4
+"""Loops within each other, each over a part of what the one around it is at."""
+
+
+def is_bounded(source: str) -> bool:
+    """Whether what the template computes is bounded by the size of the chat, about linearly.
+
+    Templates of nearly all models are. Seen in the parsed tree, without evaluating anything: even
+    compiling a template evaluates its constant expressions. Unbounded, as far as can be seen, are
+    products, powers and formatted texts, functions and filters that take sizes, ranges up to
+    anything but a length, loops over a whole list within another loop, macros that call themselves,
+    and texts that are put together of texts put together before. Raises what parsing raises.
+    """
+    return _Bounds().hold(_environment().parse(source))
+
+
+class _Bounds:
+    """Walks one tree."""
+
+    def __init__(self) -> None:
+        self._assigned: set[str] = set()
+        """Names and attributes of namespaces that the template sets."""
+        self._macros: set[str] = set()
+        """Those that are complete."""
+
+    def hold(self, tree: nodes.Template) -> bool:
+        for node in _all(tree, nodes.Assign, nodes.AssignBlock):
+            self._assigned.update(_targets(node.target))
+        return self._is_fine(tree, ())
+
+    def _is_fine(self, node: nodes.Node, loops: tuple[str, ...]) -> bool:
+        """loops: names of the variables of the loops around it, each loop's joined by blanks."""
+        match node:
+            case nodes.For():
+                if not self._is_fine_loop(node, loops):
+                    return False
+                is_related = not loops or not _reads(node.iter, "tools")
+                loops = (*loops, " ".join(_targets(node.target)) if is_related else UNRELATED)
+            case nodes.Macro():
+                fine = not any(self._calls_macro(call) for call in node.find_all(nodes.Call))
+                fine = fine and all(self._is_fine(one, loops) for one in node.iter_child_nodes())
+                self._macros.add(node.name)
+                return fine and not loops
+            case nodes.Mul() | nodes.Pow() | nodes.CallBlock() | nodes.FilterBlock():
+                return False
+            case nodes.Mod() if not isinstance(_constant(node.right), int):
+                return False
+            case nodes.Mod() if isinstance(node.left, nodes.Const | nodes.Concat | nodes.Add):
+                return False
+            case nodes.Const() if isinstance(node.value, int | float):
+                return abs(node.value) <= MAX_CONSTANT
+            case nodes.Filter() if not _is_fine_filter(node):
+                return False
+            case nodes.Call() if not self._is_fine_call(node):
+                return False
+            case nodes.Assign() | nodes.AssignBlock() if self._num_assigned_in(node) > 1:
+                return False
+            case nodes.Assign() if any(map(self._calls_macro, _all(node.node, nodes.Call))):
+                return False
+        return all(self._is_fine(child, loops) for child in node.iter_child_nodes())
+
+    def _is_fine_loop(self, node: nodes.For, loops: tuple[str, ...]) -> bool:
+        if node.recursive or len(loops) >= MAX_LOOPS:
+            return False
+        if not loops:
+            return True
+        if any(one.items for one in _all(node.iter, nodes.List, nodes.Tuple)):
+            return False
+        around = {name for names in loops for name in names.split()}
+        names = {name.name for name in _all(node.iter, nodes.Name)}
+        if names == {"tools"}:
+            return UNRELATED not in loops
+        return bool(names) and names <= around
+
+    def _is_fine_call(self, node: nodes.Call) -> bool:
+        called = node.node
+        if isinstance(called, nodes.Getattr):
+            if called.attr == "replace" and not all(map(_is_const, node.args)):
+                return False
+            if called.attr == "join" and not _is_const(called.node):
+                return False
+            return called.attr in BOUNDED_METHODS
+        if not isinstance(called, nodes.Name):
+            return False
+        if called.name == "range":
+            return all(self._is_length(argument) for argument in node.args)
+        if called.name == "strftime_now":
+            return not any(re.search("[0-9]|^$", str(_constant(one) or "")) for one in node.args)
+        if self._calls_macro(node):
+            inner = [call for one in node.args for call in _all(one, nodes.Call)]
+            return not any(map(self._calls_macro, inner))
+        return called.name in BOUNDED_FUNCTIONS
+
+    def _calls_macro(self, node: nodes.Call) -> bool:
+        return isinstance(node.node, nodes.Name) and node.node.name in self._macros
+
+    def _is_length(self, node: nodes.Node) -> bool:
+        match node:
+            case nodes.Const() | nodes.Filter(name="length" | "count"):
+                return True
+            case nodes.Add() | nodes.Sub():
+                return self._is_length(node.left) and self._is_length(node.right)
+            case nodes.Neg():
+                return self._is_length(node.node)
+            case nodes.Getattr(node=nodes.Name(name="loop")):
+                return True
+        return False
+
+    def _num_assigned_in(self, node: nodes.Assign | nodes.AssignBlock) -> int:
+        """How often what was assigned before goes into a text or list that this puts together."""
+        parts = node.body if isinstance(node, nodes.AssignBlock) else [node.node]
+        joined: list[nodes.Node] = []
+        for part in parts:
+            if isinstance(node, nodes.AssignBlock):
+                joined.append(part)
+            else:
+                joined += _all(part, nodes.Concat, nodes.Add, nodes.List, nodes.Tuple, nodes.Dict)
+                joined += [call for call in _all(part, nodes.Call) if _grows(call)]
+                joined += [one for one in _all(part, nodes.Filter) if one.name in GROWING]
+        return max((self._num_assigned_below(one) for one in joined), default=0)
+
+    def _num_assigned_below(self, node: nodes.Node) -> int:
+        attributes = [one for one in _all(node, nodes.Getattr) if isinstance(one.node, nodes.Name)]
+        bases = {id(one.node) for one in attributes}
+        names = [one for one in _all(node, nodes.Name) if id(one) not in bases]
+        found = [one for one in names if one.name in self._assigned and one.ctx == "load"]
+        for one in attributes:
+            if not self._assigned.isdisjoint((one.node.name, f"{one.node.name}.{one.attr}")):
+                found.append(one)
+        return len(found)
+
+
+def _is_fine_filter(node: nodes.Filter) -> bool:
+    """Filters that use one of their arguments often, and those that call others, need constants."""
+    arguments = [*node.args, *(keyword.value for keyword in node.kwargs)]
+    if node.name in ("join", "replace", "tojson") and not all(map(_is_const, arguments)):
+        return False
+    if node.name == "map" and node.args:
+        return _constant(node.args[0]) in BOUNDED_FILTERS - {"join", "map", "replace"}
+    return node.name in BOUNDED_FILTERS
+
+
+def _is_const(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Const)
+
+
+def _constant(node: nodes.Node) -> Any:
+    """Its value; None where it is none."""
+    return node.value if isinstance(node, nodes.Const) else None
+
+
+def _reads(node: nodes.Node, name: str) -> bool:
+    return any(one.name == name for one in _all(node, nodes.Name))
+
+
+GROWING = frozenset({"replace", "join"})
+"""Filters and methods whose result may be as long as the product of two texts."""
+
+
+def _grows(call: nodes.Call) -> bool:
+    return isinstance(call.node, nodes.Getattr) and call.node.attr in GROWING
+
+
+def _all(node: nodes.Node, *kinds: type[Any]) -> list[Any]:
+    """The node itself, if it is of such a kind, and all below that are."""
+    return [*([node] if isinstance(node, kinds) else []), *node.find_all(kinds)]
+
+
+def _targets(node: nodes.Node) -> list[str]:
+    names = [name.name for name in _all(node, nodes.Name)]
+    return names + [f"{ref.name}.{ref.attr}" for ref in _all(node, nodes.NSRef)]
 
 
 def _literal_text(tree: nodes.Template) -> str:

@@ -33,7 +33,7 @@ class DaemonThreads:
         self._name = name
         self._jobs: Jobs = SimpleQueue()
         self._num_started = 0
-        weakref.finalize(self, _end, self._jobs, num_threads)
+        self._end = weakref.finalize(self, _end, self._jobs, num_threads)
 
     def submit(self, job: Job) -> None:
         """Run this when a thread is free; it must not raise. One caller at a time. Raises
@@ -41,6 +41,10 @@ class DaemonThreads:
         self._jobs.put(job)
         if self._num_started < self._num_threads:
             self._start_one()
+
+    def close(self) -> None:
+        """The threads end once they have done what is there."""
+        self._end()
 
     def _start_one(self) -> None:
         name = f"{self._name}-{self._num_started + 1}"

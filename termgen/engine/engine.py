@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 from termgen.client import ModelInfo, PauseMode, Prompt, SleepLevel, TokenDelta, TokenizerInfo
 from termgen.config import EngineConfig
@@ -47,6 +48,9 @@ FULL_COLLECTIONS = 20
 MOST_BEHIND = 1000
 """Steps whose tokens the loop has not taken yet. With more, the engine waits for it."""
 HOLD_S = 0.001
+
+
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -143,7 +147,7 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        prepared = await self._prompt_threads.run(prompt, prepare)
+        prepared = await self._tokenising(prompt, prepare)
         request = await processor.add_grammar(prepared, client=client)
         stream = self._open(request, arrival_ns)
         try:
@@ -151,6 +155,10 @@ class AsyncEngine:
                 yield delta
         finally:
             self._close(request.request_id)
+
+    async def _tokenising(self, prompt: Prompt, work: Callable[[], T]) -> T:
+        elsewhere = self.parts.input_processor.renders_elsewhere(prompt)
+        return await self._prompt_threads.run(prompt, work, renders_elsewhere=elsewhere)
 
     def _new_id(self) -> str:
         while (request_id := f"req-{next(self._ids)}") in self._streams:
@@ -179,7 +187,7 @@ class AsyncEngine:
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         tokenize = self.parts.input_processor.tokenize
         work = partial(tokenize, prompt, add_special_tokens=add_special_tokens)
-        return await self._prompt_threads.run(prompt, work)
+        return await self._tokenising(prompt, work)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         def decode() -> str:

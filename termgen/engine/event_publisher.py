@@ -134,7 +134,9 @@ class EventPublisher:
             prefill_ids=times.prefills[0],
             prefill_tokens=times.prefills[1],
             num_evictions=pool.num_evictions,
+            num_corrupted=stats.num_corrupted,
             publish_us=self._publish_ns / 1e3,
+            **_parts_us(result),
         )
         self._bus.publish(record)
         if not plan.is_decode:  # a row whose first token this is computed the end of its prompt
@@ -186,3 +188,15 @@ class EventPublisher:
                 detail,
             )
         )
+
+
+def _parts_us(result: StepResult) -> dict[str, float]:
+    """What went on before, in and behind the model, where the step tells."""
+    began, ended = result.model_span_ns
+    if not ended:
+        return {}
+    return {
+        "input_us": max(0, began - result.started_ns) / 1e3,
+        "model_us": (ended - began) / 1e3,
+        "sample_us": max(0, result.ended_ns - ended) / 1e3,
+    }

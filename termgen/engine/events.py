@@ -73,8 +73,17 @@ class StepRecord(NamedTuple):
     """How many tokens of each."""
     num_evictions: int = 0
     """Since start: blocks whose cached prefix had to be forgotten for new tokens."""
+    num_corrupted: int = 0
+    """Since start: requests ended because their logits were not numbers. Anything but 0 is a fault
+    of the model or its type."""
     publish_us: float = 0.0
     """What telling of the step before this one took the engine."""
+    input_us: float = 0.0
+    """On a CPU, the part of the step before the model; zero elsewhere, as a GPU does not tell."""
+    model_us: float = 0.0
+    """On a CPU, the model's part of the step."""
+    sample_us: float = 0.0
+    """On a CPU, the part of the step behind the model: logits, sampling, and waiting for masks."""
 
     @property
     def launched_ns(self) -> int:
@@ -237,3 +246,7 @@ class EngineSnapshot:
     """The last blocks whose cached prefix was forgotten for new tokens, the newest last."""
     num_evictions: int = 0
     """How many there were since start."""
+    cpu_s: float = 0.0
+    """Processor time that the engine's process has used, on all cores together."""
+    resident_bytes: int = 0
+    """Memory that the engine's process holds; 0 where the system does not tell."""

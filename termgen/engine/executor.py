@@ -5,7 +5,9 @@ The device half is imported inside `start`, so importing this module costs no to
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -24,6 +26,17 @@ if TYPE_CHECKING:
 
 SPIN_COUNT = "10000"
 """Some tens of microseconds: about the time between two operations of a step."""
+
+NUM_KERNELS = "128"
+"""Compiled matrix products that oneDNN keeps, at up to 0.7 MB each. A model needs about five for
+each number of rows that its steps have; compiling one takes half a millisecond."""
+
+MAPPED_BYTES = 8 << 20
+"""Pieces of memory from this size on are the system's again as soon as they are freed."""
+KEPT_BYTES = 64 << 20
+"""Free memory at the end of a heap that is kept for what comes next."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's mallopt."""
 
 
 class StepHandle(Protocol):
@@ -91,6 +104,29 @@ def calm_openmp() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
+def bound_kernel_caches() -> None:
+    """Limit what oneDNN and torch's layer above it keep of compiled kernels, unless the user did.
+
+    Both read their setting with the first product. Either cache keeps 1024 kernels by itself, and
+    steps have ever new numbers of rows: memory would grow for hours, by some 700 MB.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, NUM_KERNELS)
+
+
+def keep_heaps_compact() -> None:
+    """Keep tensors of a step out of glibc's heaps, unless the user set these limits.
+
+    By itself it learns to take up to 32 MiB from a heap, where a small piece behind a large one
+    that was freed keeps it from shrinking: heaps grow with every new pattern of sizes.
+    """
+    set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None and not (set_by_user or "GLIBC_TUNABLES" in os.environ):
+        mallopt(_MMAP_THRESHOLD, MAPPED_BYTES)
+        mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
+
+
 class DoneStep:
     """Handle of a step that has run."""
 
@@ -149,6 +185,8 @@ class LocalExecutor:
     def start(self, on_progress: Callable[[str, float], None]) -> DeviceInfo:
         """Load the model and size the caches. Raises ConfigError or ModelError."""
         calm_openmp()
+        bound_kernel_caches()
+        keep_heaps_compact()
         on_progress(LOADING_LIBRARIES, 0.0)
         from termgen.engine.runner.build import build_runner  # torch: seconds
 

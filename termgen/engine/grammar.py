@@ -395,6 +395,7 @@ class GrammarCompiler:
         self._numbers: NumberTokens | None = None
         self._executor: Any = None
         self._vocabulary_lock = threading.Lock()
+        self._is_closed = False
 
     def prepare_for_strangers(self) -> None:
         """Read the vocabulary now, here and in the program that proves grammars; if it cannot be,
@@ -410,8 +411,11 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """No grammar comes any more."""
+        with self._lock:
+            self._is_closed = True
         for prover in self._provers:
             prover.close()
+        self._threads.close()
 
     @property
     def num_waiting(self) -> int:
@@ -429,6 +433,8 @@ class GrammarCompiler:
                 self._cache.move_to_end(key)
                 found.num_waiting += 1
                 return found
+            if self._is_closed:
+                raise EngineDeadError("the engine was shut down")
             if self._queue.is_full_for(client):
                 raise too_busy(wanted)
             future = Compilation()

@@ -127,7 +127,10 @@ class InputProcessor:
         bad_token_ids = self._bad_token_ids(params)
         self._check_allowed(params, bad_token_ids)
         ids = self.tokenize(prompt, has_to_fit=True)
-        params = self._complete(params, num_prompt=len(ids), param=_param_of(prompt))
+        cuts = self._clamps_max_tokens or (
+            isinstance(prompt, ChatPrompt) and prompt.cuts_max_tokens
+        )
+        params = self._complete(params, num_prompt=len(ids), param=_param_of(prompt), cuts=cuts)
         return GenerationRequest(
             request_id=request_id or f"req-{uuid.uuid4().hex}",
             prompt_token_ids=tuple(ids),
@@ -182,6 +185,12 @@ class InputProcessor:
                 "bad_words and min_tokens leave none of allowed_token_ids to be drawn",
                 param="allowed_token_ids",
             )
+
+    def renders_elsewhere(self, prompt: Prompt) -> bool:
+        """Whether a process of its own renders the prompt's template, for which a thread waits."""
+        if not isinstance(prompt, ChatPrompt) or self._tokenizer is None:
+            return False
+        return prompt.chat_template is not None or self._tokenizer.runs_template_elsewhere
 
     async def add_grammar(
         self, request: GenerationRequest, *, client: str = ""
@@ -311,12 +320,15 @@ class InputProcessor:
         if least >= self._max_model_len:
             raise self._too_long(f"at least {least} tokens", _param_of(prompt))
 
-    def _complete(self, params: SamplingParams, *, num_prompt: int, param: str) -> SamplingParams:
-        """Fill in max_tokens and check what only holds once it is known."""
+    def _complete(
+        self, params: SamplingParams, *, num_prompt: int, param: str, cuts: bool
+    ) -> SamplingParams:
+        """Fill in max_tokens and check what only holds once it is known. cuts: max_tokens, to what
+        the context leaves."""
         room = self._max_model_len - num_prompt
         assert room >= 1, "`tokenize` was told that it has to fit"
         max_tokens = room if params.max_tokens is None else params.max_tokens
-        if max_tokens > room and self._clamps_max_tokens:
+        if max_tokens > room and cuts:
             max_tokens = room
         if max_tokens > room:
             where = "messages" if param == "messages" else "prompt"

@@ -144,6 +144,12 @@ class BlockPool:
             self._is_hashed[block] = 1
             self._by_hash.setdefault(block_hash, []).append(block)
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Nobody finds what these blocks hold any more; those who use them keep them."""
+        for block in blocks:
+            if self._hashes[block] is not None:
+                self._forget(block)
+
     def forget_idle(self) -> bool:
         """Drop the hashes of blocks nobody uses; whether `lookup` finds nothing any more."""
         for blocks in list(self._by_hash.values()):
@@ -306,6 +312,10 @@ class KVCacheManager:
         for i in range(int(self.num_registered[slot]), full):
             self.pool.register(int(self.block_table[slot, i]), request.block_hashes[i])
         self.num_registered[slot] = full
+
+    def forget(self, slot: int) -> None:
+        """Nobody finds the slot's blocks any more, those it shares with others among them."""
+        self.pool.forget(self.block_table[slot, : self.num_blocks[slot]].tolist())
 
     def take_all(self, slot: int) -> list[int]:
         """Empty a slot's block table; the caller owns the returned references, tail first."""

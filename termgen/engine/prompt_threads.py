@@ -1,7 +1,7 @@
 """The threads in which prompts become tokens, so that an event loop does not.
 
 Used by `AsyncEngine`. What may take long has threads of its own and so takes none from others: a
-long prompt waits for another process, and a template that a request brought for its own.
+long prompt waits for another process, and a template that may never end for its own.
 """
 
 from __future__ import annotations
@@ -29,11 +29,16 @@ class PromptThreads:
         self._long = ThreadPoolExecutor(1, "termgen-text")
         self._is_over = False
 
-    async def run(self, prompt: Prompt, work: Callable[[], Made]) -> Made:
-        """The result of work that makes tokens of this prompt. Raises EngineDeadError if its turn
-        comes after `shutdown`."""
+    async def run(
+        self, prompt: Prompt, work: Callable[[], Made], *, renders_elsewhere: bool
+    ) -> Made:
+        """The result of work that makes tokens of this prompt.
+
+        renders_elsewhere: it waits for a process that renders its template. Raises EngineDeadError
+        if its turn comes after `shutdown`.
+        """
         threads = None
-        if isinstance(prompt, ChatPrompt) and prompt.chat_template is not None:
+        if renders_elsewhere:
             threads = self._template
         elif is_long(prompt):
             threads = self._long

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -28,28 +28,30 @@ class RequestQueue(Protocol):
 
 
 class FCFSQueue:
-    """First come, first served."""
+    """First come, first served. A request is found by its id, wherever it waits."""
 
     def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
+        self._queue: OrderedDict[str, Request] = OrderedDict()
 
     def push(self, request: Request) -> None:
-        self._queue.append(request)
+        assert request.request_id not in self._queue, "queued twice"
+        self._queue[request.request_id] = request
 
     def push_front(self, request: Request) -> None:
-        self._queue.appendleft(request)
+        self.push(request)
+        self._queue.move_to_end(request.request_id, last=False)
 
     def peek(self) -> Request:
-        return self._queue[0]
+        return next(iter(self._queue.values()))
 
     def remove(self, request: Request) -> None:
-        self._queue.remove(request)
+        del self._queue[request.request_id]
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._queue)
+        return iter(self._queue.values())
 
 
 def priority_key(request: Request) -> tuple[int, int, str]:

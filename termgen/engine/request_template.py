@@ -1,7 +1,8 @@
-"""Chat templates that come with requests: rendered by processes that can be ended.
+"""Chat templates that may never end: rendered by processes that can be ended.
 
-A template is a program. The model's own is trusted to end; one that a client sends is not: nested
+A template is a program, and may come from anyone, with a request or in a model's files. Nested
 loops, or one filter with a large number, take any time or memory, and a thread cannot be stopped.
+Those of requests run here, and those of models unless `is_bounded` shows that they end.
 So these run in `template_worker`, whose processes are started when they are first needed, are kept,
 and are ended when a template takes too long. Any thread may call.
 """
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from termgen.client import MAX_CHAT_TEMPLATE_CHARS
-from termgen.errors import EngineDeadError, RequestError
+from termgen.errors import EngineDeadError, OverloadedError, RequestError
 from termgen.helper_process import no_process
 
 MAX_ANSWER_S = 10.0
@@ -32,23 +33,39 @@ def fault(message: str) -> RequestError:
     return RequestError(message, param="chat_template")
 
 
+OF_REQUEST = "the chat template of the request"
+OF_MODEL = "the model's chat template"
+
+
 class RequestTemplate:
     """One template, with what `ChatTemplate` offers."""
 
-    def __init__(self, source: str, workers: TemplateWorkers) -> None:
-        """Raises RequestError where it is none."""
-        if len(source) > MAX_CHAT_TEMPLATE_CHARS:
+    def __init__(self, source: str, workers: TemplateWorkers, *, whose: str = OF_REQUEST) -> None:
+        """whose: how faults call it. Raises RequestError where it is none."""
+        if whose == OF_REQUEST and len(source) > MAX_CHAT_TEMPLATE_CHARS:
             raise fault(f"chat_template may have at most {MAX_CHAT_TEMPLATE_CHARS} characters")
         self._workers = workers
+        self._whose = whose
         self.source = source
-        found = workers.ask({"source": source})
+        found = self._ask({})
         self.literal_text: str = found["literal_text"]
         self.variables = frozenset(found["variables"])
 
     def render(self, variables: Mapping[str, Any], *, num_input_chars: int) -> str:
         asked = {"variables": dict(variables), "num_input_chars": num_input_chars}
-        text: str = self._workers.ask({"source": self.source, **asked})["text"]
+        text: str = self._ask(asked)["text"]
         return text
+
+    def _ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        asked = {"source": self.source, "whose": self._whose, **asked}
+        try:
+            return self._workers.ask(asked)
+        except OverloadedError:
+            raise
+        except RequestError as error:
+            if self._whose == OF_REQUEST:
+                raise
+            raise RequestError(str(error), param="messages") from None
 
 
 class TemplateWorkers:
@@ -68,7 +85,8 @@ class TemplateWorkers:
         except (OSError, RuntimeError):  # no process, no file descriptor, or no thread is left
             raise _no_process() from None
         if told is None:
-            raise fault("the chat template of the request takes too long or too much memory")
+            whose = asked.get("whose", OF_REQUEST)
+            raise fault(f"{whose} takes too long or too much memory")
         self._idle.append(worker)
         if self._is_closed:  # meanwhile
             _end_all(self._idle)

@@ -20,6 +20,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
+MAX_EOS_IDS = 128
+"""End tokens of a model. The device has a column for each of them and of a request's own."""
 MAX_N = 128
 MAX_LOGIT_BIAS = 1024
 MAX_BIAS = 100.0

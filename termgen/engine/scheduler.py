@@ -27,7 +27,7 @@ from termgen.engine.scheduler_types import AppliedStep, SchedulerConfig, Schedul
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import StepPlan, StepResult
 from termgen.engine.token_mask import RowMasks
-from termgen.errors import EngineError, RequestError, TermgenError
+from termgen.errors import CorruptedLogitsError, EngineError, RequestError, TermgenError
 
 
 class Scheduler:
@@ -289,6 +289,8 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, result: StepResult) -> AppliedStep:
         """Take in a landed step: append tokens, find who is finished, free what it fenced."""
+        if result.corrupt is not None:
+            self._forget_corrupt(plan, result.corrupt)
         self._land(plan.step_id)
         if plan.step_id >= self._newest_loss and len(result.token_ids) == plan.num_rows:
             rows = self._all_rows[: plan.num_rows]
@@ -311,7 +313,30 @@ class Scheduler:
             request = self._release_slot(int(slots[i]))
             token = int(tokens[i]) if stopped[i] else None
             applied.finished.append(self._finished(request, reason, stop_token=token, error=error))
+        if result.corrupt is not None:
+            self._end_corrupt(plan, result.corrupt, applied)
         return applied
+
+    def _forget_corrupt(self, plan: StepPlan, rows: IntArray) -> None:
+        """Nobody may find KV of these rows: it holds NaN from a block on that is not known. A row
+        that was released has its blocks held back until this step has landed."""
+        slots, epochs = plan.slots[rows], plan.epochs[rows]
+        is_current = self.slots.epoch[slots] == epochs
+        for slot in slots[is_current].tolist():
+            self.kv.forget(slot)
+        released = set(slots[~is_current].tolist())
+        for _, slot, blocks in self.fence:
+            if slot in released:
+                self.kv.pool.forget(blocks)
+
+    def _end_corrupt(self, plan: StepPlan, rows: IntArray, applied: AppliedStep) -> None:
+        """End the requests whose logits were not numbers; the device has stopped them already."""
+        slots, epochs = plan.slots[rows], plan.epochs[rows]
+        for slot in slots[self.slots.epoch[slots] == epochs].tolist():
+            request = self._release_slot(slot, publish=False)
+            self.stats.num_corrupted += 1
+            error = CorruptedLogitsError(request.request_id)
+            applied.finished.append(self._finished(request, FinishReason.ERROR, error=error))
 
     def fail(self, plan: StepPlan, error: EngineError) -> list[FinishedRow]:
         """A step failed: end the requests in it, make everyone else recompute from scratch.
@@ -370,13 +395,15 @@ class Scheduler:
             num_cached_tokens=request.num_cached_tokens,
         )
 
-    def _release_slot(self, slot: int) -> Request:
-        """Take a request off its slot. Blocks and slot come back once no step can touch them."""
+    def _release_slot(self, slot: int, *, publish: bool = True) -> Request:
+        """Take a request off its slot. Blocks and slot come back once no step can touch them.
+        publish: its KV may be found by others."""
         table = self.slots
         last_step = int(table.last_step[slot])
-        # The newest token may be a stop token, whose KV the device does not write.
-        known = min(int(table.num_computed[slot]), int(table.num_tokens[slot]) - 1)
-        self._publish(slot, known)
+        if publish:
+            # The newest token may be a stop token, whose KV the device does not write.
+            known = min(int(table.num_computed[slot]), int(table.num_tokens[slot]) - 1)
+            self._publish(slot, known)
         request = table.vacate(slot)
         self._newest_loss = self._next_step
         self._released.append(slot)

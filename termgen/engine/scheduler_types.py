@@ -30,6 +30,8 @@ class SchedulerStats:
     prompt_tokens: int = 0
     """Prompt tokens computed (cache hits left out, recomputation counted)."""
     generation_tokens: int = 0
+    num_corrupted: int = 0
+    """Requests that ended because their logits were not numbers."""
     wasted_tokens: int = 0
     """Computed for requests whose end, or loss of the slot, was not known when planned, or for a
     mask that was late: these are computed once more."""

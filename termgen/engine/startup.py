@@ -23,6 +23,7 @@ from termgen.engine.input_processor import InputProcessor
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.output import OutputProcessor
 from termgen.engine.request import GenerationRequest
+from termgen.engine.sampling_params import MAX_EOS_IDS
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.scheduler_types import SchedulerConfig
 from termgen.engine.startup_phases import (
@@ -199,7 +200,13 @@ def _eos_token_ids(
     ids |= set(info.eos_token_ids)
     if tokenizer is not None:
         ids |= set(tokenizer.eos_token_ids)
-    return frozenset(i for i in ids if 0 <= i < info.vocab_size)
+    usable = frozenset(i for i in ids if 0 <= i < info.vocab_size)
+    if len(usable) > MAX_EOS_IDS:
+        raise ConfigError(
+            f"the model's files name {len(usable)} end tokens (eos_token_id in"
+            f" generation_config.json and config.json); at most {MAX_EOS_IDS} are supported"
+        )
+    return usable
 
 
 def _model_info(
@@ -229,6 +236,8 @@ def _model_info(
         memory=info.memory,
         max_num_seqs=info.max_num_seqs,
         run_ahead_ms=config.run_ahead_ms if info.max_in_flight > 1 else 0.0,
+        num_threads=info.num_threads,
+        num_cores=info.num_cores,
     )
 
 

@@ -21,6 +21,8 @@ from termgen.engine.sampling_params import SamplingParams
 
 FloatArray = npt.NDArray[np.float32]
 
+CORRUPT_TOKEN = -2
+"""Stands for the token of a row whose logits are not numbers, until the host reads the step."""
 MAX_STEPS_IN_FLIGHT = 31
 """Most steps that are ever submitted and not yet landed; a device keeps the tokens of so many."""
 
@@ -143,8 +145,8 @@ class StepResult(NamedTuple):
 
     step_id: int
     num_sampled: IntArray
-    """[num_rows] tokens sampled by each row: 0 for a prefill chunk that is not the last, and for a
-    row whose mask was late."""
+    """[num_rows] tokens sampled by each row: 0 for a prefill chunk that is not the last, for a row
+    whose mask was late and for a corrupt one."""
     token_ids: IntArray
     """[sum(num_sampled)] sampled tokens, row after row."""
     logprobs: StepLogprobs | None
@@ -161,8 +163,12 @@ class StepResult(NamedTuple):
     """Kernels compiled since the engine was ready, which should be none: each is a stall."""
     prompt_logprobs: StepLogprobs | None = None
     """For the plan's `prompt_spans`, one after the other: of the prompt's own next token."""
+    corrupt: IntArray | None = None
+    """[num_corrupt] rows whose logits held a NaN or an infinity where a token was to be drawn."""
     seen_ns: int = 0
     """perf_counter_ns when whoever waited for the step went on; 0: when it had this result."""
+    model_span_ns: tuple[int, int] = (0, 0)
+    """On a CPU, perf_counter_ns when the model began and had ended; zeros elsewhere."""
 
     def by_row(self) -> IntArray:
         """[num_rows] sampled token of each row, -1 where it sampled none."""
@@ -202,3 +208,7 @@ class DeviceInfo:
     memory: MemoryLedger
     implementation: str = "termgen"
     """Whose code runs the model: one of config.MODEL_IMPLS."""
+    num_threads: int = 0
+    """Threads that the model computes with on a CPU; 0 on a GPU."""
+    num_cores: int = 0
+    """Processors that this process may run on."""

@@ -1,4 +1,4 @@
-"""The process that renders chat templates which came with requests.
+"""The process that renders chat templates which may never end.
 
 `request_template` starts it and talks to it: one line of JSON in, one line out. It has the sandbox
 of the model's own template, and beyond that limits that no template gets around: the system ends it
@@ -39,7 +39,7 @@ def main() -> None:
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
     """Of a template: what it reads and may write; with `variables`, the text it makes of them."""
     try:
-        template = ChatTemplate(asked["source"], whose="the chat template of the request")
+        template = ChatTemplate(asked["source"], whose=asked["whose"])
         if "variables" not in asked:
             variables = sorted(template.variables)
             return {"literal_text": template.literal_text, "variables": variables}

@@ -19,7 +19,7 @@ from termgen.engine.detokenizer import BytesDecoder, TokenDecoder, WindowDecoder
 from termgen.engine.encode_text import encode_ids
 from termgen.engine.fill_in_middle import find_fill_tokens
 from termgen.engine.tokenizer_files import TokenizerParts, read_folder
-from termgen.errors import ModelNotFoundError, RequestError
+from termgen.errors import CorruptFileError, ModelNotFoundError, RequestError
 
 SPACE_MARK = "\u2581"
 """How SentencePiece vocabularies write a space."""
@@ -27,18 +27,37 @@ SPACE_MARK = "\u2581"
 BEHIND = "☺"
 """A character that no token has beside others."""
 
+PROOF_TEXT = "One text, 2 lines:\n\tna\u00efve \u4f60\u597d \U0001f600 it's."
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer of a model folder or of a .gguf file. Raises ModelError."""
     if path.is_dir():
-        return Tokenizer(read_folder(path))
+        return _proven(Tokenizer(read_folder(path)), path)
     if not path.is_file():
         raise ModelNotFoundError(f"no tokenizer: {path} does not exist")
     from termgen.engine.gguf_tokenizer import read_gguf
 
-    return Tokenizer(read_gguf(path))
+    return _proven(Tokenizer(read_gguf(path)), path)
+
+
+def _proven(tokenizer: Tokenizer, path: Path) -> Tokenizer:
+    """The tokenizer after it has encoded and decoded a text: some faults of a file show only then,
+    and as a panic of the native library, which is no `Exception`."""
+    try:
+        for add_special_tokens in (True, False):
+            ids = tokenizer.encode(PROOF_TEXT, add_special_tokens=add_special_tokens)
+            tokenizer.decode(ids, skip_special_tokens=False)
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).strip().split("\n", 1)[0][:200]
+        raise CorruptFileError(
+            f"the tokenizer of {path} cannot encode a text: {reason or 'no reason given'}"
+        ) from None
+    return tokenizer
 
 
 class Tokenizer:
@@ -158,6 +177,16 @@ class Tokenizer:
     ) -> None:
         """Raises RequestError for a chat template variable that the template does not read."""
         self._need_chat(chat_template).refuse_unread(variables, chat_template)
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that all its chat templates read."""
+        return self._chat.template_variables()
+
+    @property
+    def runs_template_elsewhere(self) -> bool:
+        """The model's chat template may never end, so a process of its own renders it."""
+        return self._chat.runs_elsewhere
 
     def prepare_for_strangers(self) -> None:
         """Make now what the first message that spells a control token would have to wait for."""

@@ -88,7 +88,10 @@ def read_folder(path: Path) -> TokenizerParts:
 def _read_backend(file: Path) -> Backend:
     try:
         return Backend.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception for a malformed file
+    except BaseException as error:
+        # The library raises bare Exception for a malformed file, and panics for some.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise CorruptFileError(f"{file} is not a readable tokenizer: {_line(error)}") from error
 
 

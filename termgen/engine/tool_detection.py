@@ -43,6 +43,7 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat:
         knows_tools="tools" in source,
         special_tokens=special,
         new_parser=_declared(tokenizer),
+        template_variables=tuple(sorted(tokenizer.template_variables)),
     )
 
 

@@ -42,3 +42,5 @@ class ToolFormat:
     new_parser: Callable[[Sequence[int]], ResponseParser] | None = None
     """Where the model declares how its responses are parsed; the style is that of forced calls.
     Takes the token ids of the prompt, which may have begun the answer: with `<think>`, say."""
+    template_variables: tuple[str, ...] | None = None
+    """Names that every chat template of the model reads; None where that is not known."""

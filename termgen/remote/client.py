@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -42,6 +42,7 @@ from termgen.remote.models import (
 )
 from termgen.remote.stream import AnswerReader
 from termgen.remote.wire import Call, Dialect, build_call, dialect_of, prompt_fields
+from termgen.waiting import NotYet, read_loading, wait_for_server, why_unreachable
 
 CONNECT_S = 5.0
 ANSWER_S = 10.0
@@ -49,6 +50,10 @@ ANSWER_S = 10.0
 SILENCE_S = 600.0
 """A long prompt on a slow machine says nothing for minutes."""
 MAX_ERROR_BYTES = 65_536
+
+
+def _say_nothing(phase: str, progress: float) -> None:
+    """The progress of a server's start that nobody watches."""
 
 
 @dataclass(slots=True)
@@ -85,16 +90,36 @@ class RemoteClient:
         api_key: str | None = None,
         admin_key: str | None = None,
         model: str | None = None,
+        report: Callable[[str, float], None] = _say_nothing,
+        wait_s: float | None = None,
     ) -> RemoteClient:
-        """Find the server and the model. Raises `ConfigError`, `RequestError`, `EngineError`."""
+        """Find the server and the model. Raises `ConfigError`, `RequestError`, `EngineError`.
+
+        A server that loads its model is waited for, and `report` told its phases: for `wait_s`
+        seconds, or as long as it takes. The same limit is for one that does not listen yet.
+        """
         url = normal_url(url)
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError("api_key must be ASCII letters, digits and signs", param="api_key")
         async with _http_client(url) as http:
-            try:
-                reply = await http.get("/v1/models", headers=_headers(api_key), timeout=ANSWER_S)
-            except httpx.HTTPError as error:
-                raise _unreachable(url, error) from error
+
+            async def ask() -> httpx.Response:
+                try:
+                    reply = await http.get(
+                        "/v1/models", headers=_headers(api_key), timeout=ANSWER_S
+                    )
+                except httpx.ConnectError as error:
+                    hint = "start one with `termgen serve`, or wait for it with --wait SECONDS"
+                    raise NotYet(EngineError(f"{_unreachable(url, error)}; {hint}")) from error
+                except httpx.HTTPError as error:
+                    raise _unreachable(url, error) from error
+                loading = read_loading(reply.status_code, reply.content, reply.headers)
+                if loading is not None:
+                    failure = _failure(url, "/v1/models", reply, reply.content, api_key)
+                    raise NotYet(failure, loading)
+                return reply
+
+            reply = await wait_for_server(ask, report, limit_s=wait_s)
         if reply.status_code == 404 and model is not None:  # not every server lists them
             return cls(url, [RemoteModel(model, "", 0)], api_key=api_key, admin_key=admin_key)
         if reply.status_code != 200:
@@ -360,7 +385,7 @@ def _unreachable(url: str, error: httpx.HTTPError) -> EngineError:
     if isinstance(error, httpx.ConnectTimeout):
         return EngineError(f"no server at {url}: no answer within {CONNECT_S:g} s")
     if isinstance(error, httpx.ConnectError):
-        return EngineError(f"no server at {url}: {error or 'it cannot be reached'}")
+        return EngineError(f"no server at {url}: {why_unreachable(error)}")
     if isinstance(error, httpx.TimeoutException):
         return EngineError(f"{url} has gone silent")
     why = str(error) or type(error).__name__

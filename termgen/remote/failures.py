@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
@@ -115,8 +116,17 @@ def _read(raw: bytes) -> _Said:
     return _Said(_line(_text(message)), error)
 
 
+_TOO_LONG_CODES = frozenset(("context_length_exceeded", "exceed_context_size_error"))
+_TOO_LONG = re.compile(
+    r"maximum context length|exceeds the (available )?context (size|length|window)"
+    r"|longer than the model's context length|prompt is too long",
+    re.IGNORECASE,
+)
+"""What servers say of a prompt that does not fit."""
+
+
 def _refusal(text: str, said: _Said, status: int) -> RequestError:
-    if said.code == "context_length_exceeded" or "maximum context length" in text:
+    if {said.code, said.type} & _TOO_LONG_CODES or _TOO_LONG.search(text):
         return ContextLengthError(text, param=said.param)
     return RequestError(text, param=said.param, code=said.code or "refused", status=status)
 

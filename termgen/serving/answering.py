@@ -33,6 +33,7 @@ def answer(
     options: ResponseOptions,
     *,
     ignored: tuple[str, ...],
+    not_used: tuple[str, ...] = (),
     stream: Callable[[], Stream],
     build: Callable[[list[TokenDelta]], dict[str, Any]],
     prepare: Callable[[], Awaitable[None]] | None = None,
@@ -44,7 +45,7 @@ def answer(
     """
     state = state_of(request)
     _check_priorities(caller_of(request.scope), jobs)
-    headers = ignored_headers(state, ignored)
+    headers = ignored_headers(state, ignored, not_used)
     generation = Generation(
         state, state.require_engine(), jobs, answer_id=options.id, prepare=prepare
     )

@@ -106,6 +106,7 @@ def _cross_origin(config: ServerConfig) -> list[Middleware]:
             allow_headers=["*"],
             expose_headers=[
                 *("x-request-id", "x-termgen-ignored", "x-termgen-max-tokens"),
+                "x-termgen-not-used",
                 *("retry-after", "retry-after-ms"),
             ],
         )
@@ -159,6 +160,7 @@ async def chat_completions(request: Request) -> ASGIApp:
         [chat.job],
         chat.options,
         ignored=chat.ignored,
+        not_used=chat.not_used,
         stream=lambda: (ChatStream(chat), CHAT_WIRE),
         build=lambda answers: chat_response(chat, answers),
     )
@@ -221,12 +223,11 @@ async def embeddings(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """Liveness: 503 while loading, and when the engine is dead, stuck or does not react."""
     state = state_of(request)
-    status = state.status
     if state.engine is None:
-        return JSONReply({"status": status}, status_code=503)
+        return JSONReply(state.status_body, status_code=503, headers={"retry-after": "5"})
     reason = await state.engine.why_unhealthy()
     if reason is None:
-        return JSONReply({"status": status})
+        return JSONReply(state.status_body)
     return JSONReply({"status": "engine_dead", "reason": reason}, status_code=503)
 
 
@@ -240,7 +241,8 @@ async def ready(request: Request) -> Response:
         status = "queue_full"
     if status == "ok":
         return JSONReply({"status": status})
-    return JSONReply({"status": status}, status_code=503, headers={"retry-after": "5"})
+    body = state.status_body | {"status": status}
+    return JSONReply(body, status_code=503, headers={"retry-after": "5"})
 
 
 async def metrics(request: Request) -> Response:

@@ -38,6 +38,7 @@ async def messages(request: Request) -> ASGIApp:
             [chat.job],
             chat.options,
             ignored=asked.ignored,
+            not_used=chat.not_used,
             stream=lambda: (MessageStream(asked), MESSAGES_WIRE),
             build=lambda answers: message_response(asked, answers),
         ),
@@ -51,7 +52,8 @@ async def count_tokens(request: Request) -> Response:
     prompt = asked.chat.job.prompt
     size = state.admission.estimate(prompt)
     ids = await work_on_tokens(request, size, lambda: engine.tokenize(prompt))
-    return JSONReply({"input_tokens": len(ids)}, headers=ignored_headers(state, asked.ignored))
+    headers = ignored_headers(state, asked.ignored, asked.chat.not_used)
+    return JSONReply({"input_tokens": len(ids)}, headers=headers)
 
 
 async def responses(request: Request) -> ASGIApp:
@@ -68,6 +70,7 @@ async def responses(request: Request) -> ASGIApp:
             [chat.job],
             chat.options,
             ignored=asked.ignored,
+            not_used=chat.not_used,
             stream=stream,
             build=lambda answers: response_object(asked, answers),
         ),

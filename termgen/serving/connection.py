@@ -6,7 +6,8 @@
 - One that sends its next request already is read on: else it could not be seen to leave.
 - One that sends too many headers, or a body in crumbs, is refused before they are read: each costs
   tens of microseconds, and there is room for a hundred thousand in what is taken from a socket.
-- What is not HTTP gets its answer as JSON, like every other error.
+- What is not HTTP gets its answer as JSON, like every other error. A head that a proxy in front
+  may read otherwise, and so find another end of the request, is refused.
 
 And one thing about speed: a stream may hand over its chunks here, past the layers between.
 """
@@ -45,11 +46,36 @@ long."""
 STALL_TIMEOUT_S = 60.0
 """A client that takes no data for this long counts as gone."""
 
+_FOLDED_LINE = re.compile(rb"\n[ \t]")
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 WRITE_CHUNK = "termgen.write_chunk"
 """Key in the ASGI scope's `extensions`: `(data) -> bool`, for the body of a stream whose head was
 sent. Every layer would only pass it on, at half of what a token costs. False: `send` it instead."""
+
+
+class _Parser(h11.Connection):
+    """h11's, without the requests whose end proxies and servers have found at different places.
+
+    RFC 9112, 6.1: a request with both lengths, or with chunks in HTTP/1.0, may be an attempt at
+    smuggling another one in; the connection must not live on.
+    """
+
+    why_refused: str | None = None
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and b"content-length" in names:
+                self._refuse("Content-Length and Transfer-Encoding exclude each other.")
+            if b"transfer-encoding" in names and event.http_version < b"1.1":
+                self._refuse("HTTP/1.0 knows no Transfer-Encoding.")
+        return event
+
+    def _refuse(self, why: str) -> None:
+        self.why_refused = why
+        raise h11.RemoteProtocolError(why)
 
 
 class Connection(H11Protocol):
@@ -60,21 +86,31 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = self._parser = _Parser(h11.SERVER)
         self._num_early_bytes = 0
         self._num_head_lines = 0
         self._head_end = b""
         """The last of the head that came so far."""
+        self._is_folded = False
         self._num_body_lines = self._num_body_bytes = 0
+        self._num_running = 0
+        self._is_lost = False
         self._inner = self.app
         self.app = self._run
 
     async def _run(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["http_version"] == "1.1":  # others know no chunks
             scope["extensions"] = {WRITE_CHUNK: self._write_chunk}
-        await self._inner(scope, receive, send)
+        self._num_running += 1
+        try:
+            await self._inner(scope, receive, send)
+        finally:
+            self._num_running -= 1
+            if self._is_lost and not self._num_running:
+                self._let_go()
 
     def _write_chunk(self, data: bytes) -> bool:
-        if self.flow.write_paused or self.cycle.disconnected or not data:
+        if self._is_lost or self.flow.write_paused or self.cycle.disconnected or not data:
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
@@ -90,6 +126,17 @@ class Connection(H11Protocol):
         self._unset_keepalive_if_required()  # uvicorn forgets it when the connection broke
         self._stop_head_timer()
         self._stop_stall_timer()
+        self._is_lost = True
+        if not self._num_running:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Break the cycles of references, once the connection and its request have ended. Python's
+        collector seldom runs under load, and what it would find here holds the request's body."""
+        self.app = self._inner
+        self.cycle = self.scope = None  # type: ignore[assignment]
+        if hasattr(self.transport, "_read_ready_cb"):  # asyncio's own: a method of the same object
+            self.transport._read_ready_cb = None
 
     def data_received(self, data: bytes) -> None:
         is_early = self._is_early
@@ -123,6 +170,9 @@ class Connection(H11Protocol):
             if self._num_head_lines > MAX_HEAD_LINES:
                 self._refuse("Too many headers.")
                 return
+            if self._is_folded:
+                self._refuse("A header that goes on in the next line is not taken.")
+                return
             super().data_received(data[:size])
             data = data[size:]
             if not data or self.transport.is_closing():
@@ -142,8 +192,10 @@ class Connection(H11Protocol):
         end = _END_OF_HEAD.search(joined)
         size = len(data) if end is None else end.end() - len(self._head_end)
         self._num_head_lines += data.count(b"\n", 0, size)
+        head = joined[: len(self._head_end) + size]
+        self._is_folded = self._is_folded or _FOLDED_LINE.search(head) is not None
         self._head_end = joined[-2:]
-        if end is not None and self._num_head_lines <= MAX_HEAD_LINES:
+        if end is not None and self._num_head_lines <= MAX_HEAD_LINES and not self._is_folded:
             self._begin_head()
             self._num_body_lines = self._num_body_bytes = 0
         return size
@@ -221,6 +273,7 @@ class Connection(H11Protocol):
     # -- what is not HTTP ------------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
+        msg = self._parser.why_refused or msg
         body = dumps(error_body(msg, type="invalid_request_error", code="invalid_http"))
         headers = [
             (b"content-type", b"application/json"),

@@ -71,6 +71,8 @@ def _same(new: EngineSnapshot, old: EngineSnapshot) -> bool:
         "block_states",
         "block_owners",
         "evicted_blocks",
+        "cpu_s",
+        "resident_bytes",
     }
     if any(getattr(new, name) != getattr(old, name) for name in others):
         return False

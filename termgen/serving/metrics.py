@@ -41,6 +41,7 @@ class _SinceStart:
     prefix_hit_tokens: int = 0
     num_preemptions: int = 0
     num_late_compiles: int = 0
+    num_corrupted: int = 0
     num_wasted_tokens: int = 0
     num_dropped: int = 0
 
@@ -66,6 +67,12 @@ class _SinceStartCollector(Collector):
                 counts.prefix_hit_tokens,
             ),
             ("num_preemptions", "Requests preempted", counts.num_preemptions),
+            (
+                "corrupted_requests",
+                "Requests ended because their logits were not finite numbers; anything but 0 is a "
+                "fault of the model or of its type",
+                counts.num_corrupted,
+            ),
             (
                 "late_compiles",
                 "Kernels compiled while requests ran; anything but 0 is a fault",
@@ -199,6 +206,7 @@ class ServerMetrics:
             self._steps.add(steps)
             newest = steps[-1]
             self._since_start.num_late_compiles = newest.num_late_compiles
+            self._since_start.num_corrupted = newest.num_corrupted
             self._since_start.num_wasted_tokens = newest.num_wasted_tokens
             self._on_state(newest)
             self._on_heartbeat(newest.applied_ns)

@@ -47,10 +47,39 @@ REFUSALS = frozenset(
 )
 """Codes of errors that turn a request away whatever it asks. Admission counts its own."""
 
+REPEATED_STATUSES = frozenset({401, 403, 429, 503})
+"""Answers to a client that will ask again, and again: one access line a minute is enough."""
+
+QUIET_S = 60.0
+MAX_REPEATED = 256
+
 CLIENT_CLOSED = 499
 """Only ever logged: nobody is there to read it."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
+
+
+class RepeatedLines:
+    """Which access lines would only say what one of the last minute has said.
+
+    A client that waits for a loading server, or retries what a full queue has refused, asks
+    several times a second.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: dict[tuple[object, ...], float] = {}
+
+    def is_new(self, *line: object) -> bool:
+        """Whether to write this line. Notes it if so."""
+        now = self._clock()
+        if now - self._last.get(line, -QUIET_S) < QUIET_S:
+            return False
+        self._last.pop(line, None)
+        self._last[line] = now
+        if len(self._last) > MAX_REPEATED:
+            del self._last[next(iter(self._last))]  # the oldest
+        return True
 
 
 class RequestContext:
@@ -59,6 +88,7 @@ class RequestContext:
     def __init__(self, app: ASGIApp, *, on_refused: Callable[[str], None]) -> None:
         self.app = app
         self._on_refused = on_refused
+        self._repeated = RepeatedLines()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,13 +129,17 @@ class RequestContext:
 
     def _log(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
         client = scope.get("client")
-        level = logging.DEBUG if scope["path"] in PROBE_PATHS else logging.INFO
+        host = client[0] if client else "-"
+        path = quote(scope["path"])  # without the query, and without line breaks
+        is_quiet = path in PROBE_PATHS
+        if status in REPEATED_STATUSES and not is_quiet:
+            is_quiet = not self._repeated.is_new(host, scope["method"], path, status)
         access_logger.log(
-            level,
+            logging.DEBUG if is_quiet else logging.INFO,
             '%s "%s %s" %d %.1f ms %s',
-            client[0] if client else "-",
+            host,
             scope["method"],
-            quote(scope["path"]),  # without the query, and without line breaks
+            path,
             status,
             seconds * 1e3,
             request_id,

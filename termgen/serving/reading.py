@@ -53,9 +53,13 @@ async def parse_body(request: Request, parse: Callable[..., T], **options: bool)
     return await read_json(request, partial(parse_for_model, names=names, parse=parse))
 
 
-def ignored_headers(state: ServerState, names: tuple[str, ...]) -> Headers:
-    """Tell which fields were not understood, and count them."""
+def ignored_headers(
+    state: ServerState, names: tuple[str, ...], not_used: tuple[str, ...] = ()
+) -> Headers:
+    """Tell which fields were not understood, and count them. not_used: those that were, and have
+    no effect."""
+    headers = {"x-termgen-not-used": ignored_header(not_used)} if not_used else {}
     if not names:
-        return {}
+        return headers
     state.require_metrics().ignored_fields.inc(len(names))
-    return {"x-termgen-ignored": ignored_header(names)}
+    return {**headers, "x-termgen-ignored": ignored_header(names)}

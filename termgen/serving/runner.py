@@ -94,6 +94,10 @@ class Server:
         """Begin to serve this engine."""
         self._state.attach(engine)
 
+    def on_loading(self, phase: str, fraction: float) -> None:
+        """How far the engine's start is: /health and the answers 503 `loading` tell it."""
+        self._state.on_loading(phase, fraction)
+
     def bind(self) -> None:
         """Take the port. Raises `ConfigError` when that is not possible. Done by `serve` too."""
         if self._socket is None:
@@ -256,7 +260,12 @@ async def _load(
     serving: asyncio.Task[None],
 ) -> bool:
     """Start the engine, unless a signal comes first."""
-    loading = asyncio.ensure_future(start_engine(on_progress))
+
+    def report(phase: str, fraction: float) -> None:
+        server.on_loading(phase, fraction)
+        on_progress(phase, fraction)
+
+    loading = asyncio.ensure_future(start_engine(report))
     await _first(signals.wait(1), serving, loading)
     if loading.done():
         server.attach(loading.result())

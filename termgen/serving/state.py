@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import Any, Protocol
 
 from termgen.api.errors import request_aborted, unavailable
 from termgen.api.models import served_names
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.engine.events import EventRing
-from termgen.errors import EngineDeadError, EngineError
+from termgen.errors import EngineDeadError, EngineError, LoadingError
 from termgen.serving.access import Caller, KeyRing, Role
 from termgen.serving.admission import AdmissionControl
 from termgen.serving.body_room import BodyRoom
@@ -41,6 +41,9 @@ class ServerState:
         self.engine: EngineClient | None = None
         self.metrics: ServerMetrics | None = None
         self.is_draining = False
+        self.loading_phase = ""
+        self.loading_progress = 0.0
+        """Share of the phase that is done, 0 to 1."""
         self.hub: EventHub | None = None
         """Of those who listen to the engine's events."""
         self.large_bodies = JSONProcess()
@@ -74,6 +77,19 @@ class ServerState:
         self.hub = EventHub(engine)
         self.engine = engine
 
+    def on_loading(self, phase: str, fraction: float) -> None:
+        """Note how far loading is, for those who ask. From any thread."""
+        self.loading_phase = phase
+        self.loading_progress = round(min(max(fraction, 0.0), 1.0), 3)
+
+    @property
+    def status_body(self) -> dict[str, Any]:
+        """`status`, and while the model loads its phase."""
+        if self.status != "loading" or not self.loading_phase:
+            return {"status": self.status}
+        told = {"phase": self.loading_phase, "progress": self.loading_progress}
+        return {"status": "loading", **told}
+
     def detach(self) -> None:
         """Let go of the engine's events, and of the process for large bodies."""
         self.end_what_waits()
@@ -106,7 +122,7 @@ class ServerState:
         """The engine, if a new request may be given to it now."""
         status = self.status
         if status == "loading":
-            raise unavailable("loading", "The model is still loading; try again soon")
+            raise LoadingError(self.loading_phase, self.loading_progress)
         if status == "engine_dead":
             raise EngineDeadError("The engine has stopped or stands still; see the server's log")
         if status == "draining":

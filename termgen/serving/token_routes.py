@@ -37,7 +37,8 @@ async def tokenize(request: Request) -> Response:
     size = state.admission.estimate(asked.prompt)
     ids, texts = await work_on_tokens(request, size, work)
     return JSONReply(
-        tokenize_response(engine.model, ids, texts), headers=ignored_headers(state, asked.ignored)
+        tokenize_response(engine.model, ids, texts),
+        headers=ignored_headers(state, asked.ignored, asked.not_used),
     )
 
 

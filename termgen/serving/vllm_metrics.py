@@ -18,6 +18,7 @@ SAME_NAMES = frozenset(
         *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason"),
         "kv_cache_usage_perc",
         *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+        "corrupted_requests",
         *("prompt_tokens", "prompt_tokens_cached", "prompt_tokens_by_source"),
         *("generation_tokens", "request_success", "iteration_tokens_total"),
         *("time_to_first_token_seconds", "inter_token_latency_seconds"),

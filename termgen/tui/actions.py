@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
+from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.dom import DOMNode
 from textual.screen import Screen
 from textual.widgets import Input, TextArea
@@ -14,6 +15,7 @@ from textual.widgets import Input, TextArea
 from termgen.tui.keymap import Keymap, Scope, key_names
 from termgen.tui.screens.bench import BenchEngineScreen, BenchScreen, bench_engine_keys
 from termgen.tui.screens.chat import ChatScreen
+from termgen.tui.screens.chat_tool_keys import COPY_KEYS
 from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.screens.help import HelpScreen
 from termgen.tui.screens.links import LinksPanel
@@ -39,6 +41,63 @@ BOXES = (
 )
 """What shows over a screen or in its place; nothing behind a box can be reached but what the app
 binds with priority."""
+
+SUBJECTS: Mapping[str, tuple[str, ...]] = {
+    "Answer": (
+        "chat.retry",
+        "chat.copy",
+        "chat.copy_block_1",
+        "chat.save",
+        "chat.edit",
+        "chat.stop",
+        "chat.sibling_before",
+        "chat.sibling_after",
+        "chat.tokens",
+        "chat.links",
+        "chat.thoughts",
+    ),
+    "Chat": (
+        "chat.new",
+        "chat.sessions",
+        "chat.clear",
+        "chat.fit",
+        "chat.rename",
+        "chat.export",
+        "chat.import",
+    ),
+    "Model": ("chat.models", "chat.sampling", "chat.system", "chat.engine"),
+    "Message": (
+        "chat.attach",
+        "chat.history",
+        "chat.take_back",
+        "chat.schema",
+        "chat.regex",
+        "chat.choice",
+        "prompt.send",
+        "prompt.newline",
+    ),
+    "Screen": ("app.theme", "app.help", "app.screenshot", "app.interrupt", "app.quit"),
+    "Move": (
+        "chat.mark_earlier",
+        "chat.mark_later",
+        "chat.page_up",
+        "chat.page_down",
+        "chat.write",
+        "transcript.up",
+        "transcript.down",
+        "transcript.page_up",
+        "transcript.page_down",
+        "transcript.start",
+        "transcript.end",
+    ),
+}
+"""Actions of the chat as the palette lists them, the most used subjects and actions first."""
+_PLACES = {
+    name: (place, f"{subject}: ")
+    for place, (subject, name) in enumerate(
+        (subject, name) for subject, names in SUBJECTS.items() for name in names
+    )
+}
 
 Group = tuple[Callable[[], DOMNode], Sequence[BindingType]]
 """Who runs the actions, and their bindings."""
@@ -72,8 +131,8 @@ def groups(screen: Screen[object]) -> list[Group]:
     if isinstance(screen, ChatScreen):
         found: list[Group] = [
             (lambda: screen, ChatScreen.BINDINGS),
-            (lambda: screen.prompt, Prompt.BINDINGS),
             (lambda: screen.transcript, Transcript.BINDINGS),
+            (lambda: screen.prompt, Prompt.BINDINGS),
         ]
         if screen.panel.display:  # nothing is to be deleted that is not seen
             found.append((lambda: screen.panel.session_list, SessionList.BINDINGS))
@@ -92,14 +151,54 @@ def groups(screen: Screen[object]) -> list[Group]:
 def commands(
     groups: Iterable[Group], keymap: Keymap, run: Callable[[str, DOMNode], Awaitable[object]]
 ) -> Iterator[SystemCommand]:
-    """One command for each binding, with its keys."""
+    """One command for each binding, with its keys; in a chat by subject, elsewhere in the order of
+    the groups. Nine keys that copy one code block each are one command, unless they were changed.
+    """
+    found = list(_commands(groups, keymap, run))
+    if any(name.startswith("chat.") for name, _ in found):
+        found.sort(key=lambda one: _PLACES.get(one[0], (len(_PLACES), ""))[0])
+        for name, command in found:
+            yield command._replace(title=_PLACES.get(name, (0, ""))[1] + command.title)
+    else:
+        yield from (command for _, command in found)
+
+
+def _commands(
+    groups: Iterable[Group], keymap: Keymap, run: Callable[[str, DOMNode], Awaitable[object]]
+) -> Iterator[tuple[str, SystemCommand]]:
+    """With the names of their bindings."""
     for node, bindings in groups:
-        for binding in keymap.applied(bindings):
-            help_text = f"{binding.tooltip} ({key_names(binding)})"
-            yield SystemCommand(binding.description, help_text, partial(_run, run, node, binding))
+        applied = keymap.applied(bindings)
+        copies = [binding for binding in applied if binding in COPY_KEYS]
+        for binding in applied:
+            if binding in copies[1:]:
+                continue
+            action, keys = binding.action, key_names(binding)
+            if len(copies) > 1 and binding is copies[0]:
+                action, keys = "choose_block", f"{keys} to {key_names(copies[-1])}"
+            help_text = f"{binding.tooltip} ({keys})"
+            command = partial(_run, run, node, action)
+            yield binding.id or "", SystemCommand(binding.description, help_text, command)
+
+
+class ActionsProvider(Provider):
+    """The palette: actions in the order of their subjects, which `SystemCommandsProvider` would
+    sort by name."""
+
+    async def discover(self) -> Hits:
+        for title, help_text, callback, _ in self.app.get_system_commands(self.screen):
+            yield DiscoveryHit(title, callback, help=help_text)
+
+    async def search(self, query: str) -> Hits:
+        matcher = self.matcher(query)
+        for title, help_text, callback, _ in self.app.get_system_commands(self.screen):
+            subject, _, name = title.rpartition(": ")
+            is_of_subject = subject.casefold().startswith(query.casefold())
+            if (score := max(matcher.match(name), 0.1 * is_of_subject)) > 0:
+                yield Hit(score, matcher.highlight(title), callback, help=help_text)
 
 
 async def _run(
-    run: Callable[[str, DOMNode], Awaitable[object]], node: Callable[[], DOMNode], binding: Binding
+    run: Callable[[str, DOMNode], Awaitable[object]], node: Callable[[], DOMNode], action: str
 ) -> None:
-    await run(binding.action, node())
+    await run(action, node())

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.text import Text
 from textual import on, work
 from textual.app import App, SystemCommand
@@ -29,7 +30,8 @@ from termgen.errors import TermgenError
 from termgen.tui import actions, themes
 from termgen.tui.alt_digits import let_alt_digits_through
 from termgen.tui.chat_store import ChatStore, Resume
-from termgen.tui.commands import COMMANDS, SlashCommand
+from termgen.tui.commands import COMMANDS as SLASH_COMMANDS
+from termgen.tui.commands import SlashCommand
 from termgen.tui.key_hints import KeyedApp
 from termgen.tui.keymap import Keymap, read_keymap
 from termgen.tui.messages import ModelsWanted
@@ -67,7 +69,8 @@ class TermgenApp(KeyedApp):
     CSS_PATH = sorted(Path(__file__).parent.glob("*.tcss"))
     ENABLE_COMMAND_PALETTE = True
     COMMAND_PALETTE_BINDING = "ctrl+p"
-    slash_commands: Sequence[SlashCommand] = COMMANDS
+    COMMANDS = {actions.ActionsProvider}
+    slash_commands: Sequence[SlashCommand] = SLASH_COMMANDS
 
     BINDINGS = [
         Binding("f1", "help", "Help", id="app.help", tooltip="Every key and command"),
@@ -87,7 +90,8 @@ class TermgenApp(KeyedApp):
             show=False,
             priority=True,
             id="app.interrupt",
-            tooltip="Copy the selection; else stop the answer; twice: quit",
+            tooltip="Copy the selection; else stop the answer; else put the draft into the history;"
+            " twice: quit",
         ),
         Binding(
             "f12",
@@ -141,6 +145,9 @@ class TermgenApp(KeyedApp):
         self._themes = ThemeShelf(*folders)
         self._models = models
         self._progress = StartupProgress()
+        self._loading = LoadingScreen(
+            self._progress, before_chat=start_screen == "chat", keymap=self._keymap_now
+        )
         self._shown: str | None = None
         self._interrupted_s = -QUIT_WINDOW_S
         self._signals: list[signal.Signals] = []
@@ -193,7 +200,7 @@ class TermgenApp(KeyedApp):
         self._load_themes()
         self._catch_signals()
         self.set_interval(REDRAW_S, self._draw_what_was_dropped)
-        self.push_screen(LoadingScreen(self._progress))
+        self.push_screen(self._loading)
         self._boot()
 
     def watch_app_focus(self, focus: bool) -> None:
@@ -221,6 +228,8 @@ class TermgenApp(KeyedApp):
             self._fail_start(f"the engine could not start: {type(error).__name__}: {error}")
             return
         await self.action_show(self._start_screen)
+        if isinstance(self.screen, ChatScreen):
+            self._loading.hand_over(self.screen)
 
     async def open_screens(self, report: Callable[[str, float], None]) -> None:
         """Start the engine and make its screens."""
@@ -281,6 +290,20 @@ class TermgenApp(KeyedApp):
         line = f"termgen: error: {clean_line(' '.join(reason.split()))}"
         self.exit(return_code=FAILED_START, message=Text(line))
 
+    def exit(
+        self, result: None = None, return_code: int = 0, message: RenderableType | None = None
+    ) -> None:
+        """What was written and not sent is printed: it would be gone with the screen."""
+        unsent = self._loading.unsent
+        for stack in self._screen_stacks.values():
+            for screen in stack:
+                if isinstance(screen, ChatScreen) and screen.is_mounted:
+                    unsent += screen.area.unsent
+        if unsent and not self._exit:
+            words = Text("Not sent:\n\n" + clean("\n\n".join(unsent)) + "\n")
+            message = words if message is None else Group(words, message)
+        super().exit(result, return_code, message)
+
     def _catch_signals(self) -> None:
         """SIGTERM and a closed terminal end the app as ctrl+q does."""
         for name in ("SIGTERM", "SIGHUP", "SIGINT"):
@@ -331,8 +354,10 @@ class TermgenApp(KeyedApp):
             await self.switch_mode(name)
 
     def action_help(self) -> None:
-        if self._dashboard is None or isinstance(self.screen, HelpScreen):
+        if isinstance(self.screen, HelpScreen):
             return
+        if self._dashboard is None and self._loading.area is None:
+            return  # what the screens to come can do is not known yet
         sections = [(t, self._keymap_now.applied(b)) for t, b in self.help_sections()]
         self.push_screen(HelpScreen(sections, self.slash_commands))
 
@@ -362,23 +387,29 @@ class TermgenApp(KeyedApp):
         ]
 
     def action_interrupt(self) -> None:
-        """ctrl+c: copy a selection, else stop an answer, else quit when pressed twice."""
+        """ctrl+c: copy a selection, else stop an answer, else put the draft away and, pressed
+        twice, quit."""
         selected = self._selected_text()
         if selected:
             self.copy_to_clipboard(selected)
             self.screen.clear_selection()
             self.notify("copied")
             return
-        if isinstance(self.screen, ChatScreen) and self.screen.is_streaming:
-            self.screen.stop_answer()
-            return
-        now = time.monotonic()
-        if now - self._interrupted_s < QUIT_WINDOW_S:
+        now, has_draft = time.monotonic(), False
+        if isinstance(self.screen, ChatScreen):
+            if self.screen.is_streaming:
+                self.screen.stop_answer()
+                return
+            has_draft = self.screen.put_draft_away()
+        elif isinstance(self.screen, LoadingScreen):
+            has_draft = self.screen.put_draft_away()
+        if not has_draft and now - self._interrupted_s < QUIT_WINDOW_S:
             self.exit()
             return
         self._interrupted_s = now
         key = self.first_keys["app.interrupt"]
-        self.notify(f"press {key} again to quit", timeout=QUIT_WINDOW_S)
+        kept = "the draft is in the history (↑); " if has_draft else ""
+        self.notify(f"{kept}press {key} again to quit", timeout=QUIT_WINDOW_S)
 
     def _selected_text(self) -> str | None:
         if isinstance(self.focused, TextArea) and self.focused.selected_text:
@@ -391,7 +422,7 @@ class TermgenApp(KeyedApp):
         if self._dashboard is not None:
             groups = [*actions.groups(screen), *groups]
         for command in actions.commands(groups, self._keymap_now, self._run_command):
-            if command.title != "Actions":  # it is open
+            if not command.title.endswith("Actions"):  # it is open
                 yield command
 
     async def _run_command(self, action: str, node: DOMNode) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import BinaryIO
 
 import httpx
@@ -27,6 +27,7 @@ from termgen.telemetry import (
     decode,
 )
 from termgen.tui.feed import StreamFeed
+from termgen.waiting import NotYet, read_loading, wait_for_server, why_unreachable
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_S = 5.0
@@ -36,6 +37,10 @@ RETRY_S = 1.0
 
 class AttachError(TermgenError):
     """The server cannot be watched."""
+
+
+def _say_nothing(phase: str, progress: float) -> None:
+    """The progress of a server's start that nobody watches."""
 
 
 class RemoteFeed(StreamFeed):
@@ -52,12 +57,23 @@ class RemoteFeed(StreamFeed):
 
     @classmethod
     async def connect(
-        cls, url: str, *, hz: float, key: str | None = None, record: BinaryIO | None = None
+        cls,
+        url: str,
+        *,
+        hz: float,
+        key: str | None = None,
+        record: BinaryIO | None = None,
+        report: Callable[[str, float], None] = _say_nothing,
+        wait_s: float | None = None,
     ) -> RemoteFeed:
-        """Raises AttachError when there is no termgen, or it refuses."""
+        """Raises AttachError when there is no termgen, or it refuses.
+
+        One that loads its model is waited for, and `report` told its phases: for `wait_s` seconds,
+        or as long as it takes. The same limit is for one that does not listen yet.
+        """
         stream = _Stream(url, hz=hz, key=key, record=record)
         try:
-            await stream.open(None)
+            await wait_for_server(lambda: stream.open(None), report, limit_s=wait_s)
             opening, following = None, list[Message]()
             while not isinstance(opening, Opening):
                 opening, *following = await stream.read()
@@ -98,9 +114,14 @@ class RemoteFeed(StreamFeed):
                 self._take_all(await self._source.read())
                 self._lost = ""
             except (AttachError, TelemetryError) as error:
-                self._lost = "connection lost" if isinstance(error, AttachError) else str(error)
+                self._lost = self._why_lost(error)
                 await asyncio.sleep(RETRY_S)
                 await self._reopen()
+
+    def _why_lost(self, error: TermgenError) -> str:
+        if self._source.loading:
+            return f"the server is loading: {self._source.loading}"
+        return "connection lost" if isinstance(error, AttachError) else str(error)
 
     def _take_all(self, messages: Iterable[Message]) -> None:
         for message in messages:
@@ -111,7 +132,7 @@ class RemoteFeed(StreamFeed):
     async def _reopen(self) -> None:
         try:
             await self._source.open(self._source.last_id)
-        except AttachError:
+        except (AttachError, NotYet):
             return  # the next read fails, and it is tried again
 
 
@@ -133,8 +154,12 @@ class _Stream:
         self._response: httpx.Response | None = None
         self.last_id: str | None = None
         self.record_trouble = ""
+        self.loading = ""
+        """The phase that the server was in when it last refused, as words; else empty."""
 
     async def open(self, last_id: str | None) -> None:
+        """Raises NotYet, or AttachError where waiting would not help."""
+        self.loading = ""
         await self._end_response()
         headers = self._headers | ({"Last-Event-ID": last_id} if last_id else {})
         try:
@@ -143,8 +168,20 @@ class _Stream:
             )
             response = await self._client.send(request, stream=True)
             if response.status_code != 200:
-                await response.aread()
-                raise AttachError(_refusal(self._url, response))
+                raw = await response.aread()
+                refusal = AttachError(_refusal(self._url, response))
+                loading = read_loading(response.status_code, raw, response.headers)
+                if loading is not None:
+                    self.loading = loading.words
+                    raise NotYet(refusal, loading)
+                raise refusal
+        except httpx.ConnectError as error:
+            raise NotYet(
+                AttachError(
+                    f"no server at {self._url}: {why_unreachable(error)}; start one with "
+                    "`termgen serve`, or wait for it with --wait SECONDS"
+                )
+            ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
             raise AttachError(f"no server at {self._url}: {why}") from error

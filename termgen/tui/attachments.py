@@ -10,7 +10,7 @@ import re
 import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 from termgen.errors import RequestError
@@ -82,6 +82,14 @@ def read_file(name: str) -> Attachment:
         return Attachment(shown, data.decode("utf-8-sig").replace("\r\n", "\n"))
     except UnicodeDecodeError:
         raise _fault(f"{shown} is not UTF-8 text") from None
+
+
+def pasted_file(text: str, taken: Iterable[str]) -> Attachment:
+    """A long paste, under the first name that is free."""
+    names = set(taken)
+    name = next(n for i in count(1) if (n := f"pasted-{i}.txt") not in names)
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return Attachment(name, text.encode(errors="replace").decode())
 
 
 def check(attachments: Sequence[Attachment]) -> None:

@@ -208,6 +208,12 @@ class ChatDatabase:
                 "DELETE FROM turns WHERE session_id NOT IN (SELECT session_id FROM sessions)"
             )
 
+    @property
+    def others_version(self) -> int:
+        """Another number whenever another connection has written to the file."""
+        version: int = self._connection.execute("PRAGMA data_version").fetchone()[0]
+        return version
+
     def close(self) -> None:
         self._connection.close()
 

@@ -9,7 +9,7 @@ import html
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -42,6 +42,8 @@ PARAM_NAMES = (
 SET_BY_HAND = "set"
 """Beside them in `SessionRecord.params`: the names of those that somebody set."""
 
+LEFT_OUT = "left_out_turns"
+"""Beside them, where a chat goes on without its oldest turns: how many are not sent any more."""
 
 R = TypeVar("R", "SessionRecord", "TurnRecord")
 
@@ -80,6 +82,8 @@ def session_record(
     held: dict[str, Any] = {name: getattr(params, name) for name in PARAM_NAMES}
     if own is not None:
         held[SET_BY_HAND] = [name for name in PARAM_NAMES if held[name] != getattr(own, name)]
+    if conversation.fits_itself:
+        held[LEFT_OUT] = conversation.num_left_out
     now_s = time.time()
     turns = conversation.turns
     return SessionRecord(
@@ -133,6 +137,9 @@ def conversation_of(session: SessionRecord, turns: Sequence[TurnRecord]) -> Conv
     """The tree again. A turn whose parent is gone comes first; nothing is left out."""
     conversation = Conversation(system_prompt=session.system_prompt, session_id=session.session_id)
     conversation.title = session.title
+    left_out = session.params.get(LEFT_OUT)
+    if type(left_out) is int and left_out >= 0:
+        conversation.fits_itself, conversation.num_left_out = True, left_out
     made = {
         record.turn_id: _readable_turn(record, f"turns[{index}]")
         for index, record in enumerate(turns)
@@ -147,6 +154,32 @@ def conversation_of(session: SessionRecord, turns: Sequence[TurnRecord]) -> Conv
         if record.is_chosen or parent.chosen is None:
             parent.chosen = turn
     return conversation
+
+
+def take_others(
+    conversation: Conversation, turns: Sequence[TurnRecord], *, own: Container[str]
+) -> tuple[list[Turn], list[Turn]]:
+    """Put into the tree what another program has written of this chat: the turns that it has added,
+    and those that have changed. `own`: ids of turns that were asked here, which it cannot change.
+    """
+    known = {turn.turn_id: turn for turn in all_turns(conversation)}
+    added, changed = [], []
+    for index, record in enumerate(turns):
+        turn = known.get(record.turn_id)
+        if turn is not None and (record.turn_id in own or turn.answer == record.answer):
+            continue
+        fresh = _readable_turn(record, f"turns[{index}]")
+        if turn is not None:
+            turn.answer, turn.state, turn.stats = fresh.answer, fresh.state, fresh.stats
+            turn.thought = fresh.thought
+            changed.append(turn)
+            continue
+        parent = fresh.parent = known.get(record.parent_id or "", conversation.root)
+        parent.children.append(fresh)
+        parent.chosen = parent.chosen or fresh
+        known[record.turn_id] = fresh
+        added.append(fresh)
+    return added, changed
 
 
 def _is_above(turn: Turn, other: Turn | None) -> bool:

@@ -24,6 +24,7 @@ COMMANDS = (
     SlashCommand("schema", "answers as JSON of a schema (`off`: any text)", "FILE|{...}"),
     SlashCommand("regex", "answers that match a regular expression (`off`: any text)", "TEXT"),
     SlashCommand("choice", "answers that are one of these (`off`: any text)", "A|B|C"),
+    SlashCommand("fit", "in a full context, go on without the oldest turns", "off"),
     SlashCommand("retry", "answer the last question again, beside its answer"),
     SlashCommand("edit", "edit the last question; sending it makes a branch"),
     SlashCommand("tokens", "how likely the answer's tokens were; branch from one"),

@@ -167,6 +167,10 @@ class Conversation:
         self.session_id = session_id or uuid4().hex
         self.title = ""
         """Of the first question, until it is renamed."""
+        self.fits_itself = False
+        """When the context is full, the oldest turns of the path are not sent any more."""
+        self.num_left_out = 0
+        """How many of them are not, as of now."""
         self.root = Turn("", state=AnswerState.DONE)
         """Above the first turns; never shown nor sent."""
 
@@ -200,6 +204,7 @@ class Conversation:
         if turn.parent is None or not 0 <= place < len(turn.siblings):
             return None
         turn.parent.chosen = turn.siblings[place]
+        self.num_left_out = 0  # another path may be shorter
         return turn.parent.chosen
 
     def remove(self, turn: Turn) -> None:
@@ -216,9 +221,10 @@ class Conversation:
         if not self.root.children:
             self.title = ""
 
-    def prompt(self) -> ChatPrompt:
-        """Everything said on the path; its last turn is the one to answer."""
-        return ChatPrompt(self._messages(self.turns))
+    def prompt(self, num_left_out: int | None = None) -> ChatPrompt:
+        """What is sent of the path; its last turn is the one to answer. `num_left_out`: as if so
+        many of the oldest turns were left out."""
+        return ChatPrompt(self._messages(self.turns, num_left_out))
 
     def prompt_with_answer(self, turn: Turn) -> ChatPrompt:
         """Everything said up to the end of this turn's answer, on which could be gone on."""
@@ -229,8 +235,13 @@ class Conversation:
         messages = self._messages(path[::-1])
         return ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
 
-    def _messages(self, path: Sequence[Turn]) -> list[dict[str, str]]:
-        """A question that got no answer is one message with the next: roles must take turns."""
+    def _messages(
+        self, path: Sequence[Turn], num_left_out: int | None = None
+    ) -> list[dict[str, str]]:
+        """A question that got no answer is one message with the next: roles must take turns. The
+        system prompt and the last turn are never left out."""
+        left_out = self.num_left_out if num_left_out is None else num_left_out
+        path = path[min(left_out, len(path) - 1) :]
         messages: list[dict[str, str]] = []
         if self.system_prompt:
             messages.append({"role": "system", "content": self.system_prompt})

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+from termgen.durations import clock, duration, took
+
+__all__ = ["age", "brief_id", "clock", "count", "duration", "percent", "plural", "rate", "took"]
+
 
 def count(value: float) -> str:
     """1234 -> 1.2k; at most five characters below a trillion."""
@@ -21,24 +27,6 @@ def rate(value: float) -> str:
     return f"{value:.1f}" if 0 < value < 99.95 else count(value)
 
 
-def milliseconds(value: float | None) -> str:
-    """A duration given in ms, as `4.9`, `142` or `1.3k`; a dash for none."""
-    if value is None:
-        return "–"
-    if value < 9.995:
-        return f"{value:.2f}"
-    return f"{value:.1f}" if value < 99.95 else count(value)
-
-
-def duration(seconds: float) -> str:
-    """142 ms, 1.24 s, 3:05."""
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 59.95:
-        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
-    return clock(seconds)
-
-
 def age(seconds: float) -> str:
     """How long ago or how old, at most five characters."""
     if seconds < 99.95:
@@ -48,12 +36,9 @@ def age(seconds: float) -> str:
     return f"{seconds / 3600:.0f}h"
 
 
-def clock(seconds: float) -> str:
-    """0:05, 12:41, 1:02:03."""
-    whole = int(seconds)
-    hours, rest = divmod(whole, 3600)
-    minutes, secs = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+def plural(number: int, noun: str) -> str:
+    """`1 line`, `3 lines`, `1.2k lines`."""
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def percent(share: float | None) -> str:
@@ -64,3 +49,17 @@ def percent(share: float | None) -> str:
     if value < 0.05:
         return "0%"
     return f"{value:.1f}%" if value < 9.95 else f"{value:.0f}%"
+
+
+_MADE_ID = re.compile(r"(?:([a-z]+)[-_])?([0-9a-f]{8})[0-9a-f]{16,}(.*)")
+_KINDS = {"chatcmpl": "chat", "cmpl": "text", "resp": "response", "msg": "message"}
+
+
+def brief_id(request_id: str) -> str:
+    """An id as a table shows it: of those that a server made up, `chat 1f0c9a3e`; a client's own
+    name as it is."""
+    found = _MADE_ID.fullmatch(request_id)
+    if found is None:
+        return request_id
+    kind, digits, rest = found.groups()
+    return f"{_KINDS.get(kind, kind)} {digits}{rest}" if kind else digits + rest

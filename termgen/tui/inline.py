@@ -52,19 +52,28 @@ class AnswerWriter(Protocol):
 
 
 class PlainWriter:
-    """For pipes and files: the text as it is."""
+    """For pipes and files: the text as it is. For a terminal that takes only lines: without what
+    it might take for a command."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, is_cleaned: bool = False) -> None:
         self._stream = stream
+        self._cleaner = StreamCleaner() if is_cleaned else None
         self._ends_line = True
 
     def feed(self, text: str) -> None:
+        if self._cleaner is not None:
+            text = self._cleaner.feed(text)
+        self._write(text)
+
+    def _write(self, text: str) -> None:
         if text:
             self._stream.write(text)
             self._stream.flush()
             self._ends_line = text.endswith("\n")
 
     def close(self, footer: str = "") -> None:
+        if self._cleaner is not None:
+            self._write(self._cleaner.finish())
         if not self._ends_line:
             self._stream.write("\n")
         self._stream.flush()
@@ -146,7 +155,9 @@ def _used(row: Row) -> int:
     return row_width(row) - (len(text) - len(text.rstrip(" ")))
 
 
-def writer_for(stream: TextIO, *, no_color: bool) -> AnswerWriter:
+def writer_for(stream: TextIO, *, no_color: bool, is_dumb: bool = False) -> AnswerWriter:
+    if is_dumb and stream.isatty():
+        return PlainWriter(stream, is_cleaned=True)
     if stream.isatty():
         return MarkdownWriter(stream, colour=not no_color)
     return PlainWriter(stream)

@@ -88,7 +88,10 @@ class Intake:
 
     def _new_store(self) -> DashboardStore:
         """It knows of the requests that were there before the events that follow."""
-        store = DashboardStore(started_ns=self._now_ns())
+        model = self._client.model
+        store = DashboardStore(
+            started_ns=self._now_ns(), on_cpu=model.device == "cpu", num_cores=model.num_cores
+        )
         if self._stream is not None and self._stream.begun is not None:
             store.set_snapshot(self._stream.begun)
         return store

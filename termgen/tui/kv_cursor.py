@@ -5,6 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_BLOCKS_PER_CELL = 1 << 16
+MAX_CELL_HEIGHT = 6
+
+
+def cell_size(num_blocks: int, width: int, rows: int) -> tuple[int, int]:
+    """The largest cell, about square on a screen, with which all blocks find room; (1, 1) when
+    they hardly do."""
+    best = (1, 1)
+    for high in range(1, min(rows, MAX_CELL_HEIGHT) + 1):
+        for wide in (2 * high - 1, 2 * high, 2 * high + 1):
+            fits = (width // wide) * (rows // high) >= num_blocks
+            if fits and wide * high > best[0] * best[1]:
+                best = (wide, high)
+    return best
 
 
 @dataclass(slots=True)
@@ -17,10 +30,18 @@ class KvCursor:
     num_blocks: int = 0
     width: int = 1
     rows: int = 1
+    cell_width: int = 1
+    cell_height: int = 1
+    """How many characters a cell of the map covers."""
 
     def fit(self, num_blocks: int, width: int, rows: int) -> None:
         """The map has this many blocks and cells now."""
-        self.num_blocks, self.width, self.rows = num_blocks, max(1, width), max(1, rows)
+        wide, high = cell_size(num_blocks, max(1, width), max(1, rows))
+        if self.wanted_per_cell is not None:
+            wide, high = 1, 1
+        self.cell_width, self.cell_height = wide, high
+        self.num_blocks = num_blocks
+        self.width, self.rows = max(1, width // wide), max(1, rows // high)
         self.block = max(0, min(self.block, num_blocks - 1))
 
     @property
@@ -69,7 +90,8 @@ class KvCursor:
             self.wanted_per_cell = None
 
     def point(self, column: int, row: int) -> bool:
-        """Put the cursor to a cell of the view; False when there is no block."""
+        """Put the cursor to the cell at a character of the view; False when there is no block."""
+        column, row = column // self.cell_width, row // self.cell_height
         if not (0 <= column < self.width and 0 <= row < self.rows):
             return False
         block = self.first + (row * self.width + column) * self.per_cell

@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from termgen.engine.events import RequestEvent, RequestEventKind, StepRecord
+from termgen.tui.formatting import plural, took
 
 KEPT = 4096
 """Of the lines below WARNING, and once more of the others: a busy engine has thousands a minute of
@@ -53,6 +54,7 @@ class LogBook:
         self._usual: deque[Line] = deque(maxlen=KEPT)
         self._serious: deque[Line] = deque(maxlen=KEPT)
         self._late_compiles: int | None = None
+        self._corrupted: int | None = None
         self._reason = ""
         self._asked: tuple[Level, str, int] | None = None
         """What was looked for last, in how many lines; it is asked for in every frame."""
@@ -69,6 +71,7 @@ class LogBook:
             if (
                 step.ended_ns - step.started_ns >= SLOW_STEP_NS
                 or step.num_late_compiles != self._late_compiles
+                or step.num_corrupted != self._corrupted
                 or (step.graph_reason and step.graph_reason != self._reason)
             ):
                 self.add_step(step)
@@ -77,11 +80,15 @@ class LogBook:
         took_ms = (step.ended_ns - step.started_ns) / 1e6
         if step.ended_ns - step.started_ns >= SLOW_STEP_NS:
             tokens = step.num_decode_rows + step.num_prefill_tokens
-            text = f"step {step.step_id} took {took_ms:.0f} ms for {tokens} tokens"
+            text = f"step {step.step_id} took {took(took_ms)} for {plural(tokens, 'token')}"
             self.add(Line(step.applied_ns, Level.WARNING, text))
         before, self._late_compiles = self._late_compiles, step.num_late_compiles
         if step.num_late_compiles > (before or 0):
             text = f"kernels compiled while serving: {step.num_late_compiles} since the start"
+            self.add(Line(step.applied_ns, Level.ERROR, text))
+        before, self._corrupted = self._corrupted, step.num_corrupted
+        if step.num_corrupted > (before or 0):
+            text = f"requests whose logits were NaN: {step.num_corrupted} since the start"
             self.add(Line(step.applied_ns, Level.ERROR, text))
         if step.graph_reason and step.graph_reason != self._reason:
             text = f"step {step.step_id} ran {step.graph_mode}: {step.graph_reason}"
@@ -92,14 +99,14 @@ class LogBook:
         kinds, name = RequestEventKind, event.request_id
         level, text = Level.DEBUG, f"{name} {event.kind.value.replace('_', ' ')}"
         if event.kind is kinds.QUEUED:
-            text += f", {event.num_prompt_tokens} prompt tokens"
+            text += f", {plural(event.num_prompt_tokens, 'prompt token')}"
         elif event.kind is kinds.SCHEDULED and event.num_cached_tokens:
-            text += f", {event.num_cached_tokens} prompt tokens found in the cache"
+            text += f", {plural(event.num_cached_tokens, 'prompt token')} found in the cache"
         elif event.kind is kinds.PREEMPTED:
             level, text = Level.WARNING, f"{name} preempted: {event.detail}"
         elif event.kind is kinds.FINISHED:
             level = Level.ERROR if event.detail == "error" else Level.INFO
-            text = f"{name} finished: {event.detail}, {event.num_output_tokens} tokens"
+            text = f"{name} finished: {event.detail}, {plural(event.num_output_tokens, 'token')}"
         self.add(Line(event.time_ns, level, text))
 
     def matching(self, level: Level, words: str, until_ns: int) -> Sequence[Line]:

@@ -17,6 +17,13 @@ class PromptSubmitted(Message):
 
 
 @dataclass
+class QueueWanted(Message):
+    """Something is to be done with the messages that wait: "send" them, or "take back" the last."""
+
+    what: str
+
+
+@dataclass
 class PromptEdited(Message):
     """The prompt's text or size changed. A later one replaces an earlier one not handled yet."""
 

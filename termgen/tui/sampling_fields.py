@@ -14,16 +14,16 @@ from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import RequestError
 
 FIELDS = {
-    "temperature": "0: always the likeliest token",
-    "top_p": "likeliest tokens of this share",
-    "top_k": "so many likeliest; 0: all",
-    "min_p": "least share of the likeliest",
-    "repetition_penalty": "above 1: less of what was said",
-    "presence_penalty": "above 0: fewer repeats",
-    "frequency_penalty": "the same, by how often",
-    "max_tokens": "empty: what the context leaves",
-    "seed": "empty: another each time",
-    "stop": "commas between; \\n: new line",
+    "temperature": "higher is more random; 0 is not at all",
+    "top_p": "keep tokens up to this probability",
+    "top_k": "keep this many tokens; 0 keeps all",
+    "min_p": "drop below this part of the likeliest",
+    "repetition_penalty": "above 1 avoids words already used",
+    "presence_penalty": "penalty on words used, once for each",
+    "frequency_penalty": "penalty on words, for each use",
+    "max_tokens": "longest answer; empty is no limit",
+    "seed": "same seed, same answer; empty varies",
+    "stop": "ends the answer; a,b or \\n",
 }
 """Name -> what it does, in the width of a narrow screen."""
 

@@ -39,6 +39,8 @@ RATE_BUCKETS = 4
 """Rates are averages over the last full second."""
 STEP_HISTORY = 1024
 STEP_WINDOW_S = 30
+HOST_READ_S = 0.9
+"""Processor time over less than this says little."""
 KEPT_S = HISTORY_BUCKETS * BUCKET_NS // 1_000_000_000
 """How far back times are known: of steps and gaps, 30 s of it are shown unless one asks for more;
 of what comes but once a request, all."""
@@ -46,6 +48,14 @@ FINISHED_KEPT = 64
 TRACKED_REQUESTS = 2048
 STEP_TOKENS = attrgetter("num_prefill_tokens", "num_decode_rows", "num_padded_tokens")
 _MODE = attrgetter("graph_mode")
+
+
+class HostReading(NamedTuple):
+    """What the engine's process takes of its machine."""
+
+    cores: float
+    """Cores that it kept busy since the reading before."""
+    resident_bytes: int
 
 
 class RequestRow(NamedTuple):
@@ -65,6 +75,8 @@ class RequestRow(NamedTuple):
     """Output tokens per second since its first token."""
     preemptions: int
     finished: bool = False
+    params: str = ""
+    """Its sampling parameters, where they are known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +114,12 @@ class DashboardView:
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     graphs: GraphFigures
+    on_cpu: bool = False
+    """There is no GPU: nothing of CUDA graphs is shown, and of the processor instead."""
+    host: tuple[HostReading, ...] = ()
+    """The newest last, about one a second."""
+    num_cores: int = 0
+    """Processors that the engine may run on; 0 where it is not known."""
     window_s: int | None = None
     """How far back the series go; None: as many of their points as there is room for."""
 
@@ -137,13 +155,19 @@ class _Track:
     """None: it was there before anybody listened."""
     scheduled_ns: int = 0
     first_token_ns: int = 0
+    params: str = ""
 
 
 class DashboardStore:
     """Feed it with `apply` and `set_snapshot`, read it with `view`."""
 
-    def __init__(self, *, started_ns: int) -> None:
+    def __init__(self, *, started_ns: int, on_cpu: bool = False, num_cores: int = 0) -> None:
         self.started_ns = started_ns
+        self.on_cpu = on_cpu
+        self.num_cores = num_cores
+        self._host: deque[HostReading] = deque(maxlen=KEPT_S)
+        self._host_read: tuple[int, float] | None = None
+        """When processor time was last read, and how much it was."""
         self.num_dropped = 0
         self._steps: deque[StepRecord] = deque(maxlen=STEP_HISTORY)
         self._figures = StepFigures(kept_buckets=2 * HISTORY_BUCKETS, kept_s=KEPT_S)
@@ -189,8 +213,20 @@ class DashboardStore:
 
     def set_snapshot(self, snapshot: EngineSnapshot) -> None:
         self._snapshot = snapshot
+        self._read_host(snapshot)
         self.lanes.add_snapshot(snapshot)
         self._num_preempted = {r.request_id: r.num_preemptions for r in snapshot.requests}
+
+    def _read_host(self, snapshot: EngineSnapshot) -> None:
+        if not snapshot.cpu_s:
+            return
+        if self._host_read is not None:
+            elapsed_s = (snapshot.time_ns - self._host_read[0]) / 1e9
+            if elapsed_s < HOST_READ_S:
+                return
+            cores = max(0.0, snapshot.cpu_s - self._host_read[1]) / elapsed_s
+            self._host.append(HostReading(cores, snapshot.resident_bytes))
+        self._host_read = (snapshot.time_ns, snapshot.cpu_s)
 
     def _apply_request(self, event: RequestEvent) -> None:
         self.lanes.add_event(event)
@@ -202,6 +238,7 @@ class DashboardStore:
                 return
             is_new = event.kind is RequestEventKind.QUEUED
             track = self._live[event.request_id] = _Track(event.time_ns if is_new else None)
+            track.params = event.detail if is_new else ""
             while len(self._live) > TRACKED_REQUESTS:
                 self._live.popitem(last=False)
         if event.kind is RequestEventKind.SCHEDULED and not track.scheduled_ns:
@@ -237,6 +274,7 @@ class DashboardStore:
             rate=rate,
             preemptions=self._num_preempted.get(event.request_id, 0),
             finished=True,
+            params=track.params if track is not None else "",
         )
         self._finished.appendleft((event.time_ns, row))
 
@@ -261,6 +299,8 @@ class DashboardStore:
                     view.age_s + elapsed,
                     rate,
                     view.num_preemptions,
+                    False,
+                    track.params if track is not None else "",
                 )
             )
         return rows
@@ -302,6 +342,9 @@ class DashboardStore:
             max_num_batched_tokens=snapshot.max_num_batched_tokens if snapshot else None,
             graphs=self._graphs.figures,
             window_s=window_s,
+            on_cpu=self.on_cpu,
+            host=tuple(self._host),
+            num_cores=self.num_cores,
         )
         return view if counters is None else _with_counters(view, counters)
 

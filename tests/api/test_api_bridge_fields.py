@@ -107,7 +107,10 @@ SHARED: dict[str, Any] = {
     "stop_token_ids": [3],
     "structured_outputs": {"regex": "a+"},
     "chat_template_kwargs": {"enable_thinking": False},
-    "chat_template": "{{ messages }}",
+    "chat_template": "{{ messages }}{{ enable_thinking }}",
+    "enable_thinking": True,
+    "think": True,
+    "thinking_budget": 5,
     "priority": 4,
     "cache_salt": "mine",
     "sse_ping_interval": 30,
@@ -128,7 +131,8 @@ def test_fields_of_chats_mean_the_same_here(endpoint: str) -> None:
     assert (params.min_tokens, params.ignore_eos) == (2, True)
     assert params.structured_outputs.regex == "a+"
     assert job.prompt.template_kwargs["enable_thinking"] is False
-    assert job.prompt.chat_template == "{{ messages }}"
+    assert job.prompt.chat_template == "{{ messages }}{{ enable_thinking }}"
+    assert request.chat.not_used == ("thinking_budget",)
     assert (job.priority, job.cache_salt) == (4, "mine")
     assert request.chat.options.ping_interval_s == 30.0
 

@@ -99,7 +99,6 @@ def test_tool_calls_in_the_history_have_parsed_arguments() -> None:
         ([{"role": 5, "content": "x"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": None}], "messages[0].content"),
-        ([{"role": "assistant", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
@@ -121,8 +120,8 @@ def test_other_content_than_text_is_refused_by_its_type() -> None:
     assert caught.value.code == "unsupported_parameter"
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", '"x"', '{"a": NaN}', '{"a": "\\ud800"}', 5])
-def test_malformed_arguments_in_the_history_are_the_clients_fault(arguments: Any) -> None:
+@pytest.mark.parametrize("arguments", [5, ["x"], True])
+def test_arguments_in_the_history_are_text_or_an_object(arguments: Any) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
     with pytest.raises(RequestError) as caught:
         parse([{"role": "assistant", "content": None, "tool_calls": [call]}])

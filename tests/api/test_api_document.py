@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,17 @@ def test_names_are_described_once_and_fit_a_table() -> None:
             assert not any("|" in text or "\n" in text for text in (p.values, p.meaning, p.default))
 
 
+def _own_code(node: ast.ClassDef) -> Iterator[str]:
+    """What an error class says its code is."""
+    for line in node.body:
+        target = line.target if isinstance(line, ast.AnnAssign) else None
+        target = line.targets[0] if isinstance(line, ast.Assign) else target
+        if isinstance(target, ast.Name) and target.id == "code":
+            value = line.value  # type: ignore[union-attr]
+            if isinstance(value, ast.Constant):
+                yield str(value.value)
+
+
 def codes_in_the_code() -> set[str]:
     """The slugs that are given to errors, by name or as the first argument of their makers."""
     codes = {"invalid_value", "method_not_allowed"}
@@ -67,6 +79,8 @@ def codes_in_the_code() -> set[str]:
     alone = (package / "errors.py", package / "helper_process.py")
     for path in (*package.glob("api/*.py"), *package.glob("serving/*.py"), *alone):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                codes |= set(_own_code(node))
             if not isinstance(node, ast.Call):
                 continue
             given = [keyword.value for keyword in node.keywords if keyword.arg == "code"]

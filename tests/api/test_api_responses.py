@@ -94,13 +94,6 @@ def test_tools_of_responses_are_strict_unless_they_say_otherwise() -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type",
         ),
-        *(
-            (
-                {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": a}]},
-                "input[0].arguments",
-            )
-            for a in ("[", "[]", '{"x": NaN}', '{"x": 1e999}', '{"x": "\\ud800"}', "[" * 90_000)
-        ),
         (
             {"input": [{"type": "reasoning", "content": [{"type": "x"}]}]},
             "input[0].content[0].type",
@@ -109,11 +102,11 @@ def test_tools_of_responses_are_strict_unless_they_say_otherwise() -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
-        ({"include": ["file_search_call.results"]}, "include"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_p": 7}, "top_p"),
         ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "hammer"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),

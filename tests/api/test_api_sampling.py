@@ -205,7 +205,7 @@ def test_what_would_change_the_answer_is_refused_not_ignored(fields: dict[str, A
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "hammer"}]},
         {"functions": [{}]},
         {"audio": {}},
         {"modalities": ["text", "audio"]},

@@ -18,7 +18,7 @@ from termgen.engine.request import GenerationRequest, Request
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.scheduler import Scheduler
 from termgen.engine.slot_table import SlotTable
-from termgen.engine.step import StepPlan, StepResult
+from termgen.engine.step import CORRUPT_TOKEN, StepPlan, StepResult
 from termgen.engine.token_mask import IntArray, RowMasks, TokenMatcher, faults_of
 
 
@@ -97,6 +97,8 @@ class MaskedDevice(ScriptedDevice):
     def _sample(self, slot: int) -> int | None:
         row, length = self.rows[slot], int(self.num_tokens[slot])
         token = super()._sample(slot)
+        if token == CORRUPT_TOKEN:
+            return token
         if token is None or row is None or not row.has_grammar:
             assert token is None or slot not in self._allowed
             return token

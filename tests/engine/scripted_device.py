@@ -8,15 +8,18 @@ tokens.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 
 from termgen.engine.kv_cache import NULL_BLOCK
 from termgen.engine.request import Request
-from termgen.engine.step import AddedRow, StepPlan, StepResult
+from termgen.engine.step import CORRUPT_TOKEN, AddedRow, StepPlan, StepResult
 from termgen.engine.token_mask import RowMasks
 
 VOCAB = 40
+NAN = -99
+"""Stands for KV that is not a number: whoever reads it has logits that are none."""
 
 
 def next_token(token_ids: np.ndarray, vocab: int = VOCAB) -> int:
@@ -28,6 +31,10 @@ def is_stop(request: Request | AddedRow, length: int, token: int) -> bool:
     """Whether `token`, the one that makes the sequence `length` long, ends it."""
     minimum = request.num_prompt_tokens + request.params.min_tokens
     return token in request.stop_token_ids and length > minimum
+
+
+def is_token(token: int | None) -> bool:
+    return token is not None and token != CORRUPT_TOKEN
 
 
 class DeviceFailure(Exception):
@@ -61,6 +68,8 @@ class ScriptedDevice:
         self.finished = np.zeros(max_num_seqs, np.bool_)
         self.num_computed_tokens = 0
         self.next_step = 0
+        self.turns_nan: Callable[[], bool] | None = None
+        """Asked for each row of a step: whether the KV that it writes there is NaN."""
 
     def execute(
         self, plan: StepPlan, *, fails: bool = False, masks: RowMasks | None = None
@@ -77,6 +86,9 @@ class ScriptedDevice:
             if not self.finished[slot]:
                 assert self.num_computed[slot] == plan.num_computed[i]
                 self._write(slot, count, rubbish=fails)
+                if self.turns_nan is not None and self.turns_nan():
+                    end = int(self.num_computed[slot]) + count
+                    self.kv_tokens[self.slot_mapping(slot, end - 1, end)] = NAN
             self.num_computed[slot] += count
             self.num_computed_tokens += count
         if fails:
@@ -86,8 +98,9 @@ class ScriptedDevice:
         sampled = [self._sample(slot) for slot, _ in pairs]
         return StepResult(
             step_id=plan.step_id,
-            num_sampled=np.asarray([token is not None for token in sampled], np.int32),
-            token_ids=np.asarray([token for token in sampled if token is not None], np.int32),
+            num_sampled=np.asarray([is_token(token) for token in sampled], np.int32),
+            token_ids=np.asarray([token for token in sampled if is_token(token)], np.int32),
+            corrupt=np.flatnonzero([token == CORRUPT_TOKEN for token in sampled]).astype(np.int32),
             logprobs=None,
             started_ns=0,
             ended_ns=0,
@@ -135,6 +148,9 @@ class ScriptedDevice:
         if self.finished[slot] or self.num_computed[slot] < length:
             return None
         where = self.slot_mapping(slot, 0, length)
+        if (self.kv_tokens[where] == NAN).any():
+            self.finished[slot] = True
+            return CORRUPT_TOKEN
         positions = self.kv_positions[where]
         # Wrong positions enter the hash, so they show as a wrong token and not only here.
         token = next_token(self.kv_tokens[where] + positions - np.arange(length), self.vocab)

@@ -22,6 +22,7 @@ from scripted_device import VOCAB
 from termgen.client import PauseMode
 from termgen.engine.request import FinishReason
 from termgen.engine.step import MAX_STEPS_IN_FLIGHT
+from termgen.errors import CorruptedLogitsError
 
 NUM_SCHEDULES = int(os.environ.get("TERMGEN_FUZZ_SCHEDULES", "192"))
 SCHEDULES_PER_TEST = 8
@@ -62,6 +63,11 @@ class Schedule:
         self.p_fail = float(rng.choice([0.0, 0.0, 0.02]))
         self.p_reset = float(rng.choice([0.0, 0.1]))
         self.p_pause = float(rng.choice([0.0, 0.1]))
+        nan_rng = np.random.default_rng([seed, 1])
+        self.p_nan = float(nan_rng.choice([0.0, 0.0, 0.002] if is_deep else [0.0, 0.0, 0.01, 0.05]))
+        if self.p_nan:
+            device = self.driver.executor.device
+            device.turns_nan = lambda: bool(nan_rng.random() < self.p_nan)
         self.prefix = rng.integers(0, VOCAB, self.max_prompt).tolist()
         self.cuts: dict[Bearer, int] = {}
         """Requests whose reader gives up at a token of its own choice, as for a stop string."""
@@ -180,7 +186,10 @@ class Schedule:
     def check_output(self, bearer: Bearer) -> None:
         driver, name = self.driver, bearer.request.request_id
         expected, tokens = driver.reference(bearer), bearer.tokens
-        assert bearer.reason is not FinishReason.ERROR or driver.executor.fail_steps, name
+        if bearer.ending is not None and isinstance(bearer.ending.error, CorruptedLogitsError):
+            assert self.p_nan, name
+        else:
+            assert bearer.reason is not FinishReason.ERROR or driver.executor.fail_steps, name
         if bearer.reason in (FinishReason.ABORT, FinishReason.ERROR):
             assert tokens == expected[: len(tokens)], name
             cut = self.cuts.get(bearer)
@@ -218,6 +227,7 @@ class Schedule:
         scheduler, plans = self.driver.scheduler, self.driver.executor.plans
         seen = Counter(str(bearer.reason) for bearer in self.driver.bearers)
         seen["steps"] = len(plans)
+        seen["corrupted"] = scheduler.stats.num_corrupted
         seen["preemptions"] = scheduler.stats.num_preemptions
         seen["hits"] = scheduler.stats.prefix_hit_tokens
         seen["evictions"] = scheduler.kv.pool.num_evictions
@@ -264,7 +274,7 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     assert totals["steps"] > 600
     wanted = {"stop", "length", "abort", "error", "preemptions", "hits", "evictions", "chunks"}
     wanted |= {"reset True", "reset False", "run ahead", *(f"pause {mode}" for mode in MODES)}
-    wanted |= {"cut", "names used again"}
+    wanted |= {"cut", "names used again", "corrupted"}
     assert wanted <= set(totals), totals
     deepest = []
     for seed in range(8):

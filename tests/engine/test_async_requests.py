@@ -15,8 +15,10 @@ from scheduler_harness import (
     prompt_with_output,
     prompts,
 )
+from scripted_device import NAN
 
 from termgen.engine.request import FinishReason
+from termgen.errors import CorruptedLogitsError
 
 
 @pytest.mark.parametrize("depth", [3, 8])
@@ -228,3 +230,49 @@ def test_seats_of_ended_requests_in_flight_come_back_to_those_who_wait(depth: in
     assert all(bearer.residencies for bearer in driver.bearers), "everybody had a seat"
     driver.assert_reference(last)
     driver.assert_drained()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_a_request_whose_logits_are_nan_ends_alone_and_leaves_nothing_to_find(depth: int) -> None:
+    driver = CoreDriver(depth=depth, max_num_batched_tokens=16)
+    device = driver.executor.device
+    prompt = list(range(20))
+    spoilt = driver.submit("spoilt", prompt, max_tokens=40, ignore_eos=True)
+    others = [driver.submit(str(i), [i, 3, 4], max_tokens=30, ignore_eos=True) for i in range(3)]
+    while len(spoilt.tokens) < 9:
+        driver.step()
+    slot = spoilt.residencies[-1][0]
+    place = device.slot_mapping(slot, 2, 3)
+    device.kv_tokens[place] = NAN  # in a block of its prompt, which others could find
+    num_told = len(spoilt.tokens)
+    driver.run()
+    assert spoilt.reason is FinishReason.ERROR and spoilt.ending is not None
+    assert isinstance(spoilt.ending.error, CorruptedLogitsError)
+    assert spoilt.ending.error.code == "corrupted_logits"
+    assert spoilt.tokens == driver.reference(spoilt)[: len(spoilt.tokens)]
+    assert num_told <= len(spoilt.tokens) <= num_told + depth
+    driver.assert_reference(*others)
+    assert driver.scheduler.stats.num_corrupted == 1
+    again = driver.submit("again", [*prompt, *spoilt.tokens], max_tokens=5, ignore_eos=True)
+    driver.run()
+    driver.assert_reference(again)
+    assert again.num_cached_tokens == 0
+    driver.assert_drained()
+
+
+@pytest.mark.parametrize("depth", [2, 5])
+def test_what_a_step_in_flight_finds_nan_is_not_found_after_an_abort(depth: int) -> None:
+    """The request is gone when the step lands; its blocks are still held back for it."""
+    driver = CoreDriver(depth=depth)
+    device = driver.executor.device
+    prompt = list(range(20))
+    spoilt = driver.submit("spoilt", prompt, max_tokens=40, ignore_eos=True)
+    while len(spoilt.tokens) < 3:
+        driver.step()
+    device.kv_tokens[device.slot_mapping(spoilt.residencies[-1][0], 2, 3)] = NAN
+    driver.abort("spoilt")
+    driver.run()
+    assert spoilt.reason is FinishReason.ABORT
+    again = driver.submit("again", prompt, max_tokens=5, ignore_eos=True)
+    driver.run()
+    driver.assert_reference(again)

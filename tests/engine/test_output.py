@@ -30,6 +30,17 @@ class TestText:
         assert deltas[-1].stop_reason is None
         assert len(processor) == 0
 
+    def test_a_stop_string_waits_for_min_tokens(
+        self, processor: OutputProcessor, smollm2: Tokenizer
+    ) -> None:
+        ids = smollm2.encode(" a b a b a b")
+        assert len(ids) == 6
+        processor.add(request(stop=("b",), min_tokens=3), 0)
+        deltas = feed(processor, ids[:4], end=None)
+        assert [d.finish_reason for d in deltas[:3]] == [None] * 3
+        assert deltas[3].finish_reason is FinishReason.STOP and deltas[3].stop_reason == "b"
+        assert text_of(deltas) == " a b a "
+
     def test_half_a_character_at_the_end_is_flushed(
         self, processor: OutputProcessor, smollm2: Tokenizer
     ) -> None:

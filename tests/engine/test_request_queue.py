@@ -79,3 +79,32 @@ def test_those_that_fit_are_found_in_the_order_of_the_queue(policy: str, fitting
         assert found == [name for name in "abcd" if name in fitting and name in (begun or "abcd")]
         assert looked_at == [name for name in "abcd" if name in (begun or "abcd")]
         assert [r.request_id for r in queue] == [name for name in "abcd" if name not in found]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_taking_one_out_of_many_looks_at_few(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborting all that wait, from the middle and the ends, must not cost their number squared."""
+    num_looks = 0
+
+    def equal(self: Request, other: object) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return self is other
+
+    def key(request: Request) -> tuple[int, int, str]:
+        nonlocal num_looks
+        num_looks += 1
+        return priority_key(request)
+
+    monkeypatch.setattr(Request, "__eq__", equal)
+    monkeypatch.setattr("termgen.engine.request_queue.priority_key", key)
+    queue = make_queue(policy)
+    requests = [make_request(f"r{i}", [1], arrival_ns=i) for i in range(2000)]
+    for request in requests:
+        queue.push(request)
+    order = np.random.default_rng(3).permutation(len(requests))
+    num_looks = 0
+    for i in order:
+        queue.remove(requests[i])
+    assert not len(queue)
+    assert num_looks <= 14 * len(requests)

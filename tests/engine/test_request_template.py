@@ -1,21 +1,29 @@
-"""Chat templates that come with requests: the same text as from the model's own, and no harm."""
+"""Chat templates that may never end, of requests and of models: the same text, and no harm."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import shutil
 import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_samples import CHATML, LLAMA3, QWEN, make_tokenizer
+from chat_samples import CHATML, LLAMA3, MISTRAL, QWEN, make_tokenizer
 from process_resources import no_process, no_thread, resources
 
 from termgen.client import MAX_CHAT_TEMPLATE_CHARS, ChatPrompt
+from termgen.config import EngineConfig
 from termgen.engine import request_template
+from termgen.engine.chat_template import is_bounded
+from termgen.engine.engine import AsyncEngine
 from termgen.engine.input_processor import InputProcessor
 from termgen.engine.request_template import RequestTemplate, TemplateWorkers
+from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.template_worker import answer
 from termgen.engine.tokenizer import Tokenizer
 from termgen.engine.tokenizer_files import TokenizerParts
@@ -197,8 +205,107 @@ def test_the_process_knows_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_worker_answers_in_plain_data() -> None:
-    told = answer({"source": "a{{ b }}"})
+    told = answer({"source": "a{{ b }}", "whose": "it"})
     assert told == {"literal_text": "a", "variables": ["b"]}
-    asked = {"source": "a{{ b }}", "variables": {"b": [1]}, "num_input_chars": 1}
+    asked = {"whose": "it", "source": "a{{ b }}", "variables": {"b": [1]}, "num_input_chars": 1}
     assert answer(asked) == {"text": "a[1]"}
     assert "refuses" in answer({**asked, "source": "{{ b.c.d }}"})["error"]
+
+
+ENDLESS = [
+    LOOPS,
+    MEMORY,
+    "{{ lipsum(n=10**8) }}",
+    "{{ 'a'|center(2*10**9) }}",
+    "{{ 'a' * 10000000000 }}",
+    "{{ '%1000000000d' % 5 }}",
+    "{{ '{:1000000000}'.format(5) }}",
+    "{{ strftime_now('%1000000000Y') }}",
+    "{{ messages|tojson(indent=1000000000) }}",
+    "{{ messages|map('center', 1000000000)|list }}",
+    "{{ messages[0].content.replace('', messages[0].content) }}",
+    "{{ messages[0].content|join(messages[0].content) }}",
+    "{% macro f(x) %}{{ f(x) }}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{{ f(f(f(f(1)))) }}",
+    "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{% set a = f(a) %}",
+    "{% macro f() %}a{% endmacro %}{% macro g() %}{{ f() }}{{ f() }}{% endmacro %}{{ g() }}",
+    "{% set n = namespace(s='a') %}{% for m in messages %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "{% set n = namespace(l=[]) %}{% for m in messages %}{% set n.l = [n.l, n.l] %}{% endfor %}",
+    "{% set a = 'x' %}{% set a = a + a %}",
+    "{% set a %}{{ a }}{{ a }}{% endset %}",
+    "{% for a in messages %}{% for b in messages %}x{% endfor %}{% endfor %}",
+    "{% for a in messages %}{% for b in (a and messages) %}x{% endfor %}{% endfor %}",
+    "{% for a in messages %}{% for b in [a, a, a] %}x{% endfor %}{% endfor %}",
+    "{% for a in messages %}{% for t in tools %}{% for u in tools %}x"
+    "{% endfor %}{% endfor %}{% endfor %}",
+    "{% for a in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    "{% set f = range %}{% for i in f(1000000000) %}x{% endfor %}",
+    "{% for i in range(n) %}x{% endfor %}",
+]
+ENDING = [
+    *(CHATML, LLAMA3, QWEN, MISTRAL),
+    "{% for i in range(0, messages|length) %}{{ messages[i].content }}{% endfor %}",
+    "{% set n = namespace(s='') %}{% for m in messages %}"
+    "{% set n.s = n.s + m['content'] %}{% endfor %}",
+    "{% macro f(x) %}{{ x|tojson(indent=4) }}{% endmacro %}{% for m in messages %}"
+    "{% for t in tools %}{{ f(t) }}{% endfor %}{% for c in m.tool_calls or [] %}"
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ f(v) }}{% endfor %}"
+    "{% endfor %}{% endfor %}",
+    "{{ strftime_now('%d %b %Y') }}{% if loop_index % 2 == 0 %}{% endif %}",
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_templates_of_unknown_cost_are_told_from_others(source: str) -> None:
+    assert not is_bounded(source)
+
+
+@pytest.mark.parametrize("source", ENDING)
+def test_templates_like_those_of_real_models_run_in_place(source: str) -> None:
+    assert is_bounded(source)
+
+
+def test_a_models_template_of_unknown_cost_writes_the_same_elsewhere(llama: Tokenizer) -> None:
+    unknown = LLAMA3 + "{% for a in messages %}{% for b in messages %}{% endfor %}{% endfor %}"
+    elsewhere = make_tokenizer(unknown)
+    assert elsewhere.runs_template_elsewhere and not llama.runs_template_elsewhere
+    assert elsewhere.apply_chat_template(MESSAGES) == llama.apply_chat_template(MESSAGES)
+    with pytest.raises(RequestError, match="model's chat template refuses") as caught:
+        make_tokenizer("{{ 2 * raise_exception('no') }}").apply_chat_template(MESSAGES)
+    assert caught.value.param == "messages"
+    for tokenizer in (elsewhere, llama):
+        tokenizer.close()
+
+
+async def test_a_models_endless_template_costs_only_its_chats(
+    tmp_path: Path, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading, requests of token ids meanwhile, and shutting down included."""
+    monkeypatch.setattr(request_template, "MAX_ANSWER_S", 1.0)
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_llama_dir, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": LOOPS}))
+    engine = await AsyncEngine.start(
+        EngineConfig(model=str(folder), device="cpu", threads=1, kv_cache_gib=0.02),
+        for_strangers=True,
+    )
+    began = time.monotonic()
+
+    async def chat() -> None:
+        async for _ in engine.generate(ChatPrompt(MESSAGES), SamplingParams(max_tokens=2)):
+            pass
+
+    chats = [asyncio.create_task(chat()) for _ in range(6)]
+    await asyncio.sleep(0.2)
+    deltas = [delta async for delta in engine.generate([5, 6, 7], SamplingParams(max_tokens=3))]
+    assert sum(len(delta.token_ids) for delta in deltas) == 3
+    assert not any(task.done() for task in chats), "they are still being rendered"
+    with pytest.raises(RequestError, match="model's chat template takes too long") as caught:
+        await chats[0]
+    assert caught.value.param == "messages"
+    await asyncio.wait_for(engine.shutdown(), 10)
+    results = await asyncio.gather(*chats, return_exceptions=True)
+    assert all(isinstance(one, RequestError | EngineDeadError) for one in results)
+    print(f"{time.monotonic() - began:.1f} s")

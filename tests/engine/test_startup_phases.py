@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
+from termgen.engine import startup
+from termgen.engine.sampling_params import MAX_EOS_IDS
 from termgen.engine.startup_phases import (
     COMPILING_KERNELS,
     LOADING_TOKENIZER,
@@ -12,6 +18,7 @@ from termgen.engine.startup_phases import (
     StartupPhase,
     describe_startup,
 )
+from termgen.errors import ConfigError
 
 
 def test_a_phase_lasts_until_the_next_one_is_named() -> None:
@@ -55,3 +62,12 @@ def test_small_phases_are_added_up() -> None:
     tiny = StartupPhase("config", 0.01)
     assert describe_startup([tiny, phases[1]]) == "ready in 1.2 s: weights 1.2"
     assert describe_startup(()) == "ready in 0.0 s"
+
+
+def test_more_end_tokens_than_the_device_has_columns_for_are_refused() -> None:
+    info = SimpleNamespace(eos_token_ids=(0,), vocab_size=10_000)
+    most = {"eos_token_id": list(range(MAX_EOS_IDS))}
+    assert len(startup._eos_token_ids(info, None, most)) == MAX_EOS_IDS  # type: ignore[arg-type]
+    beyond = {"eos_token_id": list(range(MAX_EOS_IDS + 1))}
+    with pytest.raises(ConfigError, match=f"name {MAX_EOS_IDS + 1} end tokens"):
+        startup._eos_token_ids(info, None, beyond)  # type: ignore[arg-type]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from fake_executor import FakeExecutor, make_core
 
+from termgen.config import EngineConfig
 from termgen.engine.core import EngineCore
+from termgen.engine.engine import SyncEngine
 from termgen.engine.events import StepRecord
 from termgen.engine.request import GenerationRequest
 from termgen.engine.sampling_params import SamplingParams
@@ -107,3 +111,29 @@ def test_the_loop_works_or_waits_and_nothing_is_counted_twice(depth: int) -> Non
         assert one.apply_us < two.host_us < between_us - two.wait_us + 1e-3
     if depth == 1:
         assert all(r.host_us > r.schedule_us + r.launch_us for r in records)
+
+
+def test_on_a_cpu_a_step_tells_what_its_parts_took(tiny_llama_dir: Path) -> None:
+    """Input, model and sampling, which together are the step; the process tells what it takes."""
+    config = EngineConfig(model=str(tiny_llama_dir), device="cpu", kv_cache_gib=0.01, threads=1)
+    engine = SyncEngine(config)
+    try:
+        ring = engine.core.bus.subscribe()
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        engine.add(
+            GenerationRequest(request_id="r", prompt_token_ids=(5, 6, 7, 8, 9), params=params)
+        )
+        while engine.has_unfinished:
+            engine.step()
+        steps = [record for record in ring.drain() if isinstance(record, StepRecord)]
+        assert len(steps) >= 6
+        for record in steps:
+            parts = (record.input_us, record.model_us, record.sample_us)
+            assert min(parts) > 0
+            assert abs(sum(parts) - (record.ended_ns - record.started_ns) / 1e3) < 1
+        snapshot = engine.core.copy_state().snapshot()
+        assert snapshot.cpu_s > 0
+        if sys.platform == "linux":
+            assert 10 * 2**20 < snapshot.resident_bytes < 2**40
+    finally:
+        engine.shutdown()

@@ -168,7 +168,7 @@ async def test_an_engine_for_strangers_has_one_and_ends_it(tiny_llama_dir: Path)
     assert processor._long_texts is not None
     process = processor._long_texts._helper.start()
     assert processor._grammars is not None
-    of_grammars = processor._grammars._gbnf.start()
+    of_grammars = processor._grammars._provers[0].start()
     try:
         text = "one two three " * 300
         with pytest.raises(ContextLengthError):
@@ -186,7 +186,7 @@ def test_an_engine_without_a_loop_ends_its_processes(tiny_llama_dir: Path) -> No
     engine = SyncEngine(EngineConfig(model=str(tiny_llama_dir), device="cpu", max_model_len=64))
     grammars = engine.input_processor._grammars
     assert grammars is not None
-    process = grammars._gbnf.start()
+    process = grammars._provers[0].start()
     engine.shutdown()
     assert process.poll() is not None
 
@@ -228,7 +228,9 @@ async def test_what_waits_at_shutdown_is_told_so_and_so_is_what_comes_later() ->
     long = "x" * LONG_PROMPT_CHARS
     own = ChatPrompt(({"role": "user", "content": "x"},), chat_template="x")
     asked = [
-        asyncio.create_task(threads.run(prompt, lambda: gate.wait(20)))
+        asyncio.create_task(
+            threads.run(prompt, lambda: gate.wait(20), renders_elsewhere=prompt is own)
+        )
         for prompt in [long, own, own] * 3
     ]
     await asyncio.sleep(0.05)
@@ -238,7 +240,7 @@ async def test_what_waits_at_shutdown_is_told_so_and_so_is_what_comes_later() ->
     assert outcomes.count(True) == 3, "those that had begun"
     assert sum(isinstance(outcome, EngineDeadError) for outcome in outcomes) == 6
     with pytest.raises(EngineDeadError):
-        await threads.run(long, gate.is_set)
+        await threads.run(long, gate.is_set, renders_elsewhere=False)
 
 
 async def test_without_threads_prompts_are_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,9 +248,9 @@ async def test_without_threads_prompts_are_to_come_again(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
         with pytest.raises(OverloadedError) as refusal:
-            await threads.run("x" * LONG_PROMPT_CHARS, lambda: 1)
+            await threads.run("x" * LONG_PROMPT_CHARS, lambda: 1, renders_elsewhere=False)
         assert refusal.value.code == "no_process"
-    assert await threads.run("x" * LONG_PROMPT_CHARS, lambda: 1) == 1
+    assert await threads.run("x" * LONG_PROMPT_CHARS, lambda: 1, renders_elsewhere=False) == 1
     threads.shutdown()
 
 
@@ -262,9 +264,12 @@ async def test_short_prompts_do_not_wait_for_long_ones() -> None:
 
     loop = asyncio.get_running_loop()
     long = "x" * LONG_PROMPT_CHARS
-    waiting = [asyncio.create_task(threads.run(long, lambda: wait("long"))) for _ in range(50)]
+    waiting = [
+        asyncio.create_task(threads.run(long, lambda: wait("long"), renders_elsewhere=False))
+        for _ in range(50)
+    ]
     await asyncio.sleep(0.01)
-    await threads.run("x", lambda: order.append("short"))
+    await threads.run("x", lambda: order.append("short"), renders_elsewhere=False)
     assert order == ["short"]
     free.set()
     await asyncio.gather(*waiting)

@@ -248,3 +248,42 @@ def test_loading_needs_neither_torch_nor_transformers(smollm2_gguf: Path, tmp_pa
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code, str(smollm2_gguf), str(tmp_path)], check=True)
+
+
+class TestBrokenFiles:
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [
+                        {"SpecialToken": {"id": "<nobody>", "type_id": 0}},
+                        {"Sequence": {"id": "A", "type_id": 0}},
+                    ],
+                    "pair": [],
+                    "special_tokens": {},
+                }
+            },
+            {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}},
+            {"model": {"type": "BPE"}},
+            {"normalizer": {"type": "Replace", "pattern": {"Regex": "(unclosed"}, "content": ""}},
+            {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<nobody>"}},
+        ],
+        ids=["post-processor", "merges", "no-vocab", "regex", "unknown-token"],
+    )
+    def test_is_refused_while_loading(self, tmp_path: Path, damage: dict[str, Any]) -> None:
+        folder = write_folder(tmp_path)
+        file = folder / "tokenizer.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **damage}))
+        with pytest.raises(CorruptFileError, match="token") as error:
+            load_tokenizer(folder)
+        assert "\n" not in str(error.value)
+
+    def test_a_truncated_file_is_refused(self, tmp_path: Path) -> None:
+        file = write_folder(tmp_path) / "tokenizer.json"
+        text = file.read_text()
+        for size in range(0, len(text), len(text) // 20):
+            file.write_text(text[:size])
+            with pytest.raises(CorruptFileError, match="not a readable tokenizer"):
+                load_tokenizer(tmp_path)

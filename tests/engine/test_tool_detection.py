@@ -23,6 +23,7 @@ def made_of(templates: dict[str, str], special: dict[str, int], declared: Any = 
         chat_templates=templates,
         response_template=declared,
         special_token_id=special.get,
+        template_variables=frozenset({"messages"}),
         decode=lambda ids, **_: "",
     )
 

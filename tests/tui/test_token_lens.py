@@ -273,7 +273,7 @@ async def test_a_branch_that_is_refused_leaves_nothing() -> None:
         engine._script = Script(raises=ContextLengthError("too long"))
         await pilot.press("up", "enter")
         await wait_until(pilot, lambda: isinstance(app.screen, ChatScreen))
-        await wait_until(pilot, lambda: "✗ too long" in shown(app))
+        await wait_until(pilot, lambda: "✗ The context is full" in shown(app))
         assert "‹" not in shown(app) and "is bounded" in shown(app)
 
 

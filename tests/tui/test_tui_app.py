@@ -41,8 +41,11 @@ async def test_loading_shows_the_phases_until_the_engine_is_there() -> None:
         canvas = app.screen.query_one(Canvas)
         await wait_until(pilot, lambda: "25%" in canvas.text)
         assert "✓ fetching" in canvas.text and "● loading weights" in canvas.text
-        await pilot.press("f1", "f2")  # nothing to show yet
-        assert isinstance(app.screen, LoadingScreen)
+        await pilot.press("f2")
+        assert isinstance(app.screen, LoadingScreen), "nothing to show yet"
+        await pilot.press("f1")
+        assert isinstance(app.screen, HelpScreen)
+        await pilot.press("escape")
         go_on.set()
         await wait_until(pilot, lambda: isinstance(app.screen, ChatScreen))
         await pilot.pause()
@@ -105,7 +108,7 @@ async def test_keys_change_between_chat_and_engine() -> None:
         await pilot.press("2")  # in the prompt it is text
         assert app.chat.prompt.text == "2"
         await pilot.press("tab", "2")
-        assert isinstance(app.screen, DashboardScreen)
+        assert app.chat.prompt.text == "22", "tab does not leave it"
 
 
 async def test_the_conversation_survives_a_look_at_the_engine() -> None:
@@ -139,17 +142,17 @@ async def test_every_action_is_in_the_palette() -> None:
         await ready(app, pilot)
         names = {command.title for command in app.get_system_commands(app.screen)}
         assert {
-            "Stop",
-            "Clear",
-            "New",
-            "Retry",
-            "Copy answer",
-            "System prompt",
-            "Engine",
-            "Help",
-            "Theme",
-            "Screenshot",
-            "Quit",
+            "Answer: Stop",
+            "Chat: Clear",
+            "Chat: New",
+            "Answer: Retry",
+            "Answer: Copy answer",
+            "Model: System prompt",
+            "Model: Engine",
+            "Screen: Help",
+            "Screen: Theme",
+            "Screen: Screenshot",
+            "Screen: Quit",
         } <= names
         await pilot.press("f2")
         names = {command.title for command in app.get_system_commands(app.screen)}

@@ -25,6 +25,7 @@ from termgen.remote.client import RemoteClient
 from termgen.telemetry import Opening, encode, encode_events
 from termgen.tui import attach
 from termgen.tui.attach import AttachError, RemoteFeed
+from termgen.tui.top_app import TopApp
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 
@@ -193,7 +194,8 @@ def test_a_recording_that_cannot_be_finished_is_one_line(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(top_command, "_open_recording", lambda _path: Full())
-    monkeypatch.setattr(top_command, "_show", lambda *_, **__: 0)
+    monkeypatch.setattr(TopApp, "run", lambda self: None)
+    monkeypatch.setattr(top_command, "is_here", lambda _url: False)
     with pytest.raises(ConfigError, match=r"run\.events: No space left"):
         top_command.run_top(None, UIConfig(), record="x", key_file=None)
 

@@ -113,7 +113,7 @@ async def test_figures_follow_and_the_report_takes_their_place(size: tuple[int, 
         text = shown(app)
         for words in ("random ×40", "25%", "0:27 left", "8/s  now 7.9/s", "at most 16  now 14"):
             assert words in text, words
-        for words in ("94% of answers ✓", "12% of answers ✗", "38.2", "148", "1.9k", "in flight"):
+        for words in ("94% of answers ✓", "12% of answers ✗", "38.2", "148", "1.94 s", "in flight"):
             assert words in text, words
         assert "goodput        94% of requests" in text and "errors         3" in text
         await pilot.press("r", "pagedown")

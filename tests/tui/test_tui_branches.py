@@ -96,7 +96,7 @@ async def test_a_refused_branch_leaves_the_one_before() -> None:
         answers = engine._script
         engine._script = Script(raises=ContextLengthError("too long"))
         await pilot.press("alt+r")
-        await wait_until(pilot, lambda: "✗ too long" in shown(app))
+        await wait_until(pilot, lambda: "✗ The context is full" in shown(app))
         assert said(app) == ["q0", "answer0", "q1", "answer1"] and app.chat.prompt.text == ""
         await pilot.press("alt+e")
         await ask(app, pilot, "q7")

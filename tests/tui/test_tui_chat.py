@@ -144,8 +144,9 @@ async def test_a_request_error_returns_the_question() -> None:
         await ready(app, pilot)
         await ask(app, pilot, "a long one")
         text = shown(app)
-        assert "✗ This model's maximum context length is 2048 tokens." in text
-        assert "back in the prompt" in text and "/clear" not in text
+        assert "✗ This message is too long. The context is full" in text
+        assert "the model reads 2,048 tokens at most" in text
+        assert "back in the prompt" in text and "oldest turns" not in text
         assert app.chat.prompt.text == "a long one"
         assert app.chat.conversation.turns == []
         engine._script = Script(pieces=("ok",))
@@ -165,7 +166,7 @@ async def test_a_refused_question_leaves_the_figures_of_the_answer_before() -> N
         engine._script = Script(raises=ContextLengthError("too long"))
         await ask(app, pilot, "go on")
         assert app.chat.status.text == before
-        assert "/clear makes room" in shown(app)
+        assert "goes on without the oldest turns" in shown(app)
 
 
 @pytest.mark.parametrize(
@@ -208,17 +209,6 @@ async def test_the_question_goes_before_a_draft_that_was_begun() -> None:
         engine.release.set()
         await wait_until(pilot, lambda: not app.chat.is_streaming)
         assert app.chat.prompt.text == "first\ndraft"
-
-
-async def test_enter_while_an_answer_is_written_keeps_the_prompt() -> None:
-    engine = chat_engine(Script(hold_after=1))
-    app = FrozenApp(engine)
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "one", wait=False)
-        await ask(app, pilot, "two", wait=False)
-        assert len(engine.calls) == 1
-        assert app.chat.prompt.text == "two"
 
 
 async def test_clear_and_new_chat() -> None:
@@ -290,13 +280,15 @@ async def test_the_prompt_lists_commands_while_one_is_typed() -> None:
         await ready(app, pilot)
         await type_text(pilot, "/c")
         await pilot.pause()
-        assert app.chat.prompt.border_subtitle == "/clear  /copy  /code  /choice"
+        completion = app.chat.area.completion
+        names = [line.replace("▸", "").split()[0] for line in completion.text.splitlines()]
+        assert names == ["/clear", "/copy", "/code", "/choice"]
         await type_text(pilot, "l")
         await pilot.pause()
-        assert "begin anew" in str(app.chat.prompt.border_subtitle)
+        assert completion.text.startswith("▸ /clear  begin anew")
         await pilot.press("backspace", "backspace", "backspace")
         await pilot.pause()
-        assert "send" in str(app.chat.prompt.border_subtitle)
+        assert not completion.display and "send" in str(app.chat.prompt.border_subtitle)
 
 
 async def test_prompt_history() -> None:

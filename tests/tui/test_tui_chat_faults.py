@@ -61,9 +61,8 @@ async def test_what_is_not_sent_stands_before_what_was_typed_since() -> None:
     app = FrozenApp(chat_engine(Script(pieces=pieces("x" * 40), hold_after=2)))
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)
-        await ask(app, pilot, "hi", wait=False)
-        keys(app, "o", "n", "e", "enter", "s")
-        await wait_until(pilot, lambda: app.chat.prompt.text == "ones")
+        keys(app, "/", "o", "n", "e", "enter", "s")  # no command
+        await wait_until(pilot, lambda: app.chat.prompt.text == "/ones")
 
 
 async def test_an_edit_that_is_sent_keeps_what_is_typed_ahead() -> None:

@@ -16,7 +16,7 @@ from tui_harness import FrozenApp, ask, chat_engine, pieces, ready, type_text, w
 from termgen.engine.request import FinishReason
 from termgen.errors import ContextLengthError
 from termgen.tui.attachments import MAX_BYTES
-from termgen.tui.widgets.file_completion import FileCompletion
+from termgen.tui.widgets.completion import Completion
 
 THINKS = ("<think>", "\n", "Let me", " see", ".\n", "</think>", "\n\n", "Yes", ".")
 CODE = "First:\n\n```python\nprint(1)\n```\n\nthen\n\n```sh\nls\n```\n"
@@ -27,7 +27,7 @@ def told(app: FrozenApp) -> str:
 
 
 def lists_files(app: FrozenApp) -> bool:
-    return app.chat.query_one(FileCompletion).display
+    return app.chat.query_one(Completion).display
 
 
 async def click_text(app: FrozenApp, pilot: Pilot[Any], text: str) -> None:
@@ -151,7 +151,7 @@ async def test_a_file_is_completed_shown_and_sent(folder: Path) -> None:
         await ready(app, pilot)
         await type_text(pilot, "why @")
         await pilot.pause()
-        completion = app.chat.query_one(FileCompletion)
+        completion = app.chat.query_one(Completion)
         assert completion.text.split() == "▸ notes.md tab takes it picture.bin scheduler.py".split()
         await pilot.press("down", "down")
         await pilot.press("tab")
@@ -230,7 +230,7 @@ async def test_files_of_a_refused_question_come_back(folder: Path) -> None:
         assert app.chat.prompt.text == "see @scheduler.py"
         assert app.chat.prompt.border_title == "▤ notes.md 6"
         text = app.chat.transcript.plain_text
-        assert "/attach off leaves its files out" in text and "/clear" not in text
+        assert "/attach off leaves the files" in text and "oldest turns" not in text
 
 
 async def test_a_paste_of_a_megabyte_becomes_a_file() -> None:

@@ -41,7 +41,8 @@ async def test_copy_the_last_answer() -> None:
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)
         await ask(app, pilot, "why")
-        await pilot.press("tab", "y")
+        app.chat.begin_browsing()
+        await pilot.press("y")
         assert app.clipboard == "**bold**"
         await pilot.press("i")
         assert app.focused is app.chat.prompt

@@ -127,7 +127,7 @@ async def test_a_crowd_is_shown_and_can_be_walked(size: tuple[int, int]) -> None
         overview = "\n".join(fits(app, canvas) for canvas in shown)
         assert "requests · 500 running  1000 waiting" in overview
         assert "500/500" in overview and "75%" in overview
-        assert size[0] != 80 or re.search(r"run .*500/500  wait .*1000  KV .* 75%", overview)
+        assert size[0] != 80 or re.search(r"run .*500/500  wait .*1000  KV .*75%", overview)
         assert "12.0k" in overview and "chatcmpl-0004" in overview
         row = re.compile(r"chatcmpl-0004\s+● decode\s+404\s+·\s+61\s+\+1\s.*30\s")
         assert row.search(overview)

@@ -49,6 +49,7 @@ ACTION_OF_COMMAND = {
     "schema": "chat.schema",
     "regex": "chat.regex",
     "choice": "chat.choice",
+    "fit": "chat.fit",
     "retry": "chat.retry",
     "edit": "chat.edit",
     "tokens": "chat.tokens",
@@ -117,12 +118,13 @@ async def test_every_action_of_the_chat() -> None:
     assert set(every) >= set(of(ChatScreen.BINDINGS, Prompt.BINDINGS, Transcript.BINDINGS))
     assert set(every) >= set(of(DashboardScreen.BINDINGS, SessionList.BINDINGS, app.BINDINGS))
     palette.add(entry(every["app.palette"]))  # it is what shows the others
-    for alike in of(COPY_KEYS[1:]).values():
-        assert entry(every.pop(alike.id or "")) in palette
+    copies = [every.pop(alike.id or "") for alike in of(COPY_KEYS).values()]
+    assert f"{copies[0].tooltip} (alt+1 to alt+9)" in palette
+    assert not {entry(copy) for copy in copies} & palette, "one entry for the nine of them"
     assert "2 to 9 likewise" in helped
     check(every.values(), palette, helped)
     assert {command.name for command in COMMANDS} == set(ACTION_OF_COMMAND)
-    assert set(ACTION_OF_COMMAND.values()) <= set(every)
+    assert set(ACTION_OF_COMMAND.values()) <= {*every, "chat.copy_block_1"}
     for command in COMMANDS:
         assert " ".join(f"/{command.name} {command.argument} {command.help}".split()) in helped
 
@@ -162,6 +164,23 @@ def no_chat_here(helped: str, palette: set[str]) -> None:
     for text in (helped, *palette):
         for word in ("chat", "the answer", "prompt", "question", "Commands", "/clear"):
             assert word not in text, f"{word!r} of a chat: {text[:200]}"
+
+
+async def test_the_palette_lists_a_chat_by_subject() -> None:
+    app = FrozenApp(chat_engine())
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await pilot.press("ctrl+p")
+        await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
+        await wait_until(pilot, lambda: app.screen.query_one("CommandList").option_count > 40)
+        shown = app.screen.query_one("CommandList")
+        titles = [
+            str(shown.get_option_at_index(i).prompt).split("\n")[0]
+            for i in range(shown.option_count)
+        ]
+    subjects = [title.partition(":")[0] for title in titles]
+    assert list(dict.fromkeys(subjects)) == list(actions.SUBJECTS)
+    assert titles[0] == "Answer: Retry" and len(titles) == len(set(titles))
 
 
 async def run_from_palette(pilot: Pilot[Any], words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from tui_harness import (
 )
 
 from termgen.engine.events import BlockState
-from termgen.tui.kv_cursor import KvCursor
+from termgen.tui.kv_cursor import MAX_CELL_HEIGHT, KvCursor
 from termgen.tui.palette import COLOUR_GLYPHS
 from termgen.tui.render.kv_map import EVICTED, just_evicted, kv_cells
 from termgen.tui.render.kv_page import kv_page, reversed_cell, tick_rows
@@ -63,7 +64,8 @@ def test_the_cursor_never_leaves_the_blocks_or_the_view() -> None:
                 cursor.zoom(rng.choice((1, -1)))
             elif move == 2:
                 column, row = rng.randrange(cursor.width), rng.randrange(cursor.rows)
-                if cursor.point(column, row) and cursor.wanted_per_cell is None:
+                at = (column * cursor.cell_width, row * cursor.cell_height)
+                if cursor.point(*at) and cursor.wanted_per_cell is None:
                     assert cursor.cell == (column, row)
             else:
                 cursor.fit(cursor.num_blocks, rng.randrange(1, 200), rng.randrange(1, 60))
@@ -71,6 +73,30 @@ def test_the_cursor_never_leaves_the_blocks_or_the_view() -> None:
             assert 0 <= column < cursor.width and 0 <= row < cursor.rows
             assert cursor.first <= cursor.block < cursor.end <= cursor.num_blocks
             assert cursor.block in cursor.cell_blocks
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 16, 40, 150, 326, 1000, 4000])
+@pytest.mark.parametrize("size", [(80, 21), (140, 37)])
+def test_few_blocks_have_large_cells(num_blocks: int, size: tuple[int, int]) -> None:
+    """As large as they may be with all of them in view, so that little of the page is empty."""
+    width, height = size
+    states = np.array([BlockState.NULL] + [BlockState.ACTIVE] * num_blocks, np.uint8)
+    view, cursor = view_of(states, np.array([-1] + [0] * num_blocks, np.int32)), KvCursor()
+    rows = kv_page(view, cursor, width, height, COLOUR_GLYPHS, boxed=False)
+    wide, high = cursor.cell_width, cursor.cell_height
+    assert {row_width(row) for row in rows} == {width} and len(rows) == height
+    if num_blocks == 4000:
+        assert (wide, high) == (1, 1)
+        return
+    assert cursor.per_cell == 1 and cursor.width * cursor.rows >= num_blocks
+    cells = (width - 2) * (height - 4)
+    assert num_blocks * wide * high * 2 > cells or high == MAX_CELL_HEIGHT, (wide, high)
+    seen = sum(text.count("█") for row in rows[1:-3] for text, _ in row)
+    if (wide, high) != (1, 1):
+        assert seen == num_blocks * max(1, wide - 1) * max(1, high - 1)
+    for block in {0, num_blocks // 2, num_blocks - 1}:
+        row, column = divmod(block, cursor.width)
+        assert cursor.point(column * wide, row * high) and cursor.block == block
 
 
 def test_zoom_goes_from_all_to_single_blocks() -> None:
@@ -149,7 +175,8 @@ def test_blocks_that_were_just_evicted_stand_out() -> None:
     assert np.flatnonzero(kinds == EVICTED).tolist() == [0]
     cursor = KvCursor(block=2)
     page = text(kv_page(view, cursor, 120, 37, COLOUR_GLYPHS, boxed=True))
-    assert "■××■" in page and "× 2 just evicted" in page and "block 3  in use  just evicted" in page
+    assert re.search(r"█ +×+ +×+ +█", page) and "× 2 just evicted" in page
+    assert "block 3  in use  just evicted" in page
     later = replace(view, snapshot=replace(snapshot, time_ns=NOW_NS + 5 * SECOND))
     assert "×" not in text(kv_page(later, cursor, 120, 37, COLOUR_GLYPHS, boxed=True))
     zoomed = KvCursor(block=2, wanted_per_cell=1)
@@ -186,11 +213,11 @@ async def test_keys_and_mouse_move_the_cursor() -> None:
         await pilot.pause()
         assert "block 1 " in page.text and "600" in page.text
         await pilot.press("right", "right", "down")
-        assert "block 81 " in page.text and "of chat-1" in page.text
+        assert "block 42 " in page.text and "of chat-1" in page.text
         await pilot.press("end")
         assert "block 600  free" in page.text
         await pilot.press("home")
         assert "block 1 " in page.text and "live" in app.screen.query_one("#header", Canvas).text
-        await pilot.hover("#page", offset=(1 + 5, 1 + 2))
+        await pilot.hover("#page", offset=(1 + 10, 1 + 2))  # 39 cells of two columns in a line
         await pilot.pause()
-        assert f"block {2 * 78 + 5 + 1} " in page.text
+        assert f"block {2 * 39 + 5 + 1} " in page.text

@@ -187,6 +187,28 @@ async def test_no_engine_at_all_leaves_the_list() -> None:
         await wait_until(pilot, lambda: app.client is not app.engine)
 
 
+async def test_what_is_typed_filters_the_list() -> None:
+    app, shelf = picker_app()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        chat = app.chat
+        await pilot.press("f5")
+        screen = await opened(app, pilot)
+        assert len(lines(screen)) == 4
+        await type_text(pilot, "oth")
+        await wait_until(pilot, lambda: len(lines(screen)) == 1)
+        await pilot.press("backspace", "z", "q")
+        await wait_until(pilot, lambda: lines(screen) == [])
+        assert "no model has these words" in message(screen)
+        await pilot.press("enter", "escape")
+        await wait_until(pilot, lambda: len(lines(screen)) == 4)
+        await type_text(pilot, "OTHER")
+        await wait_until(pilot, lambda: len(lines(screen)) == 1)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: app.screen is chat)
+        assert shelf.done == ["switch other"]
+
+
 async def test_models_by_name() -> None:
     app, shelf = picker_app()
     async with app.run_test(size=(80, 24)) as pilot:

@@ -6,17 +6,20 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from fake_engine import make_memory_ledger, make_model_info
 from tui_harness import NOW_NS, SECOND, busy_snapshot, request_events, step, steps
 
-from termgen.engine.events import BlockState
+from termgen.engine.events import BlockState, StepRecord
+from termgen.tui.formatting import brief_id, rate
 from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
 from termgen.tui.render import kv_map, overview
-from termgen.tui.render.batch import batch_panel, column_cells
+from termgen.tui.render.batch import batch_panel, column_levels
 from termgen.tui.render.frame import Frame
+from termgen.tui.render.graphs import graphs_page
 from termgen.tui.render.kv_map import kv_cells, kv_panel, map_rows
 from termgen.tui.render.lanes import batch_page
 from termgen.tui.render.loading import loading_rows
@@ -25,7 +28,8 @@ from termgen.tui.render.requests import requests_panel
 from termgen.tui.render.series import bar, braille, spark
 from termgen.tui.render.timeline import timeline_page
 from termgen.tui.spans import Row, row_text, row_width
-from termgen.tui.store import DashboardStore, DashboardView
+from termgen.tui.step_figures import Spread
+from termgen.tui.store import DashboardStore, DashboardView, HostReading, windowed
 
 LIVE = LiveState(hz=4, paused=False, healthy=True, observer_share=0.012)
 SIZES = [(20, 3), (58, 5), (80, 6), (120, 9), (200, 14)]
@@ -52,13 +56,25 @@ PANELS: dict[str, Callable[[DashboardView, Frame], list[Row]]] = {
     "prefill": overview.prefill_tile,
     "latency": overview.latency_tile,
     "gauges": overview.gauges_tile,
-    "batch": lambda view, frame: batch_panel(view.steps, frame, COLOUR_GLYPHS),
+    "batch": lambda view, frame: batch_panel(view, frame, COLOUR_GLYPHS),
     "blocks": lambda view, frame: kv_panel(view, frame, COLOUR_GLYPHS, selected="chat-1"),
     "requests": lambda view, frame: requests_panel(view, frame, selected="cmpl-77"),
 }
 
 
 TILE = Frame(40, 7, True)
+TOKENS = dict(max_num_batched_tokens=2048)
+
+
+def of_steps(records: list[StepRecord], **overrides: Any) -> DashboardView:
+    """A view of these steps alone."""
+    return replace(empty_view(), steps=tuple(records), **{**TOKENS, **overrides})
+
+
+def made_of(prefill: int, decode: int, padding: int = 0) -> StepRecord:
+    return step(
+        1, end_ns=NOW_NS, num_decode_rows=decode, num_prefill_tokens=prefill, num_prefill_rows=1
+    )._replace(num_padded_tokens=padding)
 
 
 @pytest.mark.parametrize("name", PANELS)
@@ -112,7 +128,7 @@ def test_gauges_show_the_numbers() -> None:
     rows = overview.gauges_tile(busy_view(), Frame(40, 7, True))
     expected = (
         ("running", "4/8"),
-        ("waiting", "2"),
+        ("waiting/max", "2/2"),
         ("KV used", "36%"),
         ("prefix hits", "63%"),
         ("CUDA graphs", "97%"),
@@ -123,13 +139,39 @@ def test_gauges_show_the_numbers() -> None:
         assert name == "prefix hits" or set(line) & set("▁▂▃▄▅▆▇█"), "without a series"
 
 
-def test_latencies_have_three_percentiles_and_a_series_each() -> None:
-    rows = [row_text(row).strip("│ ") for row in overview.latency_tile(busy_view(), TILE)]
-    assert rows[0].startswith("╭─ latency · ms") and rows[1].split() == ["p50", "p95", "p99"]
+@pytest.mark.parametrize(
+    ("width", "heads"), [(44, ["max", "p50", "p99"]), (60, ["max", "p50", "p95", "p99"])]
+)
+def test_latencies_have_percentiles_and_a_series_each(width: int, heads: list[str]) -> None:
+    frame = Frame(width, 7, True)
+    rows = [row_text(row).strip("│ ") for row in overview.latency_tile(busy_view(), frame)]
+    assert rows[0].startswith("╭─ latency") and rows[1].split() == ["−30", "s", *heads]
     for row, name in zip(rows[2:], ("TTFT", "ITL", "step"), strict=False):
-        head, *_, p50, p95, p99 = row.split()
-        assert head == name and float(p50) <= float(p95) <= float(p99)
+        assert row.startswith(name)
+        found = re.findall(r"([\d.]+) (m?s)\b", row)
+        most, *shares = [float(n) * (1000 if unit == "s" else 1) for n, unit in found]
+        assert shares == sorted(shares) and len(shares) == len(heads) - 1
+        assert most >= 0.98 * shares[-1]
         assert set(row) & set("▁▂▃▄▅▆▇█"), "without a series"
+
+
+def test_a_wait_of_seconds_is_told_in_seconds() -> None:
+    view = replace(busy_view(), ttft=Spread(840.0, 3730.0, 4300.0))
+    shown = text(overview.latency_tile(view, Frame(60, 7, True)))
+    assert "840 ms" in shown and "3.73 s" in shown and "4.30 s" in shown
+    assert "4.3k" not in shown and "4.3k" not in text(overview.numbers_lines(view, 80, 3))
+    assert "840 ms/3.73 s/4.30 s" in text(overview.numbers_lines(view, 80, 3))
+
+
+@pytest.mark.parametrize("window_s", [None, 30, 120])
+def test_the_rates_say_their_maximum_and_time_span(window_s: int | None) -> None:
+    view = replace(busy_view(), window_s=window_s)
+    rows = overview.prefill_tile(view, TILE)
+    shown = windowed(view.series.prefill, window_s, 2 * TILE.inner_width)
+    assert f"max {rate(max(shown))}" in row_text(rows[1])
+    span = window_s or TILE.inner_width / 2
+    assert f"−{span:g} s" in row_text(rows[-2])
+    assert "tok/s" in row_text(rows[0])
 
 
 @pytest.mark.parametrize("width", [22, 26, 60])
@@ -142,14 +184,13 @@ def test_a_narrow_tile_keeps_its_number(width: int) -> None:
 def test_the_lines_of_a_small_screen_have_what_the_tiles_have() -> None:
     view = busy_view()
     lines = [row_text(row) for row in overview.numbers_lines(view, 80, 3)]
-    series = r" *[ ▁▂▃▄▅▆▇█]{6,} "
-    numbers = r"\S+/\S+/\S+"
-    assert re.fullmatch(rf" out{series}\S+  in{series}512 tok/s  graphs{series}97%", lines[0])
-    assert re.fullmatch(rf" run{series}4/8  wait{series}2  KV{series}36%  hit{series}63%", lines[1])
-    words = rf" TTFT{series}{numbers}  ITL{series}{numbers} ms p50/p95/p99"
-    assert re.fullmatch(words, lines[2])
+    plot = r"tok/s *[ ▁▂▃▄▅▆▇█]{3,} max \S+ *"
+    assert re.fullmatch(rf"  out +\S+ {plot}  in +512 {plot}  −30 s", lines[0])
+    assert lines[1] == "  run 4/8  wait 2  KV 36%  hits 63%  graphs 97%"
+    times = r"\S+ ms/\S+ ms/\S+ ms"
+    assert re.fullmatch(rf"  TTFT {times}  ITL {times}  p50/95/99", lines[2])
     (line,) = (row_text(row) for row in overview.numbers_lines(view, 80, 1))
-    for name in ("out ", "in 512 tok/s", "run 4/8", "wait 2", "KV 36%", "hit 63%"):
+    for name in ("out ", "in 512 tok/s", "run 4/8", "wait 2", "KV 36%", "hits 63%"):
         assert f" {name}" in line
 
 
@@ -161,37 +202,95 @@ def test_a_paused_engine_says_so_at_every_size() -> None:
     view = replace(view, snapshot=replace(view.snapshot, paused=True))
     assert "paused" in text(overview.gauges_tile(view, TILE))
     assert "paused" in text(overview.gauges_tile(view, Frame(20, 6, True)))
-    assert row_text(overview.numbers_lines(view, 60, 3)[0]).startswith(" paused  out ")
+    assert row_text(overview.numbers_lines(view, 60, 3)[0]).startswith(" paused   out ")
 
 
 def test_batch_has_a_column_and_a_letter_for_every_step() -> None:
     records = steps(40)
-    rows = batch_panel(records, Frame(60, 9, True), COLOUR_GLYPHS)
-    letters = row_text(rows[-3]).strip("│ ")
+    rows = batch_panel(of_steps(records), Frame(60, 9, True), COLOUR_GLYPHS)
+    name, letters = row_text(rows[-3]).strip("│ ").split()
     expected = "".join(record.graph_mode[0] for record in records)
-    assert letters == expected
-    assert "40 steps" in row_text(rows[0])
+    assert (name, letters) == ("graph", expected)
     newest = records[-1]
     assert f"step {newest.step_id // 1000} {newest.step_id % 1000:03}" in row_text(rows[-2])
     assert f"{newest.num_decode_rows} decode" in row_text(rows[-2])
 
 
+def test_the_batch_says_its_tokens_the_budget_and_the_time_it_spans() -> None:
+    records = [*steps(39), made_of(480, 6)._replace(started_ns=NOW_NS - SECOND)]
+    title = row_text(batch_panel(of_steps(records), Frame(100, 9, True), COLOUR_GLYPHS)[0])
+    assert "batch tokens 486 / 2 048 · 40 steps in 1.5" in title
+    for row, name in zip(
+        batch_panel(of_steps(records), Frame(100, 9, True), COLOUR_GLYPHS)[1:6],
+        ("2.0k", "", "1.0k", "", "0"),
+        strict=True,
+    ):
+        assert row_text(row)[2:].split("│")[0].strip() == name
+
+
+def test_the_letters_of_the_batch_are_explained() -> None:
+    rows = batch_panel(of_steps(steps(40)), Frame(120, 9, True), COLOUR_GLYPHS)
+    told = row_text(rows[-2])
+    assert "F full " in told and "P pieces " in told and "N none " in told
+
+
+def test_without_a_gpu_nothing_of_graphs_is_drawn() -> None:
+    view = of_steps([s._replace(graph_mode="NONE") for s in steps(40)], on_cpu=True)
+    shown = text(batch_panel(view, Frame(120, 9, True), COLOUR_GLYPHS))
+    assert "NNN" not in shown and "graph" not in shown
+    tile = text(overview.gauges_tile(view, Frame(40, 9, True)))
+    assert "graph" not in tile
+    lines = text(overview.numbers_lines(view, 80, 3))
+    assert "graph" not in lines
+    model = make_model_info(memory=make_memory_ledger(), num_threads=4)
+    for size in ((80, 20), (140, 36)):
+        page = text(graphs_page(view, model, *size, boxed=False))
+        assert "processor" in page and "4 threads" in page
+        assert "no graph" not in page and "misses" not in page and "recorded" not in page
+
+
+def test_without_a_gpu_the_processor_has_its_place() -> None:
+    host = tuple(HostReading(1.5, int(1.25 * 2**30)) for _ in range(30))
+    parts = {"input_us": 200.0, "model_us": 9_000.0, "sample_us": 800.0}
+    records = [s._replace(**parts) for s in steps(40)]
+    view = of_steps(records, on_cpu=True, host=host, num_cores=2)
+    tile = text(overview.gauges_tile(view, Frame(40, 9, True)))
+    assert "busy cores" in tile and "1.5/2" in tile and "1.25 GiB" in tile
+    assert "memory 1.25 GiB" in text(overview.gauges_tile(view, Frame(40, 7, True)))
+    assert "cores 1.5/2  memory 1.25 GiB" in text(overview.numbers_lines(view, 80, 3))
+    model = make_model_info(num_threads=1, memory=make_memory_ledger())
+    for size in ((80, 20), (140, 36)):
+        page = text(graphs_page(view, model, *size, boxed=False))
+        assert "1 thread of 2 cores" in page and "1.5 cores busy · resident 1.2 GiB" in page
+        for phase, took in (("input", "0.20 ms"), ("model", "9.00 ms"), ("sample", "0.80 ms")):
+            assert re.search(rf"{phase} .*{took}", page), (phase, page)
+
+
 def test_batch_stacks_prefill_over_decode_and_padding_on_top() -> None:
-    record = step(
-        1, end_ns=NOW_NS, num_decode_rows=4, num_prefill_tokens=4, num_prefill_rows=1
-    )._replace(num_padded_tokens=4)
-    rows = batch_panel([record], Frame(40, 9, False), PLAIN_GLYPHS)
-    column = [row_text(row)[38] for row in rows[1:-2]]
-    solid = [sign for sign in column if sign != " "]
-    assert set(solid) == {"░", "█", "▒"}
-    assert solid == sorted(solid, key="░█▒".index)
+    view = of_steps([made_of(700, 700, 648)])
+    rows = batch_panel(view, Frame(50, 9, False), PLAIN_GLYPHS)
+    column = [row_text(row)[48] for row in rows[1:-2]]
+    assert column == sorted(column, key="░█▒".index) and set(column) == set("░█▒")
+
+
+def test_the_batch_is_a_linear_share_of_the_budget() -> None:
+    """Whatever was in the steps before: 6 tokens of decode are hardly seen of 2048, 480 of prefill
+    are nearly a quarter."""
+    before = [made_of(2048, 0)] * 20
+    for records in ([made_of(0, 6), made_of(480, 6)], [*before, made_of(0, 6), made_of(480, 6)]):
+        rows = batch_panel(of_steps(records), Frame(60, 15, False), COLOUR_GLYPHS)
+        columns = [[row_text(row)[x] for row in rows[1:-2]] for x in (57, 58)]
+        assert "".join(columns[0]).strip() == "▁"
+        assert "".join(columns[1]).strip() == "▇█▁" or "".join(columns[1]).strip() == "▇█▁"
+        bottom = [role for text, role in rows[-3] if "▁" in text]
+        assert bottom[-1] == "decode@prefill", "both are seen in the lowest cell"
 
 
 def test_batch_cursor_marks_a_step_and_tells_of_it() -> None:
     records = steps(300)
     frame = Frame(80, 7, False)
     for back in (0, 3, 77, 78, 150, 299, 500):
-        rows = batch_panel(records, frame, COLOUR_GLYPHS, cursor=back)
+        rows = batch_panel(of_steps(records), frame, COLOUR_GLYPHS, cursor=back)
         marked = records[len(records) - 1 - min(back, 299)]
         line = row_text(rows[-1])
         assert str(marked.step_id)[-3:] in line, back
@@ -203,46 +302,52 @@ def test_batch_says_why_a_step_replayed_no_graph() -> None:
     why = "a prompt is being computed"
     records[-1] = records[-1]._replace(graph_mode="NONE", graph_reason=why)
     for width, is_told in ((140, True), (50, False)):
-        line = row_text(batch_panel(records, Frame(width, 7, False), COLOUR_GLYPHS)[-1])
+        line = row_text(batch_panel(of_steps(records), Frame(width, 7, False), COLOUR_GLYPHS)[-1])
         assert line.count(why) == int(is_told)
-    told = row_text(batch_panel(records[:-1], Frame(140, 7, False), COLOUR_GLYPHS)[-1])
+    told = row_text(batch_panel(of_steps(records[:-1]), Frame(140, 7, False), COLOUR_GLYPHS)[-1])
     assert "no graph" not in told
     records[-1] = records[-1]._replace(graph_mode="PIECEWISE", graph_reason="log-probabilities")
-    told = row_text(batch_panel(records, Frame(140, 7, False), COLOUR_GLYPHS)[-1])
+    told = row_text(batch_panel(of_steps(records), Frame(140, 7, False), COLOUR_GLYPHS)[-1])
     assert "no full graph: log-probabilities" in told
 
 
 def test_batch_shows_late_compilations_as_a_fault() -> None:
     records = steps(30)
-    told = batch_panel(records, Frame(100, 7, False), COLOUR_GLYPHS)[-1]
+    told = batch_panel(of_steps(records), Frame(100, 7, False), COLOUR_GLYPHS)[-1]
     assert "compiled" not in row_text(told)
     records[-1] = records[-1]._replace(num_late_compiles=2)
-    told = batch_panel(records, Frame(100, 7, False), COLOUR_GLYPHS)[-1]
+    told = batch_panel(of_steps(records), Frame(100, 7, False), COLOUR_GLYPHS)[-1]
     assert ("  compiled while serving: 2", "bad") in told
 
 
 def test_batch_says_how_many_steps_were_queued_before_the_marked_one() -> None:
     records = steps(30)
-    assert "queued" not in row_text(batch_panel(records, Frame(100, 7, False), COLOUR_GLYPHS)[-1])
+    assert "queued" not in row_text(
+        batch_panel(of_steps(records), Frame(100, 7, False), COLOUR_GLYPHS)[-1]
+    )
     records[-1] = records[-1]._replace(queue_depth=7)
-    told = row_text(batch_panel(records, Frame(100, 7, False), COLOUR_GLYPHS)[-1])
+    told = row_text(batch_panel(of_steps(records), Frame(100, 7, False), COLOUR_GLYPHS)[-1])
     assert "  queued 7 " in told
     assert "queued" not in row_text(
-        batch_panel(records, Frame(100, 7, False), COLOUR_GLYPHS, cursor=1)[-1]
+        batch_panel(of_steps(records), Frame(100, 7, False), COLOUR_GLYPHS, cursor=1)[-1]
     )
 
 
-def test_column_cells_share_the_height() -> None:
+def test_column_levels_are_linear_and_show_every_part() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(500):
         tokens = tuple(rng.choice([0, 0, 1, 3, 64, 2048]) for _ in range(3))
-        height = rng.randrange(0, 9)
-        cells = column_cells(tokens, height, max(16, sum(tokens)))
-        assert all(cell >= 0 for cell in cells) and sum(cells) <= height
-        if height >= 3:
-            assert [bool(c) for c in cells] == [bool(t) for t in tokens], (tokens, height, cells)
+        height, budget = rng.randrange(1, 9), 8192
+        prefill, decode, padding = tokens
+        ends = column_levels((prefill, decode, padding), height, budget)
+        assert list(ends) == sorted(ends) and ends[2] <= 8 * height
+        for end, upto in zip(ends, np.cumsum((decode, prefill, padding)), strict=True):
+            assert abs(end - 8 * height * upto / budget) <= 3, (tokens, height, ends)
+        seen = [b > a for a, b in zip((0, *ends), ends, strict=False)]
+        assert seen == [bool(decode), bool(prefill), bool(padding)]
+    assert column_levels((4096, 0, 0), 5, 2048) == (0, 40, 40), "no higher than the budget"
 
 
 def test_kv_cells_one_per_block_when_there_is_room() -> None:
@@ -312,6 +417,21 @@ def test_request_table_scrolls_no_further_than_its_end() -> None:
     assert view.requests[0].request_id not in shown
 
 
+def test_ids_that_a_server_made_up_are_short_and_told_apart_by_more() -> None:
+    view = busy_view()
+    digits = "1f0c9a3e5b7d4c2f8a6e0d1b3c5f7a90"
+    rows = tuple(
+        view.requests[i]._replace(request_id=f"chatcmpl-{digits[i:]}{digits[:i]}", params=words)
+        for i, words in enumerate(("temperature 0.7", "top_k 40"))
+    )
+    shown = text(requests_panel(replace(view, requests=rows), Frame(140, 6, True)))
+    assert "chat 1f0c9a3e  temperature 0.7" in shown and "chat f0c9a3e5  top_k 40" in shown
+    assert digits not in shown
+    assert brief_id("my-own-name") == "my-own-name"
+    assert brief_id(f"cmpl-{digits}-2") == "text 1f0c9a3e-2"
+    assert brief_id(digits) == "1f0c9a3e"
+
+
 def test_request_ids_from_clients_are_cleaned() -> None:
     view = busy_view()
     evil = view.requests[0]._replace(request_id="\x1b[2Jx\ny")
@@ -326,7 +446,7 @@ def test_empty_panels_teach() -> None:
     for width in (60, 100):
         without = text(requests_panel(view, Frame(width, 6, True), has_chat=False))
         assert "send one to /v1/chat/completions" in without and "in the chat" not in without
-    assert "no step yet" in text(batch_panel((), Frame(100, 6, True), COLOUR_GLYPHS))
+    assert "no step yet" in text(batch_panel(view, Frame(100, 6, True), COLOUR_GLYPHS))
     late = replace(view, num_finished=12)
     shown = text(requests_panel(late, Frame(100, 6, True)))
     assert "12 finished" in shown and "no request since this screen began to listen" in shown
@@ -340,7 +460,7 @@ def test_a_screen_opened_late_does_not_say_that_nothing_ran() -> None:
     assert view.has_run and not view.steps
     frame = Frame(100, 6, True)
     pages = [
-        batch_panel(view.steps, frame, glyphs, has_run=view.has_run),
+        batch_panel(view, frame, glyphs),
         timeline_page(view.steps, 100, 30, glyphs, boxed=True, has_run=view.has_run),
         batch_page(view, store.lanes, 100, 30, glyphs, boxed=True),
     ]

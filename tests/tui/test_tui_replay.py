@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -264,3 +266,14 @@ def test_frames_of_the_tests_are_frames_of_a_file(tmp_path: Path) -> None:
     feed.seek(100 * SECOND)
     (event,) = ring.drain()
     assert isinstance(event, StepRecord) and feed.length_ns == 6 * SECOND
+
+
+def test_a_recorded_load_can_be_played(tmp_path: Path) -> None:
+    """What `benchmarks/record_events.py` writes: requests of every kind, none of them lost."""
+    program = Path(__file__).parents[2] / "benchmarks" / "record_events.py"
+    target = tmp_path / "run.events"
+    command = [sys.executable, str(program), str(target), "--tiny", "--seconds", "1.5"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert " 0 events lost" in told.stdout
+    feed = ReplayFeed.open(target)
+    assert feed.model.model_id == "tiny" and feed.length_ns > SECOND

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 from collections.abc import Callable
 from datetime import datetime
@@ -122,11 +123,13 @@ async def test_the_panel_lists_searches_and_opens(path: Path) -> None:
         await pilot.press("ctrl+b")
         await lists(app, pilot, lambda text: "q0 whales" in text)
         rows = [row.strip() for row in listed(app).split("\n") if row.strip()]
-        assert [row.split()[:3] for row in rows[1:4]] == [
-            ["▸●", "q2", "tides"],
-            ["q1", "ships", "1"],
-            ["q0", "whales", "1"],
+        told = [row.split() for row in rows[1:4]]
+        assert [(*row[:-2], row[-1]) for row in told] == [
+            ("▸●", "q2", "tides", "1"),
+            ("q1", "ships", "1"),
+            ("q0", "whales", "1"),
         ]
+        assert all(re.fullmatch(r"\d\d:\d\d", row[-2]) for row in told)
         assert app.chat.transcript.size.width < 90  # beside it, not over it
         await pilot.press("slash", *"whal")
         await lists(app, pilot, lambda text: "q1 ships" not in text and "whales" in text)
@@ -166,18 +169,18 @@ async def test_rename_delete_and_undo(path: Path) -> None:
         await ask(app, pilot, "/rename About whales")
         await pilot.press("ctrl+b")
         await lists(app, pilot, lambda text: "About whales" in text)
-        await pilot.press("r")
+        await pilot.press("f6")
         app.chat.panel.name_field.value = ""
         await type_text(pilot, "ships")
         await pilot.press("enter")
         await lists(app, pilot, lambda text: "ships" in text and "whales" not in text)
-        await pilot.press("r", "x", "escape")
+        await pilot.press("f6", "x", "escape")
         assert "ships" in listed(app) and app.focused is app.chat.panel.session_list
-        await pilot.press("d")
+        await pilot.press("delete")
         await lists(app, pilot, lambda text: "No chats yet" in text)
         assert app.chat.conversation.turns == [] and "is ready" in shown(app)
         assert any("deleted: ships" in message for message in messages(app))
-        await pilot.press("u")
+        await pilot.press("ctrl+z")
         await lists(app, pilot, lambda text: "ships" in text)
         await pilot.press("enter")
         await wait_until(pilot, lambda: said(app) == ["q0", "answer0"])
@@ -343,3 +346,19 @@ def test_rows_of_the_list_fit_and_are_grouped() -> None:
 
 def test_what_a_chat_was_held_with_is_whole() -> None:
     assert SamplingParams(temperature=0.3, stop=("END",), seed=7) == PARAMS
+
+
+def test_chats_of_one_title_are_told_apart() -> None:
+    hour, day = 3600.0, 86_400.0
+    times = [NOON, NOON - hour, NOON - 2 * day, NOON - 20 * day, NOON - 400 * day]
+    chats = [SessionSummary(str(i), "Hello", then, "m", 1, "") for i, then in enumerate(times)]
+    other = SessionSummary("x", "a title that is much too long for the list", NOON, "m", 2, "")
+    listed_rows = session_rows(
+        [*chats, other], 34, selected=0, open_id="", now_s=NOON, has_focus=False
+    )
+    rows = [row_text(each.row) for each in listed_rows if each.index is not None]
+    assert [row.split()[:2] for row in rows[:5]] == [["Hello", f"({5 - i})"] for i in range(5)]
+    assert "12:00" in rows[0] and "11:00" in rows[1] and "Thu 12:00" in rows[2]
+    assert "22 Feb" in rows[3] and "7 Feb 2025" in rows[4]
+    assert "12:00" in rows[5] and "(" not in rows[5] and row_width(listed_rows[-1].row) == 34
+    assert len(set(rows)) == 6

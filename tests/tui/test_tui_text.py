@@ -86,9 +86,9 @@ def test_other_numbers() -> None:
     assert formatting.rate(0) == "0"
     assert formatting.rate(23.44) == "23.4"
     assert formatting.rate(1234) == "1.2k"
-    assert formatting.milliseconds(None) == "–"
-    assert formatting.milliseconds(4.9) == "4.90"
-    assert formatting.milliseconds(31.94) == "31.9"
+    assert formatting.plural(1, "line") == "1 line"
+    assert formatting.plural(0, "line") == "0 lines"
+    assert formatting.plural(1234, "line") == "1.2k lines"
     assert formatting.duration(0.142) == "142 ms"
     assert formatting.duration(1.2) == "1.20 s"
     assert formatting.duration(75) == "1:15"
@@ -98,6 +98,39 @@ def test_other_numbers() -> None:
     assert formatting.percent(0.93) == "93%"
     assert formatting.age(12.34) == "12.3s"
     assert formatting.age(7300) == "2h"
+
+
+@pytest.mark.parametrize(
+    ("ms", "shown"),
+    [
+        (None, "–"),
+        (0, "0 ms"),
+        (0.0001, "1 µs"),
+        (0.035, "35 µs"),
+        (0.42, "0.42 ms"),
+        (4.9, "4.90 ms"),
+        (9.996, "10.0 ms"),
+        (31.94, "31.9 ms"),
+        (99.96, "100 ms"),
+        (840, "840 ms"),
+        (999.4, "999 ms"),
+        (999.6, "1.00 s"),
+        (3730, "3.73 s"),
+        (42_100, "42.1 s"),
+        (75_000, "1:15"),
+    ],
+)
+def test_a_time_has_its_unit_and_is_in_seconds_from_one_second_on(
+    ms: float | None, shown: str
+) -> None:
+    assert formatting.took(ms) == shown
+
+
+def test_no_time_is_longer_than_its_column() -> None:
+    """Tables leave seven cells for it."""
+    times = [10 ** (exponent / 50) for exponent in range(-200, 350)]
+    assert max(len(formatting.took(ms)) for ms in times) <= 7
+    assert not any("k" in formatting.took(ms) for ms in times)
 
 
 def test_controls_become_glyphs() -> None:

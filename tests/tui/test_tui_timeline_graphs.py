@@ -82,7 +82,7 @@ def test_lanes_are_to_scale() -> None:
     assert host[:28].rstrip().endswith("a") or "a" in host[28:30]
     assert lane(rows, "GPU") == " " * 8 + "█" * 80 + "  "
     assert cells_of(rows, "GPU", "decode") == cells_of(rows, "GPU", "kv-active-alt") == 40
-    assert lane(rows, "step").split() == ["500", "501", "502", "503"]
+    assert lane(rows, "id").split() == ["500", "501", "502", "503"]
     assert lane(rows, "queue").split() == ["1", "1", "1", "1"]
     assert "4 steps · 45.0 ms" in text(rows) and "busy 100%" in text(rows)
 
@@ -92,7 +92,7 @@ def test_a_bubble_shows_where_the_device_was_idle() -> None:
     rows = lanes_panel(run, Frame(78, 10, False), COLOUR_GLYPHS)  # 70 cells of 0.5 ms
     device = lane(rows, "GPU")
     assert device[8 + 20 : 8 + 30] == "░" * 10 and device.count("░") == 10
-    assert "idle 2.50 ms/step" in text(rows) and "busy 83%" in text(rows)
+    assert "idle 2.50 ms a step" in text(rows) and "busy 83%" in text(rows)
     short = [step_at(0), step_at(1, idle_ms=0.01), step_at(2)]
     assert lane(lanes_panel(short, Frame(78, 10, False), COLOUR_GLYPHS), "GPU").count("░") == 1
 
@@ -106,7 +106,7 @@ def test_the_marked_step_ends_the_lanes_and_is_told_in_numbers() -> None:
     run = [step_at(i, schedule_us=1000.0 + i) for i in range(20)]
     page = text(timeline_page(run, 120, 40, COLOUR_GLYPHS, boxed=True, cursor=5, num_steps=4))
     assert "step 514" in page and "519" not in page
-    assert "schedule 1.01  launch 1.00  wait 3.00  apply 1.00" in page
+    assert "schedule 1.01 ms  launch 1.00 ms  wait 3.00 ms  apply 1.00 ms" in page
     assert "where a step goes" in page and "last 15 steps" in page
     newest = text(timeline_page(run, 120, 40, COLOUR_GLYPHS, boxed=True))
     assert "step 519" in newest and " 8 steps" in newest
@@ -280,6 +280,9 @@ def test_tabs_are_where_they_are_drawn() -> None:
     for page in PAGES:
         assert page_at(row.index(f" {page.name} ") + 1) == page.name
     assert page_at(0) is None and page_at(len(row)) is None
+    row = row_text(tab_line("overview", on_cpu=True))
+    assert "graphs" not in row and page_at(row.index(" processor "), on_cpu=True) == "graphs"
+    assert page_at(row.index(" log ") + 1, on_cpu=True) == "log"
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -289,7 +292,7 @@ def test_the_times_of_a_step_end_on_the_screen(width: int) -> None:
     [line] = [
         row_text(row) for row in rows if " apply " in row_text(row) and "wait " in row_text(row)
     ][:1]
-    assert line.rstrip().endswith("idle 8.25  ms"), line
+    assert line.rstrip().endswith("idle 8.25 ms"), line
     assert ("host in all" in line) == (width == 140)
 
 

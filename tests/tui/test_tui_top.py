@@ -37,6 +37,7 @@ from termgen.tui.attach import AttachError, RemoteFeed
 from termgen.tui.feed import StreamFeed
 from termgen.tui.replay import ReplayError, ReplayFeed, read_frames
 from termgen.tui.screens.dashboard import DashboardScreen
+from termgen.tui.screens.dashboard_keys import PAGES
 from termgen.tui.screens.help import HelpText
 from termgen.tui.top_app import TopApp
 from termgen.tui.widgets.canvas import Canvas
@@ -227,7 +228,7 @@ class QuietTop(TopApp):
     """Draws when the test says so."""
 
     def make_feed_dashboard(self, feed: StreamFeed) -> DashboardScreen:
-        return DashboardScreen(feed, hz=0.01, now_ns=feed.now_ns, cpu_ns=lambda: 0)
+        return DashboardScreen(feed, hz=0.01, now_ns=feed.now_ns, cpu_ns=lambda: 0, is_alone=True)
 
 
 def top_of(feed: StreamFeed) -> QuietTop:
@@ -279,6 +280,22 @@ async def test_a_recording_in_the_dashboard(tmp_path: Path) -> None:
         await wait_until(pilot, lambda: bool(app.screen.query(HelpText)))
         help_text = app.screen.query_one(HelpText).text
         assert "Freeze or go on live" in help_text and "Go to the chat" not in help_text
+
+
+async def test_q_quits_a_recording_and_its_footer_shows_its_keys(tmp_path: Path) -> None:
+    app = top_of(replay_of(tmp_path, Clock()))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: isinstance(app.screen, DashboardScreen))
+        for page in PAGES:
+            await pilot.press(page.key)
+            await pilot.pause(0.1)
+            footer = [(key.key_display, key.description) for key in app.screen.query(FooterKey)]
+            assert {("[]", "10 s"), ("<>", "Speed"), ("q", "Quit")} <= set(footer), page.name
+            assert ("^q", "Quit") not in footer
+            assert sum(len(k) + len(d) + 3 for k, d in footer) <= 80, footer
+        await pilot.press("q")
+        await wait_until(pilot, lambda: not app.is_running)
+    assert app.return_code == 0
 
 
 async def test_a_server_in_the_dashboard() -> None:
@@ -336,6 +353,48 @@ def test_keys_come_from_a_file_or_the_environment(
         top_command.read_key(str(tmp_path / "missing"))
 
 
+def test_a_failed_start_leaves_no_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the same command can be given again."""
+    path = tmp_path / "run.events"
+
+    def fails(app: TopApp) -> None:
+        with pytest.raises(AttachError, match="no server at"):
+            asyncio.run(app._open_feed())
+
+    monkeypatch.setattr(TopApp, "run", fails)
+    monkeypatch.setattr(top_command, "let_others_first", lambda: None)
+    for _ in range(2):
+        top_command.run_top(
+            "http://127.0.0.1:9", UIConfig(), record=str(path), key_file=None, wait_s=0.0
+        )
+        assert not path.exists()
+    with pytest.raises(ConfigError, match="theme"):
+        top_command.run_top(None, UIConfig(theme="none"), record=str(path), key_file=None)
+    assert not path.exists()
+
+
+async def test_a_loading_server_is_waited_for_on_the_loading_screen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(None) as server:
+        server.on_loading("loading weights", 0.25)
+        apps: list[QuietTop] = []
+
+        async def connect() -> StreamFeed:
+            return await RemoteFeed.connect(server.url, hz=20, report=apps[0].report)
+
+        app = QuietTop(connect, ui=UIConfig(), theme_folders=(shipped_themes(),))
+        apps.append(app)
+        async with app.run_test(size=(80, 24)) as pilot:
+            canvas = app.screen.query_one(Canvas)
+            await wait_until(pilot, lambda: "loading weights" in canvas.text)
+            await wait_until(pilot, lambda: "25%" in canvas.text)
+            server.attach(chat_engine())
+            await wait_until(pilot, lambda: isinstance(app.screen, DashboardScreen))
+
+
 def test_a_recording_is_never_written_over(tmp_path: Path) -> None:
     path = tmp_path / "run.events"
     path.write_bytes(b"precious")
@@ -346,7 +405,7 @@ def test_a_recording_is_never_written_over(tmp_path: Path) -> None:
 
 def test_bad_command_lines_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top", "--replay", "a", "--record", "b"]) == 2
-    assert "--replay FILE needs no record" in capsys.readouterr().err
+    assert "--replay FILE needs no --record" in capsys.readouterr().err
     assert cli.main(["top"]) == 2
     assert "needs a terminal" in capsys.readouterr().err
 

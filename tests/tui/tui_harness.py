@@ -38,7 +38,11 @@ TOKEN_S = 0.025
 """What a token takes on the frozen clock."""
 
 MODEL = make_model_info(
-    model_id="smollm2-135m", device_name="test CPU", max_model_len=2048, num_blocks=601
+    model_id="smollm2-135m",
+    device="cuda:0",
+    device_name="test GPU",
+    max_model_len=2048,
+    num_blocks=601,
 )
 ANSWER = """Long prompts used to block **every decode**. With a token budget:
 

@@ -7,6 +7,9 @@ arrives last takes the best of them; ids break ties, so the result does not depe
 
 Scores are compared as integers that sort like floats, NaN above everything. One 64-bit integer
 holds a score above and its id, reversed, below: the largest one names the lowest id that wins.
+
+A NaN, or an infinity above all else, therefore wins its row: whether logits are numbers is seen in
+the winner alone, and costs one load where the winner's score is not finite.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -19,9 +22,10 @@ import triton
 import triton.language as tl
 
 from termgen.engine.kernels.launch import next_power_of_2, num_sms
-from termgen.engine.sampling.gumbel import gumbel_argmax
+from termgen.engine.sampling.gumbel import gumbel_argmax, mark_corrupt
 from termgen.engine.sampling.random import Stream
 from termgen.engine.sampling_params import GREEDY_EPSILON
+from termgen.engine.step import CORRUPT_TOKEN
 
 _BLOCK = 1024
 _PROGRAMS_PER_SM = 8
@@ -30,6 +34,9 @@ _LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)  # `sampling.random`
 _ROOM = tl.constexpr(0.999)
 _LOWEST_KEY = tl.constexpr(-(2**31))  # below the key of every float, -inf included
 _LARGEST_KEY = tl.constexpr(2**31 - 1)
+_INF_KEY = tl.constexpr(0x7F800000)
+_MINUS_INF_KEY = tl.constexpr(-0x7F800001)  # sortable_key(-inf), the lowest of a float
+_CORRUPT_TOKEN = tl.constexpr(CORRUPT_TOKEN)
 
 
 @triton.jit
@@ -79,8 +86,23 @@ def _keep_better(best_key, best_id, scores, ids, inside):
     return tl.where(better, key, best_key), tl.where(better, ids, best_id)
 
 
+@triton.jit
+def _store_winner(out_ptr, row_ptr, best, may_be_empty):
+    """The id of the best (score, id), or CORRUPT_TOKEN where the logit it stands for is NaN or
+    infinite. A finite logit may have an infinite score, by its temperature."""
+    token = (best & 0xFFFFFFFF) ^ _LARGEST_KEY
+    key = (best >> 32).to(tl.int32)
+    if (key >= _INF_KEY) | (key <= _MINUS_INF_KEY):
+        logit = tl.load(row_ptr + token).to(tl.float32)
+        is_empty = logit == float("-inf")
+        is_number = (logit == logit) & (logit != float("inf"))
+        if (is_number == 0) | (is_empty & (may_be_empty == 0)):
+            token = token * 0 + _CORRUPT_TOKEN
+    tl.store(out_ptr, token)
+
+
 @triton.jit(
-    do_not_specialize=["num_blocks_each"],
+    do_not_specialize=["num_blocks_each", "may_be_empty"],
     do_not_specialize_on_alignment=["slots_ptr", "counts_ptr"],
 )
 def _sample_kernel(
@@ -96,6 +118,7 @@ def _sample_kernel(
     arrivals_ptr,
     logits_stride,
     num_blocks_each,
+    may_be_empty,
     VOCAB_SIZE: tl.constexpr,
     STREAM: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
@@ -145,7 +168,7 @@ def _sample_kernel(
 
     best = tl.max((best_key.to(tl.int64) << 32) | (_LARGEST_KEY - best_id), axis=0)
     if num_parts == 1:
-        tl.store(out_ptr + row, (best & 0xFFFFFFFF) ^ _LARGEST_KEY)
+        _store_winner(out_ptr + row, logits_ptr + row * logits_stride, best, may_be_empty)
     else:
         parts = partial_ptr + row * num_parts
         tl.store(parts + part, best)
@@ -159,7 +182,7 @@ def _sample_kernel(
                 parts + others, mask=others < num_parts, other=-(2**63), cache_modifier=".cg"
             )
             best = tl.max(all_best, axis=0)
-            tl.store(out_ptr + row, (best & 0xFFFFFFFF) ^ _LARGEST_KEY)
+            _store_winner(out_ptr + row, logits_ptr + row * logits_stride, best, may_be_empty)
 
 
 class SampleWorkspace:
@@ -192,10 +215,12 @@ def sample(
     seeds: torch.Tensor,  # [R] int64
     threshold: torch.Tensor | None = None,  # [B] float32, of the logits over their temperature
     stream: Stream = Stream.TARGET,
+    may_be_empty: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [B] int64
     """Parameters are those of a row's slot. A token is drawn for the position behind the row's
-    last one: num_computed + num_tokens."""
+    last one: num_computed + num_tokens. CORRUPT_TOKEN for a row that holds a NaN or +inf, and for
+    one that holds nothing but -inf, unless masks may have left it nothing (may_be_empty)."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and vocab_size == workspace.vocab_size, logits.shape
     assert num_rows <= workspace.max_rows, (num_rows, workspace.max_rows)
@@ -217,6 +242,7 @@ def sample(
         workspace.arrivals,
         logits.stride(0),
         num_blocks_each,
+        int(may_be_empty),
         VOCAB_SIZE=vocab_size,
         STREAM=int(stream),
         HAS_THRESHOLD=threshold is not None,
@@ -237,10 +263,11 @@ def sample_reference(
     seeds: torch.Tensor,
     threshold: torch.Tensor | None = None,
     stream: Stream = Stream.TARGET,
+    may_be_empty: bool = False,
 ) -> torch.Tensor:
     temperatures = temperature[slots]
     greedy = temperatures < GREEDY_EPSILON
-    return gumbel_argmax(
+    drawn = gumbel_argmax(
         logits.float() / temperatures.masked_fill(greedy, 1.0).unsqueeze(1),
         seeds=seeds[slots],
         positions=num_computed[slots] + num_tokens,
@@ -248,3 +275,4 @@ def sample_reference(
         stream=stream,
         threshold=None if threshold is None else threshold.unsqueeze(1),
     )
+    return mark_corrupt(drawn, logits.float(), may_be_empty=may_be_empty)

@@ -24,7 +24,13 @@ import triton
 import triton.language as tl
 
 from termgen.engine.kernels.launch import next_power_of_2
-from termgen.engine.kernels.sample import _GREEDY_EPSILON, _LOWEST_KEY, sortable_key
+from termgen.engine.kernels.sample import (
+    _GREEDY_EPSILON,
+    _INF_KEY,
+    _LOWEST_KEY,
+    _MINUS_INF_KEY,
+    sortable_key,
+)
 from termgen.engine.sampling.top_k_top_p import cut_threshold_reference
 from termgen.engine.sampling_params import GREEDY_EPSILON
 
@@ -32,8 +38,6 @@ _TILE = 4096
 _MAX_PIECES = 2048
 _MIN_PIECE = 16
 _CAPACITY = 4096
-_MINUS_INF_KEY = tl.constexpr(-0x7F800001)  # sortable_key(-inf), the lowest of a float
-_INF_KEY = tl.constexpr(0x7F800000)
 _GUESS_GRAIN = tl.constexpr(1 << 10)  # keys: how exact a guess has to be
 
 

@@ -56,20 +56,24 @@ def _append_sampled_kernel(
     was_finished = tl.load(finished_ptr + slot) != 0
     takes = (computed >= total) & (was_finished == 0)
     where = tl.minimum(total, MAX_TOKENS - 1)
-    tl.store(token_ids_ptr + slot * MAX_TOKENS + where, sampled.to(tl.int32), mask=takes)
+    # A corrupt row ends here; the steps that run it on read an id that exists.
+    is_corrupt = sampled < 0
+    known = tl.maximum(sampled, 0).to(tl.int32)
+    tl.store(token_ids_ptr + slot * MAX_TOKENS + where, known, mask=takes)
 
     stops = tl.arange(0, BLOCK_STOPS)
     stop_ids = tl.load(stop_ids_ptr + slot * NUM_STOPS + stops, mask=stops < NUM_STOPS, other=-1)
     is_stop = tl.max((stop_ids == sampled).to(tl.int32), axis=0) > 0
     total += takes.to(tl.int64)
     stopped = is_stop & (total > tl.load(min_total_ptr + slot))
-    stopped |= total >= tl.load(limit_ptr + slot)
+    stopped |= is_corrupt | (total >= tl.load(limit_ptr + slot))
     tl.store(finished_ptr + slot, was_finished | (takes & stopped))
     tl.store(total_len_ptr + slot, total)
     tl.store(num_computed_ptr + slot, computed)
     if HAS_COUNTS:
-        count = output_counts_ptr + slot * VOCAB_SIZE + sampled
-        tl.store(count, tl.load(count, mask=takes, other=0) + 1, mask=takes)
+        count = output_counts_ptr + slot * VOCAB_SIZE + known
+        counts = takes & (is_corrupt == 0)
+        tl.store(count, tl.load(count, mask=counts, other=0) + 1, mask=counts)
     token = tl.where(takes, sampled, -1).to(tl.int32)
     tl.store(tokens_ptr + row, token)
     if HAS_RING:
@@ -85,7 +89,7 @@ def _append_sampled_kernel(
 def append_sampled(
     slots: torch.Tensor,  # [B] int64
     num_tokens: torch.Tensor,  # [B] int64
-    sampled: torch.Tensor,  # [B] int64
+    sampled: torch.Tensor,  # [B] int64, CORRUPT_TOKEN in a row that ends by it
     *,
     token_ids: torch.Tensor,  # [R, max_model_len] int32
     total_len: torch.Tensor,  # [R] int64

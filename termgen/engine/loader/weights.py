@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from termgen.engine.layers.weight_slot import WeightSlot
 from termgen.errors import CorruptFileError
@@ -52,6 +53,36 @@ def load_weights(
             num_loaded += _num_elements(slot)
             if progress is not None:
                 progress(num_loaded / num_elements)
+    if isinstance(model, nn.Module):
+        try:
+            check_finite(model)
+        except CorruptFileError as error:
+            raise _named_in_file(checkpoint) or error from None
+
+
+@torch.no_grad()
+def check_finite(model: nn.Module) -> None:
+    """Raises CorruptFileError for NaN or infinity among the weights. Each is read once on its
+    device, and the device is waited for once."""
+    parameters = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
+    # float64 cannot overflow by summing; NaN and infinity survive a sum.
+    sums = [p.sum(dtype=torch.float64) for _, p in parameters]
+    if not sums:
+        return
+    for (name, parameter), is_finite in zip(
+        parameters, torch.stack(sums).isfinite().tolist(), strict=True
+    ):
+        if not is_finite:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise CorruptFileError(f"weight {name} has NaN or infinite values in {dtype}")
+
+
+def _named_in_file(checkpoint: TensorSource) -> CorruptFileError | None:
+    """The tensor of the file that has them; None where they come from the change of type."""
+    for name in checkpoint.names():
+        if not bool(checkpoint.tensor(name).isfinite().all()):
+            return CorruptFileError(f"tensor {name} has NaN or infinite values")
+    return None
 
 
 def _slots_in(wanted: Iterable[WeightSlot], present: set[str]) -> dict[str, WeightSlot]:

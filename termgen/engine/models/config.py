@@ -108,8 +108,8 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Reads a config.json. Raises UnsupportedModelError or CorruptFileError naming the key."""
-        read = ConfigReader(config)
-        architecture = _architecture(read)
+        architecture = _architecture(ConfigReader(config))
+        read = ConfigReader({**_CLASS_DEFAULTS.get(architecture, {}), **config})
         if architecture.startswith("Gemma3"):
             read = gemma3_keys(read)
         family = _FAMILIES[architecture](read)
@@ -268,6 +268,16 @@ _FAMILIES: dict[str, Callable[[ConfigReader], _Family]] = {
     "MixtralForCausalLM": _mixtral,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+
+_CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "MixtralForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "sliding_window": 4096},
+}
+"""What a key means that a config.json leaves out, where transformers' class for the architecture
+has another default than most. A key that is null keeps that meaning."""
 
 
 def is_known(config: Mapping[str, Any]) -> bool:

@@ -4,7 +4,8 @@ transformers looks an attention function up by name; one function is registered,
 call to whatever `install` put on the calling model's modules. So nothing of an engine is global,
 and two models in one process never meet. A model goes through three stages: its calls are measured
 without computing anything (`MeasuredCalls`), its layers are numbered and its code is checked on
-three tokens (`OwnTokens`), then it runs over a paged cache (`PagedLayers`).
+three tokens (`OwnTokens`) and compared with transformers' own attention on one short text
+(`PlainLayers`), then it runs over a paged cache (`PagedLayers`).
 """
 
 from __future__ import annotations
@@ -161,6 +162,32 @@ class OwnTokens:
         self.layers.setdefault(id(module), len(self.layers))
         group = q.shape[1] // k.shape[1]
         return (q + (k + v).repeat_interleave(group, 1)) / 2
+
+
+class PlainLayers:
+    """AttentionStage over one text without a cache: what `PagedLayers` computes for it."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        options: Mapping[str, Any],
+    ) -> torch.Tensor:
+        group = q.shape[1] // k.shape[1]
+        keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
+        place = torch.arange(q.shape[0], device=q.device)
+        distance = place[:, None] - place[None]
+        is_seen = distance >= 0
+        if sliding_window is not None:
+            is_seen &= distance < sliding_window
+        scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
 
 
 class PagedLayers:

@@ -19,10 +19,13 @@ from termgen.engine.attention.base import AttentionBackend, ForwardContext
 from termgen.engine.layers.ops import LayerOps
 from termgen.engine.layers.weight_slot import WeightSlot, parameter_slot
 from termgen.engine.loader.transformers_weights import load_hf_model
+from termgen.engine.loader.weights import check_finite
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.transformers_attention import (
+    IMPLEMENTATION,
     OwnTokens,
     PagedLayers,
+    PlainLayers,
     install,
 )
 from termgen.engine.models.transformers_config import (
@@ -34,6 +37,7 @@ from termgen.engine.models.transformers_config import (
 )
 from termgen.errors import UnsupportedModelError
 
+_TEXT_TOKENS = 24
 _MOST_DIFFERENCE = {torch.float32: 1e-3}
 _MOST_DIFFERENCE_HALF = 0.1
 """Between a token's hidden states beside different neighbours, relative. Rounding may differ with
@@ -111,6 +115,8 @@ class TransformersDecoder(nn.Module):
             install(self.base, stage)
             self._check_tokens_stay_apart()
             assert len(stage.layers) == self.config.num_layers, stage.layers
+            install(self.base, PlainLayers())
+            self._check_one_text()
         self._paged = PagedLayers(stage.layers, self.attention, self._ops)
         install(self.base, self._paged)
 
@@ -132,6 +138,38 @@ class TransformersDecoder(nn.Module):
                     "its code mixes tokens outside attention, or does not go by their positions"
                 )
 
+    def _check_one_text(self) -> None:
+        """A short text must have the states that transformers gives it when it chooses positions,
+        masks and attention itself.
+
+        In half precision a token's experts may change with rounding, so there the median token
+        counts; wrong positions or masks change almost all of them.
+        """
+        length = min(_TEXT_TOKENS, self.config.max_position_embeddings)
+        settings: Any = self.base.config
+        reserved = {
+            getattr(settings, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos", "sep")
+        }
+        usable = [i for i in range(min(self.config.vocab_size, 1000)) if i not in reserved]
+        ids = torch.tensor(usable or [0], device=self.device)
+        ids = ids[torch.arange(length, device=self.device) * 7 % len(ids)]
+        found = self._hidden(ids, torch.arange(length, device=self.device)).float()
+        settings._attn_implementation = "eager"
+        try:
+            expected = self.base(input_ids=ids[None], use_cache=False).last_hidden_state[0].float()
+        finally:
+            settings._attn_implementation = IMPLEMENTATION
+        if not bool(expected.isfinite().all()):
+            raise UnsupportedModelError("its weights make NaN or infinite values of a short text")
+        differences = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-9)
+        is_exact = self.dtype == torch.float32
+        difference = float(differences.max() if is_exact else differences.median())
+        if not difference <= _MOST_DIFFERENCE.get(self.dtype, _MOST_DIFFERENCE_HALF):
+            raise UnsupportedModelError(
+                "a short text has other states than in transformers itself, because its positions"
+                " do not begin at 0 or its attention does more than a causal mask and a window"
+            )
+
 
 def build_transformers_model(
     config: ModelConfig,
@@ -150,6 +188,7 @@ def build_transformers_model(
             hf_model = build_empty(hf_config, dtype=dtype, device=device)
     if folder is not None:
         hf_model = load_hf_model(hf_config, folder, dtype).to(device)
+        check_finite(hf_model)
     hf_model.requires_grad_(False)
     return TransformersDecoder(
         hf_model, config, dtype=dtype, device=device, attention=attention, ops=ops

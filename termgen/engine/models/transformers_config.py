@@ -95,8 +95,22 @@ def refusals_of(architecture: str) -> Iterator[None]:
     except TermgenError as error:
         raise type(error)(_refusal(architecture, str(error))) from error
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UnsupportedModelError(_refusal(architecture, reason[:300])) from error
+        logger.debug("%s: refused", architecture, exc_info=True)
+        raise UnsupportedModelError(_refusal(architecture, _in_words(error))) from error
+
+
+def _in_words(error: Exception) -> str:
+    """Why transformers' code failed, for a reader who does not know that code."""
+    if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
+        return "it chooses its attention from a list of its own, without one for a paged KV cache"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "it needs more memory than there is"
+    if isinstance(error, ImportError):
+        return "it needs a Python package that is not installed"
+    if isinstance(error, (ArithmeticError, AttributeError, LookupError, RuntimeError)):
+        return "its code fails with this config.json on one row of tokens without its own KV cache"
+    reason = " ".join(str(error).split())[:300]
+    return f"transformers does not take its config.json: {reason or 'no reason given'}"
 
 
 def _refusal(architecture: str, reason: str) -> str:

@@ -16,14 +16,14 @@ import torch
 from termgen.engine.request import IntArray
 from termgen.engine.runner.device_clock import DeviceStart
 from termgen.engine.runner.dispatch import Dispatch
-from termgen.engine.step import StepLogprobs, StepPlan, StepResult
+from termgen.engine.step import CORRUPT_TOKEN, StepLogprobs, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
     """A step's results on the device."""
 
-    tokens: torch.Tensor  # [B] int32, -1 for a row that sampled none
+    tokens: torch.Tensor  # [B] int32, -1 for a row that sampled none, or CORRUPT_TOKEN
     logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # [B,1+K], [B,1+K], [B]
     prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     """The same for the N prompt tokens of the plan's spans."""
@@ -51,6 +51,7 @@ class RecordedOutput:
         *,
         device_start: DeviceStart | None = None,
         num_late_compiles: int = 0,
+        model_span_ns: tuple[int, int] = (0, 0),
     ) -> None:
         """tokens: [padded rows], written when the step has ended. started_ns: when the host began
         the step; told only where there is no `device_start`."""
@@ -61,6 +62,7 @@ class RecordedOutput:
         self._device_start = device_start
         self._device_end = device_start.clock.end() if device_start is not None else None
         self._num_late_compiles = num_late_compiles
+        self._model_span_ns = model_span_ns
 
     def result(self) -> StepResult:
         """Wait for the end of the step, with the GIL released, and hand out plain arrays."""
@@ -83,9 +85,10 @@ class RecordedOutput:
             started_ns, ended_ns = start.clock.read(start.mark, self._device_end, ended_ns)
         plan = self._plan
         tokens = tokens[: plan.num_rows].copy()  # the memory is written again
-        num_sampled = plan.num_tokens
+        num_sampled, corrupt = plan.num_tokens, None
         if not plan.is_decode or np.minimum.reduce(tokens, initial=0) < 0:  # some row sampled none
             is_sampled = tokens >= 0
+            corrupt = (tokens == CORRUPT_TOKEN).nonzero()[0].astype(np.int32)
             num_sampled, tokens = is_sampled.astype(np.int32), tokens[is_sampled]
         return StepResult(
             step_id=plan.step_id,
@@ -99,7 +102,9 @@ class RecordedOutput:
             num_padded_tokens=self._dispatch.num_padded(plan.total_tokens),
             num_late_compiles=self._num_late_compiles,
             prompt_logprobs=prompt_logprobs,
+            corrupt=corrupt if corrupt is not None and len(corrupt) else None,
             seen_ns=seen_ns,
+            model_span_ns=self._model_span_ns,
         )
 
 
@@ -120,6 +125,7 @@ class AsyncOutput(RecordedOutput):
         *,
         device_start: DeviceStart | None = None,
         num_late_compiles: int = 0,
+        model_span_ns: tuple[int, int] = (0, 0),
     ) -> None:
         self._tensors = tensors
         self._host = tensors.all()
@@ -131,6 +137,7 @@ class AsyncOutput(RecordedOutput):
             started_ns,
             device_start=device_start,
             num_late_compiles=num_late_compiles,
+            model_span_ns=model_span_ns,
         )
         if copy_stream is None:
             return
@@ -166,10 +173,12 @@ def output_of(
     copy_stream: torch.cuda.Stream | None,
     device_start: DeviceStart | None,
     num_late_compiles: Callable[[], int],
+    model_span_ns: tuple[int, int] = (0, 0),
 ) -> RecordedOutput:
     """Of a step that has been launched as a whole. results: all of them, or tokens [B] alone, on
     the device or where it writes them in the host's memory."""
     options: Any = {"device_start": device_start, "num_late_compiles": num_late_compiles()}
+    options["model_span_ns"] = model_span_ns
     if isinstance(results, np.ndarray):
         return RecordedOutput(plan, results, dispatch, started_ns, **options)
     tensors = StepTensors(results, None) if isinstance(results, torch.Tensor) else results

@@ -26,6 +26,7 @@ from termgen.engine.runner.memory_meter import MemoryMeter, make_meter
 from termgen.engine.runner.model_runner import ModelRunner
 from termgen.engine.runner.recording import expect_recordings, log_implementation, record_steps
 from termgen.engine.runner.warm_up import warm_up
+from termgen.engine.sampling_params import MAX_EOS_IDS
 from termgen.engine.startup_phases import (
     COMPILING_KERNELS,
     LOADING_WEIGHTS,
@@ -40,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """Called with a phase and the fraction of it that is done."""
-
-MAX_EOS_IDS = 8
 
 
 def build_runner(
@@ -226,4 +225,6 @@ def _describe(
         eos_token_ids=tuple(runner.config.eos_token_ids),
         memory=memory,
         implementation=runner.config.implementation,
+        num_threads=torch.get_num_threads() if device.type == "cpu" else 0,
+        num_cores=len(resolve.usable_cpus()),
     )

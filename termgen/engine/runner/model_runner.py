@@ -275,6 +275,7 @@ class ModelRunner:
             return finish(self.graphs.replay(descriptor, plan))  # which compiles nothing
         with torch.inference_mode(), self.watch_compiles():
             output = self._run_model(plan, dispatch)
+        finish = partial(finish, model_span_ns=output.span_ns)
         sample = partial(self._sample_step, plan, dispatch, needs, output, finish)
         return sample(None) if plan.constrained is None else UnsampledStep(sample)
 
@@ -286,13 +287,15 @@ class ModelRunner:
             batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
             return ModelOutput(batch.slots, batch.num_tokens, hidden)
         batch = self.buffers.prepare(plan, self.state)
+        is_timed = self.device.type == "cpu"
+        began_ns = time.perf_counter_ns() if is_timed else 0
+        hidden = self._hidden(batch, None if plan.prompt_spans else batch.logits_indices)
+        span_ns = (began_ns, time.perf_counter_ns()) if is_timed else (0, 0)
         if not plan.prompt_spans:
-            hidden = self._hidden(batch, batch.logits_indices)
-            return ModelOutput(batch.slots, batch.num_tokens, hidden)
-        hidden = self._hidden(batch, None)
+            return ModelOutput(batch.slots, batch.num_tokens, hidden, span_ns=span_ns)
         of_prompts = prompt_logprobs(plan, hidden, self.state, self.model.compute_logits)
         hidden = batch.last_tokens(hidden)
-        return ModelOutput(batch.slots, batch.num_tokens, hidden, of_prompts)
+        return ModelOutput(batch.slots, batch.num_tokens, hidden, of_prompts, span_ns)
 
     def _sample_step(
         self,
@@ -379,7 +382,13 @@ class ModelRunner:
             if needs.edits:
                 logits = self.state.edit_logits(slots, logits)
             token_ids = kernels(
-                logits, slots, num_tokens, self.state, filters=needs.filters, grammar=needs.grammar
+                logits,
+                slots,
+                num_tokens,
+                self.state,
+                filters=needs.filters,
+                grammar=needs.grammar,
+                edited=needs.edits,
             )
         else:
             meta = sampling_metadata(self.state, slots, num_tokens, needs)

@@ -224,8 +224,9 @@ class RequestState:
         """Take in a step's samples and count its tokens as computed.
 
         Returns the tokens, and pushes them to the ring: -1 for a row whose sample does not count,
-        because it has not computed its newest token yet or was finished before. Steps with a ring
-        hold no row with penalties, so nothing is counted for them.
+        because it has not computed its newest token yet or was finished before. A row that sampled
+        CORRUPT_TOKEN is finished, and that is what it returns. Steps with a ring hold no row with
+        penalties, so nothing is counted for them.
         """
         if self.fused:
             return self._append_fused(slots, num_tokens, sampled, ring)
@@ -234,15 +235,20 @@ class RequestState:
         takes = (computed >= total) & ~self.finished[slots]
         where = total.clamp(max=self.token_ids.shape[1] - 1)
         old = self.token_ids[slots, where]
-        self.token_ids[slots, where] = torch.where(takes, sampled.to(torch.int32), old)
+        # A corrupt row ends here; the steps that run it on read an id that exists.
+        is_corrupt = sampled < 0
+        known = sampled.clamp(min=0)
+        self.token_ids[slots, where] = torch.where(takes, known.to(torch.int32), old)
         total = total + takes
         stopped = (self.stop_ids[slots] == sampled[:, None]).any(dim=1)
         stopped = (stopped & (total > self.min_total[slots])) | (total >= self.limit[slots])
+        stopped |= is_corrupt
         self.finished[slots] |= takes & stopped
         self.total_len[slots] = total
         self.num_computed[slots] = computed
         if self.output_counts is not None and ring is None:
-            self.output_counts.index_put_((slots, sampled), takes.to(torch.int32), accumulate=True)
+            counts = (takes & ~is_corrupt).to(torch.int32)
+            self.output_counts.index_put_((slots, known), counts, accumulate=True)
         tokens = torch.where(takes, sampled, -1).to(torch.int32)
         if ring is not None:
             ring.push(tokens)

@@ -54,8 +54,11 @@ class FusedSampler:
         *,
         filters: bool,
         grammar: bool = False,
+        edited: bool = False,
     ) -> torch.Tensor:  # [B] int64
-        """filters: some row may limit by top-k, top-p or min-p. grammar: some row may have one."""
+        """filters: some row may limit by top-k, top-p or min-p. grammar: some row may have one.
+        edited: tokens may have been hidden before. CORRUPT_TOKEN for a row whose logits are not
+        numbers."""
         if grammar:
             mask_tokens_(logits, slots, has_grammar=params.has_grammar, bits=params.host_masks)
         threshold = None
@@ -79,4 +82,5 @@ class FusedSampler:
             seeds=params.seeds,
             threshold=threshold,
             stream=self._stream,
+            may_be_empty=grammar or edited,
         )

@@ -15,6 +15,7 @@ from termgen.engine.sampling.random import (
     random_bits,
     random_bits_at,
 )
+from termgen.engine.step import CORRUPT_TOKEN
 
 # Noise for single indices costs about four times as much per index as noise for a whole row.
 _SPARSE_SHARE = 1 / 8
@@ -32,8 +33,8 @@ def gumbel_argmax(
     """[B, V] float32 logits -> [B] int64 ids.
 
     `greedy` [B] bool marks rows that get no noise; `threshold` [B, 1] drops the logits below it.
-    -inf is drawn only from a row that holds nothing else. A NaN wins its row: such a row is lost
-    anyway, and its id is in range.
+    -inf is drawn only from a row that holds nothing else. A NaN wins its row, else +inf does:
+    `mark_corrupt` finds such rows by the logit that was drawn.
     """
     if threshold is not None:
         dropped = logits < threshold
@@ -45,6 +46,19 @@ def gumbel_argmax(
     bits = random_bits(seeds, positions, stream=stream, vocab_size=logits.shape[-1])
     noise = gumbel_from_bits(bits).masked_fill_(greedy.unsqueeze(1), 0.0)
     return noise.add_(logits).argmax(dim=-1)
+
+
+def mark_corrupt(
+    token_ids: torch.Tensor, logits: torch.Tensor, *, may_be_empty: bool
+) -> torch.Tensor:
+    """The drawn ids [B], with CORRUPT_TOKEN in the rows whose logits [B, V] are not numbers.
+
+    A NaN or +inf wins its row, so the drawn logit tells. A row of nothing but -inf is corrupt too,
+    unless masks may have left it nothing to draw (may_be_empty).
+    """
+    drawn = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    is_corrupt = drawn.isnan() | (drawn == torch.inf) if may_be_empty else ~drawn.isfinite()
+    return token_ids.masked_fill(is_corrupt, CORRUPT_TOKEN)
 
 
 def _argmax_of_few(

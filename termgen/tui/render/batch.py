@@ -1,58 +1,114 @@
-"""Batch composition: one column per step, prefill over decode, padding on top, and its mode."""
+"""The batch of each step as a share of the token budget: prefill over decode over padding."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 
 from termgen.engine.events import StepRecord
-from termgen.tui.formatting import count, milliseconds, percent
+from termgen.tui.formatting import count, percent, plural, took
 from termgen.tui.palette import Glyphs
 from termgen.tui.render.frame import Frame
+from termgen.tui.render.series import BARS
 from termgen.tui.spans import Row, Span, merge
-from termgen.tui.store import STEP_TOKENS, mode_letter, mode_shares, padding_share, step_ms
+from termgen.tui.store import (
+    STEP_TOKENS,
+    DashboardView,
+    mode_letter,
+    mode_shares,
+    padding_share,
+    step_ms,
+)
 
-MIN_PEAK_TOKENS = 16
+AXIS = 7
+"""Cells of the scale at the left."""
+LEGEND_NEEDS, ROOMY_LEGEND = 78, 100
 _MODE = attrgetter("graph_mode")
 MODE_ROLES = {"F": "mode-full", "P": "mode-piecewise", "N": "mode-none"}
+MODE_NAMES = {"F": "full", "P": "pieces", "N": "none"}
 
 
 def batch_panel(
-    steps: Sequence[StepRecord],
-    frame: Frame,
-    glyphs: Glyphs,
-    *,
-    cursor: int | None = None,
-    has_run: bool = False,
+    view: DashboardView, frame: Frame, glyphs: Glyphs, *, cursor: int | None = None
 ) -> list[Row]:
-    """`cursor` counts steps back from the newest; None follows the newest. `has_run`: there were
-    steps before those that are known."""
+    """`cursor` counts steps back from the newest; None follows the newest. The full height is the
+    token budget of a step. The row of letters says how CUDA graphs ran the steps, where there is
+    a GPU."""
     width, height = frame.inner_width, frame.inner_height
-    shown, marked = steps_in_view(steps, width, cursor)
-    step = shown[marked] if shown else None
-    title: list[Span] = [
-        ("batch", "text/b"),
-        (f" · {len(shown)} steps" if shown else "", "muted"),
-    ]
+    steps = view.steps
+    shown, marked = steps_in_view(steps, width - AXIS, cursor)
+    title: list[Span] = [("batch", "text/b")]
+    gap = "  " if frame.width >= ROOMY_LEGEND else " "
     legend: list[Span] = [
         (glyphs.prefill, "prefill"),
-        (" prefill  ", "muted"),
+        (f" prefill{gap}", "muted"),
         (glyphs.decode, "decode"),
-        (" decode  ", "muted"),
+        (f" decode{gap}", "muted"),
         (glyphs.padding, "padding"),
         (" padding", "muted"),
     ]
-    if frame.width < 60:
+    if frame.width < LEGEND_NEEDS:
         legend = []
     if not shown:
-        return frame.draw(title, legend, [(), ((no_step_words(has_run), "muted"),)])
-    chart = _columns(shown, height - 2, glyphs)
-    body = [_right(row, width) for row in chart]
-    body.append(_right(_modes(shown, None if cursor is None else marked), width))
-    body.append(step_line(step, shown, width))
+        words = no_step_words(view.has_run)
+        return frame.draw(title, legend, [(), ((words, "muted"),)])
+    step = shown[marked]
+    budget = view.max_num_batched_tokens or max(1, *(sum(STEP_TOKENS(s)) for s in shown))
+    total = sum(STEP_TOKENS(step))
+    title += [
+        (" tokens ", "muted"),
+        (f"{total:,}".replace(",", " "), "text/b"),
+        (f" / {budget:,}".replace(",", " "), "muted"),
+        (f" · {plural(len(shown), 'step')} in {took(_lasted_ms(shown))}", "muted"),
+    ]
+    lines = height - (1 if view.on_cpu else 2)
+    chart = _columns(shown, lines, budget, glyphs)
+    body = [
+        (_axis(level, lines, budget), *_right(row, width - AXIS))
+        for level, row in zip(range(lines, 0, -1), chart, strict=True)
+    ]
+    if not view.on_cpu:
+        modes = _modes(shown, None if cursor is None else marked)
+        body.append((("graph".ljust(AXIS), "faint"), *_right(modes, width - AXIS)))
+    elif cursor is not None and body:
+        body[-1] = _marked(body[-1], width - len(shown) + marked)
+    body.append(step_line(step, shown, width, on_cpu=view.on_cpu))
     return frame.draw(title, legend, body)
+
+
+def _lasted_ms(steps: Sequence[StepRecord]) -> float:
+    return max(0, steps[-1].ended_ns - steps[0].started_ns) / 1e6
+
+
+def _axis(level: int, lines: int, budget: int) -> Span:
+    """The scale: the budget at the top, nothing at the bottom, its half between where there is a
+    row for it."""
+    if level == lines:
+        name = count(budget)
+    elif level == 1:
+        name = "0"
+    else:
+        name = count(budget / 2) if lines % 2 and level == lines // 2 + 1 else ""
+    return f"{name:>{AXIS - 2}} │" if name else " " * (AXIS - 1) + "│", "faint"
+
+
+def _marked(row: Row, column: int) -> Row:
+    """The row with the column of the marked step in reverse."""
+    spans: list[Span] = []
+    at = 0
+    for text, role in row:
+        inside = column - at
+        if 0 <= inside < len(text):
+            spans += [
+                (text[:inside], role),
+                (text[inside], role.partition("@")[0] + "/r" if text[inside] == " " else "text/r"),
+                (text[inside + 1 :], role),
+            ]
+        else:
+            spans.append((text, role))
+        at += len(text)
+    return merge(spans)
 
 
 def no_step_words(has_run: bool) -> str:
@@ -79,53 +135,60 @@ def _right(row: Row, width: int) -> Row:
     return ((" " * (width - used), "text"), *row) if used < width else row
 
 
-def column_cells(tokens: tuple[int, int, int], height: int, peak: int) -> tuple[int, int, int]:
-    """Cells of prefill, decode and padding for one step.
+def column_levels(tokens: tuple[int, int, int], height: int, budget: int) -> tuple[int, int, int]:
+    """How high decode, prefill and padding reach in a column, in eighths of a cell.
 
-    The whole column's height is the log of its tokens; the parts share it, each with at least one
-    cell while there is room: decode first, then prefill, then padding.
+    Linear: the full height is the budget. What is there at all has at least one eighth, and more
+    than the budget is cut off.
     """
     prefill, decode, padding = tokens
-    total = sum(tokens)
-    if total <= 0 or height <= 0:
-        return 0, 0, 0
-    wanted = round(height * math.log2(1 + total) / math.log2(1 + peak))
-    parts = (decode, prefill, padding)
-    cells = min(height, max(wanted, sum(1 for part in parts if part)))
-    shares = [0, 0, 0]
-    for index, part in enumerate(parts):
-        if part and sum(shares) < cells:
-            shares[index] = 1
-    free = cells - sum(shares)
-    extra = [free * part // total for part in parts]
-    extra[parts.index(max(parts))] += free - sum(extra)
-    return shares[1] + extra[1], shares[0] + extra[0], shares[2] + extra[2]
+    top, scale, upto, reached = height * 8, height * 8 / budget, 0, 0
+    ends = []
+    for part in (decode, prefill, padding):
+        reached += part
+        upto = min(top, max(round(reached * scale), upto + (1 if part else 0)))
+        ends.append(upto)
+    return ends[0], ends[1], ends[2]
 
 
-def _columns(steps: Sequence[StepRecord], height: int, glyphs: Glyphs) -> list[Row]:
+def _cell(levels: tuple[int, int, int], base: int, glyphs: Glyphs) -> Span:
+    """One cell of a column whose bottom is at `base`. Two parts that meet in it have the lower one
+    in front of the upper one; of three, the middle one gives way."""
+    signs = (glyphs.decode, glyphs.prefill, glyphs.padding)
+    roles = ("decode", "prefill", "padding")
+    parts: list[tuple[int, int]] = []
+    below = base
+    for index, end in enumerate(levels):
+        reach = min(end, base + 8)
+        if reach > below:
+            parts.append((index, reach - below))
+            below = reach
+    if not parts:
+        return " ", "text"
+    first, eighths = parts[0]
+    if glyphs.is_lettered or (eighths == 8 and len(parts) == 1):
+        most = max(parts, key=lambda part: part[1])[0]
+        return signs[most], roles[most]
+    last = parts[-1][0]
+    if len(parts) == 1:
+        return (BARS[eighths] if first < 2 else signs[2]), roles[first]
+    if below == base + 8 and last < 2:
+        return BARS[eighths], f"{roles[first]}@{roles[last]}"
+    most = max(parts, key=lambda part: part[1])[0]
+    return (BARS[below - base] if most < 2 else signs[2]), roles[most]
+
+
+def _columns(steps: Sequence[StepRecord], height: int, budget: int, glyphs: Glyphs) -> list[Row]:
     """Neighbours that are alike, as most steps of a busy engine are, are drawn at once."""
-    alike = [(parts, len(list(group))) for parts, group in groupby(map(STEP_TOKENS, steps))]
-    peak = max(MIN_PEAK_TOKENS, *[sum(parts) for parts, _ in alike])
-    columns = [(column_cells(parts, height, peak), number) for parts, number in alike]
-    kinds = {
-        "prefill": (glyphs.prefill, "prefill"),
-        "decode": (glyphs.decode, "decode"),
-        "padding": (glyphs.padding, "padding"),
-        "": (" ", "text"),
-    }
+    alike = [
+        (column_levels(parts, height, budget), len(list(group)))
+        for parts, group in groupby(map(STEP_TOKENS, steps))
+    ]
     rows: list[Row] = []
-    for level in range(height, 0, -1):
+    for base in range(8 * (height - 1), -1, -8):
         spans: list[Span] = []
-        for (prefill, decode, padding), num_steps in columns:
-            if level <= decode:
-                kind = "decode"
-            elif level <= decode + prefill:
-                kind = "prefill"
-            elif level <= decode + prefill + padding:
-                kind = "padding"
-            else:
-                kind = ""
-            sign, role = kinds[kind]
+        for levels, num_steps in alike:
+            sign, role = (" ", "text") if levels[2] <= base else _cell(levels, base, glyphs)
             spans.append((sign * num_steps, role))
         rows.append(merge(spans))
     return rows
@@ -147,10 +210,8 @@ def _modes(steps: Sequence[StepRecord], marked: int | None) -> Row:
     return merge(spans)
 
 
-def step_line(step: StepRecord | None, steps: Sequence[StepRecord], width: int) -> Row:
+def step_line(step: StepRecord, steps: Sequence[StepRecord], width: int, *, on_cpu: bool) -> Row:
     """What the marked step did, in words, and how the steps in view ran."""
-    if step is None:
-        return ()
     parts: list[Span] = [
         ("step ", "muted"),
         (f"{step.step_id:,}".replace(",", " "), "text"),
@@ -165,19 +226,23 @@ def step_line(step: StepRecord | None, steps: Sequence[StepRecord], width: int) 
         ]
     if step.num_padded_tokens:
         parts.append((f"  pad {step.num_padded_tokens}", "muted"))
-    parts.append((f"  {milliseconds(step_ms(step))} ms", "latency"))
+    parts.append((f"  {took(step_ms(step))}", "latency"))
     host_us = step.schedule_us + step.apply_us
-    tail: list[list[Span]] = [
-        [(f"  host {milliseconds(host_us / 1000)} ms", "muted")],
-        *([[(f"  queued {step.queue_depth}", "muted")]] if step.queue_depth else []),
-        [(f"  {_mode_text(steps)}", "muted")],
-        [(f"  pad {percent(padding_share(steps))}", "muted")],
-    ]
-    if step.graph_reason:
+    tail: list[list[Span]] = []
+    if step.queue_depth:
+        tail.append([(f"  queued {step.queue_depth}", "muted")])
+    if not on_cpu:
+        tail.append(_mode_words(steps))
+    tail.append([(f"  host {took(host_us / 1000)}", "muted")])
+    if not on_cpu:
+        tail.append([(f"  padding {percent(padding_share(steps))}", "muted")])
+    if step.graph_reason and not on_cpu:
         missed = "no graph" if step.graph_mode == "NONE" else "no full graph"
         tail.append([(f"  {missed}: {step.graph_reason}", "muted")])
     if step.num_late_compiles:
         tail.insert(0, [(f"  compiled while serving: {step.num_late_compiles}", "bad")])
+    if step.num_corrupted:
+        tail.insert(0, [(f"  logits NaN: {step.num_corrupted}", "bad")])
     used = sum(len(text) for text, _ in parts)
     for piece in tail:
         cells = sum(len(text) for text, _ in piece)
@@ -187,7 +252,13 @@ def step_line(step: StepRecord | None, steps: Sequence[StepRecord], width: int) 
     return tuple(parts)
 
 
-def _mode_text(steps: Sequence[StepRecord]) -> str:
+def _mode_words(steps: Sequence[StepRecord]) -> list[Span]:
+    """The letters of the steps in view, with what they stand for and how many steps are theirs."""
     shares = mode_shares(steps)
-    order = sorted(shares, key=lambda mode: "FPN".find(mode))
-    return " ".join(f"{percent(shares[mode])} {mode}" for mode in order)
+    spans: list[Span] = []
+    for mode in sorted(shares, key=lambda mode: "FPN".find(mode)):
+        spans += [
+            (f"  {mode}", MODE_ROLES.get(mode, "mode-none")),
+            (f" {MODE_NAMES.get(mode, 'other')} {percent(shares[mode])}", "muted"),
+        ]
+    return spans

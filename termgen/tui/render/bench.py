@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from termgen.tui.bench_view import BenchView, Plane, Section, Series, Spread
-from termgen.tui.formatting import clock, milliseconds, percent
+from termgen.tui.formatting import clock, percent, took
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import BARS, bar, braille, spark
 from termgen.tui.sanitize import clean_line
@@ -115,10 +115,10 @@ def figures_panel(view: BenchView, frame: Frame) -> list[Row]:
         )
     if rows:
         rows.append(())
-    rows.append((("ms".ljust(NAME_WIDTH), "muted"), (columns, "muted")))
+    rows.append((("times".ljust(NAME_WIDTH), "muted"), (columns, "muted")))
     for line in view.times:
         cells = (line.mean, line.p50, line.p90, line.p99)
-        numbers = "".join(milliseconds(cell).rjust(NUMBER_WIDTH) for cell in cells)
+        numbers = "".join(took(cell).rjust(NUMBER_WIDTH) for cell in cells)
         rows.append(((line.name.ljust(NAME_WIDTH), "muted"), (numbers, "latency/b")))
     if frame.inner_height > len(rows) + len(view.rates):
         rows.append(())
@@ -141,7 +141,7 @@ def spread_panel(data: Spread, frame: Frame) -> list[Row]:
     width, height = frame.inner_width, frame.inner_height - 1
     cells = [data.counts[i * len(data.counts) // width] for i in range(width)]
     rows = _bars(cells, height, "latency") if height > 0 else []
-    low, high = f"{milliseconds(data.low)} ms", f"{milliseconds(data.high)} ms (p99)"
+    low, high = took(data.low), f"{took(data.high)} (p99)"
     rows.append(spread([(low, "muted")], [(high, "muted")], width))
     return frame.draw([(data.title, "text/b")], (), rows)
 
@@ -162,7 +162,7 @@ def plane_panel(plane: Plane, frame: Frame) -> list[Row]:
     if not plane.points or height < 2:
         words = "no step has ended yet"
         return frame.draw([(plane.title, "text/b")], right, [((words, "muted"),)])
-    label = 7
+    label = 9
     columns = max(2, width - label)
     far = max(x for x, _, _ in plane.points) or 1.0
     top = max([y for _, y, _ in plane.points] + [plane.limit or 0.0]) or 1.0
@@ -179,7 +179,7 @@ def plane_panel(plane: Plane, frame: Frame) -> list[Row]:
     rows: list[Row] = []
     for i, row in enumerate(cells):
         value = top * (height - 1 - i) / (height - 1)
-        name = milliseconds(value) if i % 3 == 0 or i == height - 1 else ""
+        name = took(value) if i % 3 == 0 or i == height - 1 else ""
         rows.append(((f"{name:>{label - 2}} ", "muted"), ("│", "border"), *row))
     end = f"{far:g} {plane.x_title}"
     rows.append(spread([(" " * label + "0", "muted")], [(end, "muted")], width))

@@ -18,6 +18,8 @@ from termgen.tui.sanitize import clean, clean_line
 from termgen.tui.spans import Row, Span, cut, row_width, spread, wrap
 
 CURSOR = "▍"
+BEFORE_ROLE, AFTER_ROLE = "accent branch-before", "accent branch-after"
+"""The two halves of `‹2/3›`, which can be clicked."""
 CONTEXT_BAR = 10
 NEARLY_FULL = 0.85
 
@@ -74,7 +76,8 @@ def answer_header(name: str, turn: Turn, width: int) -> Row:
     header: Row = ((clean_line(name), "accent/b"),)
     if len(turn.siblings) < 2:
         return header
-    place: Row = ((f"‹{turn.place + 1}/{len(turn.siblings)}›", "accent"),)
+    number, last = str(turn.place + 1), str(len(turn.siblings))
+    place: Row = ((f"‹{number}", BEFORE_ROLE), ("/", "accent"), (f"{last}›", AFTER_ROLE))
     how = "edited" if turn.is_edited else "branched" if turn.num_kept_tokens else ""
     edited: Row = (*place, (f"  {how}", "muted")) if how else place
     fits = row_width(header) + row_width(edited) < width

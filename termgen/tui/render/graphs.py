@@ -1,16 +1,19 @@
-"""CUDA graphs: hits and padding by size and mode, why others missed, memory, and the start."""
+"""What the device does: CUDA graphs by size and mode, why others missed, memory, and the start.
+
+Without a GPU, what the processor does in the place of the graphs."""
 
 from __future__ import annotations
 
 from termgen.client import ModelInfo
 from termgen.engine.memory_ledger import MemoryLedger, size
 from termgen.engine.startup_phases import StartupPhase
-from termgen.tui.formatting import count, duration, percent
+from termgen.tui.formatting import count, duration, percent, plural
 from termgen.tui.graph_stats import GraphFigures
 from termgen.tui.palette import COLOUR_GLYPHS, Glyphs
 from termgen.tui.render.batch import MODE_ROLES
 from termgen.tui.render.frame import Frame
-from termgen.tui.render.series import bar
+from termgen.tui.render.series import bar, braille, labelled
+from termgen.tui.render.timeline import ON_CPU, PhaseTimes, phases_panel
 from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, cut, fit, merge
 from termgen.tui.store import DashboardView, mode_letter
@@ -45,8 +48,12 @@ def graphs_page(
     glyphs: Glyphs = COLOUR_GLYPHS,
     *,
     boxed: bool,
+    phase_times: PhaseTimes | None = None,
 ) -> list[Row]:
-    """Two columns where there is room: graphs at the left, memory and start at the right."""
+    """Two columns where there is room: graphs at the left, memory and start at the right.
+    `phase_times` remembers what the phases of the last frame's steps took."""
+    if view.on_cpu:
+        return _cpu_page(view, model, width, height, glyphs, boxed, phase_times or PhaseTimes())
     if width >= TWO_COLUMNS:
         left, right = width * 3 // 5, width - width * 3 // 5
         missed = min(max(5, height // 3), height)
@@ -64,6 +71,60 @@ def graphs_page(
     rows += memory_panel(model.memory, Frame(width, memory, boxed), glyphs)
     rows += startup_panel(model.startup, Frame(width, started, boxed))
     return rows[:height]
+
+
+def _cpu_page(
+    view: DashboardView,
+    model: ModelInfo,
+    width: int,
+    height: int,
+    glyphs: Glyphs,
+    boxed: bool,
+    phase_times: PhaseTimes,
+) -> list[Row]:
+    took_ms, edge = phase_times.of(view.steps), 2 if boxed else 1
+    phases = len(ON_CPU) + 1 + edge
+    if width >= TWO_COLUMNS:
+        left, right = width * 3 // 5, width - width * 3 // 5
+        cpu = max(0, height - phases)
+        first = cpu_panel(view, model, Frame(left, cpu, boxed))
+        first += phases_panel(took_ms, Frame(left, height - cpu, boxed), on_cpu=True)
+        memory = min(len(MEMORY_NAMES) + 4, height)
+        second = memory_panel(model.memory, Frame(right, memory, boxed), glyphs)
+        second += startup_panel(model.startup, Frame(right, height - memory, boxed))
+        return [(*a, *b) for a, b in zip(first, second, strict=True)]
+    cpu = min(height, 3 + edge)
+    memory = max(0, min(len(MEMORY_NAMES) + edge, height - cpu - phases))
+    rows = cpu_panel(view, model, Frame(width, cpu, boxed))
+    rows += phases_panel(took_ms, Frame(width, min(phases, height - cpu), boxed), on_cpu=True)
+    rows += memory_panel(model.memory, Frame(width, memory, boxed), glyphs) if memory else []
+    rest = height - len(rows)
+    if rest > edge:
+        rows += startup_panel(model.startup, Frame(width, rest, boxed))
+    return rows + [()] * (height - len(rows))
+
+
+def cpu_panel(view: DashboardView, model: ModelInfo, frame: Frame) -> list[Row]:
+    """How many threads compute, how many cores that keeps busy, and the memory it takes."""
+    now = view.host[-1] if view.host else None
+    threads = plural(model.num_threads, "thread") if model.num_threads else "threads not known"
+    cores = f" of {plural(view.num_cores, 'core')}" if view.num_cores else ""
+    words = f"{threads}{cores}"
+    if now is None:
+        body: list[Row] = [((f"{words} · no reading yet", "muted"),)]
+        return frame.draw([("processor", "text/b")], (), body)
+    right: list[Span] = [(f"{now.cores:.1f}", "decode/b"), (" cores busy", "muted")]
+    if now.resident_bytes:
+        right += [(" · resident ", "muted"), (size(now.resident_bytes), "text/b")]
+    shown = [reading.cores for reading in view.host]
+    width, height = frame.inner_width, max(0, frame.inner_height - 1)
+    top = float(view.num_cores) or max(shown)
+    body = [((words, "text"), (f" · {clean_line(model.device_name)}", "muted"))]
+    if height > 0:
+        points = [cores for cores in shown for _ in range(2)]  # a cell a second
+        rows = braille(points, width, height, role="decode", peak=top)
+        body += labelled(rows, f"max {plural(round(top), 'core')}", f"−{width} s")
+    return frame.draw([("processor", "text/b")], right, body)
 
 
 def capture_words(view: DashboardView) -> str:
@@ -113,7 +174,7 @@ def sizes_panel(view: DashboardView, frame: Frame) -> list[Row]:
 def misses_panel(figures: GraphFigures, frame: Frame) -> list[Row]:
     """Why steps ran without a graph, or from pieces only."""
     total = sum(number for _, _, number in figures.reasons)
-    right: list[Span] = [(f"{count(total)} steps", "muted")] if total else []
+    right: list[Span] = [(plural(total, "step"), "muted")] if total else []
     body: list[Row] = []
     for mode, why, number in figures.reasons:
         role = MODE_ROLES.get(mode_letter(mode), "mode-none")

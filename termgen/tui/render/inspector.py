@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from termgen.engine.events import StepRecord
-from termgen.tui.formatting import count, duration, milliseconds, rate
+from termgen.tui.formatting import count, duration, plural, rate, took
 from termgen.tui.lanes import Doing, History, token_times
 from termgen.tui.palette import Glyphs
 from termgen.tui.render.frame import Frame
-from termgen.tui.render.series import bar, braille
+from termgen.tui.render.series import bar, braille, labelled
 from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, merge, spread, wrap
 from termgen.tui.step_figures import percentiles
@@ -127,8 +127,7 @@ def _prefill_words(history: History) -> str:
     span = f"step {chunks[0].step_id}"
     if len(chunks) > 1:
         span = f"steps {chunks[0].step_id} to {chunks[-1].step_id}"
-    noun = "chunk" if len(chunks) == 1 else "chunks"
-    return f"{sizes}{more} tokens in {len(chunks)} {noun}, {span}, {milliseconds(took_ms)} ms"
+    return f"{sizes}{more} tokens in {plural(len(chunks), 'chunk')}, {span}, {took(took_ms)}"
 
 
 def _no_params_words(history: History) -> str:
@@ -145,15 +144,14 @@ def _first_words(history: History) -> str:
 
 def _decode_words(history: History, times: Sequence[int], now_ns: int) -> str:
     tokens = history.num_output_tokens if history.finished_ns else len(times)
-    words = f"{count(tokens)} tokens"
+    words = plural(tokens, "token")
     if history.first_token_ns > KNOWN_NS and tokens > 1:
         seconds = ((history.finished_ns or now_ns) - history.first_token_ns) / 1e9
         words += f" · {rate((tokens - 1) / seconds)} tok/s" if seconds > 0 else ""
     gaps = gaps_ms(times)
     if gaps:
         p50, p99 = percentiles(gaps, 50, 99)
-        words += f" · gap p50 {milliseconds(p50)} p99 {milliseconds(p99)} max "
-        words += f"{milliseconds(max(gaps))} ms"
+        words += f" · gap p50 {took(p50)}, p99 {took(p99)}, longest {took(max(gaps))}"
     return words
 
 
@@ -161,8 +159,7 @@ def _preempt_words(history: History) -> str:
     if not history.preemptions:
         return "never"
     reasons = ", ".join(dict.fromkeys(clean_line(why) for _, why in history.preemptions if why))
-    times = len(history.preemptions)
-    return f"{times} {'time' if times == 1 else 'times'}{': ' if reasons else ''}{reasons}"
+    return f"{plural(len(history.preemptions), 'time')}{': ' if reasons else ''}{reasons}"
 
 
 def _life(history: History, now_ns: int, width: int, glyphs: Glyphs) -> Row:
@@ -204,9 +201,9 @@ def _latency_rows(history: History, now_ns: int, width: int) -> list[Row]:
     total = max(1, end - history.queued_ns)
     room = max(4, width - LABEL - 12)
     rows: list[Row] = [()]
-    for name, took, role in parts:
-        value = duration(max(0, took) / 1e9)
-        left = [(name.ljust(LABEL), "muted"), *bar(max(0, took) / total, room, role=role)]
+    for name, lasted, role in parts:
+        value = duration(max(0, lasted) / 1e9)
+        left = [(name.ljust(LABEL), "muted"), *bar(max(0, lasted) / total, room, role=role)]
         rows.append(spread(left, [(value, "text")], width))
     return rows
 
@@ -220,9 +217,14 @@ def gaps_ms(times: Sequence[int]) -> list[float]:
 def gaps_panel(times: Sequence[int], frame: Frame) -> list[Row]:
     """Every gap between two tokens in the steps that are kept, the newest at the right."""
     gaps = gaps_ms(times)
-    title: list[Span] = [("gaps between tokens", "text/b"), (" · ms", "muted")]
+    title: list[Span] = [
+        ("gaps between tokens", "text/b"),
+        (f" · the last {count(len(gaps))}", "muted"),
+    ]
     if not gaps:
         return frame.draw(title, (), [(("none yet", "muted"),)])
-    right: list[Span] = [("highest ", "muted"), (milliseconds(max(gaps)), "latency/b")]
+    right: list[Span] = [("longest ", "muted"), (took(max(gaps)), "latency/b")]
     rows = braille(gaps, frame.inner_width, frame.inner_height, role="latency")
+    if rows:
+        rows = labelled(rows, f"max {took(max(gaps[-2 * frame.inner_width :]))}", "newest right")
     return frame.draw(title, right, rows)

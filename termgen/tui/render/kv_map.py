@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -13,16 +14,19 @@ import numpy.typing as npt
 
 from termgen.engine.events import BlockState, EngineSnapshot
 from termgen.tui.formatting import count, percent, rate
+from termgen.tui.kv_cursor import cell_size
 from termgen.tui.palette import Glyphs
 from termgen.tui.render.frame import Frame
-from termgen.tui.spans import Row, Span
+from termgen.tui.spans import Row, Span, row_width
 from termgen.tui.store import DashboardView
 
 FREE, CACHED, ACTIVE, SHARED, ACTIVE_ALT, SELECTED, PART, EVICTED = range(8)
 _ODD_OWNER = np.int32(-(2**31) + 1)
 """The bits that tell an odd owner: the last, and the sign, which nobody's -1 has."""
-WIDE, NAMED = 100, 76
-"""Widths from which the title is written out, and the states are named."""
+WIDE = 100
+"""Width from which the title is written out."""
+TITLE_ROOM = 18
+"""Cells of the title of a narrow map and of the corners."""
 _ROLES = (
     "kv-free",
     "kv-cached",
@@ -33,6 +37,8 @@ _ROLES = (
     "kv-active",
     "kv-evicted",
 )
+LARGE_SIGNS = {"■": "█", "▪": "▓", "▫": "▒"}
+"""Signs of cells that cover several characters: as they touch, squares would look like dashes."""
 JUST_NS = 1_000_000_000
 """For how long a block counts as just evicted."""
 NO_BLOCKS = np.empty(0, np.int32)
@@ -112,14 +118,18 @@ def just_evicted(view: DashboardView) -> npt.NDArray[np.int32]:
     return snapshot.evicted_blocks[known - max(0, min(number, known)) :]
 
 
-def map_rows(cells: KvCells, width: int, glyphs: Glyphs) -> list[Row]:
-    """The cells in reading order, one row per `width` of them."""
+def map_rows(
+    cells: KvCells, width: int, glyphs: Glyphs, size: tuple[int, int] = (1, 1)
+) -> list[Row]:
+    """The cells in reading order, one row per `width` of them. `size`: columns and lines of each;
+    of several, the last stay empty, so that neighbours are told apart."""
     kinds = cells.kinds
     if not len(kinds):
         return []
     begins = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1  # of the runs of one kind
     begins = np.union1d(begins, np.arange(0, len(kinds), width))
-    runs = _runs(glyphs, width)
+    wide, high = size
+    runs = _runs(glyphs, width, wide)
     spans = [
         runs[kind][length]
         for kind, length in zip(
@@ -127,17 +137,26 @@ def map_rows(cells: KvCells, width: int, glyphs: Glyphs) -> list[Row]:
         )
     ]
     ends = np.searchsorted(begins, np.arange(width, len(kinds) + width, width)).tolist()
-    return [tuple(spans[a:b]) for a, b in pairwise([0, *ends])]
+    rows = [tuple(spans[a:b]) for a, b in pairwise([0, *ends])]
+    if high == 1:
+        return rows
+    return [row for drawn in rows for row in (*[drawn] * (high - 1), ())]
+
+
+def _signs(glyphs: Glyphs) -> tuple[str, ...]:
+    others = glyphs.kv_alt, glyphs.kv_selected, glyphs.kv_part, glyphs.kv_evicted
+    return (*glyphs.kv, *others)
 
 
 @lru_cache(maxsize=8)
-def _runs(glyphs: Glyphs, width: int) -> list[list[Span]]:
-    """By kind, and by length up to the width."""
-    others = glyphs.kv_alt, glyphs.kv_selected, glyphs.kv_part, glyphs.kv_evicted
-    signs = (*glyphs.kv, *others)
+def _runs(glyphs: Glyphs, width: int, wide: int) -> list[list[Span]]:
+    """By kind, and by length up to the width: cells of `wide` columns each."""
+    drawn = max(1, wide - 1)
+    gap = " " * (wide - drawn)
+    cells = [(LARGE_SIGNS.get(one, one) if wide > 1 else one) * drawn for one in _signs(glyphs)]
     return [
-        [(sign * length, role) for length in range(width + 1)]
-        for sign, role in zip(signs, _ROLES, strict=True)
+        [((cell + gap) * length, role) for length in range(width + 1)]
+        for cell, role in zip(cells, _ROLES, strict=True)
     ]
 
 
@@ -149,41 +168,58 @@ def kv_panel(
     title: list[Span] = [("KV blocks" if frame.width >= WIDE else "KV", "text/b")]
     if snapshot is None:
         return frame.draw(title, (), [(("waiting for the engine", "muted"),)])
-    width = frame.inner_width
+    rows = max(1, frame.inner_height)
+    cell = cell_size(len(snapshot.block_states), frame.inner_width, rows)
+    width = frame.inner_width // cell[0]
     cells = kv_cells(
         snapshot.block_states,
         snapshot.block_owners,
-        width * max(1, frame.inner_height),
+        width * (rows // cell[1]),
         selected=owner_index(snapshot, selected),
         evicted=just_evicted(view),
     )
     per_cell = cells.blocks_per_cell
     scale = f" · {rate(per_cell)}/cell" if per_cell > 1 and frame.width >= WIDE else ""
     title.append((f" · {view.num_blocks:,}".replace(",", " ") + scale, "muted"))
-    return frame.draw(title, kv_legend(view, glyphs, frame.width), map_rows(cells, width, glyphs))
+    return frame.draw(
+        title, kv_legend(view, glyphs, frame.width), map_rows(cells, width, glyphs, cell)
+    )
 
 
 def kv_legend(view: DashboardView, glyphs: Glyphs, width: int) -> list[Span]:
-    """Signs with their counts; only the names when there is no room for both."""
+    """Signs with their names and counts. What does not fit beside the title gives way: the share
+    in use first, then the counts, so that no sign is without its name while there is room."""
     free, cached, active, shared = glyphs.kv
     num_shared = _num_shared(view)
-    parts = (
+    parts = [
         (active, "kv-active", "active", view.num_used_blocks - num_shared),
         (shared, "kv-shared", "shared", num_shared),
         (cached, "kv-cached", "cached", view.num_cached_blocks),
-        (free, "kv-free", "free", view.num_free_blocks),
+        (free, "muted", "free", view.num_free_blocks),
+    ]
+    if gone := len(just_evicted(view)):
+        parts.insert(0, (glyphs.kv_evicted, "kv-evicted", "just evicted", gone))
+    used: list[Span] = [(percent(view.kv_usage), "text/b"), (" used", "muted")]
+    room = width - TITLE_ROOM
+    forms = (
+        [*_named(parts, "  "), *used],
+        [*_named(parts, " "), *used],
+        _named(parts, " ")[:-1] + [(" free", "muted")],
+        _named(parts, " ", counted=False)[:-1] + [(" free", "muted")],
     )
+    fitting = (spans for spans in forms if row_width(tuple(spans)) <= room)
+    return next(fitting, [(count(view.num_used_blocks), "text"), (" used", "muted")])
+
+
+def _named(
+    parts: Sequence[tuple[str, str, str, int]], gap: str, *, counted: bool = True
+) -> list[Span]:
     spans: list[Span] = []
-    gap = "  " if width >= WIDE else " "
-    gone = len(just_evicted(view)) if width >= WIDE else 0
-    if gone:
-        spans += [(f"{glyphs.kv_evicted} ", "kv-evicted"), (count(gone), "text")]
-        spans.append((" just evicted  ", "muted"))
     for sign, role, name, number in parts:
-        spans.append((f"{sign} ", role if role != "kv-free" else "muted"))
-        spans.append((count(number), "text"))
-        spans.append((f" {name}{gap}" if width >= NAMED else gap, "muted"))
-    return [*spans, (percent(view.kv_usage), "text/b"), (" used", "muted")]
+        spans.append((sign, role))
+        spans.append((f" {count(number)}" if counted else "", "text"))
+        spans.append((f" {name}{gap}", "muted"))
+    return spans
 
 
 def _num_shared(view: DashboardView) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.events import BlockState, EngineSnapshot, StepRecord
-from termgen.tui.formatting import count
+from termgen.tui.formatting import brief_id, count
 from termgen.tui.kv_cursor import KvCursor
 from termgen.tui.palette import Glyphs
 from termgen.tui.render.frame import Frame
@@ -23,7 +23,7 @@ from termgen.tui.render.kv_map import (
 )
 from termgen.tui.render.series import spark
 from termgen.tui.sanitize import clean_line
-from termgen.tui.spans import Row, Span, merge
+from termgen.tui.spans import Row, Span, merge, row_width
 from termgen.tui.store import DashboardView
 
 STATE_NAMES = {
@@ -34,6 +34,7 @@ STATE_NAMES = {
 }
 UNDER_THE_MAP = 3
 TICK_LABEL = 18
+TICK_MAX = 17
 
 
 def kv_page(
@@ -65,19 +66,22 @@ def kv_page(
     cells = kv_cells(
         snapshot.block_states[shown],
         snapshot.block_owners[shown],
-        frame.inner_width * rows,
+        cursor.width * cursor.rows,
         selected=owner_index(snapshot, selected),
         per_cell=cursor.per_cell,
         evicted=just_evicted(view) - np.int32(shown.start),
     )
-    body = map_rows(cells, frame.inner_width, glyphs)
+    size = (cursor.cell_width, cursor.cell_height)
+    body = map_rows(cells, cursor.width, glyphs, size)
     column, line = cursor.cell
-    if line < len(body):
-        body[line] = reversed_cell(body[line], column)
+    for y in range(line * size[1], min(len(body), (line + 1) * size[1])):
+        for x in range(column * size[0], (column + 1) * size[0]):
+            body[y] = reversed_cell(body[y], x)
     body += [()] * (rows - len(body))
     body.append(_under_cursor(snapshot, first, cursor, just_evicted(view)))
     body += tick_rows(view.steps, frame.inner_width)
-    return frame.draw(title, kv_legend(view, glyphs, frame.width), body)
+    room = frame.width - row_width(tuple(title)) + 8  # the corners and blanks beside both
+    return frame.draw(title, kv_legend(view, glyphs, room), body)
 
 
 def reversed_cell(row: Row, column: int) -> Row:
@@ -109,7 +113,7 @@ def _under_cursor(
     states = snapshot.block_states[blocks.start : blocks.stop]
     owners = snapshot.block_owners[blocks.start : blocks.stop]
     names = [
-        clean_line(snapshot.requests[owner].request_id)
+        clean_line(brief_id(snapshot.requests[owner].request_id))
         for owner in dict.fromkeys(owners[owners >= 0].tolist())
         if owner < len(snapshot.requests)
     ]
@@ -133,7 +137,8 @@ def _under_cursor(
 
 def tick_rows(steps: Sequence[StepRecord], width: int) -> list[Row]:
     """Prefix tokens found and blocks evicted, one column a step, the newest at the right."""
-    room = max(1, width - TICK_LABEL)
+    has_max = width >= 3 * TICK_LABEL
+    room = max(1, width - TICK_LABEL - (TICK_MAX if has_max else 0))
     shown = list(steps[-room - 1 :])
     hits = [max(0, b.prefix_hit_tokens - a.prefix_hit_tokens) for a, b in pairwise(shown)]
     gone = [max(0, b.num_evictions - a.num_evictions) for a, b in pairwise(shown)]
@@ -143,5 +148,8 @@ def tick_rows(steps: Sequence[StepRecord], width: int) -> list[Row]:
         ("evictions", gone, "kv-evicted"),
     ):
         label = f"{name:11}{count(sum(values)):>5}  "
-        rows.append(((label, "muted"), *spark(values, room, role=role)))
+        most = f" max {count(max(values, default=0))} a step"
+        line = spark(values, room, role=role)
+        spans: Row = ((label, "muted"), *line)
+        rows.append((*spans, (most.rjust(TICK_MAX), "muted")) if has_max else spans)
     return rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from termgen.engine.events import StepRecord
-from termgen.tui.formatting import age, count
+from termgen.tui.formatting import age, brief_id, count
 from termgen.tui.lanes import Doing, History, LaneBook
 from termgen.tui.palette import Glyphs
 from termgen.tui.render.batch import batch_panel, steps_in_view
@@ -40,7 +40,7 @@ def batch_page(
     rows = budget_panel(view, Frame(width, budget, boxed), glyphs, cursor=cursor)
     if columns:
         frame = Frame(width, columns, boxed)
-        rows += batch_panel(view.steps, frame, glyphs, cursor=cursor, has_run=view.has_run)
+        rows += batch_panel(view, frame, glyphs, cursor=cursor)
     frame = Frame(width, max(0, rest), boxed)
     rows += lanes_panel(view.steps, lanes, frame, glyphs, cursor=cursor, selected=selected)
     if queue:
@@ -127,7 +127,7 @@ def _lane_row(
     is_selected: bool,
 ) -> Row:
     signs = _signs(glyphs)
-    name = cut(clean_line(history.request_id), ID_WIDTH - 3)
+    name = cut(clean_line(brief_id(history.request_id)), ID_WIDTH - 3)
     spans: list[Span] = [
         ("▸ " if is_selected else "  ", "accent"),
         (name.ljust(ID_WIDTH - 2), "text/b" if is_selected else "text"),
@@ -178,7 +178,7 @@ def _legend(glyphs: Glyphs) -> list[Span]:
 
 def waiting_panel(view: DashboardView, waiting: Sequence[RequestRow], frame: Frame) -> list[Row]:
     """The queue in its order, with why its first does not run."""
-    title: list[Span] = [("waiting", "text/b"), (f" · {view.num_waiting}", "muted")]
+    title: list[Span] = [("waiting", "text/b"), (f" · {len(waiting)}", "muted")]
     reason = view.snapshot.waiting_reason if view.snapshot else ""
     right: list[Span] = [(reason, "warn")] if reason else []
     body: list[Row] = []
@@ -187,7 +187,7 @@ def waiting_panel(view: DashboardView, waiting: Sequence[RequestRow], frame: Fra
         why = reason if place == 0 and reason else f"behind {place}" if place else ""
         left: list[Span] = [
             ("↺ " if preempted else "○ ", "warn" if preempted else "muted"),
-            (cut(clean_line(row.request_id), 28).ljust(29), "text"),
+            (cut(clean_line(brief_id(row.request_id)), 28).ljust(29), "text"),
             (f"{count(row.prompt + row.output):>6} tokens  ", "muted"),
             (f"{age(row.age_s):>6}  ", "text"),
             ("preempted, " if preempted else "", "warn"),

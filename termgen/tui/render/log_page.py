@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from termgen.tui.formatting import count, duration, milliseconds, percent
+from termgen.tui.formatting import count, duration, percent, plural, took
 from termgen.tui.log import Level, LogBook, LogScroll
 from termgen.tui.render.frame import Frame
 from termgen.tui.render.timeline import list_panel
@@ -47,7 +47,7 @@ def log_page(
     rest = height - top
     last = LAST_STEPS + 1 + edge
     if (trouble or stalled_s) and rest > last + edge:
-        rows += list_panel(view.steps, Frame(width, last, boxed))
+        rows += list_panel(view.steps, Frame(width, last, boxed), on_cpu=view.on_cpu)
         rest -= last
     if rest > 0:
         frame = Frame(width, rest, boxed)
@@ -92,7 +92,7 @@ def watch_panel(
     lasted = percentile((max(0, s.ended_ns - s.started_ns) / 1e3 for s in recent), 50)
     share = told / lasted if told is not None and lasted else None
     tax += [
-        (f"{milliseconds(told)} µs", "text"),
+        (took(told / 1e3 if told is not None else None), "text"),
         (" of the engine's time a step (", "muted"),
         (percent(share), "text"),
         (")", "muted"),
@@ -115,7 +115,7 @@ def lines_panel(
     title: list[Span] = [("log", "text/b"), (f" · {level.name.lower()} and above", "muted")]
     if words:
         title.append((f" · “{clean_line(words)}”", "accent"))
-    right: list[Span] = [(f"{count(len(found))} lines", "muted")]
+    right: list[Span] = [(plural(len(found), "line"), "muted")]
     if end < len(found):
         right.insert(0, (f"↓ {count(len(found) - end)} newer of ", "accent"))
     body: list[Row] = []

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from termgen.client import ModelInfo
 from termgen.engine.memory_ledger import MemoryLedger, size
-from termgen.tui.formatting import clock, count, milliseconds, percent, rate
+from termgen.tui.formatting import clock, count, percent, rate, took
 from termgen.tui.gpu_meter import GpuHistory
 from termgen.tui.render.frame import Frame
-from termgen.tui.render.series import braille, spark
+from termgen.tui.render.series import braille, labelled, span_words, spark
 from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, row_width, spread
 from termgen.tui.step_figures import Values
@@ -19,6 +19,11 @@ from termgen.tui.store import DashboardView, windowed
 
 ROOMY_TILE = 35
 NUMBER_WIDTH = 6
+TIME_WIDTH = 8
+FOUR_NUMBERS = 46
+"""Width from which the latencies have a third percentile."""
+PLOT_WORDS = 29
+"""Cells beside the series of a rate on a small screen."""
 POINTS_PER_READING = 4
 SPARK_WINDOW_S = 30
 """What the short series show, unless one asks for another length of time."""
@@ -114,49 +119,53 @@ def prefill_tile(view: DashboardView, frame: Frame) -> list[Row]:
 def _rate_tile(
     name: str, values: Values, now: float, frame: Frame, window_s: int | None
 ) -> list[Row]:
-    """The name is also the role. Window and unit give way to the number."""
+    """The name is also the role. The plot says what its full height is and how far back it goes;
+    the unit gives way to the number."""
     width, height = frame.inner_width, frame.inner_height
-    rows = braille(windowed(values, window_s, 2 * width), width, height, role=name)
+    shown = windowed(values, window_s, 2 * width)
+    rows = braille(shown, width, height, role=name)
+    top = max(shown, default=0.0)
+    if rows:
+        rows = labelled(rows, f"max {rate(top)}", span_words(2 * width, window_s))
     title: list[Span] = [(name, "text/b")]
     number, room = rate(now), frame.width - 9 - len(name)
-    window = f" {window_s} s" if window_s is not None else ""
-    if len(window + number) <= room:
-        title.append((window, "muted"))
-        room -= len(window)
     unit = next((u for u in (" tok/s", "/s") if len(number + u) <= room), "")
     return frame.draw(title, [(number, f"{name}/b"), (unit, "muted")], rows)
 
 
 def latency_tile(view: DashboardView, frame: Frame) -> list[Row]:
-    """What users wait for, and what a step takes: percentiles, each with its series."""
+    """What users wait for, and what a step takes: percentiles, each with its series. The longest
+    time is the full height of a series."""
     width, series = frame.inner_width, view.series
+    names = ("p50", "p95", "p99") if width >= FOUR_NUMBERS else ("p50", "p99")
     lines = (
         ("TTFT", view.ttft, series.ttft_ms, "prefill"),
         ("ITL", view.gap, series.gap_ms, "decode"),
         ("step", view.step, series.step_ms, "latency"),
         ("queue", view.queue, series.queue_ms, "warn"),
     )
-    room = max(0, width - 7 - 3 * NUMBER_WIDTH)
-    heads = "".join(name.rjust(NUMBER_WIDTH) for name in ("p50", "p95", "p99"))
-    body: list[Row] = [((" " * (7 + room) + heads, "muted"),)]
+    window_s = view.window_s or SPARK_WINDOW_S
+    room = max(0, width - 6 - (len(names) + 1) * TIME_WIDTH)
+    heads = "".join(name.rjust(TIME_WIDTH) for name in ("max", *names))
+    body: list[Row] = [((" " * 6 + f"−{window_s} s"[:room].ljust(room) + heads, "muted"),)]
     for name, times, values, role in lines:
-        numbers = "".join(milliseconds(value).rjust(NUMBER_WIDTH) for value in times)
-        line = spark(windowed(values, view.window_s or SPARK_WINDOW_S, room), room, role=role)
-        body.append(((name.ljust(7), "muted"), *line, (numbers, "text")))
-    title: list[Span] = [("latency", "text/b"), (" · ms", "muted")]
-    if view.window_s is not None:
-        title.append((f" {view.window_s} s", "muted"))
-    return frame.draw(title, (), body)
+        shown = windowed(values, window_s, room or SPARK_WINDOW_S)
+        longest = max(shown, default=0.0)
+        numbers = [longest or None, *(getattr(times, name) for name in names)]
+        line = spark(shown, room, role=role, peak=longest)
+        cells = "".join(took(value).rjust(TIME_WIDTH) for value in numbers)
+        body.append(((name.ljust(6), "muted"), *line, (cells, "text")))
+    return frame.draw([("latency", "text/b")], (), body)
 
 
 def gauges_tile(view: DashboardView, frame: Frame, gpu: GpuHistory = ()) -> list[Row]:
-    """How full everything is, each with its series and its number.
+    """How full everything is, each with its series and its number, over which the full height is.
 
     The GPU has lines where there is room for them, or a word in the title.
     """
     roomy = frame.width >= ROOMY_TILE
     gauges = _standing(view, roomy=roomy)
-    right: list[Span] = []
+    right: list[Span] = [(f"last {view.window_s or SPARK_WINDOW_S} s", "muted")]
     if rest := _rest(view):
         right = [(rest, "warn/b")]
     title: list[Span] = [("now", "text/b")]
@@ -164,8 +173,12 @@ def gauges_tile(view: DashboardView, frame: Frame, gpu: GpuHistory = ()) -> list
         gauges += _gpu_lines(gpu, roomy=roomy)
     elif gpu:
         title.append((f" · GPU {percent(gpu[-1].busy)}", "muted"))
+    if view.on_cpu and len(gauges) > frame.inner_height and view.host:
+        title.append((f" · memory {gauges[-1].number}" if roomy else "", "muted"))
+        gauges = gauges[: frame.inner_height]
     label = max(len(gauge.name) for gauge in gauges) + 1
-    rows = [_gauge_row(gauge, frame.inner_width, label, view.window_s) for gauge in gauges]
+    number = max(NUMBER_WIDTH, *(len(gauge.number) for gauge in gauges))
+    rows = [_gauge_row(gauge, frame.inner_width, label, number, view) for gauge in gauges]
     return frame.draw(title, right, rows)
 
 
@@ -182,14 +195,39 @@ class _Gauge(NamedTuple):
 def _standing(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
     seats, series = view.max_num_seqs or 0, view.series
     running = f"{view.num_running}/{count(seats)}" if seats else f"{view.num_running}"
-    hits, graphs = percent(view.prefix_hit_rate), percent(view.graphs.share_recorded)
-    return [
+    most = max(windowed(series.waiting, view.window_s or SPARK_WINDOW_S, 1), default=0.0)
+    waiting = f"{view.num_waiting}/{count(most)}" if most else "0"
+    hits = percent(view.prefix_hit_rate)
+    gauges = [
         _Gauge("running", series.running, float(seats) or None, running, "decode"),
-        _Gauge("waiting", series.waiting, None, str(view.num_waiting), "warn"),
+        _Gauge("waiting/max" if roomy else "waiting", series.waiting, None, waiting, "warn"),
         _Gauge("KV used", series.kv_share, 1.0, percent(view.kv_usage), "kv-active"),
         _Gauge("prefix hits" if roomy else "hits", series.hit_share, 1.0, hits, "kv-shared"),
-        _Gauge("CUDA graphs" if roomy else "graphs", series.graph_share, 1.0, graphs, "good"),
     ]
+    if view.on_cpu:
+        return gauges + host_lines(view, roomy=roomy)
+    graphs = percent(view.graphs.share_recorded)
+    name = "CUDA graphs" if roomy else "graphs"
+    return [*gauges, _Gauge(name, series.graph_share, 1.0, graphs, "good")]
+
+
+def host_lines(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
+    """Of an engine on a CPU: the cores it keeps busy, and the memory that its process holds."""
+    if not view.host:
+        return []
+    now = view.host[-1]
+    points = [reading for reading in view.host for _ in range(POINTS_PER_READING)]
+    cores, memory = [r.cores for r in points], [float(r.resident_bytes) for r in points]
+    total = f"/{view.num_cores}" if view.num_cores else ""
+    gib = now.resident_bytes / 2**30
+    words = f"{gib:.2f} GiB" if gib < 9.995 else f"{gib:.1f} GiB"
+    peak = float(view.num_cores) or None
+    lines = [
+        _Gauge("busy cores" if roomy else "cores", cores, peak, f"{now.cores:.1f}{total}", "good")
+    ]
+    if now.resident_bytes:
+        lines.append(_Gauge("memory", memory, None, words, "prefill"))
+    return lines
 
 
 def _gpu_lines(gpu: GpuHistory, *, roomy: bool) -> list[_Gauge]:
@@ -212,71 +250,66 @@ def _rest(view: DashboardView) -> str:
     return "asleep" if view.snapshot.sleep_level else "paused"
 
 
-def _gauge_row(gauge: _Gauge, width: int, label: int, window_s: int | None) -> Row:
-    number = gauge.number.rjust(NUMBER_WIDTH)
-    room = max(0, width - label - len(number) - 1)
-    values = windowed(gauge.values, window_s or SPARK_WINDOW_S, room)
+def _gauge_row(gauge: _Gauge, width: int, label: int, number: int, view: DashboardView) -> Row:
+    room = max(0, width - label - number - 1)
+    values = windowed(gauge.values, view.window_s or SPARK_WINDOW_S, room)
     series = spark(values, room, role=gauge.role, peak=gauge.peak)
-    return ((gauge.name.ljust(label), "muted"), *series, (" " + number, "text"))
+    words = f" {gauge.number.rjust(number)}"
+    return ((gauge.name.ljust(label), "muted"), *series, (words, "text"))
 
 
 def numbers_lines(view: DashboardView, width: int, height: int, gpu: GpuHistory = ()) -> list[Row]:
-    """What the tiles have, for small terminals: three rows with the series, or a single one."""
+    """What the tiles have, for small terminals: in three rows, or a single one. The two rates have
+    their series, with its highest value and how far back it goes."""
     rest = _rest(view)
     head: list[Span] = [(f" {rest} ", "warn/b")] if rest else []
-    rates = [
-        _Gauge("out", view.series.decode, None, rate(view.decode_rate), "decode"),
-        _Gauge("in", view.series.prefill, None, rate(view.prefill_rate), "prefill", " tok/s"),
+    out, into = rate(view.decode_rate), rate(view.prefill_rate)
+    run, wait, kv, hits, *others = _standing(view, roomy=False)
+    parts = [
+        _named("run", run.number, "decode"),
+        _named("wait", wait.number.partition("/")[0], "warn"),
+        _named("KV", kv.number, "text"),
+        _named("hits", hits.number, "text"),
+        *(_named(gauge.name, gauge.number, "text") for gauge in others),
+        *(_named("GPU", percent(gpu[-1].busy), "text") for _ in gpu[-1:]),
     ]
-    run, wait, kv, hits, graphs = (
-        gauge._replace(name=name)
-        for gauge, name in zip(
-            _standing(view, roomy=False), ("run", "wait", "KV", "hit", "graphs"), strict=True
-        )
-    )
-    times = [
-        _Gauge(name, values, None, "/".join(map(milliseconds, at)), role, unit)
-        for name, at, values, role, unit in (
-            ("TTFT", view.ttft, view.series.ttft_ms, "prefill", ""),
-            ("ITL", view.gap, view.series.gap_ms, "decode", " ms p50/p95/p99"),
-        )
-    ]
-    busy = [_gpu_lines(gpu, roomy=False)[0]] if gpu else []
     if height < 3:
-        return [_line([*rates, run, wait, kv, hits, *busy, times[0]], 0, head, view, width)]
-    lines = ([*rates, *busy, graphs], [run, wait, kv, hits], times)
-    heads: tuple[list[Span], ...] = (head, [], [])
-    return [
-        _line(line, _room(line, width - row_width(first)), first, view, width)
-        for line, first in zip(lines, heads, strict=True)
+        rates = [_named("out", out, "decode", " tok/s"), _named("in", into, "prefill", " tok/s")]
+        first = [_named("TTFT", took(view.ttft.p50), "prefill")]
+        return [_joined([head, *rates, *parts, *first], width)]
+    window_s = view.window_s or SPARK_WINDOW_S
+    series = view.series
+    both = (("out", series.decode, out, "decode"), ("in", series.prefill, into, "prefill"))
+    plots: list[list[Span]] = []
+    room = max(0, (width - row_width(tuple(head)) - len(f"  −{window_s} s")) // 2 - PLOT_WORDS)
+    for name, values, now, role in both:
+        shown = windowed(values, window_s, room)
+        top = max(shown, default=0.0)
+        plots.append(
+            [
+                *_named(name, now.rjust(5), role, " tok/s "),
+                *spark(shown, room, role=role, peak=top),
+                (f" max {rate(top):5}", "muted"),
+            ]
+        )
+    plots.append([(f"  −{window_s} s", "muted")])
+    times = [
+        [(f"  {name} ", "muted"), ("/".join(map(took, at)), f"{role}/b")]
+        for name, at, role in (("TTFT", view.ttft, "prefill"), ("ITL", view.gap, "decode"))
     ]
+    times.append([("  p50/95/99", "muted")])
+    return [_joined([head, *plots], width), _joined(parts, width), _joined(times, width)]
 
 
-def _room(gauges: Sequence[_Gauge], width: int) -> int:
-    """Cells for each series beside the names and numbers of a line."""
-    fixed = sum(len(g.name) + _number_width(g) + len(g.unit) + 4 for g in gauges)
-    return max(0, (width - fixed) // len(gauges))
+def _named(name: str, number: str, role: str, unit: str = "") -> list[Span]:
+    spans: list[Span] = [(f"  {name} ", "muted"), (number, f"{role}/b")]
+    return [*spans, (unit, "muted")] if unit else spans
 
 
-def _number_width(gauge: _Gauge) -> int:
-    """So that nothing jumps when a number grows."""
-    return max(len(gauge.number), 14 if gauge.number.count("/") == 2 else 4)
-
-
-def _line(
-    gauges: Sequence[_Gauge], room: int, head: list[Span], view: DashboardView, width: int
-) -> Row:
+def _joined(groups: Sequence[Sequence[Span]], width: int) -> Row:
     """Side by side; the last ones drop out first."""
-    spans = list(head)
-    for gauge in gauges:
-        values = windowed(gauge.values, view.window_s or SPARK_WINDOW_S, room)
-        number = gauge.number.rjust(_number_width(gauge)) if room else gauge.number
-        group: list[Span] = [(f"{' ' if len(spans) > len(head) else ''} {gauge.name} ", "muted")]
-        if room:
-            group += spark(values, room, role=gauge.role, peak=gauge.peak)
-            group.append((" ", "text"))
-        role = "text" if gauge.role in ("good", "kv-active", "kv-shared") else gauge.role
-        group += [(number, f"{role}/b"), (gauge.unit, "muted")]
+    spans: list[Span] = []
+    for group in groups:
         if row_width((*spans, *group)) > width:
             break
         spans += group

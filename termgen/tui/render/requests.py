@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from termgen.tui.formatting import age, count, rate
+from termgen.tui.formatting import age, brief_id, count, rate
 from termgen.tui.palette import COLOUR_GLYPHS, Glyphs
 from termgen.tui.render.frame import Frame
 from termgen.tui.sanitize import clean_line
-from termgen.tui.spans import Row, Span, cut, merge
+from termgen.tui.spans import Row, Span, cut, merge, row_width
 from termgen.tui.store import DashboardView, RequestRow
 
 _STATES = {
@@ -23,7 +23,8 @@ _STATES = {
     "error": ("✗", "bad"),
 }
 BAR_WIDTH = 16
-MIN_ID_WIDTH, MAX_ID_WIDTH = 19, 28
+MIN_ID_WIDTH, MAX_ID_WIDTH = 19, 44
+MIN_PARAMS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def _fixed(columns: Sequence[Column]) -> int:
 
 def _id_width(columns: Sequence[Column], width: int) -> int:
     spare = width - 2 - _fixed(columns)
-    return max(6, min(MAX_ID_WIDTH, spare, max(MIN_ID_WIDTH, spare - BAR_WIDTH - 3)))
+    return max(6, min(MAX_ID_WIDTH, spare, max(MIN_ID_WIDTH, (spare - 3) * 2 // 3)))
 
 
 def _has_bar(columns: Sequence[Column], id_width: int, width: int) -> bool:
@@ -138,9 +139,10 @@ def _row(
     sign, role = _STATES.get(row.state, ("·", "muted"))
     quiet = row.finished or row.state == "waiting"
     text = "muted" if quiet else "text"
-    name = cut(clean_line(row.request_id), id_width)
+    name = cut(clean_line(brief_id(row.request_id)), id_width)
     pointer = ("▸ ", "accent") if marked else ("  ", "text")
-    spans: list[Span] = [pointer, (name.ljust(id_width), text + "/b" if marked else text)]
+    spans: list[Span] = [pointer, (name, text + "/b" if marked else text)]
+    spans.append((_params(row, id_width - row_width((spans[1],))), "muted"))
     cells = {
         "prompt": count(row.prompt),
         "cached": count(row.cached) if row.cached else "·",
@@ -162,6 +164,12 @@ def _row(
             cell_role = "prefill" if row.state == "prefill" else "decode"
         spans.append((value.rjust(column.width), cell_role))
     return tuple(spans)
+
+
+def _params(row: RequestRow, room: int) -> str:
+    """What else tells it apart, in what is left of its column."""
+    words = cut(clean_line(row.params), room - 2) if row.params and room > MIN_PARAMS else ""
+    return f"  {words}".ljust(room) if words else " " * room
 
 
 def _lengths(row: RequestRow, width: int, peak: int, glyphs: Glyphs) -> Row:

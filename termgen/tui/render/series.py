@@ -7,6 +7,8 @@ from functools import lru_cache
 
 from termgen.tui.spans import Row
 
+POINT_S = 0.25
+"""Between two points of a live series."""
 BARS = " ▁▂▃▄▅▆▇█"
 _LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)
 _RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
@@ -43,6 +45,26 @@ def spark(values: Sequence[float], width: int, *, role: str, peak: float | None 
     points = _tail(values, width)
     top = peak if peak is not None else max(points, default=0.0)
     return (("".join([BARS[level] for level in _levels(points, top, 8)]), role),)
+
+
+def labelled(rows: Sequence[Row], top: str, span: str) -> list[Row]:
+    """A plot with what its full height is at its top left, and how far back it goes at its bottom
+    left; in a single line, both."""
+    if len(rows) == 1:
+        return [_over(rows[0], f"{top} · {span} ")]
+    return [_over(rows[0], top + " "), *rows[1:-1], _over(rows[-1], span + " ")]
+
+
+def _over(row: Row, words: str) -> Row:
+    """Words instead of the first cells of a plotted row."""
+    (line, role), *_ = row
+    return ((words, "muted"), (line[len(words) :], role)) if len(words) < len(line) else row
+
+
+def span_words(points: int, window_s: int | None) -> str:
+    """How far back a series of so many points goes."""
+    seconds = window_s if window_s is not None else points * POINT_S
+    return f"−{seconds:g} s"
 
 
 def bar(share: float, width: int, *, role: str, track: str = "border") -> Row:

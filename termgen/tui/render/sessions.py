@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from termgen.tui.spans import Row, Span, cut, fit, spread
 
 DAY_S = 86_400.0
 ROOMY_WIDTH = 60
-"""From here on a row tells the model and the time too."""
+"""From here on a row tells the model too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ def session_rows(
 ) -> list[ListedRow]:
     rows: list[ListedRow] = []
     group = ""
-    for index, session in enumerate(sessions):
+    for index, (session, number) in enumerate(zip(sessions, _numbers(sessions), strict=True)):
         name = age_group(session.updated_s, now_s)
         if name != group:
             rows += [ListedRow(())] if rows else []
@@ -43,25 +44,48 @@ def session_rows(
         is_marked = index == selected and has_focus
         background = "@select" if is_marked else ""
         sign = f"{'▸' if is_marked else ' '}{'●' if session.session_id == open_id else ' '} "
-        rows.append(ListedRow(_row(session, width, sign, now_s, background), index))
+        rows.append(ListedRow(_row(session, number, width, sign, now_s, background), index))
         if session.excerpt:
             said: Span = (cut(f"     {clean_line(session.excerpt)}", width), f"muted{background}")
             rows.append(ListedRow(fit([said], width, f"text{background}"), index))
     return rows
 
 
-def _row(session: SessionSummary, width: int, sign: str, now_s: float, background: str) -> Row:
+def _row(
+    session: SessionSummary, number: int, width: int, sign: str, now_s: float, background: str
+) -> Row:
     left: list[Span] = [
         (sign, f"accent{background}"),
         (clean_line(session.title) or "untitled", f"text{background}"),
     ]
-    right: list[Span] = []
-    if width >= ROOMY_WIDTH:
-        form = "%H:%M" if session.updated_s > now_s - DAY_S else "%d %b %Y"
-        used = time.strftime(form, time.localtime(session.updated_s))
-        right.append((f"{cut(clean_line(session.model_id), 24)}  {used}  ", f"muted{background}"))
+    if number:
+        left.append((f" ({number})", f"muted{background}"))
+        left[1] = (cut(left[1][0], max(4, width - 24)), left[1][1])
+    used = used_words(session.updated_s, now_s)
+    model = f"{cut(clean_line(session.model_id), 24)}  " if width >= ROOMY_WIDTH else ""
+    right: list[Span] = [(f"{model}{used}  ", f"muted{background}")]
     right.append((f"{count(session.num_turns)} ", f"faint{background}"))
     return spread(left, right, width, f"text{background}")
+
+
+def used_words(then_s: float, now_s: float) -> str:
+    """The time of today, the weekday and time of this week, else the date."""
+    forms = {"today": "%H:%M", "yesterday": "%H:%M", "this week": "%a %H:%M"}
+    then, now = time.localtime(then_s), time.localtime(now_s)
+    other_days = "%-d %b" if then.tm_year == now.tm_year else "%-d %b %Y"
+    return time.strftime(forms.get(age_group(then_s, now_s), other_days), then)
+
+
+def _numbers(sessions: Sequence[SessionSummary]) -> list[int]:
+    """Of chats that share their title, from the oldest on; 0 for the others."""
+    titles = [session.title.casefold() for session in sessions]
+    counts = Counter(titles)
+    left = Counter(titles)
+    numbers = []
+    for title in titles:
+        numbers.append(left[title] if counts[title] > 1 else 0)
+        left[title] -= 1
+    return numbers
 
 
 def age_group(then_s: float, now_s: float) -> str:

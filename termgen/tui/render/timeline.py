@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.events import StepRecord
-from termgen.tui.formatting import milliseconds, percent
+from termgen.tui.formatting import percent, plural, took
 from termgen.tui.palette import Glyphs
 from termgen.tui.render.batch import no_step_words, step_line
 from termgen.tui.render.frame import Frame
@@ -41,10 +41,21 @@ _PHASES: tuple[tuple[str, str, Callable[[StepRecord], float]], ...] = (
     ("host in all", "text", lambda s: s.host_us / 1e3),
     ("device", "decode", lambda s: max(0, s.ended_ns - s.started_ns) / 1e6),
     ("idle", "bad", lambda s: s.idle_us / 1e3),
+    ("input", "accent", lambda s: s.input_us / 1e3),
+    ("model", "decode", lambda s: s.model_us / 1e3),
+    ("sample", "kv-shared", lambda s: s.sample_us / 1e3),
 )
 """Name, role and milliseconds of what a step's time goes into."""
 _HOST_US = attrgetter("schedule_us", "launch_us", "wait_us", "apply_us", "publish_us", "host_us")
 _DEVICE = attrgetter("started_ns", "ended_ns", "idle_us")
+_PARTS_US = attrgetter("input_us", "model_us", "sample_us")
+NAMES = [name for name, _, _ in _PHASES]
+FIRST_PART = NAMES.index("input")
+"""From here on, phases that only newer engines tell of."""
+ON_GPU = ("schedule", "launch", "wait", "apply", "telling", "host in all", "device", "idle")
+ON_CPU = ("schedule", "input", "model", "sample", "apply", "telling", "device")
+"""Phases where the host computes the step itself: nothing is launched, and nothing waits."""
+CPU_NAMES = {"apply": "output", "device": "step in all"}
 
 
 def timeline_page(
@@ -58,27 +69,33 @@ def timeline_page(
     num_steps: int = DEFAULT_STEPS,
     phase_times: PhaseTimes | None = None,
     has_run: bool = False,
+    on_cpu: bool = False,
 ) -> list[Row]:
     """The lanes over the phases over the steps one by one. `cursor` counts back from the newest;
     `phase_times` remembers what the phases of the last frame's steps took; `has_run`: there were
-    steps before those that are known."""
+    steps before those that are known; `on_cpu`: there is no device beside the host."""
     end = len(steps) - min(cursor or 0, max(0, len(steps) - 1))
     lanes = min(height, LANES_HEIGHT + (2 if boxed else 1))
     shown, frame = steps[max(0, end - num_steps) : end], Frame(width, lanes, boxed)
-    rows = lanes_panel(shown, frame, glyphs, has_run=has_run)
+    rows = lanes_panel(shown, frame, glyphs, has_run=has_run, on_cpu=on_cpu)
     rest = height - lanes
-    phases = min(rest, len(_PHASES) + 1 + (2 if boxed else 1))
+    phases = min(rest, len(ON_CPU if on_cpu else ON_GPU) + 1 + (2 if boxed else 1))
     if phases > 2:
         took_ms = (phase_times or PhaseTimes()).of(steps)[:, :end]
-        rows += phases_panel(took_ms, Frame(width, phases, boxed))
+        rows += phases_panel(took_ms, Frame(width, phases, boxed), on_cpu=on_cpu)
         rest -= phases
     if rest > 2:
-        rows += list_panel(steps[:end], Frame(width, rest, boxed))
+        rows += list_panel(steps[:end], Frame(width, rest, boxed), on_cpu=on_cpu)
     return rows
 
 
 def lanes_panel(
-    steps: Sequence[StepRecord], frame: Frame, glyphs: Glyphs, *, has_run: bool = False
+    steps: Sequence[StepRecord],
+    frame: Frame,
+    glyphs: Glyphs,
+    *,
+    has_run: bool = False,
+    on_cpu: bool = False,
 ) -> list[Row]:
     """The steps side by side on one scale of time; the last one is the marked one."""
     title: list[Span] = [("timeline", "text/b")]
@@ -91,24 +108,20 @@ def lanes_panel(
     def at(time_ns: float) -> int:
         return min(cells, max(0, int((time_ns - begin) / per_cell)))
 
-    title.append((f" · {len(steps)} steps · {milliseconds((end - begin) / 1e6)} ms", "muted"))
+    title.append((f" · {plural(len(steps), 'step')} · {took((end - begin) / 1e6)}", "muted"))
+    queue = _labels("queue", ((at(s.submitted_ns), str(s.queue_depth)) for s in steps), cells)
     body: list[Row] = [
         _lane("host", _host_lane(steps, cells, at), glyphs),
-        _lane("GPU" if _is_device(steps) else "run", _device_lane(steps, cells, at), glyphs),
-        _labels("step", ((at(s.started_ns), str(s.step_id % 1000)) for s in steps), cells),
-        _labels("queue", ((at(s.submitted_ns), str(s.queue_depth)) for s in steps), cells),
+        _lane("step" if on_cpu else "GPU", _device_lane(steps, cells, at), glyphs),
+        _labels("id", ((at(s.started_ns), str(s.step_id % 1000)) for s in steps), cells),
+        *([] if on_cpu and not any(s.queue_depth for s in steps) else [queue]),
         _ruler(cells, end - begin),
         (),
-        step_line(steps[-1], steps, frame.inner_width),
-        _times_line(steps[-1], frame.inner_width),
-        _legend(glyphs),
+        step_line(steps[-1], steps, frame.inner_width, on_cpu=on_cpu),
+        _times_line(steps[-1], frame.inner_width, on_cpu=on_cpu),
+        _legend(glyphs, on_cpu=on_cpu),
     ]
     return frame.draw(title, _busy_words(steps), body)
-
-
-def _is_device(steps: Sequence[StepRecord]) -> bool:
-    """On the CPU the steps that run are the host's own work."""
-    return any(s.graph_mode != "NONE" or s.queue_depth for s in steps)
 
 
 def _span(steps: Sequence[StepRecord]) -> tuple[int, int]:
@@ -170,7 +183,7 @@ def _ruler(cells: int, span_ns: int) -> Row:
     """Times from the left edge, at most one mark in twelve cells."""
     line = ["─"] * cells
     for cell in range(0, cells - 9, max(12, cells // 8)):
-        text = f"┴{milliseconds(span_ns * cell / cells / 1e6)} ms " if cell else "┴0 "
+        text = f"┴{took(span_ns * cell / cells / 1e6)} " if cell else "┴0 "
         line[cell : cell + len(text)] = text
     return (" " * LABEL, "muted"), ("".join(line), "faint")
 
@@ -185,51 +198,70 @@ def _busy_words(steps: Sequence[StepRecord]) -> list[Span]:
         ("busy ", "muted"),
         (percent(busy), "decode/b"),
         ("  idle ", "muted"),
-        (milliseconds(idle_ms / max(1, len(steps) - 1)), "bad/b" if idle_ms else "text"),
-        (" ms/step", "muted"),
+        (took(idle_ms / max(1, len(steps) - 1)), "bad/b" if idle_ms else "text"),
+        (" a step", "muted"),
     ]
 
 
-def _times_line(step: StepRecord, width: int) -> Row:
+def _times_line(step: StepRecord, width: int, *, on_cpu: bool = False) -> Row:
     """Every phase; on a narrow screen without the sums and parts that the panel below has."""
-    values = {name: (role, ms_of(step)) for name, role, ms_of in _PHASES}
+    kinds = {name: (role, ms_of) for name, role, ms_of in _PHASES}
+    values = {
+        CPU_NAMES.get(name, name) if on_cpu else name: (kinds[name][0], kinds[name][1](step))
+        for name in (ON_CPU if on_cpu else ON_GPU)
+    }
     spans = _times(values)
-    if sum(len(text) for text, _ in spans) > width:
-        spans = _times({n: values[n] for n in values if n not in ("telling", "host in all")})
-    return tuple(spans)
+    for left_out in (("telling", "host in all"), ("telling", "host in all", "launch")):
+        if sum(len(text) for text, _ in spans) - 2 > width:
+            spans = _times({n: values[n] for n in values if n not in left_out})
+    return fit(spans, width)
 
 
 def _times(values: Mapping[str, tuple[str, float]]) -> list[Span]:
     spans: list[Span] = []
     for name, (role, value) in values.items():
         quiet = name == "idle" and not value
-        spans += [(f"{name} ", "muted"), (f"{milliseconds(value)}  ", "text" if quiet else role)]
-    return [*spans, ("ms", "muted")]
+        spans += [(f"{name} ", "muted"), (f"{took(value)}  ", "text" if quiet else role)]
+    return spans
 
 
-def _legend(glyphs: Glyphs) -> Row:
-    names = ((PLAN, "schedule"), (LAUNCH, "launch"), (APPLY, "apply"), (WAIT, "wait"))
+def _legend(glyphs: Glyphs, *, on_cpu: bool) -> Row:
+    names: tuple[tuple[int, str], ...] = (
+        (PLAN, "schedule"),
+        (LAUNCH, "launch"),
+        (APPLY, "apply"),
+        (WAIT, "wait"),
+        (IDLE, "idle"),
+    )
+    if on_cpu:
+        names = ((PLAN, "schedule"), (LAUNCH, "compute"), (APPLY, "output"), (IDLE, "between"))
     spans: list[Span] = []
-    for kind, name in (*names, (IDLE, "idle")):
+    for kind, name in names:
         sign, role = _SIGNS[kind]
         spans += [(sign, role), (f" {name}  ", "muted")]
-    return (*spans, (glyphs.prefill, "decode"), (" step on the device", "muted"))
+    return (
+        *spans,
+        (glyphs.prefill, "decode"),
+        (" step" if on_cpu else " step on the device", "muted"),
+    )
 
 
-def phases_panel(took_ms: npt.NDArray[np.float64], frame: Frame) -> list[Row]:
+def phases_panel(
+    took_ms: npt.NDArray[np.float64], frame: Frame, *, on_cpu: bool = False
+) -> list[Row]:
     """Where a step's time goes: median and 99th percentile of every phase, to one scale.
 
     took_ms: [phases, steps]"""
     num_steps = took_ms.shape[1]
-    right = [(f"last {num_steps} steps", "muted")]
-    title: list[Span] = [("where a step goes", "text/b"), (" · ms", "muted")]
+    right = [(f"last {plural(num_steps, 'step')}", "muted")]
+    title: list[Span] = [("where a step goes", "text/b")]
     if not num_steps:
         return frame.draw(title, (), [])
+    rows = [NAMES.index(name) for name in (ON_CPU if on_cpu else ON_GPU)]
+    rows = [row for row in rows if row < FIRST_PART or took_ms[row].any()]
     figures = [
-        (name, role, p50, p99)
-        for (name, role, _), (p50, p99) in zip(
-            _PHASES, quantiles(took_ms, 50, 99).tolist(), strict=True
-        )
+        (CPU_NAMES.get(NAMES[row], NAMES[row]) if on_cpu else NAMES[row], _PHASES[row][1], *found)
+        for row, found in zip(rows, quantiles(took_ms[rows], 50, 99).tolist(), strict=True)
     ]
     top = max(p50 for _, _, p50, _ in figures) or 1.0
     room = max(4, frame.inner_width - 34)
@@ -239,8 +271,8 @@ def phases_panel(took_ms: npt.NDArray[np.float64], frame: Frame) -> list[Row]:
             (
                 (name.ljust(14), "muted"),
                 *bar(p50 / top, room, role=role),
-                (milliseconds(p50).rjust(9), "text"),
-                (milliseconds(p99).rjust(9), "text"),
+                (took(p50).rjust(9), "text"),
+                (took(p99).rjust(9), "text"),
             )
         )
     return frame.draw(title, right, body)
@@ -282,25 +314,31 @@ def phases_ms(steps: Sequence[StepRecord]) -> npt.NDArray[np.float64]:
     host = np.array(list(map(_HOST_US, steps)), np.float64).T / 1e3
     device = np.array(list(map(_DEVICE, steps)), np.float64).T
     ran_ms = np.maximum(0.0, device[1] - device[0]) / 1e6
-    return np.vstack((host, ran_ms, device[2] / 1e3))
+    parts = np.array(list(map(_PARTS_US, steps)), np.float64).T / 1e3
+    return np.vstack((host, ran_ms, device[2] / 1e3, parts))
 
 
-def list_panel(steps: Sequence[StepRecord], frame: Frame) -> list[Row]:
+def list_panel(steps: Sequence[StepRecord], frame: Frame, *, on_cpu: bool = False) -> list[Row]:
     """The newest steps one by one, with every time the engine tells of them."""
     head = "     step  mode        decode  prefill   pad  queue"
-    names = "schedule", "launch", "wait", "apply", "device", "idle"
-    body: list[Row] = [((head + "".join(name.rjust(10) for name in names), "muted"),)]
+    names: tuple[str, ...] = ("schedule", "launch", "wait", "apply", "device", "idle")
+    if on_cpu:
+        head = "     step   decode  prefill"
+        names = ("schedule", "input", "model", "sample", "apply", "device")
+    titles = (CPU_NAMES.get(name, name) if on_cpu else name for name in names)
+    body: list[Row] = [((head + "".join(f"{t:>12}" for t in titles), "muted"),)]
     kinds = {name: (role, ms_of) for name, role, ms_of in _PHASES}
     for step in steps[-max(1, frame.inner_height - 1) :][::-1]:
         spans: list[Span] = [
-            (f"{step.step_id:9}  {step.graph_mode:9}", "text"),
+            (f"{step.step_id:9}" + ("" if on_cpu else f"  {step.graph_mode:9}"), "text"),
             (f"{step.num_decode_rows:9}", "decode"),
             (f"{step.num_prefill_tokens:9}", "prefill" if step.num_prefill_tokens else "faint"),
-            (f"{step.num_padded_tokens:6}{step.queue_depth:7}", "muted"),
         ]
+        if not on_cpu:
+            spans.append((f"{step.num_padded_tokens:6}{step.queue_depth:7}", "muted"))
         for name in names:
             role, ms_of = kinds[name]
             value = ms_of(step)
-            spans.append((milliseconds(value).rjust(10), role if value else "faint"))
+            spans.append((took(value).rjust(12), role if value else "faint"))
         body.append(fit(spans, frame.inner_width))
-    return frame.draw([("steps", "text/b"), (" · ms", "muted")], (), body)
+    return frame.draw([("steps", "text/b"), (" · the newest first", "muted")], (), body)

@@ -109,6 +109,10 @@ class BenchEngineScreen(DashboardScreen):
 
     BINDINGS = [*BACK]
 
+    async def action_leave(self) -> None:
+        """As in the bench itself."""
+        await self.app.action_quit()
+
 
 def bench_engine_keys() -> list[Binding]:
     return [*(key for key in dashboard_keys.KEYS if key.id != "dashboard.chat"), *BACK]

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
-from textual.containers import Container
 from textual.content import Content
-from textual.widgets import Footer
+from textual.widgets import Input, TextArea
 
 from termgen.client import EngineClient
+from termgen.tui import attachments as files
 from termgen.tui import commands
-from termgen.tui.conversation import Conversation
+from termgen.tui.attachments import Attachment
+from termgen.tui.conversation import AnswerState, Conversation, PromptHistory
 from termgen.tui.key_hints import brief_key_of, key_of
-from termgen.tui.messages import ModelsWanted, PromptEdited, PromptSubmitted
+from termgen.tui.messages import (
+    LargePaste,
+    ModelsWanted,
+    PromptEdited,
+    PromptSubmitted,
+    QueueWanted,
+)
 from termgen.tui.render.chat import ChatStatus, empty_rows, status_row
 from termgen.tui.sanitize import clean_line
 from termgen.tui.screens.chat_keys import KEYS
@@ -23,16 +31,23 @@ from termgen.tui.screens.chat_tool_keys import COMMAND_KEYS, COPY_KEYS, TOOL_KEY
 from termgen.tui.screens.sessions import SessionScreen
 from termgen.tui.spans import Row, cut
 from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.widgets.completion import Arguments
 from termgen.tui.widgets.entries import NoticeEntry
-from termgen.tui.widgets.file_completion import FileCompletion
-from termgen.tui.widgets.prompt import Prompt
+from termgen.tui.widgets.key_bar import KeyBar
+from termgen.tui.widgets.prompt import LARGE_PASTE_CHARS
+from termgen.tui.widgets.prompt_area import PromptArea, Waiting
 from termgen.tui.widgets.session_panel import SessionPanel
 from termgen.tui.widgets.transcript import Transcript
+
+STOP_GRACE_S = 0.7
+"""For so long after an answer, esc was meant to stop it."""
 
 
 class ChatScreen(SessionScreen):
     AUTO_FOCUS = "Prompt"
     BINDINGS = [*KEYS, *TOOL_KEYS, *COMMAND_KEYS, *COPY_KEYS]
+    _ended_s = float("-inf")
+    """When an answer ended."""
 
     def compose(self) -> ComposeResult:
         yield SessionPanel(self._wall_clock, id="sessions")
@@ -40,14 +55,13 @@ class ChatScreen(SessionScreen):
         yield self.status
         self.transcript = Transcript(id="transcript")
         yield self.transcript
-        with Container(id="prompt-area"):
-            completion = FileCompletion(id="completion")
-            yield completion
-            self.prompt = Prompt(completion, id="prompt")
-            yield self.prompt
-        yield Footer(show_command_palette=False)
+        self.area = PromptArea(until="when the answer ends", id="prompt-area")
+        self.prompt = self.area.prompt
+        yield self.area
+        yield KeyBar(self.keys_now)
 
     def on_mount(self) -> None:
+        self.area.completion.arguments = self._arguments()
         self._show_when_empty()
         self.watch(self.transcript, "scroll_y", self.status.repaint, init=False)
 
@@ -83,47 +97,225 @@ class ChatScreen(SessionScreen):
             self.prompt.give_back(message.text)
             which = f"no command {message.text.strip()}"
             self.notify(f"{which}; {key_of(self, 'app.help')} lists them", severity="warning")
-        elif self.is_streaming:
+        elif self.editing is not None and self.is_streaming:
             self.prompt.give_back(message.text)
             self.say_streaming()
         else:
             attachments, beside = self.take_files(message.text), self.editing
             if attachments is None:
                 self.prompt.give_back(message.text)
-            else:
-                self._accept(message.text)
+                return
+            self._accept(message.text)
+            if beside is not None:
                 self.ask(message.text, attachments, beside=beside)
+            else:
+                self.area.put(Waiting(message.text, attachments))
+                self._send_waiting()
+
+    # messages that wait
+
+    def _send_waiting(self) -> None:
+        """The first of them, if it can be sent now."""
+        self.area.hold(False)
+        self._send_next()
+
+    def _send_next(self) -> None:
+        if self.is_streaming or self.is_opening:
+            return
+        message = self.area.next()
+        if message is not None:
+            self.ask(message.text, message.attachments)
+
+    def answer_ended(self, state: AnswerState) -> None:
+        """After a stop or a failure nothing is sent that the user may not want any more."""
+        self._ended_s = time.monotonic()
+        if state is AnswerState.DONE:
+            self.call_later(self._send_next)
+        else:
+            self.area.hold()
+
+    def session_opened(self) -> None:
+        self._send_next()
+
+    @on(QueueWanted)
+    def _change_waiting(self, message: QueueWanted) -> None:
+        if message.what == "take back":
+            self.action_take_back()
+        else:
+            self._send_waiting()
+
+    def action_take_back(self) -> None:
+        message = self.area.take_back()
+        if message is None:
+            self.notify("no message waits to be sent")
+            return
+        attached = self.attached
+        self.give_back(message.text, message.attachments)
+        self.attach(files.merged([*attached, *self.attached]))
+        self.prompt.focus()
+
+    def inherit(
+        self,
+        text: str,
+        waiting: Sequence[Waiting],
+        pasted: Sequence[Attachment],
+        history: PromptHistory,
+    ) -> None:
+        """What was typed while the model was loaded."""
+        for earlier in reversed(history.newest_first()):
+            self.prompt.prompts.add(earlier)
+        if text:
+            self.prompt.give_back(text)
+        self.attach(files.merged([*self.attached, *pasted]))
+        for message in waiting:
+            attachments = self.files_for(message.text, message.attachments)
+            if attachments is None:
+                self.quote_back(message.text)
+            else:
+                self.area.put(Waiting(message.text, attachments))
+        self._send_next()
+
+    def set_conversation(self, conversation: Conversation) -> None:
+        """What was meant for the chat before does not go along: files are dropped, and messages
+        that wait are in the history. The draft stays."""
+        super().set_conversation(conversation)
+        if self.is_opening:
+            return
+        notes = []
+        if self.attached:
+            notes.append("attached files were for the chat before and are dropped")
+            self.attach(())
+        if dropped := self.area.drop_waiting():
+            waited = "a message that waited is" if dropped == 1 else f"{dropped} messages are"
+            notes.append(f"{waited} in the history: the up key brings them back")
+        if notes:
+            self.notify("; ".join(notes))
+
+    # where the keys are
+
+    @property
+    def is_browsing(self) -> bool:
+        """Single letters are commands."""
+        return self.transcript.has_focus
+
+    def begin_browsing(self) -> None:
+        if self.conversation.turns:
+            self.transcript.can_focus = True
+            self.transcript.focus()
+
+    def action_focus_prompt(self) -> None:
+        self.prompt.focus()
+
+    @on(events.DescendantFocus)
+    def _keys_moved(self) -> None:
+        self.transcript.can_focus = self.is_browsing
+        self.prompt.set_class(self.is_browsing, "-browsing")
+        self._show_hint()
+
+    def on_key(self, event: events.Key) -> None:
+        """A letter that is no command where the keys are belongs to a field: to the search of the
+        list of chats if they are there, else to the prompt."""
+        if not event.is_printable or not event.character:
+            return
+        if self.is_browsing and event.key in self.active_bindings:
+            return
+        event.stop()
+        if self.panel.session_list.has_focus:
+            self.panel.type(event.character)
+        else:
+            self.prompt.type(event.character)
+
+    def on_paste(self, event: events.Paste) -> None:
+        if isinstance(self.focused, TextArea | Input):
+            return
+        if self.panel.session_list.has_focus:
+            self.panel.type(event.text)
+        elif len(event.text) > LARGE_PASTE_CHARS:
+            self.prompt.focus()
+            self.post_message(LargePaste(event.text))
+        else:
+            self.prompt.type(event.text)
+
+    def put_draft_away(self) -> bool:
+        """The draft goes into the history; False without one."""
+        if not self.prompt.put_away():
+            return False
+        self.end_editing()
+        return True
+
+    def keys_now(self) -> tuple[str, list[tuple[str, str]]]:
+        """For the footer: a word in front, and the actions that do something now."""
+        if self.is_browsing:
+            keys = [("chat.mark_earlier", "Up"), ("chat.mark_later", "Down"), ("chat.copy", "Copy")]
+            keys += [("chat.edit", "Edit"), ("chat.retry", "Retry"), ("chat.tokens", "Tokens")]
+            keys += [("chat.write", "Type")]
+            turn = self.cursor_turn
+            if turn is not None and len(turn.siblings) > 1:
+                keys[-1:-1] = [("chat.sibling_before", "Before"), ("chat.sibling_after", "After")]
+            return "browse", keys
+        if self.panel.display and self.panel.session_list.has_focus:
+            keys = [("sessions.open", "Open"), ("sessions.rename", "Rename")]
+            keys += [("sessions.delete", "Delete"), ("sessions.undo", "Undo")]
+            return "chats", [*keys, ("chat.stop", "Close")]
+        keys = []
+        if self.is_streaming:
+            keys = [("chat.stop", "Stop"), ("prompt.send", "Queue")]
+        elif self.editing is not None:
+            keys = [("chat.stop", "Give up"), ("prompt.send", "Ask")]
+        elif self.conversation.turns:
+            keys = [("chat.stop", "Browse"), ("chat.retry", "Retry")]
+        keys += [("chat.sessions", "Chats"), ("chat.engine", "Engine")]
+        return "", [*keys, ("app.help", "Help"), ("app.palette", "Actions"), ("app.quit", "Quit")]
 
     def _accept(self, text: str) -> None:
         self.prompt.accept(text)
         self.end_editing(typed=self.prompt.text)
 
     @on(PromptEdited)
-    def _edited(self, message: PromptEdited) -> None:
-        matches = commands.matching(message.text)
-        parsed = commands.parse(message.text)
-        if not matches and parsed is not None and parsed[0].argument:
-            matches = [parsed[0]]  # its argument is being written
-        if not matches:
-            hint = self._hint
-        elif len(matches) == 1:
-            hint = f"/{matches[0].name} {matches[0].argument}".rstrip() + f"  {matches[0].help}"
+    def _show_hint(self) -> None:
+        """What can be done now, on the prompt's lower edge."""
+        if self.is_browsing:
+            hint = f"letters are commands · {key_of(self, 'chat.write')} goes back to typing"
         else:
-            hint = "  ".join(f"/{command.name}" for command in matches)
+            parsed = commands.parse(self.prompt.text)
+            hint = self._hint
+            if parsed is not None and parsed[0].argument:
+                hint = f"/{parsed[0].name} {parsed[0].argument}  {parsed[0].help}"
         self.label_prompt(self._label)
         # as content: what a command takes may look like markup
         self.prompt.border_subtitle = Content(cut(hint, max(8, self.prompt.size.width - 4)))
 
+    def _arguments(self) -> dict[str, Arguments]:
+        """What commands can be given, for the list above the prompt."""
+
+        def blocks() -> list[tuple[str, str]]:
+            found = enumerate(self.last_blocks(), 1)
+            return [(str(n), f"{b.language} {b.code.split(chr(10))[0]}".strip()) for n, b in found]
+
+        def chosen_themes() -> list[tuple[str, str]]:
+            return [(name, "") for name in sorted(self.app.available_themes)]
+
+        def off() -> list[tuple[str, str]]:
+            return [("off", "what was set is removed")]
+
+        named = dict.fromkeys(("system", "attach", "schema", "regex", "choice", "fit"), off)
+        return {**named, "theme": chosen_themes, "code": blocks, "save": blocks}
+
     def action_stop(self) -> None:
-        """Out of the list of chats, else stop the answer, else give up an edit."""
+        """One step back: out of the list of chats, out of browse mode, else stop the answer, else
+        give up an edit. With nothing of that, browse. Right after an answer has ended it was
+        meant to stop that."""
         if self.leave_panel():
             return
         if self.is_streaming:
             self.stop_answer()
         elif self.editing is not None:
             self.end_editing()
-        else:
+        elif self.is_browsing or not self.prompt.has_focus:
+            self.mark(None)
             self.prompt.focus()
+        elif time.monotonic() - self._ended_s > STOP_GRACE_S:
+            self.begin_browsing()
 
     def action_clear(self) -> None:
         self.set_conversation(Conversation(system_prompt=self.conversation.system_prompt))
@@ -135,6 +327,12 @@ class ChatScreen(SessionScreen):
 
     def action_retry(self) -> None:
         self.regenerate()
+
+    def action_fit(self) -> None:
+        """A message that did not fit is sent again."""
+        self.fit("")
+        if self.prompt.text.strip() and not self.is_streaming:
+            self.prompt.action_submit()
 
     def action_edit(self) -> None:
         self.edit()
@@ -149,8 +347,10 @@ class ChatScreen(SessionScreen):
         self.move_cursor(by)
 
     def action_copy_answer(self) -> None:
-        answer = self.conversation.last_answer
-        if answer is None:
+        """The marked one, else the last."""
+        marked = self._cursor
+        answer = marked.answer if marked is not None else self.conversation.last_answer
+        if not answer:
             self.notify("no answer to copy yet", severity="warning")
             return
         self.copy(answer)
@@ -164,9 +364,6 @@ class ChatScreen(SessionScreen):
         self.prompt.set_text(f"/{name} ")
         self.prompt.focus()
 
-    def action_focus_prompt(self) -> None:
-        self.prompt.focus()
-
     def action_scroll_transcript(self, pages: int) -> None:
         height = max(1, self.transcript.size.height - 2)
         self.transcript.scroll_relative(y=pages * height, animate=False)
@@ -178,6 +375,8 @@ class ChatScreen(SessionScreen):
             self._set_system(argument)
         elif name == "theme":
             self._set_theme(argument)
+        elif name == "fit":
+            self.fit(argument)
         elif name == "rename":
             self.rename_open(argument)
         elif name == "export":

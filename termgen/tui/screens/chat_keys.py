@@ -1,4 +1,7 @@
-"""Keys of the chat: bindings, help and palette come from here."""
+"""Keys of the chat: bindings, help and palette come from here.
+
+Single letters act in browse mode only; the chat screen gives them to the prompt otherwise.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ KEYS = [
         "stop",
         "Stop",
         id="chat.stop",
-        tooltip="Stop the answer and keep its text; give up an edit",
+        tooltip="Stop the answer; else give up an edit; else browse the chat",
     ),
     Binding(
         "ctrl+l",
@@ -36,14 +39,14 @@ KEYS = [
         tooltip="List, search and open earlier chats",
     ),
     Binding(
-        "alt+r",
+        "alt+r,r",
         "retry",
         "Retry",
         id="chat.retry",
         tooltip="Answer the last (or marked) question again, beside the answer it has",
     ),
     Binding(
-        "alt+e",
+        "alt+e,e",
         "edit",
         "Edit",
         show=False,
@@ -51,7 +54,7 @@ KEYS = [
         tooltip="Edit the last (or marked) question; sending it makes a branch",
     ),
     Binding(
-        "alt+left",
+        "alt+left,h",
         "sibling(-1)",
         "Branch before",
         show=False,
@@ -59,7 +62,7 @@ KEYS = [
         tooltip="Show the answer or branch before this one",
     ),
     Binding(
-        "alt+right",
+        "alt+right,l",
         "sibling(1)",
         "Branch after",
         show=False,
@@ -67,7 +70,7 @@ KEYS = [
         tooltip="Show the answer or branch after this one",
     ),
     Binding(
-        "alt+up",
+        "alt+up,k",
         "move_cursor(-1)",
         "Mark earlier",
         show=False,
@@ -75,7 +78,7 @@ KEYS = [
         tooltip="Mark an earlier question, for retry, edit and branches",
     ),
     Binding(
-        "alt+down",
+        "alt+down,j",
         "move_cursor(1)",
         "Mark later",
         show=False,
@@ -83,20 +86,35 @@ KEYS = [
         tooltip="Mark the question after it",
     ),
     Binding(
-        "y",
+        "c,y",
         "copy_answer",
         "Copy answer",
         show=False,
         id="chat.copy",
-        tooltip="Copy the last answer (outside the prompt; /copy inside)",
+        tooltip="Copy the last (or marked) answer (in browse mode; /copy in the prompt)",
     ),
-    Binding("i", "focus_prompt", "Write", show=False, id="chat.write", tooltip="To the prompt"),
     Binding(
-        "f2,2",
+        "alt+z",
+        "take_back",
+        "Take back",
+        show=False,
+        id="chat.take_back",
+        tooltip="Put the last message that waits to be sent back into the prompt (or up)",
+    ),
+    Binding(
+        "alt+f",
+        "fit",
+        "Leave out oldest turns",
+        show=False,
+        id="chat.fit",
+        tooltip="When the context is full, go on without the oldest turns (/fit)",
+    ),
+    Binding(
+        "f2",
         "app.show('dashboard')",
         "Engine",
         id="chat.engine",
-        tooltip="Watch the engine (2 outside the prompt)",
+        tooltip="Watch the engine",
     ),
     Binding(
         "f5",

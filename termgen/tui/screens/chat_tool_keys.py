@@ -38,7 +38,7 @@ TOOL_KEYS = [
         tooltip="Write the system prompt: instructions for the model",
     ),
     Binding(
-        "alt+l",
+        "alt+l,t",
         "tokens",
         "Tokens",
         show=False,
@@ -46,7 +46,7 @@ TOOL_KEYS = [
         tooltip="How likely the answer's tokens were; branch from one of them",
     ),
     Binding(
-        "alt+o",
+        "alt+o,o",
         "links",
         "Links",
         show=False,
@@ -82,10 +82,10 @@ COPY_KEYS = [
     Binding(
         "alt+1",
         "copy_block(1)",
-        "Copy code block 1",
+        "Copy code block",
         show=False,
         id="chat.copy_block_1",
-        tooltip="Copy code block 1 of the last answer, 2 to 9 likewise (or click)",
+        tooltip="Copy code block 1 of the last answer, 2 to 9 likewise (or click, or /code)",
     ),
     *(
         Binding(

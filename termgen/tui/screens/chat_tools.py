@@ -30,7 +30,7 @@ from termgen.tui.conversation import Conversation, Turn, sampling_params
 from termgen.tui.links import open_in_browser
 from termgen.tui.markdown import code_blocks
 from termgen.tui.messages import EntryClicked, LargePaste
-from termgen.tui.render.chat import attachment_words
+from termgen.tui.render.chat import AFTER_ROLE, BEFORE_ROLE, attachment_words
 from termgen.tui.sampling_fields import FIELDS, changes, without
 from termgen.tui.sanitize import clean, clean_line
 from termgen.tui.screens.base import ThemedScreen
@@ -118,19 +118,28 @@ class ChatTools(ThemedScreen):
 
     @on(EntryClicked)
     def _entry_clicked(self, message: EntryClicked) -> None:
-        text, role = message.span
-        if not isinstance(message.entry, AnswerEntry):
+        """What can be clicked acts; anything else of a message marks it. The keys stay where they
+        were."""
+        (text, role), entry = message.span, message.entry
+        if not isinstance(entry, AnswerEntry | QuestionEntry):
             return
-        if role == FOLD_ROLE:
-            self._fold(message.entry)
+        if role in (BEFORE_ROLE, AFTER_ROLE):
+            self.switch_turn(entry.turn, 1 if role == AFTER_ROLE else -1)
+        elif role == FOLD_ROLE and isinstance(entry, AnswerEntry):
+            self._fold(entry)
         elif role == COPY_ROLE:
             number = int(text[1 : text.index("]")])
-            self._copy(number, _blocks(message.entry.turn))
+            self._copy(number, _blocks(entry.turn))
         elif " " in role:
             self._open_link(role.partition(" ")[2])
         else:
-            return
-        self.prompt.focus()  # which the click took away
+            self.mark(None if entry.turn is self._cursor else entry.turn)
+
+    def mark(self, turn: Turn | None) -> None:
+        raise NotImplementedError
+
+    def switch_turn(self, turn: Turn, by: int) -> None:
+        raise NotImplementedError
 
     def action_links(self) -> None:
         """Of the marked answer, else of the last that has any."""
@@ -163,9 +172,17 @@ class ChatTools(ThemedScreen):
             return
         self.notify(f"opening {address}", markup=False)
 
+    def action_choose_block(self) -> None:
+        """The only one, else one of a list."""
+        if len(self.last_blocks()) <= 1:
+            self.action_copy_block(1)
+        else:
+            self.prompt.put_away()
+            self.prompt.type("/code ")
+
     def action_copy_block(self, number: int) -> None:
         """Of the last answer, counted from 1."""
-        self._copy(number, self._last_blocks())
+        self._copy(number, self.last_blocks())
 
     def _copy(self, number: int, blocks: Sequence[CodeBlock]) -> None:
         block = self._block(number, blocks)
@@ -173,7 +190,7 @@ class ChatTools(ThemedScreen):
             self.copy(block.code)
             self.notify(f"code block {number} copied")
 
-    def _last_blocks(self) -> list[CodeBlock]:
+    def last_blocks(self) -> list[CodeBlock]:
         answered = (turn for turn in reversed(self.conversation.turns) if turn.answer)
         turn = next(answered, None)
         return _blocks(turn) if turn is not None else []
@@ -187,7 +204,7 @@ class ChatTools(ThemedScreen):
 
     def _block_number(self, text: str) -> int | None:
         """The only block needs no number."""
-        if not text and len(self._last_blocks()) <= 1:
+        if not text and len(self.last_blocks()) <= 1:
             return 1
         if text.isascii() and text.isdigit() and len(text) < 5:
             return int(text)
@@ -196,7 +213,7 @@ class ChatTools(ThemedScreen):
 
     def _save_block(self, number_text: str, path_text: str) -> None:
         number = self._block_number(number_text)
-        block = self._block(number, self._last_blocks()) if number is not None else None
+        block = self._block(number, self.last_blocks()) if number is not None else None
         if block is None:
             return
         if not path_text.strip():
@@ -220,28 +237,32 @@ class ChatTools(ThemedScreen):
     def take_files(self, question: str) -> tuple[Attachment, ...] | None:
         """What goes with a question: what was attached and the files it names. None, and told
         why, if they cannot go."""
+        together = self.files_for(question, self.attached)
+        if together is not None:
+            self.attach(())
+        return together
+
+    def files_for(
+        self, question: str, attached: Sequence[Attachment]
+    ) -> tuple[Attachment, ...] | None:
+        """These and the files that the question names, as of now; None if they cannot go."""
         try:
             named = [files.read_file(path) for path in files.mentions(question)]
-            together = files.merged([*self.attached, *named])
+            together = files.merged([*attached, *named])
             files.check(together)
         except RequestError as error:
             self.refuse(error)
             return None
-        self.attach(())
         return together
 
-    def give_back(self, turn: Turn) -> None:
+    def give_back(self, question: str, attachments: Sequence[Attachment]) -> None:
         """The files of a question that was not answered, but for those that it names."""
-        named = files.mentions(turn.question)
-        self.attach([file for file in turn.attachments if file.name not in named])
+        named = files.mentions(question)
+        self.attach([file for file in attachments if file.name not in named])
 
     @on(LargePaste)
     def _pasted(self, message: LargePaste) -> None:
-        names = {file.name for file in self.attached}
-        numbers = range(1, len(names) + 2)
-        name = next(n for i in numbers if (n := f"pasted-{i}.txt") not in names)
-        text = message.text.replace("\r\n", "\n").replace("\r", "\n")
-        self._add(Attachment(name, text.encode(errors="replace").decode()))
+        self._add(files.pasted_file(message.text, (file.name for file in self.attached)))
 
     def _attach_file(self, argument: str) -> None:
         path = argument.strip("\"'")
@@ -290,7 +311,9 @@ class ChatTools(ThemedScreen):
         """For the status line."""
         form = [form_words(self.form)] if self.form is not None else []
         told, _ = without(self._params, self._client.model.untold_params)
-        return (*form, *changes(told, self._defaults))
+        left_out = self.conversation.num_left_out
+        sent = [f"from turn {left_out + 1}"] if left_out else []
+        return (*sent, *form, *changes(told, self._defaults))
 
     def _set_form(self, command: str, argument: str) -> None:
         if argument in ("", "off"):

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from textual import on, work
 from textual.app import ComposeResult
+from textual.binding import ActiveBinding
 from textual.events import (
     Click,
     MouseMove,
@@ -27,6 +28,7 @@ from textual.widgets import Footer, Input
 from termgen.tui.feed import EngineFeed
 from termgen.tui.gpu_meter import GpuHistory, GpuWatch
 from termgen.tui.intake import Intake
+from termgen.tui.key_hints import KeyedApp, key_of
 from termgen.tui.log import Level
 from termgen.tui.render import overview
 from termgen.tui.render.batch import batch_panel
@@ -36,7 +38,14 @@ from termgen.tui.render.overview import LiveState
 from termgen.tui.render.requests import requests_panel, row_at
 from termgen.tui.screens.base import Column, Line
 from termgen.tui.screens.board import BoardScreen
-from termgen.tui.screens.dashboard_keys import KEYS, PAGES, Page, page_at, tab_line
+from termgen.tui.screens.dashboard_keys import (
+    KEYS,
+    PAGES,
+    Page,
+    footer_keys,
+    page_at,
+    tab_line,
+)
 from termgen.tui.screens.dashboard_pages import Pages, Sight
 from termgen.tui.spans import Row
 from termgen.tui.store import DashboardView, as_of
@@ -63,8 +72,11 @@ class DashboardScreen(BoardScreen):
         hz: float,
         now_ns: Callable[[], int] = time.perf_counter_ns,
         cpu_ns: Callable[[], int] = time.thread_time_ns,
+        is_alone: bool = False,
     ) -> None:
+        """is_alone: nothing but this screen is there to be left, so q leaves the program."""
         super().__init__()
+        self._is_alone = is_alone
         self._client = client
         self._hz = hz
         self._now_ns = now_ns
@@ -87,7 +99,9 @@ class DashboardScreen(BoardScreen):
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_header, id="header")
-        yield Canvas(lambda width, height: [tab_line(self._page, self.pages)], id="tabs")
+        yield Canvas(
+            lambda w, h: [tab_line(self._page, self.pages, on_cpu=self._then.on_cpu)], id="tabs"
+        )
         with Column(id="overview"):
             yield Canvas(
                 lambda w, h: overview.numbers_lines(self._then, w, h, self._gpus), id="numbers"
@@ -187,7 +201,44 @@ class DashboardScreen(BoardScreen):
         self._page = name
         self.query_one("#overview").display = name == "overview"
         self.query_one("#page").display = name != "overview"
+        self.refresh_bindings()
         self.paint()
+
+    @property
+    def active_bindings(self) -> dict[str, ActiveBinding]:
+        """With what the keys do on this page: the footer shows those that do something."""
+        found = super().active_bindings
+        assert isinstance(self.app, KeyedApp)
+        shown = footer_keys(
+            self._page,
+            self.app.first_keys,
+            is_replay=self._intake.replay is not None,
+            leaves=self._is_alone,
+        )
+        for key, active in found.items():
+            name = active.binding.id or ""
+            if name in shown:
+                keys, words = shown[name]
+                binding = replace(active.binding, description=words, key_display=keys, show=True)
+            elif name.startswith("dashboard.") and name not in (
+                "dashboard.chat",
+                "dashboard.bench",
+            ):
+                binding = replace(active.binding, show=False)
+            elif name == "app.quit" and self._is_alone:
+                binding = replace(active.binding, show=False)
+            else:
+                continue
+            found[key] = active._replace(binding=binding)
+        return found
+
+    async def action_leave(self) -> None:
+        """q: quit where nothing but the picture ends; elsewhere say how to leave."""
+        if self._is_alone:
+            self.app.exit()
+        else:
+            key = key_of(self, "app.quit")
+            self.notify(f"{key} quits, and ends the engine with all that runs")
 
     def action_window(self) -> None:
         """The next length of time for the series, and for step times."""
@@ -218,7 +269,10 @@ class DashboardScreen(BoardScreen):
 
     def on_click(self, event: Click) -> None:
         where = event.widget.id if event.widget is not None else None
-        if where == "tabs" and (name := page_at(event.x, self.pages)) is not None:
+        if (
+            where == "tabs"
+            and (name := page_at(event.x, self.pages, on_cpu=self._then.on_cpu)) is not None
+        ):
             self.action_page(name)
         elif where == "requests":
             self._mark_row(event.y)
@@ -362,8 +416,8 @@ class DashboardScreen(BoardScreen):
         return as_of(self._view, self._back) if self._back else self._view
 
     def _paint_batch(self, width: int, height: int) -> Sequence[Row]:
-        frame, view, glyphs = self._frame(width, height), self._view, self.palette.glyphs
-        return batch_panel(view.steps, frame, glyphs, cursor=self._back, has_run=view.has_run)
+        frame = self._frame(width, height)
+        return batch_panel(self._view, frame, self.palette.glyphs, cursor=self._back)
 
     def _paint_blocks(self, width: int, height: int) -> Sequence[Row]:
         frame, glyphs = self._frame(width, height), self.palette.glyphs

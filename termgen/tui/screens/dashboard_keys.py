@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from textual.binding import Binding
@@ -15,6 +15,11 @@ class Page(NamedTuple):
     name: str
     key: str
     help: str
+    on_cpu: str = ""
+    """Its name where there is no GPU, if that differs."""
+
+    def title(self, *, on_cpu: bool) -> str:
+        return self.on_cpu if on_cpu and self.on_cpu else self.name
 
 
 PAGES = (
@@ -23,7 +28,12 @@ PAGES = (
     Page("batch", "b", "Who is in each step, the token budget, and who waits and why"),
     Page("blocks", "k", "Every KV block: its state, its owner, and a cursor to ask with"),
     Page("request", "i", "The marked request from its arrival to its end"),
-    Page("graphs", "g", "CUDA graphs, memory and the start"),
+    Page(
+        "graphs",
+        "g",
+        "CUDA graphs (or the processor, without a GPU), memory and the start",
+        on_cpu="processor",
+    ),
     Page(
         "log", "l", "Is the engine alive, what does watching cost, and its log (↑ and ↓ scroll it)"
     ),
@@ -197,8 +207,65 @@ KEYS = [
         id="dashboard.live",
         tooltip="Unmark and follow the engine again",
     ),
+    Binding(
+        "q",
+        "leave",
+        "Quit",
+        show=False,
+        id="dashboard.leave",
+        tooltip="Leave a dashboard that has no engine of its own",
+    ),
     Binding("f2,1", "app.show('chat')", "Chat", id="dashboard.chat", tooltip="Go to the chat"),
 ]
+
+_FOOTERS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "overview": (
+        ("step_back step_on", "Step", "step_back"),
+        ("select_up select_down", "Mark", "select_up"),
+        ("window", "Span", "window"),
+    ),
+    "timeline": (
+        ("step_back step_on", "Step", "step_back"),
+        ("zoom_in zoom_out", "Zoom", "zoom_in"),
+    ),
+    "batch": (
+        ("step_back step_on", "Step", "step_back"),
+        ("select_up select_down", "Request", "select_up"),
+    ),
+    "blocks": (
+        ("step_back step_on select_up select_down", "Move", "step_back"),
+        ("zoom_in zoom_out", "Zoom", "zoom_in"),
+    ),
+    "request": (("select_up select_down", "Request", "select_up"),),
+    "graphs": (),
+    "log": (
+        ("select_up select_down", "Scroll", "select_up"),
+        ("log_level", "Level", "log_level"),
+        ("search", "Find", "search"),
+    ),
+}
+_OF_REPLAYS = (
+    ("seek_back seek_on", "10 s", "seek_back"),
+    ("slower faster", "Speed", "slower"),
+)
+
+
+def footer_keys(
+    page: str, first_keys: Mapping[str, str], *, is_replay: bool, leaves: bool
+) -> dict[str, tuple[str, str]]:
+    """What the footer shows on a page: by the name of a binding, the keys that stand for it and
+    its neighbours, and what they do there. `first_keys`: the keys that the actions have now.
+    `leaves`: q quits."""
+    groups = _FOOTERS[page]
+    if is_replay:  # 80 columns have room for one group beside these
+        groups = (*groups[:1], *_OF_REPLAYS)
+    shown = {"dashboard.pause": (first_keys["dashboard.pause"], "Pause")}
+    for names, words, shown_as in groups:
+        keys = "".join(first_keys[f"dashboard.{name}"] for name in names.split())
+        shown[f"dashboard.{shown_as}"] = (keys, words)
+    if leaves:
+        shown["dashboard.leave"] = (first_keys["dashboard.leave"], "Quit")
+    return shown
 
 
 def pages_with(keymap: Keymap) -> tuple[Page, ...]:
@@ -207,21 +274,21 @@ def pages_with(keymap: Keymap) -> tuple[Page, ...]:
     return tuple(page._replace(key=keys[f"dashboard.{page.name}"]) for page in PAGES)
 
 
-def tab_line(shown: str, pages: Sequence[Page] = PAGES) -> Row:
+def tab_line(shown: str, pages: Sequence[Page] = PAGES, *, on_cpu: bool = False) -> Row:
     """Every page with its key; the one that is shown stands out."""
     spans: list[Span] = [(" ", "text")]
     for page in pages:
         chosen = page.name == shown
         spans.append((f" {page.key} ", "accent"))
-        spans.append((f"{page.name} ", "text/br" if chosen else "muted"))
+        spans.append((f"{page.title(on_cpu=on_cpu)} ", "text/br" if chosen else "muted"))
     return tuple(spans)
 
 
-def page_at(x: int, pages: Sequence[Page] = PAGES) -> str | None:
+def page_at(x: int, pages: Sequence[Page] = PAGES, *, on_cpu: bool = False) -> str | None:
     """The page whose tab covers a cell of the tab line."""
     first = 1
     for page in pages:
-        width = len(page.key) + 2 + len(page.name) + 1
+        width = len(page.key) + 2 + len(page.title(on_cpu=on_cpu)) + 1
         if first <= x < first + width:
             return page.name
         first += width

@@ -88,6 +88,7 @@ class Pages:
             num_steps=self._num_steps,
             phase_times=self._phase_times,
             has_run=sight.view.has_run,
+            on_cpu=sight.view.on_cpu,
         )
 
     def _batch(self, sight: Sight, width: int, height: int) -> Sequence[Row]:
@@ -128,7 +129,13 @@ class Pages:
 
     def _graphs(self, sight: Sight, width: int, height: int) -> Sequence[Row]:
         return graphs.graphs_page(
-            sight.view, sight.model, width, height, sight.glyphs, boxed=sight.boxed
+            sight.view,
+            sight.model,
+            width,
+            height,
+            sight.glyphs,
+            boxed=sight.boxed,
+            phase_times=self._phase_times,
         )
 
     def _log(self, sight: Sight, width: int, height: int) -> Sequence[Row]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count, takewhile
@@ -33,12 +33,14 @@ from termgen.tui.sanitize import clean_line
 from termgen.tui.score_answer import score_text, score_written
 from termgen.tui.screens.chat_tools import ChatTools
 from termgen.tui.screens.token_lens import Choice, LensScreen
-from termgen.tui.thoughts import read_answer
+from termgen.tui.thoughts import AnswerNews, read_answer
 from termgen.tui.token_book import TokenBook
 from termgen.tui.token_scores import TokenScores
 from termgen.tui.widgets.entries import AnswerEntry, NoticeEntry, QuestionEntry
 
 FLUSH_HZ = 15.0
+ANSWER_TOKENS = 512
+"""Room that is kept for an answer of no given length, where there is so much."""
 FLUSH_SHARE = 0.25
 """Drawing the answer may take this share of the thread, not more."""
 
@@ -120,6 +122,7 @@ class DialogueScreen(ChatTools):
         params = self._told_params()
         self.transcript.to_end()
         self._flusher.resume()
+        self.refresh_bindings()
         self._worker = self._answer(turn, params, branch)
 
     def _told_params(self) -> SamplingParams:
@@ -141,25 +144,156 @@ class DialogueScreen(ChatTools):
         if branch is not None:
             answer = read_branch(self._client, branch, params, request_id=request_id)
         else:
-            prompt = self.conversation.prompt()
-            answer = read_answer(self._client, prompt, params, request_id=request_id)
+            answer = self._answer_that_fits(turn, params, request_id)
         try:
-            async with contextlib.aclosing(answer) as stream:
-                async for news in stream:
-                    first, delta = not turn.stats.output_tokens, news.delta
-                    turn.take(news, self._clock())
-                    self.tokens.take(turn.turn_id, delta)
-                    entry.feed(news.pieces[1])
-                    self.keeper.streamed(self.conversation, turn)
-                    if delta.finish_reason is FinishReason.ERROR:
-                        raise delta.error or EngineError("the engine failed this request")
-                    if first:
-                        self._flush()
+            await self._read(turn, entry, answer)
         except (RequestError, EngineError) as error:
             self._fail(turn, error)
         else:
             aborted = turn.stats.finish_reason is FinishReason.ABORT
             self._finish(turn, AnswerState.STOPPED if aborted else AnswerState.DONE)
+            self._say_if_full(turn)
+
+    async def _read(
+        self, turn: Turn, entry: AnswerEntry, answer: AsyncGenerator[AnswerNews, None]
+    ) -> None:
+        async with contextlib.aclosing(answer) as stream:
+            async for news in stream:
+                first, delta = not turn.stats.output_tokens, news.delta
+                turn.take(news, self._clock())
+                self.tokens.take(turn.turn_id, delta)
+                entry.feed(news.pieces[1])
+                self.keeper.streamed(self.conversation, turn)
+                if delta.finish_reason is FinishReason.ERROR:
+                    raise delta.error or EngineError("the engine failed this request")
+                if first:
+                    self._flush()
+
+    # a context that is full
+
+    async def _answer_that_fits(
+        self, turn: Turn, params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[AnswerNews, None]:
+        """The answer to the path. What is too long for the context is asked again with less: first
+        without `max_tokens`, so that the answer has what is left, then, where the user wants that,
+        without the oldest turns."""
+        chat, entries = self.conversation, self.transcript.entries
+        left_out, too_many = chat.num_left_out, 0
+        if chat.fits_itself and self._is_nearly_full(turn, params):
+            await self._leave_out(turn, params)
+        while True:
+            answer = read_answer(self._client, chat.prompt(), params, request_id=request_id)
+            try:
+                async with contextlib.aclosing(answer) as stream:
+                    async for news in stream:
+                        if too_many:
+                            words = f"max_tokens {too_many} is more than the context leaves"
+                            self._say_above(turn, f"{words}; the answer may take what is left.")
+                            too_many = 0
+                        yield news
+                return
+            except ContextLengthError:
+                if turn.is_bare and params.max_tokens is not None:
+                    too_many = params.max_tokens
+                    params = replace(params, max_tokens=None)
+                elif not (turn.is_bare and chat.fits_itself) or not await self._leave_out(
+                    turn, params, refused=True
+                ):
+                    chat.num_left_out = left_out  # it did not help
+                    self.transcript.set_entries(entries)
+                    raise
+
+    def _room_wanted(self, params: SamplingParams) -> int:
+        """Tokens that an answer should have."""
+        return min(self._client.model.max_model_len // 4, params.max_tokens or ANSWER_TOKENS)
+
+    def _is_nearly_full(self, turn: Turn, params: SamplingParams) -> bool:
+        """Whether it is worth counting what the path takes."""
+        before = turn.parent.stats.context_tokens if turn.parent is not None else 0
+        asked = sum(len(message["content"]) for message in turn.messages())
+        limit = self._client.model.max_model_len
+        return bool(limit) and before + asked > limit - self._room_wanted(params)
+
+    async def _leave_out(
+        self, turn: Turn, params: SamplingParams, *, refused: bool = False
+    ) -> bool:
+        """Leave more of the oldest turns out, and say which. False if nothing more can be."""
+        chat, last = self.conversation, len(self.conversation.turns) - 1
+        before = min(chat.num_left_out, last)
+        least = before + refused
+        if least > last:
+            return False
+        wanted = await self._num_to_leave_out(least, last, params)
+        if wanted is None:  # it cannot be counted here: try with a third less
+            wanted = min(last, max(least, before + (last - before + 2) // 3)) if refused else before
+        if wanted > before:
+            chat.num_left_out = wanted
+            self.save_settings()
+            which = "Turn 1 is" if wanted == 1 else f"Turns 1-{wanted} are"
+            self._say_above(turn, f"{which} no longer sent: the context is full.")
+        return wanted > before
+
+    async def _num_to_leave_out(self, least: int, last: int, params: SamplingParams) -> int | None:
+        """The fewest turns without which there is room for an answer; None if the engine cannot
+        count tokens, or tell how many it takes."""
+        limit = self._client.model.max_model_len
+        if not limit:
+            return None
+        room = limit - self._room_wanted(params)
+        low, high = least, last
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                fits = len(await self._client.tokenize(self.conversation.prompt(middle))) <= room
+            except ContextLengthError:
+                fits = False
+            except (RequestError, EngineError):
+                return None
+            low, high = (low, middle) if fits else (middle + 1, high)
+        return low
+
+    def _say_above(self, turn: Turn, text: str) -> None:
+        """A notice before a turn that is shown."""
+        entries = list(self.transcript.entries)
+        entries.insert(entries.index(self._entries[turn][0]), NoticeEntry(text))
+        self.transcript.set_entries(entries)
+
+    def _say_if_full(self, turn: Turn) -> None:
+        """The answer has ended where the context does."""
+        stats, limit = turn.stats, self._client.model.max_model_len
+        is_full = 0 < limit <= stats.context_tokens + 1
+        if stats.finish_reason is FinishReason.LENGTH and is_full:
+            self.transcript.add(NoticeEntry(self._full_words(), hint=self._remedies()))
+
+    def _full_words(self) -> str:
+        limit = self._client.model.max_model_len
+        most = f": the model reads {limit:,} tokens at most" if limit else ""
+        return f"The context is full{most}."
+
+    def _remedies(self) -> str:
+        """What keeps the chat comes first."""
+        fit, new = key_of(self, "chat.fit"), key_of(self, "chat.new")
+        remedies = [f"{new} begins a new chat"]
+        if self.conversation.turns and not self.conversation.fits_itself:
+            remedies.insert(0, f"{fit} goes on without the oldest turns, which stay on the screen")
+        if self.attached:
+            remedies.append("/attach off leaves the files out")
+        return "; ".join(remedies) + "."
+
+    def fit(self, argument: str) -> None:
+        """`/fit`, `/fit off`."""
+        chat = self.conversation
+        if argument not in ("", "off"):
+            self.refuse("/fit goes on without the oldest turns, /fit off sends all of them")
+            return
+        chat.fits_itself = not argument
+        if argument:
+            chat.num_left_out = 0
+            self.note("Every turn is sent again.")
+        else:
+            self.note("In a full context the oldest turns are not sent. `/fit off` ends that.")
+        self.save_settings()
+        self.status.repaint()
 
     def _finish(self, turn: Turn, state: AnswerState) -> None:
         if turn.state is not AnswerState.STREAMING:
@@ -172,6 +306,11 @@ class DialogueScreen(ChatTools):
         self._streaming = self._worker = None
         self._flusher.pause()
         self.status.repaint()
+        self.refresh_bindings()
+        self.answer_ended(state)
+
+    def answer_ended(self, state: AnswerState) -> None:
+        """For what waits for it."""
 
     def _fail(self, turn: Turn, error: TermgenError) -> None:
         """Say what went wrong. Of a question without any answer nothing stays."""
@@ -179,15 +318,16 @@ class DialogueScreen(ChatTools):
             return
         self._finish(turn, AnswerState.FAILED)
         hint = self._take_back(turn) if turn.is_bare else ""
+        text = str(error)
         if isinstance(error, ContextLengthError):
-            if self.attached:
-                hint = f"{hint} /attach off leaves its files out."
-            if self.conversation.turns:
-                hint = f"{hint} /clear makes room by forgetting the conversation.".strip()
+            hint = f"{hint} {self._remedies()}".strip()
+            text = self._full_words()
+            if not self.conversation.turns or self.conversation.fits_itself:
+                text = f"This message is too long. {text}"
         elif not self._client.is_healthy:
             leave = f"leave with {key_of(self, 'app.quit')} and start again"
             hint = f"{hint} The engine has stopped: {leave}.".strip()
-        self.transcript.add(NoticeEntry(str(error), role="bad", sign="✗", hint=hint))
+        self.transcript.add(NoticeEntry(text, role="bad", sign="✗", hint=hint))
 
     def _take_back(self, turn: Turn) -> str:
         """Remove a turn without an answer; what was typed for it goes back to the prompt."""
@@ -202,7 +342,7 @@ class DialogueScreen(ChatTools):
             self.quote_back(turn.question)
         else:
             self._begin_editing(replaced, turn.question)
-        self.give_back(turn)
+        self.give_back(turn.question, turn.attachments)
         return "Your message is back in the prompt."
 
     def quote_back(self, text: str) -> None:
@@ -242,7 +382,7 @@ class DialogueScreen(ChatTools):
 
     def show_path(self) -> None:
         """Make the transcript show the path: all is replaced from where they part."""
-        self._mark(None)
+        self.mark(None)
         turns = self.conversation.turns
         for turn in turns:
             if turn not in self._entries:
@@ -268,7 +408,7 @@ class DialogueScreen(ChatTools):
             answer.close()
         return QuestionEntry(turn, keys), answer
 
-    def _mark(self, turn: Turn | None) -> None:
+    def mark(self, turn: Turn | None) -> None:
         """Put the cursor at a turn of the path, or back to the last one, which needs no mark."""
         for marked, there in ((self._cursor, False), (turn, True)):
             if marked is not None and marked in self._entries:
@@ -285,31 +425,36 @@ class DialogueScreen(ChatTools):
         at = turns.index(self._cursor) if self._cursor is not None else len(turns)
         at = max(0, at + by)
         if at >= len(turns):
-            self._mark(None)
+            self.mark(None)
             self.transcript.to_end()
             return
-        self._mark(turns[at])
+        self.mark(turns[at])
         question, answer = self._entries[turns[at]]
         self.transcript.bring_into_view(answer)
         self.transcript.bring_into_view(question)
 
     def switch_sibling(self, by: int) -> None:
         """Show what stands beside the turn at the cursor, with the path below it."""
-        turn, marked = self.cursor_turn, self._cursor is not None
+        turn = self.cursor_turn
         if turn is None or len(turn.siblings) < 2:
             again, edit = key_of(self, "chat.retry"), key_of(self, "chat.edit")
             self.notify(f"there is one answer only; {again} or {edit} makes another")
-            return
+        else:
+            self.switch_turn(turn, by)
+
+    def switch_turn(self, turn: Turn, by: int) -> None:
+        """Show what stands beside this turn, with the path below it."""
         if self.is_streaming:
             self.say_streaming()
             return
+        marked = self._cursor is turn or turn is not self.conversation.turns[-1]
         chosen = self.conversation.switch(turn, by)
         if chosen is None:
             return
         self.keeper.chose(self.conversation, chosen)
         self.show_path()
         if marked:
-            self._mark(chosen)
+            self.mark(chosen)
             self.transcript.bring_into_view(self._entries[chosen][0])
         else:
             self.transcript.to_end()
@@ -365,7 +510,7 @@ class DialogueScreen(ChatTools):
             self.notify("nothing to edit yet", severity="warning")
             return
         self._begin_editing(turn, turn.question)
-        self.give_back(turn)
+        self.give_back(turn.question, turn.attachments)
         self.prompt.focus()
 
     def _begin_editing(self, turn: Turn, text: str) -> None:
@@ -375,11 +520,13 @@ class DialogueScreen(ChatTools):
         send, give_up = (brief_key_of(self, name) for name in ("prompt.send", "chat.stop"))
         self.label_prompt(f"edit · {send} asks it in a new branch · {give_up} gives up")
         self.prompt.set_text(text)
+        self.refresh_bindings()
 
     def end_editing(self, *, typed: str = "") -> None:
         """The prompt holds a message again, as begun before the edit; `typed` goes on with it."""
         if self.editing is not None:
             self.editing = None
+            self.refresh_bindings()
             self.label_prompt("")
             self.attach(self._draft_files)
             self.prompt.set_text(self._draft + typed)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rich.text import Text
-from textual import on, work
+from textual import events, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
 from textual.screen import ModalScreen
-from textual.widgets import OptionList
+from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 from textual.worker import Worker
 
@@ -26,8 +26,9 @@ from termgen.tui.spans import Row, wrap
 from termgen.tui.widgets.canvas import Canvas
 
 TITLE = "models"
-AROUND_ROWS = 9
-"""What the list leaves of the screen: its message, its frame, and a margin."""
+AROUND_ROWS = 10
+"""What the list leaves of the screen: the filter, its message, its frame, and a margin."""
+MAX_FILTER_CHARS = 80
 
 
 class ModelScreen(ModalScreen[Switch | None]):
@@ -46,6 +47,8 @@ class ModelScreen(ModalScreen[Switch | None]):
         self._name = name
         self._before_switch = before_switch
         self._choices: list[ModelChoice] = []
+        self._shown: list[ModelChoice] = []
+        """Those that have every word of the filter."""
         self._asked: ModelChoice | None = None
         """Chosen once, with something against it."""
         self._message: tuple[str, str] = ("looking for models", "muted")
@@ -56,7 +59,16 @@ class ModelScreen(ModalScreen[Switch | None]):
     def compose(self) -> ComposeResult:
         with Vertical(id="models-box") as box:
             box.border_title = TITLE
-            box.border_subtitle = f"⏎ choose  {brief_key_of(self, 'models.close')} close"
+            close = brief_key_of(self, "models.close")
+            box.border_subtitle = f"type to filter  ⏎ choose  {close} close"
+            words = Input(
+                placeholder="type to filter",
+                id="models-filter",
+                compact=True,
+                max_length=MAX_FILTER_CHARS,
+            )
+            words.can_focus = False  # the keys are the list's
+            yield words
             yield OptionList(id="models", markup=False)
             yield Canvas(self._paint, id="models-message")
 
@@ -86,16 +98,50 @@ class ModelScreen(ModalScreen[Switch | None]):
         models = self.query_one(OptionList)
         models.styles.max_height = max(3, self.size.height - AROUND_ROWS)
         if self._choices:
-            self.call_after_refresh(self._fill, models.highlighted or 0)
+            marked = self._shown[models.highlighted] if models.highlighted is not None else None
+            at = self._choices.index(marked) if marked is not None else 0
+            self.call_after_refresh(self._fill, at)
 
     def _fill(self, marked: int) -> None:
+        """Show the choices that the filter leaves, `marked` being one of all."""
         models = self.query_one(OptionList)
         width = max(40, models.size.width - 2)
+        wanted = self._choices[marked] if marked < len(self._choices) else None
+        words = self.query_one("#models-filter", Input).value.casefold().split()
+        texts = [f"{choice.name} {choice.detail}".casefold() for choice in self._choices]
+        self._shown = [
+            choice
+            for choice, text in zip(self._choices, texts, strict=True)
+            if all(word in text for word in words)
+        ]
         models.clear_options()
-        for choice in self._choices:
+        for choice in self._shown:
             models.add_option(Option(self._text(choice_row(choice, width))))
-        models.highlighted = marked if self._choices else None
+        at = self._shown.index(wanted) if wanted in self._shown else 0
+        models.highlighted = at if self._shown else None
         models.focus()
+
+    def on_key(self, event: events.Key) -> None:
+        """What is typed filters the list, which keeps the keys."""
+        words = self.query_one("#models-filter", Input)
+        if event.is_printable and event.character:
+            words.insert_text_at_cursor(event.character)
+        elif event.key == "backspace":
+            words.action_delete_left()
+        elif event.key == "ctrl+u":
+            words.value = ""
+        else:
+            return
+        event.stop()
+
+    def on_paste(self, event: events.Paste) -> None:
+        self.query_one("#models-filter", Input).insert_text_at_cursor(event.text.split("\n")[0])
+
+    @on(Input.Changed)
+    def _filter(self) -> None:
+        self._fill(0)
+        if self._choices and self._progress is None:
+            self._say("" if self._shown else "no model has these words; /model NAME takes any name")
 
     def _text(self, row: Row) -> Text:
         """Without backgrounds: the marked line has one of its own."""
@@ -110,7 +156,7 @@ class ModelScreen(ModalScreen[Switch | None]):
 
     @on(OptionList.OptionSelected)
     def _selected(self, event: OptionList.OptionSelected) -> None:
-        self._choose(self._choices[event.option_index])
+        self._choose(self._shown[event.option_index])
 
     def _choose(self, choice: ModelChoice) -> None:
         if self._progress is not None:
@@ -162,6 +208,8 @@ class ModelScreen(ModalScreen[Switch | None]):
             self._say("fetching was stopped; nothing is left of it", "warn")
         elif self._progress is not None:
             self.notify("the model is being started")
+        elif self.query_one("#models-filter", Input).value:
+            self.query_one("#models-filter", Input).value = ""
         else:
             self.dismiss(None)
 

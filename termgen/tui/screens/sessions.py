@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from textual import getters, on, work
 from textual.widgets import Input
@@ -28,6 +28,7 @@ from termgen.tui.chat_records import (
     conversation_of,
     restored_params,
     session_record,
+    take_others,
     turn_record,
 )
 from termgen.tui.chat_store import ChatStore, Resume
@@ -36,11 +37,13 @@ from termgen.tui.key_hints import key_of
 from termgen.tui.messages import SessionWish
 from termgen.tui.sanitize import clean_line
 from termgen.tui.screens.dialogue import DialogueScreen
-from termgen.tui.widgets.entries import NoticeEntry
+from termgen.tui.widgets.entries import AnswerEntry, NoticeEntry, QuestionEntry
 from termgen.tui.widgets.session_panel import SessionList, SessionPanel
 
 SEARCH_PAUSE_S = 0.08
 """Typing goes on for so long before the store is asked."""
+OTHERS_S = 1.0
+"""How often to see whether another window has written to the same chat."""
 
 
 class SessionScreen(DialogueScreen):
@@ -61,10 +64,18 @@ class SessionScreen(DialogueScreen):
         self._resume = resume
         self._wall_clock = wall_clock
         self._deleted: list[SessionSummary] = []
+        self._asked_here: set[str] = set()
+        """Ids of the turns that are this window's own."""
+        self._seen: tuple[str, int] | None = None
+        """Which chat was last compared with the file, and which state of the file."""
+        self.is_opening = resume is not None
+        """The chat to go on with is being read: questions wait for it."""
 
     def on_mount(self) -> None:
         self.panel.display = False
         self._chats.start(report=self._report, replaced=self._save_again)
+        if self._chats.path is not None:
+            self.set_interval(OTHERS_S, self.look_for_others)
         if self._resume is not None:
             self.open_session(self._resume.session_id, resume=self._resume)
 
@@ -80,11 +91,66 @@ class SessionScreen(DialogueScreen):
         branch: Branch | None = None,
     ) -> None:
         super().ask(question, attachments, beside=beside, branch=branch)
+        self._asked_here.add(self.conversation.turns[-1].turn_id)
         self.list_sessions()
 
     def set_conversation(self, conversation: Conversation) -> None:
         super().set_conversation(conversation)
         self.list_sessions()
+
+    @work(exclusive=True, group="others")
+    async def look_for_others(self) -> None:
+        """Take in what another window has written to the chat that is open here, and say so: two
+        windows on one chat would part unseen otherwise."""
+        conversation = self.conversation
+        session_id = conversation.session_id
+        if not conversation.turns or self.is_opening:
+            return
+        seen = self._seen
+        try:
+            seen = session_id, await self._chats.read(lambda database: database.others_version)
+            if seen == self._seen:
+                return
+            _, turns = await self._chats.read(lambda database: database.load(session_id))
+            if self.conversation is not conversation:
+                return
+            self._seen = seen
+            added, changed = take_others(conversation, turns, own=self._asked_here)
+        except ChatStoreError as error:
+            if self._seen is not None and self._seen[0] == session_id:
+                self._report(f"another window: {error}; the next question keeps it here")
+            self._seen = seen
+            return
+        if added or changed:
+            self._show_others(added, changed)
+
+    def _show_others(self, added: Sequence[Turn], changed: Sequence[Turn]) -> None:
+        swapped: dict[object, QuestionEntry | AnswerEntry] = {}
+        for turn in changed:
+            if turn in self._entries:
+                old, fresh = self._entries[turn], self._make_entries(turn)
+                self._entries[turn] = fresh
+                swapped |= {old[0]: fresh[0], old[1]: fresh[1]}
+        entries = self.transcript.entries
+        self.transcript.set_entries([swapped.get(entry, entry) for entry in entries])
+        self.show_path()
+        path = self.conversation.turns
+        gone_on = [turn for turn in added if turn in path]
+        if gone_on:
+            number = "a turn" if len(gone_on) == 1 else f"{len(gone_on)} turns"
+            self._say_above(gone_on[0], f"Another window has gone on with this chat: {number}.")
+            self.transcript.to_end()
+        for turn in added:
+            beside = [sibling for sibling in turn.siblings if sibling in path]
+            if turn in path or not beside:
+                continue
+            self.transcript.update(self._entries[beside[0]][1])
+            keys = f"{key_of(self, 'chat.sibling_before')} {key_of(self, 'chat.sibling_after')}"
+            question = clean_line(title_of(turn.question))
+            words = f"Another window has asked at the same place: {question!r}."
+            hint = f"It is a branch beside what is shown here: {keys}, or click ‹1/2›."
+            self.transcript.add(NoticeEntry(words, hint=hint))
+        self.refresh_bindings()
 
     def leave_panel(self) -> bool:
         """One step out of the panel; False if the keys are not there."""
@@ -174,13 +240,18 @@ class SessionScreen(DialogueScreen):
             conversation = conversation_of(session, turns)
         except ChatStoreError as error:
             self._report(str(error))
-            return
-        self.set_conversation(conversation)
-        self.restore_params(session.params)
-        if resume is not None:
-            self._apply_given(resume)
-        self.list_sessions(select_open=True)
-        self.status.repaint()
+        else:
+            self.set_conversation(conversation)
+            self.restore_params(session.params)
+            if resume is not None:
+                self._apply_given(resume)
+            self.list_sessions(select_open=True)
+            self.status.repaint()
+        self.is_opening = False
+        self.session_opened()
+
+    def session_opened(self) -> None:
+        """For what waits for it."""
 
     def _apply_given(self, resume: Resume) -> None:
         given = dict(resume.given)

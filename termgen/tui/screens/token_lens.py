@@ -15,6 +15,7 @@ from textual.containers import Container
 from textual.events import Click
 from textual.screen import ModalScreen
 from textual.theme import Theme
+from textual.widgets import Footer
 
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import TermgenError
@@ -43,13 +44,26 @@ class LensCanvas(Canvas):
 class LensScreen(ModalScreen[Choice | None]):
     BINDINGS = [
         Binding(
-            "left,h", "move(-1)", "Token before", id="tokens.before", tooltip="The token before"
+            "left,h",
+            "move(-1)",
+            "Token before",
+            show=False,
+            id="tokens.before",
+            tooltip="The token before",
         ),
-        Binding("right,l", "move(1)", "Token after", id="tokens.after", tooltip="The token after"),
+        Binding(
+            "right,l",
+            "move(1)",
+            "Token after",
+            show=False,
+            id="tokens.after",
+            tooltip="The token after",
+        ),
         Binding(
             "shift+left,H",
             "surprise(-1)",
             "Surprise before",
+            show=False,
             id="tokens.surprise_before",
             tooltip="The unlikely token before",
         ),
@@ -61,21 +75,42 @@ class LensScreen(ModalScreen[Choice | None]):
             tooltip="The next unlikely token",
         ),
         Binding(
-            "home,g", "move_to(0)", "First token", id="tokens.first", tooltip="To the first token"
+            "home,g",
+            "move_to(0)",
+            "First token",
+            show=False,
+            id="tokens.first",
+            tooltip="To the first token",
         ),
         Binding(
-            "end,G", "move_to(-1)", "Last token", id="tokens.last", tooltip="To the last token"
+            "end,G",
+            "move_to(-1)",
+            "Last token",
+            show=False,
+            id="tokens.last",
+            tooltip="To the last token",
         ),
         Binding(
-            "pageup", "page(-1)", "Page up", id="tokens.page_up", tooltip="A page of text back"
+            "pageup",
+            "page(-1)",
+            "Page up",
+            show=False,
+            id="tokens.page_up",
+            tooltip="A page of text back",
         ),
         Binding(
-            "pagedown", "page(1)", "Page down", id="tokens.page_down", tooltip="A page of text on"
+            "pagedown",
+            "page(1)",
+            "Page down",
+            show=False,
+            id="tokens.page_down",
+            tooltip="A page of text on",
         ),
         Binding(
             "up,k",
             "choose(-1)",
             "Likelier alternative",
+            show=False,
             id="tokens.likelier",
             tooltip="Choose a likelier token to put there",
         ),
@@ -83,6 +118,7 @@ class LensScreen(ModalScreen[Choice | None]):
             "down,j",
             "choose(1)",
             "Less likely alternative",
+            show=False,
             id="tokens.less_likely",
             tooltip="Choose a less likely token to put there",
         ),
@@ -119,6 +155,7 @@ class LensScreen(ModalScreen[Choice | None]):
     def compose(self) -> ComposeResult:
         with Container(id="lens"):
             yield LensCanvas(self)
+        yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
         self._canvas = self.query_one(LensCanvas)

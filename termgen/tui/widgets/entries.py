@@ -31,6 +31,7 @@ _INDENT: Row = (("  ", "text"),)
 
 class QuestionEntry:
     def __init__(self, turn: Turn, key_of: KeyOf) -> None:
+        self.turn = turn
         self._keys = marked_keys(key_of)
         make = partial(question_rows, turn.question, turn.attachments)
         self._parts = [Part(make, len(turn.question))]

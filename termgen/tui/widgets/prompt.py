@@ -5,10 +5,9 @@ from __future__ import annotations
 from textual import events
 from textual.binding import Binding
 
-from termgen.tui.attachments import as_mention, open_mention
 from termgen.tui.conversation import PromptHistory
-from termgen.tui.messages import LargePaste, PromptEdited, PromptSubmitted
-from termgen.tui.widgets.file_completion import FileCompletion
+from termgen.tui.messages import LargePaste, PromptEdited, PromptSubmitted, QueueWanted
+from termgen.tui.widgets.completion import Completion
 from termgen.tui.widgets.safe_text_area import SafeTextArea
 
 LARGE_PASTE_CHARS = 10_000
@@ -34,7 +33,7 @@ class Prompt(SafeTextArea):
         ),
     ]
 
-    def __init__(self, completion: FileCompletion, *, id: str | None = None) -> None:
+    def __init__(self, completion: Completion, *, id: str | None = None) -> None:
         super().__init__(
             id=id,
             soft_wrap=True,
@@ -45,24 +44,30 @@ class Prompt(SafeTextArea):
         )
         self.prompts = PromptHistory()
         self._completion = completion
-        self._is_shown_text = False
-        """The text was not typed: it opens no list."""
+        self.has_queue = False
+        """Messages wait to be sent: the up key takes the last one back before it walks the history.
+        """
+        self.last_put_away = ""
+        """The draft that went into the history, until something else is written."""
+        self._shown_text: str | None = None
+        """Was not typed: it opens no list."""
 
     async def _on_key(self, event: events.Key) -> None:
         """Before `TextArea`'s own handler, which would type some of the keys that are bound."""
-        if self._completion.is_open and event.key in ("tab", "escape"):
+        if event.key in ("tab", "shift+tab") or (
+            event.key == "escape" and self._completion.is_open
+        ):
             event.stop()
             event.prevent_default()
-            if event.key == "tab":
-                self._complete()
-            else:
-                self._completion.close()
+            self._edit_completion(event.key)
             return
         bound = self.screen.active_bindings.get(event.key)
         if bound is not None and bound.node is self and bound.binding.id is not None:
             action = bound.binding.action
         elif event.key in _NEWLINE_KEYS:
             action = "newline"
+        elif event.key in ("up", "down"):  # at once: enter may follow
+            action = f"cursor_{event.key}"
         else:
             if event.key.startswith("alt+"):
                 event.prevent_default()  # it may be bound, though some terminals send a letter too
@@ -71,6 +76,17 @@ class Prompt(SafeTextArea):
         event.prevent_default()
         await self.run_action(action)
 
+    def _edit_completion(self, key: str) -> None:
+        """Tab never leaves the prompt: it takes what is selected, or opens the list again."""
+        if not self._completion.is_open:
+            self._look()
+        elif key == "tab":
+            self.complete()
+        elif key == "shift+tab":
+            self._completion.move(-1)
+        else:
+            self._completion.close()
+
     async def _on_paste(self, event: events.Paste) -> None:
         if len(event.text) > LARGE_PASTE_CHARS:
             event.stop()
@@ -78,7 +94,12 @@ class Prompt(SafeTextArea):
             self.post_message(LargePaste(event.text))
 
     def action_submit(self) -> None:
-        if self.text.strip():
+        self._catch_up()
+        if self._completion.takes_enter:
+            self.complete()
+        elif not self.text.strip():
+            self.post_message(QueueWanted("send"))
+        else:
             text, self.text = self.text, ""  # at once: what is typed from here on is another text
             self.post_message(PromptSubmitted(text))
 
@@ -88,6 +109,9 @@ class Prompt(SafeTextArea):
     def action_cursor_up(self, select: bool = False) -> None:
         if self._completion.is_open:
             self._completion.move(-1)
+            return
+        if self.has_queue and not self.text and not select:
+            self.post_message(QueueWanted("take back"))
             return
         older = None if select or not self.at_first_line else self.prompts.older(self.text)
         if older is None:
@@ -127,17 +151,34 @@ class Prompt(SafeTextArea):
         """The text was not sent. It stands again before what was typed since."""
         self._show(text + self.text)
 
+    def type(self, text: str) -> None:
+        """What was typed or pasted while the keys were elsewhere."""
+        self.screen.set_focus(self)  # at once: another key may follow
+        self.insert(text)
+
     def on_resize(self) -> None:
         """What is written on its edges has another width."""
         self.post_message(PromptEdited(self.text))
 
     def on_text_area_changed(self) -> None:
         self.post_message(PromptEdited(self.text))
-        if self._is_shown_text:
-            self._is_shown_text = False
+        if self.text:
+            self.last_put_away = ""
+        if self.text == self._shown_text:
             self._completion.close()
         else:
-            self._completion.look(self._before_cursor)
+            self._shown_text = None
+            self._look()
+
+    def _look(self) -> None:
+        """Show what may be completed at the cursor."""
+        before = self._before_cursor
+        self._completion.look(before, is_whole=before == self.text)
+
+    def _catch_up(self) -> None:
+        """Keys may be faster than the list, which follows messages of changes."""
+        if self._completion.is_open and self._completion.before != self._before_cursor:
+            self._look()
 
     @property
     def _before_cursor(self) -> str:
@@ -145,21 +186,28 @@ class Prompt(SafeTextArea):
         row, column = self.cursor_location
         return str(self.document.get_line(row))[:column]
 
-    def _complete(self) -> None:
-        """Put the selected path in place of what was written of it."""
-        path = self._completion.selected
-        partial = open_mention(self._before_cursor)
-        if partial is None:  # the cursor has moved since the list opened
+    def complete(self) -> None:
+        """Put what is selected in place of what was written of it."""
+        self._catch_up()
+        if not self._completion.is_open:
+            return
+        choice, (row, column) = self._completion.selected, self.cursor_location
+        start = column - choice.replaces
+        if start < 0:  # the cursor has moved since the list opened
             self._completion.close()
             return
-        row, column = self.cursor_location
-        start = column - len(partial) - 1
-        start -= self._before_cursor[start] == '"'
-        mention = f"@{path}" if path.endswith("/") else as_mention(path) + " "
-        self.replace(mention, (row, start), (row, column))
-        self.move_cursor((row, start + len(mention)))
+        self.replace(choice.text, (row, start), (row, column))
+        self.move_cursor((row, start + len(choice.text)))
+
+    def put_away(self) -> bool:
+        """The draft goes into the history, where the up key finds it; False without one."""
+        text, self.text = self.text, ""
+        if not text.strip():
+            return False
+        self.prompts.add(text)
+        self.last_put_away = text
+        return True
 
     def _show(self, text: str) -> None:
-        self._is_shown_text = text != self.text
-        self.text = text
+        self._shown_text = self.text = text
         self.move_cursor(self.document.end)

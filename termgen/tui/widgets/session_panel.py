@@ -37,7 +37,7 @@ class SessionList(Canvas, can_focus=True):
             tooltip="Open the marked chat",
         ),
         Binding(
-            "r",
+            "f6",
             "wish('rename')",
             "Rename chat",
             show=False,
@@ -45,7 +45,7 @@ class SessionList(Canvas, can_focus=True):
             tooltip="Give the marked chat another name",
         ),
         Binding(
-            "d,delete",
+            "delete,ctrl+d",
             "wish('delete')",
             "Delete chat",
             show=False,
@@ -53,7 +53,7 @@ class SessionList(Canvas, can_focus=True):
             tooltip="Delete the marked chat, until it is brought back",
         ),
         Binding(
-            "u",
+            "ctrl+z",
             "wish('undo')",
             "Bring chat back",
             show=False,
@@ -61,15 +61,15 @@ class SessionList(Canvas, can_focus=True):
             tooltip="Bring back the chat that was deleted last",
         ),
         Binding(
-            "slash",
+            "ctrl+f",
             "wish('search')",
             "Search chats",
             show=False,
             id="sessions.search",
-            tooltip="Search titles, questions and answers of all chats",
+            tooltip="Search titles, questions and answers of all chats (or type)",
         ),
         Binding(
-            "up,k",
+            "up",
             "move(-1)",
             "Chat above",
             show=False,
@@ -77,7 +77,7 @@ class SessionList(Canvas, can_focus=True):
             tooltip="To the chat above",
         ),
         Binding(
-            "down,j",
+            "down",
             "move(1)",
             "Chat below",
             show=False,
@@ -101,7 +101,7 @@ class SessionList(Canvas, can_focus=True):
             tooltip="Ten chats down",
         ),
         Binding(
-            "home,g",
+            "home",
             "move(-1000)",
             "First chat",
             show=False,
@@ -109,7 +109,7 @@ class SessionList(Canvas, can_focus=True):
             tooltip="To the first chat of the list",
         ),
         Binding(
-            "end,G",
+            "end",
             "move(1000)",
             "Last chat",
             show=False,
@@ -209,17 +209,24 @@ class SessionPanel(Container):
             id="session-search",
             compact=True,
             max_length=MAX_SEARCH_CHARS,
+            select_on_focus=False,
         )
         yield SessionList(self._wall_clock, id="session-list")
         yield Input(id="session-name", compact=True, max_length=MAX_TITLE_CHARS)
 
     def on_mount(self) -> None:
         self.border_title = "chats"
-        open_, rename, delete, find = (
-            brief_key_of(self, f"sessions.{name}")
-            for name in ("open", "rename", "delete", "search")
+        open_, rename, delete = (
+            brief_key_of(self, f"sessions.{name}") for name in ("open", "rename", "delete")
         )
-        self.border_subtitle = f"{open_} open {rename} rename {delete} delete {find} find"
+        delete = "del" if delete == "delete" else delete
+        self.border_subtitle = f"{open_} open {rename} rename {delete} delete"
+
+    def type(self, text: str) -> None:
+        """What was typed in the list is searched for. A slash alone has always begun that."""
+        self.screen.set_focus(self.search)  # at once: another key may follow
+        if text != "/" or self.search.value:
+            self.search.insert_text_at_cursor(" ".join(text.split()) if len(text) > 1 else text)
 
     def begin_rename(self, session: SessionSummary) -> None:
         self._renamed = session

@@ -35,10 +35,20 @@ _PLACE: tuple[Row, ...] = ((), (("…", "faint"),))
 """Of an entry that has no rows yet."""
 
 
-class Transcript(ScrollView, can_focus=True):
+class Transcript(ScrollView, can_focus=False):
+    """Takes the focus in browse mode only, and never by a click."""
+
+    FOCUS_ON_CLICK = False
     BINDINGS = [
         Binding(
-            "up,k",
+            "i,enter",
+            "screen.focus_prompt",
+            "Back to typing",
+            id="chat.write",
+            tooltip="From browse mode back to the prompt",
+        ),
+        Binding(
+            "up",
             "scroll_up",
             "Scroll up",
             show=False,
@@ -46,7 +56,7 @@ class Transcript(ScrollView, can_focus=True):
             tooltip="The transcript one line up",
         ),
         Binding(
-            "down,j",
+            "down",
             "scroll_down",
             "Scroll down",
             show=False,
@@ -289,6 +299,9 @@ class Transcript(ScrollView, can_focus=True):
                 self.post_message(EntryClicked(entry, (text, role)))
                 return
             column -= cell_len(text)
+        if self._rows[line]:  # behind the end of a line
+            entry = self._entries[bisect_right(self._starts, line) - 1]
+            self.post_message(EntryClicked(entry, ("", "")))
 
     def render_line(self, y: int) -> Strip:
         width = self.size.width

@@ -182,3 +182,14 @@ def test_lost_rows_are_not_cut(device: str) -> None:
     logits[3, 4] = INF
     ours, _ = run(logits, top_k=2, top_p=0.5, min_p=0.1)
     assert ours.all()
+
+
+@devices
+@pytest.mark.parametrize(("top_p", "num_kept"), [(0.5, 1), (0.6, 3)])
+def test_a_mass_reached_exactly_is_enough_and_equals_stay_together(
+    device: str, top_p: float, num_kept: int
+) -> None:
+    logits = torch.full((1, 3000), -INF, device=device)
+    logits[0, [2900, 7, 1500]] = torch.tensor([0.5, 0.25, 0.25], device=device).log()
+    for kept in run(logits, top_p=top_p):
+        assert int(kept.sum()) == num_kept and bool(kept[0, 2900])

@@ -23,6 +23,7 @@ from termgen.engine.kernels.sample import (  # noqa: E402
 )
 from termgen.engine.sampling import random as reference  # noqa: E402
 from termgen.engine.sampling.random import Stream  # noqa: E402
+from termgen.engine.step import CORRUPT_TOKEN  # noqa: E402
 
 devices = pytest.mark.parametrize("device", DEVICES)
 devices_and_dtypes = pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
@@ -92,9 +93,15 @@ class Batch:
             ),
         }
 
-    def check(self, logits: torch.Tensor, threshold: torch.Tensor | None = None) -> torch.Tensor:
+    def check(
+        self,
+        logits: torch.Tensor,
+        threshold: torch.Tensor | None = None,
+        *,
+        may_be_empty: bool = False,
+    ) -> torch.Tensor:
         out = torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
-        arguments = {**self.tables, "threshold": threshold}
+        arguments = {**self.tables, "threshold": threshold, "may_be_empty": may_be_empty}
         result = sample(logits, self.slots, self.num_tokens, self.workspace, **arguments, out=out)
         assert result is out
         expected = sample_reference(logits, self.slots, self.num_tokens, **arguments)
@@ -153,27 +160,50 @@ def test_ties_go_to_the_lowest_id_in_whatever_program_it_is(device: str) -> None
     logits[1, 1::2] = -0.0
     logits[1, 0] = -0.0
     logits[2] = -INF
-    logits[3, 4199] = INF
-    assert batch.check(logits).tolist() == [20, 0, 0, 4199]
+    logits[3, 4199] = 3e38
+    assert batch.check(logits, may_be_empty=True).tolist() == [20, 0, 0, 4199]
 
 
-@devices
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_nan_wins_its_row_and_lost_rows_give_an_id_in_range(
-    device: str, temperature: float
+@devices_and_dtypes
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1.7])
+@pytest.mark.parametrize("num_programs", [1, 10**6])
+def test_a_row_whose_logits_are_not_numbers_is_marked_and_no_other(
+    device: str, dtype: torch.dtype, temperature: float, num_programs: int
 ) -> None:
-    batch = Batch(5, 2500, device=device, seed=5)
+    """Wherever in the row the NaN is, in one program or in many."""
+    batch = Batch(9, 2500, device=device, seed=5)
+    batch.workspace.num_programs = num_programs
+    batch.workspace.partial = torch.empty(64, dtype=torch.int64, device=device)
     batch.tables["temperature"].fill_(temperature)
-    logits = normal(5, 2500, dtype=torch.float32, device=device, seed=3)
+    logits = normal(9, 2500, dtype=dtype, device=device, seed=3)
+    healthy = batch.check(logits).tolist()
     logits[0, 2400] = NAN
     logits[1, :] = NAN
-    logits[2, [7, 1300]] = torch.tensor([INF, -NAN], device=device)
+    logits[2, [7, 1300]] = torch.tensor([INF, -NAN], dtype=dtype, device=device)
     logits[3] = -INF
     logits[4] = -INF
     logits[4, 2499] = -50.0
-    threshold = torch.full((5,), -INF, device=device)
+    logits[5, 0] = NAN
+    logits[6, 2499] = INF
+    logits[7, :2000] = -INF
+    threshold = torch.full((9,), -INF, device=device)
     for cut in (None, threshold):
-        assert batch.check(logits, cut).tolist() == [2400, 0, 1300, 0, 2499]
+        drawn = batch.check(logits, cut).tolist()
+        assert drawn[:7] == [*[CORRUPT_TOKEN] * 4, 2499, CORRUPT_TOKEN, CORRUPT_TOKEN]
+        assert drawn[7] >= 2000 and drawn[8] == healthy[8]
+        drawn = batch.check(logits, cut, may_be_empty=True).tolist()
+        assert drawn[:5] == [*[CORRUPT_TOKEN] * 3, 0, 2499], "masks may have hidden all of a row"
+
+
+@devices
+def test_a_finite_logit_is_no_fault_whatever_its_temperature(device: str) -> None:
+    batch = Batch(2, 50, device=device, seed=5)
+    batch.tables["temperature"].fill_(0.01)
+    logits = torch.zeros(2, 50, device=device)
+    logits[0, 17] = 3e38  # infinite once it is divided
+    logits[1] = -3e38
+    assert batch.check(logits).tolist()[0] == 17
+    assert batch.check(logits).tolist()[1] >= 0
 
 
 def test_a_workspace_holds_the_parts_of_any_number_of_rows() -> None:

@@ -14,6 +14,7 @@ require_triton()
 from termgen.engine.runner.input_batch import InputBatch, InputBuffers  # noqa: E402
 from termgen.engine.runner.request_state import RequestState  # noqa: E402
 from termgen.engine.runner.token_ring import TokenRing  # noqa: E402
+from termgen.engine.step import CORRUPT_TOKEN  # noqa: E402
 
 devices = pytest.mark.parametrize("device", DEVICES)
 BLOCK_SIZE = 4
@@ -168,6 +169,9 @@ def test_samples_are_taken_in_as_by_torch(
         for row in range(0, num_rows, 2):  # often a stop id
             stops = fused.stop_ids[int(slots[row])]
             ids[row] = int(stops[stops >= 0][0])
+        for row in range(num_rows):
+            if rng.random() < 0.1:
+                ids[row] = CORRUPT_TOKEN
         sampled = torch.tensor(ids, device=device)
         ours = fused.append_sampled(slots, counts, sampled, rings[0])
         theirs = plain.append_sampled(slots, counts, sampled, rings[1])
@@ -179,6 +183,37 @@ def test_samples_are_taken_in_as_by_torch(
         assert torch.equal(rings[0].index, rings[1].index) and not rings[0].arrivals.any()
         took |= set(ours.tolist())
     assert num_rows < 2 or (-1 in took and len(took) > 2)
+
+
+@devices
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_corrupt_row_ends_and_what_runs_it_on_reads_an_id_that_exists(
+    device: str, fused: bool
+) -> None:
+    state = make_state(random.Random(2), 4, device=device)
+    state.fused = fused
+    state.make_penalty_tables()
+    state.finished.fill_(False)
+    state.total_len.fill_(7)
+    state.num_computed.fill_(6)
+    state.limit.fill_(50)
+    ring = TokenRing(3, 4, torch.device(device))
+    slots = torch.arange(4, device=device)
+    sampled = torch.tensor([33, CORRUPT_TOKEN, 34, CORRUPT_TOKEN], device=device)
+    state.finished[3] = True
+    state.stop_ids.fill_(-1)
+    for to in (ring, None):
+        state.total_len.fill_(7)
+        state.num_computed.fill_(6)
+        state.finished[:3] = False
+        tokens = state.append_sampled(slots, torch.ones_like(slots), sampled, to)
+        assert tokens.tolist() == [33, CORRUPT_TOKEN, 34, -1]
+        assert state.finished[:4].tolist() == [False, True, False, True]
+        assert (state.token_ids >= 0).all()
+        assert state.output_counts is not None
+        assert int(state.output_counts.sum()) == (0 if to is ring else 2)
+        tokens = state.append_sampled(slots, torch.ones_like(slots), sampled.clamp(min=0), to)
+        assert tokens.tolist() == [33, -1, 34, -1], "nothing more of a row that ended"
 
 
 @devices

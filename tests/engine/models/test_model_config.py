@@ -363,3 +363,56 @@ def test_parameters_are_counted() -> None:
     assert read().num_parameters == pytest.approx(134.5e6, rel=0.001)
     untied = read(tie_word_embeddings=False).num_parameters
     assert untied - read().num_parameters == 49152 * 576
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 512,
+    "intermediate_size": 112,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-3,
+    "sliding_window": 24,
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+    "tie_word_embeddings": True,
+    "rope_theta": 5e4,
+    "num_experts_per_tok": 3,
+    "num_local_experts": 16,
+    "moe_intermediate_size": 64,
+    "head_dim": 32,
+}
+NO_ARITHMETIC = {"bos_token_id": None, "eos_token_ids": (), "torch_dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"],
+)
+def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(model_type: str) -> None:
+    config_class = type(AutoConfig.for_model(model_type))
+    names = {
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "gemma3_text": "Gemma3ForCausalLM",
+    }
+    architectures = [names.get(model_type, f"{model_type.title()}ForCausalLM")]
+    known = set(config_class().to_dict()) | {"rope_theta"}
+    given = {key: value for key, value in SMALL.items() if key in known}
+    num_compared = 0
+    for key in given:
+        left = {k: v for k, v in given.items() if k != key}
+        whole = {**config_class(**left).to_dict(), "architectures": architectures}
+        try:
+            found = ModelConfig.from_hf({**left, "architectures": architectures})
+        except CorruptFileError as error:  # sizes must be said
+            name = "num_experts" if key == "num_local_experts" else key
+            assert f"{key} is missing" in str(error) or f"{name} is missing" in str(error), key
+            continue
+        expected = ModelConfig.from_hf(whole)
+        assert dataclasses.replace(found, **NO_ARITHMETIC) == dataclasses.replace(
+            expected, **NO_ARITHMETIC
+        ), key
+        num_compared += 1
+    assert num_compared >= 5

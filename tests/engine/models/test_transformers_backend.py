@@ -237,7 +237,8 @@ def test_rotary_frequencies_do_not_change_with_other_requests(
 
 REFUSED: dict[str, tuple[Overrides, str]] = {
     "bloom": ({}, "0 of its 2 layers call attention"),
-    "falcon": ({}, "cannot run"),
+    "falcon": ({}, "chooses its attention from a list of its own"),
+    "gptj": ({}, "chooses its attention from a list of its own"),
     "mamba": ({}, "layers of type 'linear_attention'"),
     "recurrent_gemma": ({}, "layers of type|a state besides keys and values"),
     "bert": ({}, "not causal"),
@@ -294,6 +295,18 @@ def test_a_config_that_names_no_usable_model(
     source.write_text(json.dumps(raw))
     with pytest.raises(UnsupportedModelError, match=said):
         load_model_config(source)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["roberta", "camembert", "xlm-roberta", "data2vec-text", "roberta-prelayernorm"],
+)
+def test_a_model_whose_positions_begin_elsewhere_is_refused(
+    make_model: MakeModel, engines: Callable[..., SyncEngine], model_type: str
+) -> None:
+    folder = make_model(model_type, is_decoder=True, pad_token_id=2)
+    with pytest.raises(UnsupportedModelError, match="positions do not begin at 0"):
+        engines(folder)
 
 
 def test_code_that_mixes_tokens_or_ignores_positions_is_found(

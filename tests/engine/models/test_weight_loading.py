@@ -221,3 +221,23 @@ def test_more_than_the_machines_memory_is_refused_before_it_is_allocated(
     config = replace(load_model_config(tiny_llama_dir), num_layers=1024, intermediate_size=2**31)
     with pytest.raises(ModelError, match="GiB of memory"):
         build(config)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(
+    value: float, tiny_model_dir: TinyModelDir
+) -> None:
+    config, tensors = read_tensors(tiny_model_dir("llama"))
+    for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"):
+        damaged = {n: t.clone() for n, t in tensors.items()}
+        damaged[name].view(-1)[-1] = value
+        with pytest.raises(CorruptFileError, match=f"tensor {name} has NaN or infinite values"):
+            load_weights(build(config), StateDictCheckpoint(damaged))
+
+
+def test_weights_that_leave_the_range_of_float16_are_refused(tiny_model_dir: TinyModelDir) -> None:
+    config, tensors = read_tensors(tiny_model_dir("llama"))
+    tensors["model.norm.weight"][0] = 1e6
+    load_weights(build(config), StateDictCheckpoint(tensors))
+    with pytest.raises(CorruptFileError, match="norm.* infinite values in float16"):
+        load_weights(build(config, dtype=torch.float16), StateDictCheckpoint(tensors))

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from termgen.engine.runner.async_output import AsyncOutput, StepTensors
+from termgen.engine.runner.async_output import AsyncOutput, RecordedOutput, StepTensors
 from termgen.engine.runner.dispatch import Dispatch, GraphMode
 from termgen.engine.runner.request_state import RequestState
 from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.sampler import Sampler
 from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.step import AddedRow, StepPlan
+from termgen.engine.step import CORRUPT_TOKEN, AddedRow, StepPlan
 
 
 def plan(num_rows: int, *, added: tuple[AddedRow, ...] = ()) -> StepPlan:
@@ -94,11 +94,11 @@ def test_a_result_on_its_way_holds_its_device_memory_until_it_was_read(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: object())
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event(stream.log))
-    tokens: Any = DeviceTensor([7, -1, 9], stream.log)
+    tokens: Any = DeviceTensor([7, -1, 9, CORRUPT_TOKEN], stream.log)
     alive = weakref.ref(tokens)
     dispatch = Dispatch(GraphMode.NONE, reason="nothing is recorded")
     copy_stream: Any = stream
-    output = AsyncOutput(plan(3), StepTensors(tokens, None), dispatch, 0, copy_stream)
+    output = AsyncOutput(plan(4), StepTensors(tokens, None), dispatch, 0, copy_stream)
     tokens.arrive()
     del tokens
     gc.collect()
@@ -106,7 +106,8 @@ def test_a_result_on_its_way_holds_its_device_memory_until_it_was_read(
     assert stream.log == ["wait for the compute stream", "copy", "record"]
     result = output.result()
     assert stream.log[3:] == ["wait for the event"]
-    assert (result.num_sampled.tolist(), result.token_ids.tolist()) == ([1, 0, 1], [7, 9])
+    assert (result.num_sampled.tolist(), result.token_ids.tolist()) == ([1, 0, 1, 0], [7, 9])
+    assert result.corrupt is not None and result.corrupt.tolist() == [3]
 
 
 def test_penalties_of_the_next_step_count_the_token_that_no_host_has_seen() -> None:
@@ -163,3 +164,12 @@ def test_penalties_of_the_next_step_count_the_token_that_no_host_has_seen() -> N
         drawn += state.append_sampled(slots, ones, sampled).tolist()
     # 5: 2.5 -> 1.5 -> 0.5; 6: 2 -> 1 -> 0; 7: 1.75 -> 0.75. The largest of what is left, in turn.
     assert drawn == [5, 6, 7, 5, 6, 7]
+
+
+def test_a_result_read_keeps_its_tokens_when_the_ring_comes_round() -> None:
+    """A reader may be many steps behind: what it holds is not the ring's memory."""
+    tokens = np.asarray([7, 8], np.int32)
+    dispatch, decodes = Dispatch(GraphMode.FULL), plan(2)._replace(num_decode_rows=2)
+    result = RecordedOutput(decodes, tokens, dispatch, 0).result()
+    tokens[:] = 30
+    assert result.token_ids.tolist() == [7, 8]

@@ -12,9 +12,11 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper
 
+from termgen.engine.sampling import sampler
 from termgen.engine.sampling.metadata import SamplingMetadata
 from termgen.engine.sampling.random import Stream
 from termgen.engine.sampling.sampler import Sampler
+from termgen.engine.step import CORRUPT_TOKEN
 
 MakeMeta = Callable[..., SamplingMetadata]
 RandomLogits = Callable[..., torch.Tensor]
@@ -136,8 +138,13 @@ def test_minus_infinity_is_never_drawn(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}])
-def test_lost_rows_stay_in_range_and_harm_nobody(
-    random_logits: RandomLogits, make_meta: MakeMeta, temperature: float, filters: Any
+@pytest.mark.parametrize("is_masked", [False, None])
+def test_rows_that_are_no_numbers_are_marked_and_harm_no_other(
+    random_logits: RandomLogits,
+    make_meta: MakeMeta,
+    temperature: float,
+    filters: Any,
+    is_masked: bool | None,
 ) -> None:
     logits = random_logits(6, 1001)
     healthy = logits[5:].clone()
@@ -147,11 +154,31 @@ def test_lost_rows_stay_in_range_and_harm_nobody(
     logits[3, 7] = torch.nan
     logits[4, 8] = torch.inf
     meta = make_meta(6, temperature=temperature, seeds=3, max_logprobs=4, **filters)
+    meta.suppress_any = is_masked
     output = Sampler()(logits, meta)
-    assert int(output.token_ids.min()) >= 0 and int(output.token_ids.max()) < 1001
-    assert int(output.token_ids[4]) == 8
+    corrupt = (output.token_ids == CORRUPT_TOKEN).tolist()
+    # Masks of the request's own may leave a row nothing but -inf.
+    assert corrupt == [True, is_masked is False, True, True, True, False]
+    assert output.logprobs is not None
+    assert 0 <= int(output.logprobs.token_ids.min()) <= int(output.logprobs.token_ids.max()) < 1001
+    assert not output.logprobs.logprobs[5].isnan().any()
     alone = Sampler()(healthy, make_meta(1, temperature=temperature, seeds=3, **filters))
     assert int(output.token_ids[5]) == int(alone.token_ids)
+
+
+def test_an_infinity_of_the_requests_own_making_is_no_fault(
+    random_logits: RandomLogits, make_meta: MakeMeta
+) -> None:
+    logits = random_logits(2, 50, scale=10.0)
+    meta = make_meta(
+        2,
+        temperature=0.0,
+        repetition=[1e-38, 1.0],
+        output_counts=torch.ones(2, 50, dtype=torch.int32),
+        prompt_mask=torch.zeros(2, 50, dtype=torch.bool),
+    )
+    meta.needs_penalties = True
+    assert (Sampler()(logits, meta).token_ids >= 0).all()
 
 
 def mixed_batch(make_meta: MakeMeta, num_rows: int, vocab_size: int) -> SamplingMetadata:
@@ -318,3 +345,27 @@ def test_cuda_step_never_waits_for_the_device(
         Sampler()(logits, meta)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9, "top_k": 40}, {"min_p": 0.05}])
+def test_rows_drawn_in_parts_are_drawn_as_one(
+    random_logits: RandomLogits,
+    make_meta: MakeMeta,
+    monkeypatch: pytest.MonkeyPatch,
+    limits: dict[str, Any],
+) -> None:
+    """On a CPU, so that many rows take no more memory at a time than a few."""
+    logits = random_logits(23, 257)
+    temperature = torch.tensor([0.0, 0.8, 1.3] * 8)[:23]
+    meta = make_meta(23, seeds=5, temperature=temperature, **limits)
+    whole = Sampler()(logits, meta).token_ids
+    sizes, real = [], sampler.gumbel_argmax
+
+    def noted(logits: torch.Tensor, **more: Any) -> torch.Tensor:
+        sizes.append(len(logits))
+        return real(logits, **more)
+
+    monkeypatch.setattr(sampler, "PART_LOGITS", 2 * 257)
+    monkeypatch.setattr(sampler, "gumbel_argmax", noted)
+    assert Sampler()(logits, meta).token_ids.tolist() == whole.tolist()
+    assert sizes == [2] * 11 + [1]

@@ -242,3 +242,15 @@ def test_stop_mask(random_logits) -> None:
     expected[0, [0, 9]] = expected[3, [3, 8]] = expected[4, [2, 4, 6, 8]] = -torch.inf
     assert torch.equal(masked, expected)
     assert torch.equal(mask_stop_tokens(logits, stop[:, :0], suppress), before)
+
+
+@FORMS
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.5, [True, False, False, False]), (0.6, [True, True, True, False])]
+)
+def test_a_mass_reached_exactly_is_enough_and_equals_stay_together(
+    form, top_p: float, kept: list[bool]
+) -> None:
+    """The smallest set whose mass is at least top_p; of two equals neither is preferred."""
+    logits = torch.tensor([[0.5, 0.25, 0.25, 0.0]]).log()
+    assert (cut(logits, form, top_p=top_p) > -torch.inf).tolist() == [kept]

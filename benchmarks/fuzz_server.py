@@ -1,0 +1,421 @@
+"""Thousands of random requests to one live server, beside a client that does nothing wrong.
+
+    python benchmarks/fuzz_server.py [--requests 20000] [--seed N] [--output FOLDER]
+    python benchmarks/fuzz_server.py --replay SEED/INDEX      # one of them again, and its answer
+    python benchmarks/fuzz_server.py --shrink SEED/INDEX      # the smallest part that still fails
+
+Schemas, regular expressions, grammars, tools and bodies from `fuzz_bodies.py` go to a `termgen
+serve` with the tiny model of `memory_soak.py`, several at a time. Faults are: the server's end, an
+answer of 5xx, a refusal that does not name its field, no answer in time, and a good client whose
+99th percentile between tokens more than doubles. Each body at fault is written to the folder, by
+its seed. After a death, what was under way is sent again one by one to find which it was. Exit
+status 1 with any fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fuzz_bodies import MAKERS, Body, body
+from machine import machine_facts
+from memory_soak import port_of, start_server, write_model
+
+ANSWER_TIMEOUT_S = 60.0
+GOOD_BODY = {
+    "messages": [{"role": "user", "content": "x"}],
+    "stream": True,
+    "max_tokens": 60,
+    "ignore_eos": True,
+}
+SERVE_OPTIONS = ("--kv-cache-gib", "0.1", "--no-log-requests", "--max-num-seqs", "32")
+WHOLE_BODY_CODES = ("invalid_json", "request_too_large", "invalid_http", "invalid_body")
+"""What is wrong with a body as a whole, in which no field is to blame."""
+DIED = "server died"
+NO_FIELD = "refusal names no field"
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    content: bytes
+
+
+@dataclass
+class Fault:
+    what: str
+    seed: str
+    kind: str
+    path: str
+    detail: str
+
+
+async def ask(port: int, sent: Body) -> Answer:
+    """Raises ConnectionError or IncompleteReadError where the connection ends without an answer."""
+    head = (
+        f"POST {sent.path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(sent.content)}\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(head.encode() + sent.content)
+        answer = await reader.readuntil(b"\r\n\r\n")
+        content = await reader.read(-1)
+        return Answer(int(answer[9:12]), content)
+    finally:
+        writer.transport.abort()
+
+
+def fault_of(sent: Body, answer: Answer) -> str | None:
+    """What is wrong with an answer; None for a good one."""
+    if answer.status >= 500:
+        return f"answer {answer.status}"
+    if answer.status < 400 or answer.status == 429:
+        return None
+    try:
+        error = json.loads(answer.content)["error"]
+        message, code = error["message"], error.get("code")
+    except (ValueError, KeyError, TypeError):
+        return "refusal without an error object"
+    if error.get("param") or code in WHOLE_BODY_CODES:
+        return None
+    fields = _fields_of(sent.content)
+    if fields is None:  # no JSON object: no field is to blame
+        return None
+    if sent.path == "/v1/messages":  # Anthropic's errors have no place for either but the message
+        named = [*fields, *(f"({code})" for code in WHOLE_BODY_CODES)]
+        return None if any(name and name in message for name in named) else NO_FIELD
+    return NO_FIELD
+
+
+def _fields_of(content: bytes) -> list[str] | None:
+    try:
+        parsed = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    # What a required field would be called is in the message, too.
+    known = ["messages", "max_tokens", "model"]
+    return [*parsed, *known] if isinstance(parsed, dict) else None
+
+
+# -- the server, which may die -----------------------------------------------------------------
+
+
+class LiveServer:
+    def __init__(self, model: Path, log: Path) -> None:
+        self._model, self._log = model, log
+        self.num_starts = 0
+        self.start()
+
+    def start(self) -> None:
+        self.num_starts += 1
+        log = self._log.with_suffix(f".{self.num_starts}.log")
+        self.process = start_server(self._model, log, SERVE_OPTIONS)
+        self.port = port_of(self.process, log)
+
+    async def has_died(self) -> bool:
+        """Waits a moment: connections break before the process can be waited for."""
+        for _ in range(20):
+            if self.process.poll() is not None:
+                return True
+            await asyncio.sleep(0.05)
+        return False
+
+    @property
+    def how(self) -> str:
+        status = self.process.returncode
+        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+    def stop(self) -> None:
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(40)
+        self.process.kill()
+
+
+# -- a good client -----------------------------------------------------------------------------
+
+
+@dataclass
+class GoodClient:
+    gaps: list[float] = field(default_factory=list)
+    num_answers: int = 0
+    num_broken: int = 0
+
+    async def run(self, server: LiveServer) -> None:
+        """Until it is cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    is_whole = await self._stream(server.port)
+            except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
+                is_whole = False
+                await asyncio.sleep(0.2)
+            self.num_answers += is_whole
+            self.num_broken += not is_whole
+
+    async def _stream(self, port: int) -> bool:
+        content = json.dumps(GOOD_BODY).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+        try:
+            writer.write(f"{head}content-length: {len(content)}\r\n".encode())
+            writer.write(b"content-type: application/json\r\n\r\n" + content)
+            last, tail = 0.0, b""
+            while piece := await reader.read(1 << 16):
+                now, tail = time.perf_counter(), (tail + piece)[-100:]
+                if b'"content":"' in piece:
+                    if last:
+                        self.gaps.append(now - last)
+                    last = now
+            return b"data: [DONE]" in tail
+        finally:
+            writer.transport.abort()
+
+    def p99_ms(self) -> float:
+        ordered = sorted(self.gaps)
+        return ordered[int(0.99 * (len(ordered) - 1))] * 1e3 if ordered else float("nan")
+
+
+# -- fuzzing -----------------------------------------------------------------------------------
+
+
+class Fuzz:
+    def __init__(self, server: LiveServer, folder: Path, *, most_deaths: int) -> None:
+        self._server = server
+        self._folder = folder
+        self._most_deaths = most_deaths
+        self._under_way: set[str] = set()
+        self._mending = asyncio.Lock()
+        self.faults: list[Fault] = []
+        self.counts: Counter[str] = Counter()
+        self.num_deaths = 0
+        self.num_done = 0
+
+    async def run(self, seeds: Iterable[str], at_once: int) -> None:
+        waiting = iter(seeds)
+
+        async def worker() -> None:
+            for seed in waiting:
+                if self.num_deaths >= self._most_deaths:
+                    return
+                await self._one(seed)
+
+        await asyncio.gather(*(worker() for _ in range(at_once)))
+
+    async def _one(self, seed: str) -> None:
+        async with self._mending:
+            number = self._server.num_starts
+        self._under_way.add(seed)
+        ended = await self._send(seed)
+        if ended is None and await self._mend(number):
+            return  # all that was under way has been tried again
+        self._under_way.discard(seed)
+        if ended is None:
+            self._add("connection cut", seed, "the server lives on")
+        self.num_done += 1
+        if self.num_done % 1000 == 0:
+            print(f"{self.num_done} sent, {len(self.faults)} faults", file=sys.stderr, flush=True)
+
+    async def _send(self, seed: str) -> Answer | None:
+        """None where the connection broke."""
+        sent = body(seed)
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                answer = await ask(self._server.port, sent)
+        except TimeoutError:
+            self._add("no answer in time", seed, "")
+            return Answer(0, b"")
+        except (ConnectionError, asyncio.IncompleteReadError):
+            return None
+        self.counts[f"{sent.kind} {answer.status}"] += 1
+        if what := fault_of(sent, answer):
+            self._add(what, seed, answer.content[:600].decode(errors="replace"))
+        return answer
+
+    async def _mend(self, number: int) -> bool:
+        """After a death: start again, and find out who was to blame. False: there was none."""
+        async with self._mending:
+            if self._server.num_starts != number:
+                return True
+            if not await self._server.has_died():
+                return False
+            suspects, self._under_way = sorted(self._under_way), set()
+            print(f"{DIED} ({self._server.how}); {len(suspects)} suspects", file=sys.stderr)
+            self._server.start()
+            found = False
+            for seed in suspects:
+                if await self._send(seed) is None and await self._server.has_died():
+                    found = True
+                    self.num_deaths += 1
+                    self._add(DIED, seed, self._server.how)
+                    self._server.start()
+            self.num_done += len(suspects)
+            if not found:
+                self.num_deaths += 1
+                self._add(DIED, suspects[0], f"by none alone of {suspects}")
+            return True
+
+    def _add(self, what: str, seed: str, detail: str) -> None:
+        sent = body(seed)
+        self.faults.append(Fault(what, seed, sent.kind, sent.path, detail))
+        name = f"{what} {sent.kind} {seed}".replace(" ", "-").replace("/", "-")
+        (self._folder / f"{name}.json").write_bytes(sent.content)
+        with (self._folder / "faults.jsonl").open("a") as lines:
+            print(json.dumps(vars(self.faults[-1])), file=lines)
+
+
+async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
+    alone, beside = GoodClient(), GoodClient()
+    await _for_a_while(alone.run(server), args.alone)
+    run = Fuzz(server, args.output, most_deaths=args.most_deaths)
+    client = asyncio.create_task(beside.run(server))
+    began = time.monotonic()
+    seeds = (f"{args.seed}/{index}" for index in itertools.count())
+    wanted = (seed for seed in seeds if not args.kind or body(seed).kind in args.kind)
+    await run.run(itertools.islice(wanted, args.requests), args.at_once)
+    seconds = time.monotonic() - began
+    client.cancel()
+    await asyncio.wait((client,))
+    ratio = beside.p99_ms() / alone.p99_ms()
+    report = {
+        "machine": machine_facts(),
+        "seed": args.seed,
+        "sent": run.num_done,
+        "seconds": seconds,
+        "deaths": run.num_deaths,
+        "faults": Counter(f"{fault.what} ({fault.kind})" for fault in run.faults),
+        "answers": dict(sorted(run.counts.items())),
+        "good_client": {
+            "p99_ms_alone": alone.p99_ms(),
+            "p99_ms_beside": beside.p99_ms(),
+            "ratio": ratio,
+            "answers": beside.num_answers,
+            "broken": beside.num_broken,
+        },
+    }
+    (args.output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+    is_slow = not ratio <= args.most_slower
+    return not (run.faults or beside.num_broken or is_slow)
+
+
+async def _for_a_while(running: Any, seconds: float) -> None:
+    task = asyncio.create_task(running)
+    await asyncio.wait((task,), timeout=seconds)
+    task.cancel()
+    await asyncio.wait((task,))
+
+
+# -- one body again ----------------------------------------------------------------------------
+
+
+async def outcome(server: LiveServer, sent: Body) -> str | None:
+    """The fault that this body causes; the server is there again afterwards."""
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            return fault_of(sent, await ask(server.port, sent))
+    except TimeoutError:
+        return "no answer in time"
+    except (ConnectionError, asyncio.IncompleteReadError):
+        if not await server.has_died():
+            return "connection cut"
+        server.start()
+        return DIED
+
+
+def smaller(value: Any) -> Iterable[Any]:
+    """What is left of a JSON value when one part is left out, halved or replaced by its child."""
+    if isinstance(value, dict):
+        for key in value:
+            yield {name: part for name, part in value.items() if name != key}
+        for key, part in value.items():
+            if isinstance(part, (dict, list)):
+                yield part
+            yield from ({**value, key: less} for less in smaller(part))
+    elif isinstance(value, list):
+        if len(value) > 3:
+            yield from (value[: len(value) // 2], value[len(value) // 2 :])
+        yield from (value[:i] + value[i + 1 :] for i in range(len(value)))
+        for i, part in enumerate(value):
+            yield from ([*value[:i], less, *value[i + 1 :]] for less in smaller(part))
+    elif isinstance(value, str) and len(value) > 1:
+        yield from (value[: len(value) // 2], value[len(value) // 2 :], value[1:], value[:-1])
+
+
+async def shrink(server: LiveServer, sent: Body) -> Body:
+    """The same fault, of as little as a greedy search finds."""
+    wanted = await outcome(server, sent)
+    print(f"fault: {wanted}")
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(sent.content)
+        has_shrunk = wanted is not None
+        while has_shrunk:
+            has_shrunk = False
+            for less in smaller(value):
+                tried = Body(sent.kind, sent.path, json.dumps(less).encode())
+                if await outcome(server, tried) == wanted:
+                    value, sent, has_shrunk = less, tried, True
+                    break
+    return sent
+
+
+async def again(server: LiveServer, args: argparse.Namespace) -> bool:
+    sent = body(args.replay or args.shrink)
+    if args.shrink:
+        sent = await shrink(server, sent)
+    print(f"{sent.kind} {sent.path}\n{sent.content.decode(errors='replace')[:4000]}")
+    what = await outcome(server, sent)
+    if what != DIED:
+        answer = await ask(server.port, sent)
+        print(answer.status, answer.content.decode(errors="replace")[:2000])
+    print(what or "no fault")
+    return what is None
+
+
+def parse_args(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--kind", nargs="+", choices=tuple(MAKERS), help="no others than these")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--alone", type=float, default=15.0, help="seconds without the others")
+    parser.add_argument("--most-slower", type=float, default=2.0, help="ratio of 99th percentiles")
+    parser.add_argument("--most-deaths", type=int, default=30, help="stop after so many")
+    parser.add_argument("--output", type=Path, default=Path("fuzz_faults"))
+    parser.add_argument("--replay", metavar="SEED/INDEX")
+    parser.add_argument("--shrink", metavar="SEED/INDEX")
+    return parser.parse_args(given)
+
+
+def main(given: list[str] | None = None) -> int:
+    args = parse_args(given)
+    print(f"seed {args.seed}", flush=True)
+    args.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        server = LiveServer(write_model(Path(folder)), args.output / "server.log")
+        os.nice(5)  # the server goes first; it was started before
+        try:
+            task = again if args.replay or args.shrink else fuzz
+            return 0 if asyncio.run(task(server, args)) else 1
+        finally:
+            server.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,398 @@
+"""Does a server's memory stay flat? Streaming clients for an hour, on a CPU.
+
+    python benchmarks/memory_soak.py [--minutes 60] [--clients 200] [--output FILE]
+
+Starts a real `termgen serve` with a tiny model of random weights that has SmolLM2's tokenizer and
+chat template: its answers are noise, and everything around the model is as it always is. Clients
+ask for chats, completions, Responses and Messages, mostly as streams; a fifth of them with JSON
+schemas, more different ones than the server keeps; some with tools, log-probabilities, several
+answers or stop strings. Some leave in the middle. Every few seconds the resident memory of the
+server and of its helpers is written as a line of JSON; at the end comes a verdict about the second
+half. Exit status 1 where that has grown by `--most-growth` per cent or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from machine import machine_facts
+from made_up_model import TINY
+from process_memory import descendants, resident_by_kind, resident_kib
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from generated_schemas import generate
+
+WORDS = (
+    "the a of river house light stone runs sees green seven over under story model token".split()
+)
+POPULAR_SCHEMAS = 30
+ALL_SCHEMAS = 100_000
+SCHEMA_SHARE = 0.2
+LEAVES_SHARE = 0.15
+KINDS = {"chat": 60, "completion": 20, "responses": 10, "messages": 10}
+TAIL_BYTES = 1 << 16
+"""Of an answer, kept to see how it ends."""
+START_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 300.0
+"""For a whole answer; one that takes longer counts as a fault."""
+
+_URL = re.compile(r"serves at (http://\S+)")
+
+
+# -- what is asked -----------------------------------------------------------------------------
+
+
+@dataclass
+class Asked:
+    path: str
+    body: dict[str, Any]
+    leaves_after: int | None
+    """Pieces of the answer that its client waits for, where it does not stay."""
+
+
+class Requests:
+    """Draws them. The same seed gives the same ones."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._systems = [self._words(60) for _ in range(20)]
+
+    def _words(self, most: int) -> str:
+        rng = self._rng
+        return " ".join(rng.choices(WORDS, k=rng.randrange(2, most))) + f" {rng.randrange(10**6)}"
+
+    def draw(self) -> Asked:
+        rng = self._rng
+        kind = rng.choices(tuple(KINDS), tuple(KINDS.values()))[0]
+        is_stream = rng.random() < 0.9
+        leaves = rng.randrange(0, 40) if rng.random() < LEAVES_SHARE else None
+        path, body = getattr(self, f"_{kind}")()
+        return Asked(path, {**body, "stream": is_stream}, leaves)
+
+    def _wants_schema(self) -> bool:
+        """Messages cannot have one: of the others, so many more do."""
+        return self._rng.random() < SCHEMA_SHARE / (1 - KINDS["messages"] / sum(KINDS.values()))
+
+    def _chat(self) -> tuple[str, dict[str, Any]]:
+        rng = self._rng
+        body: dict[str, Any] = {"messages": self._talk(), "max_tokens": rng.randrange(4, 60)}
+        body |= self._sampling()
+        drawn = rng.random()
+        if self._wants_schema():
+            schema = {"name": "answer", "schema": self._schema(), "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        elif drawn < 0.1:
+            function = {"name": f"f{rng.randrange(50)}", "parameters": self._schema(popular=True)}
+            body["tools"] = [{"type": "function", "function": function}]
+            body["tool_choice"] = rng.choice(("auto", "required"))
+        elif drawn < 0.16:
+            body |= {"logprobs": True, "top_logprobs": rng.randrange(6)}
+        elif drawn < 0.2:
+            body["n"] = 2
+        return "/v1/chat/completions", body
+
+    def _completion(self) -> tuple[str, dict[str, Any]]:
+        rng = self._rng
+        body: dict[str, Any] = {"prompt": self._words(200), "max_tokens": rng.randrange(1, 60)}
+        body |= self._sampling()
+        if self._wants_schema():
+            body["structured_outputs"] = {"json": self._schema()}
+        if rng.random() < 0.1:
+            body["logprobs"] = 2
+        return "/v1/completions", body
+
+    def _responses(self) -> tuple[str, dict[str, Any]]:
+        body: dict[str, Any] = {"input": self._words(60), "max_output_tokens": 40}
+        if self._wants_schema():
+            wanted = {"type": "json_schema", "name": "answer", "schema": self._schema()}
+            body["text"] = {"format": wanted}
+        return "/v1/responses", body
+
+    def _messages(self) -> tuple[str, dict[str, Any]]:
+        system, *talk = self._talk()
+        body = {"system": system["content"], "messages": talk, "max_tokens": 40, "model": "tiny"}
+        return "/v1/messages", body
+
+    def _talk(self) -> list[dict[str, Any]]:
+        rng = self._rng
+        messages = [{"role": "system", "content": rng.choice(self._systems)}]
+        for _ in range(rng.randrange(0, 3)):
+            messages.append({"role": "user", "content": self._words(40)})
+            messages.append({"role": "assistant", "content": self._words(40)})
+        return [*messages, {"role": "user", "content": self._words(60)}]
+
+    def _sampling(self) -> dict[str, Any]:
+        rng = self._rng
+        wanted: dict[str, Any] = {"temperature": rng.choice((0, 0.7, 1.0))}
+        if rng.random() < 0.1:
+            wanted["seed"] = rng.randrange(10**6)
+        if rng.random() < 0.1:
+            wanted["stop"] = [rng.choice(WORDS), "\n\n"]
+        if rng.random() < 0.1:
+            wanted["user"] = f"user {rng.randrange(10**6)}"
+        return wanted
+
+    def _schema(self, *, popular: bool = False) -> dict[str, Any]:
+        """Some are asked for again and again, most never again."""
+        rng = self._rng
+        is_popular = popular or rng.random() < 0.4
+        return generate(rng.randrange(POPULAR_SCHEMAS if is_popular else ALL_SCHEMAS))
+
+
+# -- clients -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Clients:
+    port: int
+    requests: Requests
+    endings: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+    async def run(self, count: int, until: float) -> None:
+        await asyncio.gather(*(self._client(until) for _ in range(count)))
+
+    async def _client(self, until: float) -> None:
+        while time.monotonic() < until:
+            asked = self.requests.draw()
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    ending = await self._ask(asked)
+            except TimeoutError:
+                ending = "no answer in time"
+            except (ConnectionError, asyncio.IncompleteReadError) as error:
+                ending = f"cut: {type(error).__name__}"
+                await asyncio.sleep(1.0)
+            self.endings[ending] += 1
+            if not ending.startswith(("whole", "left", "429")) and len(self.faults) < 20:
+                self.faults.append(f"{ending}: {json.dumps(asked.body)[:2000]}")
+
+    async def _ask(self, asked: Asked) -> str:
+        content = json.dumps(asked.body).encode()
+        head = (
+            f"POST {asked.path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        )
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            writer.write(head.encode() + content)
+            if asked.leaves_after == 0:
+                return "left at once"
+            answer = await reader.readuntil(b"\r\n\r\n")
+            status = answer[9:12].decode()
+            tail, pieces = b"", 0
+            while piece := await reader.read(1 << 16):
+                self.num_bytes += len(piece)
+                tail = (tail + piece)[-TAIL_BYTES:]
+                pieces += 1
+                if status == "200" and pieces == asked.leaves_after:
+                    return "left in the middle"
+            if status != "200":
+                return f"{status} {tail.decode(errors='replace')[:300]}"
+            return "whole" if _is_whole(asked, tail) else f"not whole: {tail[-300:]!r}"
+        finally:
+            writer.transport.abort()
+
+
+def _is_whole(asked: Asked, tail: bytes) -> bool:
+    if not asked.body["stream"]:
+        return tail.rstrip().endswith(b"}")
+    ends = {"/v1/responses": b"event: response.", "/v1/messages": b"event: message_stop"}
+    return ends.get(asked.path, b"data: [DONE]") in tail and b"event: error" not in tail
+
+
+# -- the server --------------------------------------------------------------------------------
+
+
+def write_model(folder: Path) -> Path:
+    """The tokenizer and chat template of SmolLM2 on a model that computes next to nothing."""
+    from termgen.catalog import resolve_model
+    from termgen.engine.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(resolve_model("smollm2-135m", allow_download=True).path)
+    model = folder / "tiny"
+    model.mkdir()
+    (model / "tokenizer.json").write_text(tokenizer.to_json())
+    named = {"eos_token": "<|im_end|>", "chat_template": tokenizer.chat_templates["default"]}
+    (model / "tokenizer_config.json").write_text(json.dumps(named))
+    config = {**TINY, "vocab_size": tokenizer.vocab_size, "max_position_embeddings": 2048}
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def start_server(model: Path, log: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
+    flags = "--device cpu --threads 1 --load-format dummy --port 0 --served-model-name tiny"
+    command = [sys.executable, "-m", "termgen", "serve", "--model", str(model), *flags.split()]
+    command += options
+    with log.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+
+
+def port_of(server: subprocess.Popen[bytes], log: Path) -> int:
+    """Waits until it serves."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and server.poll() is None:
+        if found := _URL.search(log.read_text()):
+            return int(found[1].rsplit(":", 1)[1])
+        time.sleep(0.1)
+    raise SystemExit(f"the server did not start:\n{log.read_text()}")
+
+
+# -- what is measured --------------------------------------------------------------------------
+
+
+def sample(pid: int, began: float, clients: Clients) -> dict[str, Any]:
+    helpers = [kib for child in descendants(pid) if (kib := resident_kib(child))]
+    server = resident_kib(pid)
+    return {
+        "seconds": round(time.monotonic() - began, 1),
+        "total_kib": server.get("rss", 0) + sum(kib["rss"] for kib in helpers),
+        "server": {**server, **resident_by_kind(pid)},
+        "helpers": {"count": len(helpers), "rss": sum(kib["rss"] for kib in helpers)},
+        "answers": sum(clients.endings.values()),
+        "bytes": clients.num_bytes,
+    }
+
+
+async def watch(
+    pid: int, began: float, clients: Clients, every_s: float, output: Path
+) -> list[dict[str, Any]]:
+    """Until it is cancelled."""
+    samples: list[dict[str, Any]] = []
+    with output.open("a") as lines, contextlib.suppress(asyncio.CancelledError):
+        for number in itertools.count(1):
+            await asyncio.sleep(began + number * every_s - time.monotonic())
+            samples.append(sample(pid, began, clients))
+            print(json.dumps(samples[-1]), file=lines, flush=True)
+    return samples
+
+
+def growth(samples: Sequence[dict[str, Any]], value: Any) -> dict[str, float]:
+    """Of the second half, in per cent: along a line of least squares, and from the median of its
+    first third to that of its last."""
+    half = samples[len(samples) // 2 :]
+    times, sizes = [one["seconds"] for one in half], [value(one) for one in half]
+    if len(half) < 3 or not sizes[0]:
+        raise SystemExit("too few samples for a verdict")
+    line = statistics.linear_regression(times, sizes)
+    begin = line.intercept + line.slope * times[0]
+    third = len(sizes) // 3
+    early, late = statistics.median(sizes[:third]), statistics.median(sizes[-third:])
+    return {
+        "line_per_cent": 100 * line.slope * (times[-1] - times[0]) / begin,
+        "medians_per_cent": 100 * (late - early) / early,
+        "begin_mib": begin / 1024,
+        "end_mib": (line.intercept + line.slope * times[-1]) / 1024,
+    }
+
+
+def verdict(samples: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    return {
+        "server and helpers": growth(samples, lambda one: one["total_kib"]),
+        "server": growth(samples, lambda one: one["server"]["rss"]),
+    }
+
+
+def is_flat(result: dict[str, dict[str, float]], most_per_cent: float) -> bool:
+    grown = result["server and helpers"]
+    return max(grown["line_per_cent"], grown["medians_per_cent"]) < most_per_cent
+
+
+async def soak(server: subprocess.Popen[bytes], port: int, args: argparse.Namespace) -> bool:
+    clients, began = Clients(port, Requests(args.seed)), time.monotonic()
+    watching = asyncio.create_task(watch(server.pid, began, clients, args.every, args.output))
+    await clients.run(args.clients, began + 60 * args.minutes)
+    watching.cancel()
+    samples = await watching
+    seconds = time.monotonic() - began
+    is_alive = server.poll() is None
+    result = verdict([one for one in samples if one["seconds"] <= 60 * args.minutes])
+    flat = is_flat(result, args.most_growth)
+    summary = {
+        "verdict": result,
+        "is_flat": flat,
+        "is_alive": is_alive,
+        "endings": dict(clients.endings.most_common(20)),
+        "faults": clients.faults,
+        "answers_per_s": sum(clients.endings.values()) / seconds,
+        "seed": args.seed,
+        "machine": machine_facts(),
+    }
+    with args.output.open("a") as lines:
+        print(json.dumps(summary), file=lines)
+    show(samples, summary)
+    return flat and is_alive and not clients.faults
+
+
+def show(samples: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:
+    print(f"{'minute':>7} {'answers':>9} {'server MiB':>11} {'helpers':>8}  of which", end="")
+    print("  heap, arenas (how many), blocks, files")
+    for one in samples[:: max(1, len(samples) // 20)]:
+        server, helpers = one["server"], one["helpers"]
+        parts = [f"{server.get(kind, 0) / 1024:.0f}" for kind in ("heap", "arenas")]
+        parts[1] += f" ({server.get('num_arenas', 0)})"
+        parts += [f"{server.get(kind, 0) / 1024:.0f}" for kind in ("blocks", "files")]
+        print(
+            f"{one['seconds'] / 60:7.1f} {one['answers']:9d} {server.get('rss', 0) / 1024:11.1f} "
+            f"{helpers['rss'] / 1024:8.1f}  {', '.join(parts)}"
+        )
+    print("answers: " + ", ".join(f"{n} {what[:70]}" for what, n in summary["endings"].items()))
+    for name, grown in summary["verdict"].items():
+        print(
+            f"second half, {name}: {grown['begin_mib']:.1f} to {grown['end_mib']:.1f} MiB, "
+            f"{grown['line_per_cent']:+.2f} % along a line, "
+            f"{grown['medians_per_cent']:+.2f} % by medians"
+        )
+    for fault in summary["faults"]:
+        print(f"fault: {fault[:500]}")
+    print("flat" if summary["is_flat"] else "NOT flat")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
+    parser.add_argument("--most-growth", type=float, default=1.0, help="per cent, second half")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--output", type=Path, default=Path("memory_soak.jsonl"))
+    parser.add_argument("serve_options", nargs="*", help="behind --: further ones of the server")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    print(f"seed {args.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        log = args.output.with_suffix(".log")
+        server = start_server(write_model(Path(folder)), log, args.serve_options)
+        try:
+            port = port_of(server, log)
+            return 0 if asyncio.run(soak(server, port, args)) else 1
+        finally:
+            server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(40)
+            server.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

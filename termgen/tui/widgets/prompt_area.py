@@ -1,0 +1,123 @@
+"""The foot of a chat: the prompt, the list of completions, and the messages that wait to be sent.
+
+Used by the chat, and by the loading screen before there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from textual import on
+from textual.app import ComposeResult
+from textual.containers import Container
+
+from termgen.tui.attachments import Attachment
+from termgen.tui.key_hints import brief_key_of
+from termgen.tui.sanitize import clean_line
+from termgen.tui.spans import Row, Span, cut, spread
+from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.widgets.completion import Completion
+from termgen.tui.widgets.prompt import Prompt
+
+MAX_SHOWN = 4
+"""Rows of waiting messages; of more, the first ones and how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A message to be sent later, with its files."""
+
+    text: str
+    attachments: tuple[Attachment, ...] = ()
+
+
+class PromptArea(Container):
+    def __init__(self, *, until: str, id: str | None = None) -> None:
+        """until: what messages wait for, as in `sent when the answer ends`."""
+        super().__init__(id=id)
+        self.completion = Completion(id="completion")
+        self.prompt = Prompt(self.completion, id="prompt")
+        self.waiting: list[Waiting] = []
+        """In the order they are to be sent."""
+        self.is_held = False
+        """They wait until the user sends them."""
+        self._until = until
+        self._rows = Canvas(self._paint, id="waiting")
+        self._rows.display = False
+
+    def compose(self) -> ComposeResult:
+        yield self._rows
+        yield self.completion
+        yield self.prompt
+
+    @on(Completion.Taken)
+    def _take_clicked(self) -> None:
+        self.prompt.complete()
+        self.prompt.focus()
+
+    def put(self, *messages: Waiting) -> None:
+        """At the end of those that wait."""
+        self.waiting += messages
+        self.show_waiting()
+
+    def next(self) -> Waiting | None:
+        """The first message to be sent, taken out; None while they are held, or without any."""
+        if self.is_held or not self.waiting:
+            return None
+        first = self.waiting.pop(0)
+        self.show_waiting()
+        return first
+
+    def take_back(self) -> Waiting | None:
+        """The message that was put last goes into the prompt, before what is there."""
+        if not self.waiting:
+            return None
+        last = self.waiting.pop()
+        self.show_waiting()
+        draft = self.prompt.text
+        self.prompt.set_text(f"{last.text}\n{draft}" if draft.strip() else last.text)
+        return last
+
+    def hold(self, is_held: bool = True) -> None:
+        self.is_held = is_held and bool(self.waiting)
+        self.show_waiting()
+
+    def drop_waiting(self) -> int:
+        """Into the history, from where they can be brought back. How many there were."""
+        dropped, self.waiting = self.waiting, []
+        for message in dropped:
+            self.prompt.prompts.add(message.text)
+        self.show_waiting()
+        return len(dropped)
+
+    @property
+    def unsent(self) -> list[str]:
+        """All that was written and not sent."""
+        texts = [message.text for message in self.waiting]
+        texts.append(self.prompt.text or self.prompt.last_put_away)
+        return [text for text in texts if text.strip()]
+
+    def show_waiting(self) -> None:
+        self.is_held = self.is_held and bool(self.waiting)
+        self.prompt.has_queue = bool(self.waiting)
+        self._rows.display = bool(self.waiting)
+        self._rows.styles.height = min(MAX_SHOWN, len(self.waiting))
+        self._rows.repaint()
+
+    def _paint(self, width: int, _height: int) -> Sequence[Row]:
+        send = brief_key_of(self, "prompt.send")
+        when = f"held: {send} sends" if self.is_held else f"sent {self._until}"
+        hints = [f"{when} · ↑ takes back", "↑ takes back", ""]
+        hint = next(hint for hint in hints if not hint or len(hint) <= width - 24)
+        rows: list[Row] = []
+        shown = self.waiting[:MAX_SHOWN]
+        for index, message in enumerate(shown):
+            is_last = index == len(shown) - 1
+            left = len(self.waiting) - len(shown)
+            more = f"+{left} more  " if is_last and left else ""
+            end: list[Span] = [(more + (hint if not index else ""), "muted")]
+            text = cut(clean_line(" ".join(message.text.split())), max(1, width - 12))
+            sign: Span = ("■ ", "warn") if self.is_held else ("⧗ ", "accent")
+            rows.append(spread([sign, (text, "text")], end, width))
+        return rows
