@@ -416,6 +416,12 @@ async def test_slow_grammars_of_one_key_delay_its_own(
         statuses = [reply.status_code for reply in replies]
         assert 429 in statuses, "all of them take longer than one may wait"
         monkeypatch.setattr(input_processor, "COMPILE_TIMEOUT_S", 20)
+        headers = {"authorization": f"Bearer {good}"}
+        metrics = (await client.get("/metrics", headers=headers)).text
+        name = "termgen_rejected_total{"
+        lines = [line for line in metrics.splitlines() if line.startswith(name)]
+        (counted,) = [line for line in lines if 'reason="grammar_queue_full"' in line]
+        assert float(counted.rpartition(" ")[2]) == statuses.count(429)
         late = {**ENDLESS, "title": str(statuses.index(429))}
         reply = await ask(good, {"json": late})
         assert reply.json()["error"]["code"] == "invalid_schema", "having waited is no verdict"
