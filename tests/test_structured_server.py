@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import random
+import string
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -23,7 +24,7 @@ from generated_schemas import generate
 from server_harness import MESSAGES, chat_text, read_events, serving
 
 from termgen.config import EngineConfig
-from termgen.engine import grammar_source
+from termgen.engine import grammar, grammar_source, input_processor, structured_outputs
 from termgen.engine.engine import AsyncEngine
 from termgen.engine.events import RequestEventKind
 from termgen.engine.structured_outputs import StructuredOutputsParams
@@ -53,7 +54,9 @@ def long_llama_dir(tiny_model_dir: Callable[..., Path]) -> Path:
 
 
 @asynccontextmanager
-async def tiny_server(folder: Path) -> AsyncGenerator[tuple[httpx.AsyncClient, AsyncEngine], None]:
+async def tiny_server(
+    folder: Path, **server_config: Any
+) -> AsyncGenerator[tuple[httpx.AsyncClient, AsyncEngine], None]:
     config = EngineConfig(
         model=str(folder),
         device="cpu",
@@ -64,7 +67,7 @@ async def tiny_server(folder: Path) -> AsyncGenerator[tuple[httpx.AsyncClient, A
     )
     engine = await AsyncEngine.start(config)
     try:
-        async with serving(engine) as server:
+        async with serving(engine, **server_config) as server:
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
                 yield client, engine
         async with asyncio.timeout(20):
@@ -211,6 +214,251 @@ async def test_bad_grammars_among_good_requests_harm_nobody(long_llama_dir: Path
             assert len(error["message"]) < 500
         failures = "termgen_grammar_compile_failures_total{"
         assert failures in (await client.get("/metrics")).text, "their reasons are counted"
+
+
+LEAST = -(2**63)
+ENDLESS = {
+    "type": "string",
+    "allOf": [{"pattern": f"^x|{letter}$"} for letter in string.ascii_letters[:29]],
+}
+"""Multiplied out, the patterns have 2 ** 29 parts."""
+
+
+def chain(length: int) -> str:
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(length))
+    return f'start: r0\n{rules}\nr{length}: "x"'
+
+
+def nested(depth: int, value: str) -> str:
+    return "[" * depth + value + "]" * depth
+
+
+HOSTILE = [
+    *(
+        f'{{"response_format": {{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}}}'
+        for number in (LEAST, LEAST + 1, LEAST + 2, 2**63, 2**64 + 1, -(10**30))
+        for schema in (f'{{"const": {number}}}', f'{{"items": {{"enum": ["a", {number}]}}}}')
+    ),
+    *(
+        f'{{"structured_outputs": {{"json": {{"{key}": {number}}}}}}}'
+        for key in ("title", "const", "default", "minLength", "multipleOf")
+        for number in ("1e309", "-1e400", "1e999999")
+    ),
+    *(f'{{"guided_json": {{"const": {nested(depth, "1")}}}}}' for depth in (70, 3000, 100_000)),
+    *(
+        json.dumps({"structured_outputs": wanted})
+        for wanted in (
+            *({"grammar": chain(length)} for length in (1999, 3000, 4600)),
+            *({"grammar": "start: " + "(" * n + '"a"' + ")" * n} for n in (100, 3000, 30_000)),
+            *({"grammar": 'root ::= "x" ' + "(" * n + '"a"' + ")?" * n} for n in (50, 1000, 2000)),
+            *({"regex": "(" * n + "a" + ")" * n} for n in (100, 3000, 30_000)),
+            *({"regex": "(a|" * n + "b" + ")*" * n} for n in (30, 300, 10_000)),
+            *({"choice": ["a" * n, "b"]} for n in (10, 60_000, 70_000)),
+        )
+    ),
+    *(
+        json.dumps(
+            {
+                "tools": [{"function": {"name": "f", "parameters": {"properties": {"a": schema}}}}],
+                "tool_choice": "required",
+            }
+        )
+        for schema in ({"const": LEAST}, {"enum": [LEAST + 1]}, {"pattern": "(" * 400})
+    ),
+]
+"""What goes deep, or to the edge of 64 bits, three times each."""
+
+
+async def test_what_is_deep_or_at_an_edge_is_answered_or_refused_by_name(
+    long_llama_dir: Path,
+) -> None:
+    async with tiny_server(long_llama_dir) as (client, _):
+        statuses = set()
+        for body in HOSTILE:
+            field = body.split('"', 2)[1]
+            content = (
+                f'{{"messages": [{{"role": "user", "content": "x"}}], "max_tokens": 5, {body[1:]}'
+            )
+            headers = {"content-type": "application/json"}
+            reply = await client.post("/v1/chat/completions", content=content, headers=headers)
+            statuses.add(reply.status_code)
+            if reply.status_code != 200:
+                error = reply.json()["error"]
+                assert error["type"] == "invalid_request_error", (body[:100], error)
+                named = (error["param"] or "") + error["message"]
+                of_body = reply.status_code == 413 and "request body" in named
+                assert field in named or "nested" in named or of_body, (body[:100], error)
+        assert statuses == {200, 400, 413}
+        good = await post(client, structured_outputs={"choice": ["good"]})
+        assert good.json()["choices"][0]["message"]["content"] == "good"
+
+
+CRASHING = {"const": LEAST}
+"""llguidance 1.9 overflows its stack at this, however large that is."""
+DEEP_CRASHING = {"properties": {"a": {"items": CRASHING}}, "required": ["a"]}
+LARK_CRASHING = {"structured_outputs": {"grammar": f"start: %json {json.dumps(CRASHING)}"}}
+FORM = {"type": "json_schema", "name": "n", "schema": CRASHING}
+CHAT, COMPLETIONS, RESPONSES, ANTHROPIC = (
+    ("/v1/chat/completions", {"messages": MESSAGES}),
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/responses", {"input": "hi"}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 50}),
+)
+FUNCTION = {"type": "function", "name": "f", "parameters": DEEP_CRASHING}
+CRASHES: list[tuple[tuple[str, dict[str, Any]], dict[str, Any], str]] = [
+    *(
+        (endpoint, body, field)
+        for endpoint in (CHAT, COMPLETIONS)
+        for body, field in (
+            (
+                {"response_format": {"type": "json_schema", "json_schema": {"schema": CRASHING}}},
+                "response_format",
+            ),
+            ({"structured_outputs": {"json": DEEP_CRASHING}}, "structured_outputs"),
+            (LARK_CRASHING, "structured_outputs"),
+            ({"guided_json": CRASHING}, "guided_json"),
+            ({"guided_grammar": LARK_CRASHING["structured_outputs"]["grammar"]}, "guided_grammar"),
+        )
+    ),
+    (CHAT, {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"}, ""),
+    (RESPONSES, {"text": {"format": FORM}}, "text.format"),
+    (RESPONSES, {"tools": [FUNCTION], "tool_choice": "required"}, ""),
+    (
+        ANTHROPIC,
+        {"tools": [{"name": "f", "input_schema": DEEP_CRASHING}], "tool_choice": {"type": "any"}},
+        "",
+    ),
+    (ANTHROPIC, {"output_config": {"format": FORM}}, "output_config.format"),
+]
+"""Endpoint, fields, and the field that is to be named; empty: tools."""
+
+
+async def test_a_crash_of_the_library_is_a_refusal_and_the_next_is_served(
+    long_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured_outputs, "_is_exact", lambda value: True)  # let it through
+    async with tiny_server(long_llama_dir) as (client, engine):
+
+        async def ask(at: int) -> httpx.Response:
+            (path, fields), body, _ = CRASHES[at]
+            return await client.post(path, json={**fields, **body})
+
+        good = [post(client, structured_outputs={"regex": f"[ab]{{3}}{i}"}) for i in range(4)]
+        several = [*range(len(CRASHES))] * 2
+        replies = await asyncio.gather(*map(ask, several), *good)
+        for at, reply in zip(several, replies, strict=False):
+            error = reply.json()["error"]
+            told = (CRASHES[at], reply.text)
+            assert reply.status_code == 400, told
+            assert "SIGSEGV" in error["message"] or "SIGABRT" in error["message"], told
+            assert (CRASHES[at][2] or "tools") in (error.get("param") or error["message"]), told
+        assert [reply.status_code for reply in replies[len(several) :]] == [200] * 4
+        assert (await client.get("/health")).status_code == 200
+        metrics = (await client.get("/metrics")).text
+    totals = engine.grammar_totals()
+    assert 0 < totals.failures["invalid_schema"] < sum(totals.counts)
+    assert f'reason="invalid_schema"}} {float(totals.failures["invalid_schema"])}' in metrics
+
+
+async def test_rules_that_refer_to_the_next_are_followed_or_refused_on_each_endpoint(
+    long_llama_dir: Path,
+) -> None:
+    async with tiny_server(long_llama_dir) as (client, _):
+        for length in (1000, 2500, 4600):
+            for path, fields in (CHAT, COMPLETIONS):
+                for name, value in (
+                    ("structured_outputs", {"grammar": chain(length)}),
+                    ("guided_grammar", chain(length)),
+                ):
+                    body = {**fields, name: value, "max_tokens": 3}
+                    reply = await client.post(path, json=body)
+                    assert reply.status_code in (200, 400), reply.text
+                    if reply.status_code == 400:
+                        assert reply.json()["error"]["param"].startswith(name), reply.text
+        good = await post(client, structured_outputs={"choice": ["good"]})
+        assert good.json()["choices"][0]["message"]["content"] == "good"
+
+
+@pytest.mark.parametrize("hostile", ["first", "second"])
+async def test_slow_grammars_of_one_key_delay_its_own(
+    long_llama_dir: Path, monkeypatch: pytest.MonkeyPatch, hostile: str
+) -> None:
+    monkeypatch.setattr(grammar, "QUICK_CPU_S", 0.1)
+    monkeypatch.setattr(grammar, "SLOW_CPU_S", 0.4)
+    monkeypatch.setattr(input_processor, "COMPILE_TIMEOUT_S", 1.5)
+    async with tiny_server(long_llama_dir, api_key=("first", "second")) as (client, _):
+
+        async def ask(key: str, wanted: dict[str, Any]) -> httpx.Response:
+            body = {"messages": MESSAGES, "structured_outputs": wanted, "max_tokens": 4}
+            headers = {"authorization": f"Bearer {key}"}
+            return await client.post("/v1/chat/completions", json=body, headers=headers)
+
+        good = "second" if hostile == "first" else "first"
+        assert (await ask(good, {"regex": "warm"})).status_code == 200
+        slow = [
+            asyncio.create_task(ask(hostile, {"json": {**ENDLESS, "title": str(i)}}))
+            for i in range(8)
+        ]
+        await asyncio.sleep(0.1)
+        for i in range(5):
+            reply = await ask(good, {"regex": f"[ab]{{2}}{i}"})
+            assert reply.status_code == 200, reply.text
+        assert not all(task.done() for task in slow), "it did not wait for them"
+        replies = await asyncio.gather(*slow)
+        for reply in replies:
+            error = reply.json()["error"]
+            assert error["param"].startswith("structured_outputs"), error
+            if reply.status_code == 429:
+                assert int(reply.headers["retry-after"]) > 0
+                assert error["code"] == "grammar_queue_full"
+            else:
+                assert (reply.status_code, error["code"]) == (400, "invalid_schema"), error
+        statuses = [reply.status_code for reply in replies]
+        assert 429 in statuses, "all of them take longer than one may wait"
+        monkeypatch.setattr(input_processor, "COMPILE_TIMEOUT_S", 20)
+        headers = {"authorization": f"Bearer {good}"}
+        metrics = (await client.get("/metrics", headers=headers)).text
+        name = "termgen_rejected_total{"
+        lines = [line for line in metrics.splitlines() if line.startswith(name)]
+        (counted,) = [line for line in lines if 'reason="grammar_queue_full"' in line]
+        assert float(counted.rpartition(" ")[2]) == statuses.count(429)
+        late = {**ENDLESS, "title": str(statuses.index(429))}
+        reply = await ask(good, {"json": late})
+        assert reply.json()["error"]["code"] == "invalid_schema", "having waited is no verdict"
+
+
+async def test_a_prover_that_is_killed_under_load_is_replaced(long_llama_dir: Path) -> None:
+    async with tiny_server(long_llama_dir) as (client, engine):
+        provers = engine.parts.input_processor._need_grammars(
+            StructuredOutputsParams(regex="a")
+        )._provers
+
+        async def ask(at: int) -> int:
+            wanted = {"regex": f"[ab]{{2}}{at}"}
+            for _ in range(20):
+                reply = await post(client, structured_outputs=wanted, max_tokens=4)
+                if reply.status_code == 200:
+                    return 200
+                error = reply.json()["error"]
+                told = (reply.status_code, error["code"], error["param"])
+                assert told == (429, "no_process", "structured_outputs"), error
+                assert int(reply.headers["retry-after"]) > 0
+                await asyncio.sleep(0.05)
+            return reply.status_code
+
+        assert await ask(0) == 200
+        killed = set()
+        for first in (1, 101, 201):
+            asked = [asyncio.create_task(ask(first + i)) for i in range(30)]
+            await asyncio.sleep(0.02)
+            for prover in provers:
+                child = prover._child
+                if child is not None and child.process.poll() is None:
+                    killed.add(child.process.pid)
+                    child.process.kill()
+            assert await asyncio.gather(*asked) == [200] * 30
+        assert len(killed) >= 3
+        assert (await client.get("/health")).status_code == 200
 
 
 async def test_parameters_that_leave_the_grammar_nothing_are_named(long_llama_dir: Path) -> None:

@@ -226,7 +226,7 @@ def constrain(
 
 
 def _of_tools(grammar: str) -> StructuredOutputsParams:
-    return StructuredOutputsParams(grammar=grammar, param="tools")
+    return StructuredOutputsParams(grammar=grammar, param="tools", is_own_grammar=True)
 
 
 # -- what the model sees -------------------------------------------------------------------

@@ -50,6 +50,8 @@ from termgen.turns import long_turns
 if TYPE_CHECKING:
     from termgen.engine.tokenizer import Tokenizer
 
+_Key = tuple[str, object, bool]
+
 MAX_CACHED = 64
 MAX_WAITING = 512
 """Grammars of all clients that may wait or be under way; more are refused."""
@@ -377,7 +379,7 @@ class GrammarCompiler:
         self._vocabulary_task = VocabularyTask(num_tokens, tuple(sorted(eos_token_ids)))
         self._num_words = -(-num_tokens // 32)
         self._lock = threading.Lock()
-        self._cache: OrderedDict[tuple[str, object], Compilation] = OrderedDict()
+        self._cache: OrderedDict[_Key, Compilation] = OrderedDict()
         self._queue = _FairQueue()
         self._threads = DaemonThreads(
             NUM_PROVERS, "termgen-grammar", stack_bytes=COMPILE_STACK_BYTES
@@ -531,7 +533,8 @@ class GrammarCompiler:
     def _compile(self, job: _Job) -> Grammar:
         kind = job.wanted.kind
         limit_s = SLOW_CPU_S if job.is_slow else QUICK_CPU_S
-        proof = self._ask_prover(ProofTask(kind, job.wanted.value, limit_s))
+        is_own = job.wanted.is_own_grammar
+        proof = self._ask_prover(ProofTask(kind, job.wanted.value, limit_s, is_own))
         if proof.verdict is Verdict.SLOW and not job.is_slow:
             raise _NeedsLonger
         if proof.verdict is Verdict.SLOW:
@@ -597,8 +600,8 @@ class GrammarCompiler:
         return self._vocabulary
 
 
-def _key(wanted: StructuredOutputsParams) -> tuple[str, object]:
-    return wanted.kind, wanted.value
+def _key(wanted: StructuredOutputsParams) -> _Key:
+    return wanted.kind, wanted.value, wanted.is_own_grammar
 
 
 def too_busy(wanted: StructuredOutputsParams) -> OverloadedError:

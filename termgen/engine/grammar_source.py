@@ -31,6 +31,10 @@ LIMITS: dict[str, Any] = {
     "step_max_items": MAX_ITEMS_IN_MASK,
 }
 MAX_ERROR_CHARS = 300
+WITHOUT_FORCING = '\n%llguidance {"no_forcing": true}'
+"""Behind a client's grammar, so that it is the last word. Else llguidance collects the text that
+must follow, and in a grammar like `start: /ab*/ never` with `never: never` that has no end: the
+mask behind an `a` would fill memory for ever, and no thread can be stopped in there."""
 
 COMPILE_STACK_BYTES = 64 << 20
 """Stack of the threads that compile: llguidance goes down it once for each rule that refers to the
@@ -60,6 +64,8 @@ class ProofTask(NamedTuple):
     """One of `structured_outputs.KINDS`."""
     value: str | tuple[str, ...] | bool
     max_cpu_s: float
+    is_own_grammar: bool = False
+    """See `StructuredOutputsParams`."""
 
 
 class Verdict(enum.Enum):
@@ -80,7 +86,7 @@ class Proof(NamedTuple):
     """What llguidance compiles, if proven."""
 
 
-def source_of(kind: str, value: Any) -> str:
+def source_of(kind: str, value: Any, *, is_own_grammar: bool = False) -> str:
     """The text that llguidance compiles. Raises RequestError, and what llguidance raises."""
     from llguidance import LLMatcher
 
@@ -90,7 +96,8 @@ def source_of(kind: str, value: Any) -> str:
         choices = " | ".join(json.dumps(c, ensure_ascii=False) for c in value)
         return str(LLMatcher.grammar_from_lark(f"start: {choices}"))
     if kind == "grammar":
-        return str(LLMatcher.grammar_from_lark(from_gbnf(value) if is_gbnf(value) else value))
+        lark = from_gbnf(value) if is_gbnf(value) else value
+        return str(LLMatcher.grammar_from_lark(lark if is_own_grammar else lark + WITHOUT_FORCING))
     schema = '{"type":"object"}' if kind == "json_object" else str(value)
     # Where any white space is allowed, small models write nothing else.
     return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))

@@ -52,6 +52,8 @@ class StructuredOutputsParams:
     """In llguidance's dialect of Lark; GBNF, which writes `::=`, is understood too."""
     param: str = "structured_outputs"
     """The field of the request that errors name."""
+    is_own_grammar: bool = False
+    """termgen wrote the grammar, as it does for tool calls; only schemas in it are a client's."""
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
