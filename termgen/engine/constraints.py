@@ -49,6 +49,8 @@ class Constraints:
         self._deadline = 0.0
         """Until when masks are waited for in this step."""
         self._failed: list[Request] = []
+        self._aside: dict[GrammarState, Request] = {}
+        """Waiting requests that are not looked at until their mask is filled."""
 
     def begin(self, request: Request) -> None:
         """Make a new request's matcher and fill the mask of its first token."""
@@ -85,6 +87,17 @@ class Constraints:
         if not (grammar.is_ready or grammar.is_slow):  # many may wait in the queue
             self._wait_for([grammar])
         return self._has_mask(request)
+
+    def set_aside(self, request: Request) -> None:
+        """Have `take_ready` return a waiting request whose mask is not there, once it is."""
+        self.is_late = True
+        grammar = grammar_of(request)
+        self._aside[grammar] = request
+        self._filler.watch(grammar)
+
+    def take_ready(self) -> list[Request]:
+        """Requests that were set aside and whose masks are there now; some may have ended."""
+        return [self._aside.pop(grammar) for grammar in self._filler.take_watched()]
 
     def rest(self) -> None:
         """Nothing can be planned: wait a little for masks, if that is the reason and no step that

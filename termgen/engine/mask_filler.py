@@ -35,6 +35,25 @@ class MaskFiller:
         self._awaited: set[GrammarState] = set()
         """Rows that the engine's thread waits for now; guarded by `_progress`, as are the flags of
         rows that are with the threads."""
+        self._watched: set[GrammarState] = set()
+        self._watched_ready: list[GrammarState] = []
+        """Both guarded by `_progress`."""
+
+    def watch(self, row: GrammarState) -> None:
+        """Have `take_watched` return this row once it is ready."""
+        with self._progress:
+            if row.is_ready:
+                self._watched_ready.append(row)
+            else:
+                self._watched.add(row)
+
+    def take_watched(self) -> list[GrammarState]:
+        """Watched rows that have become ready since the last call."""
+        if not self._watched_ready:
+            return []
+        with self._progress:
+            ready, self._watched_ready = self._watched_ready, []
+        return ready
 
     def begin(self, rows: Iterable[GrammarState]) -> None:
         """Fill the next mask of each."""
@@ -105,6 +124,9 @@ class MaskFiller:
         """With `_progress` held."""
         for row in rows:
             row.is_ready = True
+        if self._watched:
+            self._watched_ready += self._watched.intersection(rows)
+            self._watched.difference_update(rows)
         self._awaited.difference_update(rows)
         if not self._awaited:
             self._progress.notify()

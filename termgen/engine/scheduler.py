@@ -22,7 +22,7 @@ from termgen.engine.integrity import check_scheduler
 from termgen.engine.kv_cache import KVCacheManager
 from termgen.engine.plan_builder import PlanBuilder
 from termgen.engine.request import FinishReason, IntArray, Request, RequestStatus
-from termgen.engine.request_queue import candidates, choose_victim, make_queue, priority_key
+from termgen.engine.request_queue import choose_victim, first_begun, make_queue, priority_key
 from termgen.engine.scheduler_types import AppliedStep, SchedulerConfig, SchedulerStats
 from termgen.engine.slot_table import SlotTable
 from termgen.engine.step import StepPlan, StepResult
@@ -107,6 +107,8 @@ class Scheduler:
 
     def schedule(self, now_ns: int = 0) -> StepPlan | None:
         """Plan the next step and count it as run. None when nothing can be computed now."""
+        for request in self.constraints.take_ready():
+            self.waiting.take_back(request)
         if not (len(self.waiting) and self.free_slots):
             plan = self._decode_step.plan(self._next_step, tuple(self._released))
             if plan is not None:
@@ -205,8 +207,9 @@ class Scheduler:
     def _admit(self, budget: int, builder: PlanBuilder, now_ns: int) -> tuple[IntArray, IntArray]:
         """Give slots to waiting requests while tokens, slots and blocks last."""
         slots, counts = list[int](), list[int]()
-        ready = candidates(self.waiting, self.constraints.is_ready, begun=not self.admits_new)
-        while budget > 0 and self.free_slots and (request := next(ready, None)) is not None:
+        if self.waiting.num_aside:
+            self.constraints.is_late = True
+        while budget > 0 and self.free_slots and (request := self._next_ready()) is not None:
             cached = self.kv.try_fit(request)
             if cached is None:
                 break
@@ -221,6 +224,16 @@ class Scheduler:
             counts.append(count)
             budget -= count
         return np.asarray(slots, np.int32), np.asarray(counts, np.int32)
+
+    def _next_ready(self) -> Request | None:
+        """The first waiting request that may join this step. A request without its mask is set
+        aside, so that however many wait for masks, a step looks at each once."""
+        if not self.admits_new:
+            return first_begun(self.waiting, self.constraints.is_ready)
+        while (head := self.waiting.peek()) is not None and not self.constraints.is_ready(head):
+            self.waiting.set_aside(head)
+            self.constraints.set_aside(head)
+        return head
 
     def _start(
         self, request: Request, slot: int, cached: list[int], builder: PlanBuilder, now_ns: int

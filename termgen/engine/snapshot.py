@@ -120,7 +120,7 @@ def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -
         return "the engine is paused"
     if not scheduler.free_slots:
         return "all places taken"
-    request = scheduler.waiting.peek()
+    request = next(iter(scheduler.waiting))
     if request.grammar is not None and not request.grammar.is_ready:
         return "the mask of its grammar takes long"
     needed = -(-len(request.token_ids) // scheduler.kv.block_size)

@@ -10,7 +10,7 @@ import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher, make_late
 
 from termgen.engine.executor import StepHandle
-from termgen.engine.request import FinishReason
+from termgen.engine.request import FinishReason, Request
 from termgen.engine.token_mask import RowMasks
 
 
@@ -209,3 +209,37 @@ def run_random_traffic(seed: int, *, on_time: float = 1.0) -> int:
     driver.assert_reference(*(b for b in driver.bearers if b.reason is not FinishReason.ABORT))
     assert Counter(b.reason for b in driver.bearers)[FinishReason.ERROR] == 0
     return sum(num_late)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_those_that_wait_for_masks_are_looked_at_once_and_not_in_every_step(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = ConstrainedDriver(depth=2, policy=policy, max_num_seqs=4)
+    slow = FakeGrammar(3)
+    slow.may_fill.clear()
+    constraints = driver.scheduler.constraints
+    constraints.patience_s = constraints.idle_patience_s = 0.0
+    looks = 0
+    is_ready = constraints.is_ready
+
+    def counted(request: Request) -> bool:
+        nonlocal looks
+        looks += 1
+        return is_ready(request)
+
+    monkeypatch.setattr(constraints, "is_ready", counted)
+    driver.submit("free", [5, 6], max_tokens=60)
+    for i in range(200):
+        driver.constrain(f"c{i}", [3, i], slow, max_tokens=8)
+    while driver.bearers[0].ending is None:
+        driver.step()
+        driver.scheduler.check_integrity()
+    assert looks <= 1 + 200 and driver.scheduler.waiting.num_aside == 200
+    driver.abort("c7")
+    constraints.patience_s = constraints.idle_patience_s = 10.0
+    slow.may_fill.set()
+    driver.run()
+    driver.assert_reference(*(b for b in driver.bearers if b.request.request_id != "c7"))
+    driver.assert_drained()
+    assert driver.scheduler.waiting.num_aside == 0 == len(constraints._aside)

@@ -7,7 +7,7 @@ import pytest
 from scheduler_harness import make_request
 
 from termgen.engine.request import Request, RequestStatus
-from termgen.engine.request_queue import candidates, make_queue, priority_key
+from termgen.engine.request_queue import first_begun, make_queue, priority_key
 
 
 def test_first_come_first_served() -> None:
@@ -57,28 +57,59 @@ def test_priority_queue_stays_in_order_under_removal(seed: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("fitting", ["", "a", "abcd", "db", "ac", "acd"])
-def test_those_that_fit_are_found_in_the_order_of_the_queue(policy: str, fitting: str) -> None:
-    for begun in ("", "c", "ad", "abcd"):
-        queue = make_queue(policy)
-        requests = [make_request(name, [1], arrival_ns=i) for i, name in enumerate("abcd")]
-        for request in requests:
-            queue.push(request)
-            if request.request_id in begun:
-                request.status = RequestStatus.PREEMPTED
-        looked_at: list[str] = []
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_set_aside_comes_back_to_its_place(policy: str, seed: int) -> None:
+    """Against a sorted list, with requests set aside from the head as the scheduler does it."""
+    print(f"seed={seed}")
+    rng = np.random.default_rng(seed)
+    queue = make_queue(policy)
+    line: list[Request] = []
+    aside: list[Request] = []
+    places: dict[str, int] = {}
 
-        def fits(request: Request, looked_at: list[str] = looked_at) -> bool:
-            looked_at.append(request.request_id)
-            return request.request_id in fitting
+    def place(request: Request) -> tuple[int, ...] | tuple[int, int, str]:
+        return priority_key(request) if policy == "priority" else (places[request.request_id],)
 
-        found = []
-        for request in candidates(queue, fits, begun=bool(begun)):
+    for i in range(400):
+        action = rng.random()
+        if action < 0.4:
+            request = make_request(f"r{i}", [1], priority=int(rng.integers(3)), arrival_ns=i)
+            is_first = rng.random() < 0.2
+            (queue.push_front if is_first else queue.push)(request)
+            places[request.request_id] = -i if is_first else i
+            line.append(request)
+        elif action < 0.6 and line:
+            queue.set_aside(line[0])
+            aside.append(line.pop(0))
+        elif action < 0.8 and aside:
+            request = aside.pop(int(rng.integers(len(aside))))
+            queue.take_back(request)
+            queue.take_back(request)  # once is enough
+            line.append(request)
+        elif line or aside:
+            held = aside if not line or (aside and rng.random() < 0.5) else line
+            request = held.pop(int(rng.integers(len(held))))
             queue.remove(request)
-            found.append(request.request_id)
-        assert found == [name for name in "abcd" if name in fitting and name in (begun or "abcd")]
-        assert looked_at == [name for name in "abcd" if name in (begun or "abcd")]
-        assert [r.request_id for r in queue] == [name for name in "abcd" if name not in found]
+            queue.take_back(request)  # it does not wait any more
+        line.sort(key=place)
+        assert queue.peek() is (line[0] if line else None)
+        assert list(queue) == [*aside, *line] and len(queue) == len(line) + len(aside)
+        assert queue.num_aside == len(aside)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_the_first_that_has_begun_is_found_wherever_it_waits(policy: str) -> None:
+    queue = make_queue(policy)
+    requests = [make_request(name, [1], arrival_ns=i) for i, name in enumerate("abcd")]
+    for request in requests:
+        queue.push(request)
+    assert first_begun(queue) is None
+    requests[1].status = requests[3].status = RequestStatus.PREEMPTED
+    assert first_begun(queue) is requests[1]
+    assert first_begun(queue, lambda request: request is not requests[1]) is requests[3]
+    queue.set_aside(requests[3])
+    queue.remove(requests[1])
+    assert first_begun(queue) is requests[3]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
