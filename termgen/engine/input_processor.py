@@ -13,8 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
+
 from termgen.client import ChatPrompt, FillPrompt, Prompt, prompt_chars
 from termgen.engine.grammar import COMPILE_TIMEOUT_S, GrammarCompiler, named, too_busy
+from termgen.engine.kv_cache import hash_blocks
 from termgen.engine.request import (
     MAX_BAD_SEQUENCE_TOKENS,
     MAX_PRIORITY,
@@ -53,9 +56,11 @@ class InputProcessor:
         has_priorities: bool = True,
         clamps_max_tokens: bool = False,
         grammars: GrammarCompiler | None = None,
+        hash_block_size: int | None = None,
     ) -> None:
         """has_priorities: the scheduler looks at them. clamps_max_tokens: to what the context
-        leaves, where it would be an error."""
+        leaves, where it would be an error. hash_block_size: tokens in a block of the prefix cache,
+        whose hashes are made here; None without one."""
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._max_model_len = max_model_len
@@ -63,6 +68,7 @@ class InputProcessor:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._has_priorities = has_priorities
         self._clamps_max_tokens = clamps_max_tokens
+        self._hash_block_size = hash_block_size
         self._long_texts: TextProcess | None = None
 
     def prepare_for_strangers(self, texts: TextProcess | None = None) -> None:
@@ -138,7 +144,15 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             bad_token_ids=bad_token_ids,
+            block_hashes=self._hash(ids, cache_salt),
         )
+
+    def _hash(self, ids: Sequence[int], cache_salt: str | None) -> tuple[bytes, ...]:
+        """The prefix cache's hashes of the prompt's full blocks."""
+        hashes: list[bytes] = []
+        if self._hash_block_size is not None:
+            hash_blocks(np.asarray(ids, np.int32), self._hash_block_size, hashes, cache_salt)
+        return tuple(hashes)
 
     def _stop_behind_gap(self, params: SamplingParams) -> SamplingParams:
         """What models write when a gap is full are not always end-of-sequence tokens."""

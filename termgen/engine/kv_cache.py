@@ -238,6 +238,11 @@ class KVCacheManager:
     def capacity_tokens(self) -> int:
         return (self.pool.num_blocks - 1) * self.block_size
 
+    @property
+    def hash_block_size(self) -> int | None:
+        """Tokens in a block that is found by its hash; None without a prefix cache."""
+        return self.block_size if self.enable_prefix_caching else None
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -35,6 +35,7 @@ class Submit:
             cache_salt=submitted.cache_salt,
             grammar=submitted.start_grammar(),
             bad_token_ids=submitted.bad_token_ids,
+            block_hashes=list(submitted.block_hashes),
         )
 
 

@@ -54,6 +54,9 @@ class GenerationRequest:
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """`params.bad_words` as the tokenizer writes them; the last id of a sequence is forbidden
     where the others have just been generated."""
+    block_hashes: tuple[bytes, ...] = field(default=(), repr=False, compare=False)
+    """Prefix-cache hashes of the prompt's full blocks, or of as many as have been made: the
+    engine's thread, which makes the others, has no time to."""
     prompt: IntArray = field(init=False, repr=False, compare=False)
     """The same ids as an array: made here, because the engine's thread has no time to."""
 

@@ -132,6 +132,7 @@ def _assemble(
             has_priorities=config.scheduling_policy == "priority",
             clamps_max_tokens=config.clamp_max_tokens,
             grammars=grammars,
+            hash_block_size=core.scheduler.kv.hash_block_size,
         ),
         output_processor=OutputProcessor(tokenizer, tuple(eos)),
         grammar_times=GrammarTimes() if grammars is None else grammars.times,

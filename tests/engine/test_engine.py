@@ -16,7 +16,8 @@ from termgen.config import EngineConfig
 from termgen.engine.engine import AsyncEngine, SyncEngine
 from termgen.engine.events import StepRecord
 from termgen.engine.executor import LocalExecutor
-from termgen.engine.request import FinishReason, GenerationRequest
+from termgen.engine.kv_cache import hash_blocks
+from termgen.engine.request import FinishReason, GenerationRequest, IntArray
 from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ConfigError, CorruptFileError, EngineDeadError, RequestError, StepError
 
@@ -235,6 +236,25 @@ async def test_salts_keep_caches_apart(engine: AsyncEngine) -> None:
     assert await cached("alice") == 0
     assert await cached("bob") == 0
     assert await cached("alice") > 0
+
+
+async def test_the_engines_thread_hashes_no_prompt(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step waits for that thread: 128k tokens are milliseconds."""
+    made: list[int] = []
+
+    def counted(token_ids: IntArray, size: int, chain: list[bytes], salt: str | None) -> None:
+        before = len(chain)
+        hash_blocks(token_ids, size, chain, salt)
+        made.append(len(chain) - before)
+
+    monkeypatch.setattr("termgen.engine.kv_cache.hash_blocks", counted)
+    for salt in (None, "alice"):
+        news = [d async for d in engine.generate("word " * 60, SHORT, cache_salt=salt)]
+        assert news[-1].num_cached_tokens == 0
+        assert made and sum(made) <= 1, "at most the block that the answer fills"
+        made.clear()
 
 
 async def test_an_idle_engine_uses_no_cpu(engine: AsyncEngine) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from chat_samples import CHATML, make_tokenizer
 
 from termgen.client import ChatPrompt
 from termgen.engine.input_processor import InputProcessor
+from termgen.engine.kv_cache import hash_blocks
 from termgen.engine.sampling_params import SamplingParams
 from termgen.engine.tokenizer import Tokenizer, load_tokenizer
 from termgen.errors import ContextLengthError, RequestError
@@ -331,3 +333,16 @@ class TestClamping:
         with pytest.raises(RequestError, match="exceeds the 197 tokens") as caught:
             clamping.process([1, 2, 3], SamplingParams(max_tokens=500, min_tokens=400))
         assert caught.value.param == "min_tokens"
+
+
+@pytest.mark.parametrize("salt", [None, "alice"])
+def test_the_prompts_full_blocks_come_hashed(salt: str | None) -> None:
+    ids = [5 + i % 40 for i in range(4 * 7 + 3)]
+    for block_size in (4, 16):
+        processor = InputProcessor(TOKENIZER, MAX_LEN, 50, hash_block_size=block_size)
+        request = processor.process(ids, SamplingParams(), cache_salt=salt)
+        expected: list[bytes] = []
+        hash_blocks(np.asarray(ids, np.int32), block_size, expected, salt)
+        assert request.block_hashes == tuple(expected) and len(expected) == len(ids) // block_size
+    without = InputProcessor(TOKENIZER, MAX_LEN, 50).process(ids, SamplingParams())
+    assert without.block_hashes == ()
