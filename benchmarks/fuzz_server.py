@@ -5,7 +5,7 @@
     python benchmarks/fuzz_server.py --shrink SEED/INDEX      # the smallest part that still fails
 
 Schemas, regular expressions, grammars, tools and bodies from `fuzz_bodies.py` go to a `termgen
-serve` with the tiny model of `memory_soak.py`, several at a time. Faults are: the server's end, an
+serve` with the tiny model of `memory_soak.py`, 50 in a second. Faults are: the server's end, an
 answer of 5xx, a refusal that does not name its field, no answer in time, and a good client whose
 99th percentile between tokens more than doubles. Each body at fault is written to the folder, by
 its seed. After a death, what was under way is sent again one by one to find which it was. Exit
@@ -211,13 +211,20 @@ class Fuzz:
         self.num_deaths = 0
         self.num_done = 0
 
-    async def run(self, seeds: Iterable[str], at_once: int) -> None:
+    async def run(self, seeds: Iterable[str], at_once: int, per_second: float) -> None:
         waiting = iter(seeds)
+        next_s = time.monotonic()
 
         async def worker() -> None:
+            nonlocal next_s
             for seed in waiting:
                 if self.num_deaths >= self._most_deaths:
                     return
+                delay_s = next_s - time.monotonic()
+                # What was missed is not made up for: a burst would be another load.
+                next_s = max(next_s, time.monotonic()) + (1 / per_second if per_second else 0.0)
+                if delay_s > 0:
+                    await asyncio.sleep(delay_s)
                 await self._one(seed)
 
         await asyncio.gather(*(worker() for _ in range(at_once)))
@@ -292,7 +299,7 @@ async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
     began = time.monotonic()
     seeds = (f"{args.seed}/{index}" for index in itertools.count())
     wanted = (seed for seed in seeds if not args.kind or body(seed).kind in args.kind)
-    await run.run(itertools.islice(wanted, args.requests), args.at_once)
+    await run.run(itertools.islice(wanted, args.requests), args.at_once, args.per_second)
     seconds = time.monotonic() - began
     client.cancel()
     await asyncio.wait((client,))
@@ -301,7 +308,7 @@ async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
         "machine": machine_facts(),
         "seed": args.seed,
         "sent": run.num_done,
-        "seconds": seconds,
+        "per_second": run.num_done / seconds,
         "deaths": run.num_deaths,
         "faults": Counter(f"{fault.what} ({fault.kind})" for fault in run.faults),
         "answers": dict(sorted(run.counts.items())),
@@ -396,6 +403,12 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument(
+        "--per-second",
+        type=float,
+        default=50.0,
+        help="requests begun in a second; 0: as many as are answered, which takes both cores",
+    )
     parser.add_argument("--kind", nargs="+", choices=tuple(MAKERS), help="no others than these")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--alone", type=float, default=15.0, help="seconds without the others")

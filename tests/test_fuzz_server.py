@@ -25,13 +25,12 @@ def test_a_live_server_stands_some_hundred_of_them(
     smollm2_gguf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """smollm2_gguf: the tokenizer is taken from there."""
-    kinds = ("fields", "bytes", "choices", "tag", "regex")
-    options = ["--requests", "300", "--seed", "7", "--alone", "1", "--output", str(tmp_path)]
-    status = fuzz_server.main([*options, "--most-slower", "1000", "--kind", *kinds])
+    options = ["--requests", "400", "--seed", "7", "--alone", "1", "--output", str(tmp_path)]
+    status = fuzz_server.main([*options, "--most-slower", "1000", "--per-second", "0"])
     faults = tmp_path / "faults.jsonl"
     assert status == 0, faults.read_text() if faults.exists() else capfd.readouterr().out[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["sent"] == 300 == sum(report["answers"].values())
+    assert report["sent"] == 400 == sum(report["answers"].values())
     assert report["good_client"]["answers"] > 0
 
 
