@@ -616,6 +616,10 @@ def too_busy(wanted: StructuredOutputsParams) -> OverloadedError:
 
 def named(error: RequestError, wanted: StructuredOutputsParams) -> RequestError:
     """The error of a shared compilation, for the field of one request."""
-    if error.param is not None or isinstance(error, OverloadedError):
+    if error.param is not None:
         return error
+    if isinstance(error, OverloadedError):
+        return OverloadedError(
+            str(error), param=wanted.param, code=error.code, retry_after_s=error.retry_after_s
+        )
     return RequestError(f"{wanted.param}: {error}", param=wanted.param, code=error.code)
