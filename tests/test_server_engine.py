@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from lengths import scaled
 from server_harness import chat_text, completion_text, read_events, serving
 
@@ -272,3 +273,43 @@ async def test_endpoints_of_agents_cut_max_tokens_to_the_context(tiny_llama_dir:
         assert answer.headers["x-termgen-not-used"] == "reasoning.effort"
         answer = await client.post("/v1/chat/completions", json=body)
         assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_logits_that_are_no_numbers_end_one_request_with_an_error(
+    tiny_llama_dir: Path,
+) -> None:
+    """A finite weight can overflow in one request alone; here a row of the embedding is NaN."""
+    async with serving_tiny(tiny_llama_dir) as (client, engine):
+        good, bad = [7, 8, 9], [7, 8, 10]
+        model = engine.parts.core.executor._runner.model  # type: ignore[attr-defined]
+        with torch.inference_mode():
+            model.embedding.weight[bad[-1]] = torch.nan
+        usual = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "logit_bias": {"10": -100}}
+
+        async def complete(**body: Any) -> httpx.Response:
+            return await client.post("/v1/completions", json={**usual, **body})
+
+        def text(reply: httpx.Response) -> str:
+            return str(reply.json()["choices"][0]["text"])
+
+        alone = text(await complete(prompt=good))
+        for asked in ({}, {"n": 2}, {"logprobs": 1}, {"echo": True}):
+            beside, failed = await asyncio.gather(
+                complete(prompt=good), complete(prompt=bad, **asked)
+            )
+            assert text(beside) == alone
+            error = failed.json()["error"]
+            assert (failed.status_code, error["code"]) == (500, "corrupted_logits"), failed.text
+            assert error["type"] == "server_error" and "not finite" in error["message"]
+        # Of two prompts in one request the other's choice is lost with it: there is one answer.
+        assert (await complete(prompt=[good, bad])).status_code == 500
+        assert (await complete(prompt=bad, stream=True)).status_code == 500  # before any token
+        late = await complete(prompt=good, stream=True, logit_bias={"10": 100})  # after the first
+        streamed = read_events(late.text)
+        assert late.status_code == 200 and len(streamed) > 1
+        assert streamed[-1]["error"]["code"] == "corrupted_logits"
+        metrics = (await client.get("/metrics")).text
+        [line] = [one for one in metrics.splitlines() if one.startswith("termgen_corrupted_req")]
+        assert float(line.split()[-1]) >= 7
+        assert (await client.get("/health")).status_code == 200
+        assert text(await complete(prompt=good)) == alone

@@ -138,8 +138,8 @@ def limits_of(kind: str) -> dict[str, Any]:
 
 
 def brief(error: str) -> str:
-    """Without the listing of the whole grammar."""
-    text = " ".join(error.replace("<non-verbose/>", "").split())
+    """Without the listing of the whole grammar, and where in the library it panicked."""
+    text = " ".join(error.partition("<backtrace>")[0].replace("<non-verbose/>", "").split())
     return text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + "..."
 
 

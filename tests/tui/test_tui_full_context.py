@@ -172,7 +172,7 @@ async def test_as_few_turns_as_need_be_are_left_out() -> None:
             chat = app.chat.conversation
             assert not app.chat.prompt.text, seed
             prompts = [len(render(chat.prompt(n))) for n in range(len(chat.turns))]
-            answer = len(chat.turns[-1].answer)
+            answer = len(f"assistant: {chat.turns[-1].answer}\n")
             assert prompts[chat.num_left_out] - answer <= LIMIT, seed
             assert questions(engine)[-1] == f"q{number}", seed
             assert len(questions(engine)) == number + 1 - chat.num_left_out, seed

@@ -45,6 +45,11 @@ async def listed(app: FrozenApp, pilot: Pilot[Any]) -> list[str]:
     return [str(links.get_option_at_index(i).prompt) for i in range(links.option_count)]
 
 
+def said(app: FrozenApp) -> list[str]:
+    """The notices that are shown; each for some seconds."""
+    return [note.message for note in app._notifications]
+
+
 async def test_links_are_listed_opened_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(
@@ -58,6 +63,7 @@ async def test_links_are_listed_opened_and_copied(monkeypatch: pytest.MonkeyPatc
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)
         await pilot.press("alt+o")
+        await wait_until(pilot, lambda: "no answer has a link" in said(app))
         for question in answers:
             await ask(app, pilot, question)
         assert await listed(app, pilot) == ["http://two.example"], "of the last that has any"
@@ -65,6 +71,7 @@ async def test_links_are_listed_opened_and_copied(monkeypatch: pytest.MonkeyPatc
         await wait_until(pilot, lambda: isinstance(app.screen, ChatScreen))
         await pilot.press("alt+up", "alt+o")
         assert isinstance(app.screen, ChatScreen), "the marked answer has none"
+        await wait_until(pilot, lambda: "this answer has no link" in said(app))
         await pilot.press("alt+up", "alt+up")
         assert (await listed(app, pilot))[-1] == "bank  https://evil.example"
         await pilot.press("down", "enter")
@@ -78,5 +85,3 @@ async def test_links_are_listed_opened_and_copied(monkeypatch: pytest.MonkeyPatc
         await pilot.click(OptionList, offset=(3, 0))
         await wait_until(pilot, lambda: opened[1:] == ["https://example.org/m?a=1"])
         await wait_until(pilot, lambda: isinstance(app.focused, Prompt))
-        said = [note.message for note in app._notifications]
-        assert "no answer has a link" in said and "this answer has no link" in said
