@@ -138,7 +138,7 @@ class ServeBench:
             raise Stopped("the run was stopped before the first answer")
         if not result.times:
             raise EngineError(
-                f"all {len(result.errors)} requests failed, the first with: "
+                f"no request succeeded of {len(result.errors)}, the first failed with: "
                 f"{error_text(result.errors[0])}"
             )
         return ServeRun(

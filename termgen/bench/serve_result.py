@@ -191,12 +191,12 @@ class ServeResult:
         if self.num_cut_off:
             asked = len(self.errors) + self.num_cut_off
             found.append(
-                f"stopped early: {self.num_cut_off} of {asked} requests have no answer and count "
-                "nowhere"
+                "stopped early: requests without an answer, which count nowhere: "
+                f"{self.num_cut_off} of {asked}"
             )
         failed = [e for e in self.errors if e]
         if failed:
-            found.append(f"{len(failed)} requests failed, the first with: {failed[0]}")
+            found.append(f"failed requests: {len(failed)}, the first with: {failed[0]}")
         if self.times and not self.is_counted:
             found.append("the server sent no usage: chunks were counted as tokens")
         return found
