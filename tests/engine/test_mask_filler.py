@@ -133,3 +133,17 @@ def test_masks_of_rows_that_go_on_together_are_one_job(monkeypatch: pytest.Monke
     driver.run()
     driver.assert_reference()
     assert sizes == [1] * 4 + [4] * 6
+
+
+def test_a_watched_row_is_told_once_whether_it_becomes_ready_before_or_after() -> None:
+    grammar = FakeGrammar(9)
+    grammar.may_fill.clear()
+    filler, late = MaskFiller(), GrammarState(grammar, ends_at_eos=True)
+    filler.begin([late])
+    filler.watch(late)
+    assert filler.take_watched() == []
+    grammar.may_fill.set()
+    filler.wait([late], 20.0)
+    assert filler.take_watched() == [late] and filler.take_watched() == []
+    filler.watch(late)  # between a look at it and this, it became ready
+    assert filler.take_watched() == [late] and filler.take_watched() == []
