@@ -65,14 +65,15 @@ def check_finite(model: nn.Module) -> None:
     """Raises CorruptFileError for NaN or infinity among the weights. Each is read once on its
     device, and the device is waited for once."""
     parameters = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
-    # float64 cannot overflow by summing; NaN and infinity survive a sum.
-    sums = [p.sum(dtype=torch.float64) for _, p in parameters]
+    # NaN and infinity survive a sum, and summing in a weight's own type is fastest by far.
+    sums = [p.sum().double() for _, p in parameters]
     if not sums:
         return
     for (name, parameter), is_finite in zip(
         parameters, torch.stack(sums).isfinite().tolist(), strict=True
     ):
-        if not is_finite:
+        # A sum of finite values may overflow, but not in float64.
+        if not is_finite and not bool(parameter.sum(dtype=torch.float64).isfinite()):
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise CorruptFileError(f"weight {name} has NaN or infinite values in {dtype}")
 

@@ -12,7 +12,7 @@ from termgen.engine.attention.torch_reference import TorchReferenceAttention
 from termgen.engine.layers.ops import TorchOps
 from termgen.engine.loader import load_model_config, open_checkpoint
 from termgen.engine.loader.dummy import load_dummy
-from termgen.engine.loader.weights import load_weights
+from termgen.engine.loader.weights import check_finite, load_weights
 from termgen.engine.models.config import ModelConfig
 from termgen.engine.models.registry import build_model
 from termgen.errors import ConfigError, CorruptFileError, ModelError
@@ -233,6 +233,19 @@ def test_weights_that_are_not_finite_are_refused_by_name(
         damaged[name].view(-1)[-1] = value
         with pytest.raises(CorruptFileError, match=f"tensor {name} has NaN or infinite values"):
             load_weights(build(config), StateDictCheckpoint(damaged))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_large_weights_whose_sum_overflows_are_finite(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(64, 64, dtype=dtype)
+    with torch.no_grad():
+        model.weight.fill_(torch.finfo(dtype).max)
+        assert not model.weight.sum().isfinite()
+        check_finite(model)
+        for fault in (float("nan"), float("inf"), -float("inf")):
+            model.bias[7] = fault
+            with pytest.raises(CorruptFileError, match="weight bias has NaN or infinite values"):
+                check_finite(model)
 
 
 def test_weights_that_leave_the_range_of_float16_are_refused(tiny_model_dir: TinyModelDir) -> None:
