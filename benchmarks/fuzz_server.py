@@ -161,12 +161,12 @@ class GoodClient:
     num_answers: int = 0
     num_broken: int = 0
 
-    async def run(self, server: LiveServer) -> None:
+    async def run(self, port: int) -> None:
         """Until it is cancelled."""
         while True:
             try:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    is_whole = await self._stream(server.port)
+                    is_whole = await self._stream(port)
             except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
                 is_whole = False
                 await asyncio.sleep(0.2)
@@ -191,9 +191,34 @@ class GoodClient:
         finally:
             writer.transport.abort()
 
-    def p99_ms(self) -> float:
+    def report(self) -> dict[str, float]:
         ordered = sorted(self.gaps)
-        return ordered[int(0.99 * (len(ordered) - 1))] * 1e3 if ordered else float("nan")
+        p99_ms = ordered[int(0.99 * (len(ordered) - 1))] * 1e3 if ordered else float("nan")
+        return {"p99_ms": p99_ms, "answers": self.num_answers, "broken": self.num_broken}
+
+
+async def be_good(port: int) -> None:
+    """A good client until standard input ends; prints its report."""
+    client = GoodClient()
+    task = asyncio.create_task(client.run(port))
+    await asyncio.to_thread(sys.stdin.read)
+    task.cancel()
+    await asyncio.wait((task,))
+    print(json.dumps(client.report()))
+
+
+class GoodProcess:
+    """A good client in a process of its own, so that making up bodies does not delay its clock."""
+
+    def __init__(self, port: int) -> None:
+        command = [sys.executable, __file__, "--good-client", str(port)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+    async def report(self) -> dict[str, float]:
+        said, _ = await asyncio.to_thread(self._process.communicate, timeout=30)
+        report: dict[str, float] = json.loads(said)
+        return report
 
 
 # -- fuzzing -----------------------------------------------------------------------------------
@@ -292,18 +317,19 @@ class Fuzz:
 
 
 async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
-    alone, beside = GoodClient(), GoodClient()
-    await _for_a_while(alone.run(server), args.alone)
+    client = GoodProcess(server.port)
+    await asyncio.sleep(args.alone)
+    alone = await client.report()
     run = Fuzz(server, args.output, most_deaths=args.most_deaths)
-    client = asyncio.create_task(beside.run(server))
+    client = GoodProcess(server.port)
+    os.nice(5)  # the server and the good client go first; they were started before
     began = time.monotonic()
     seeds = (f"{args.seed}/{index}" for index in itertools.count())
     wanted = (seed for seed in seeds if not args.kind or body(seed).kind in args.kind)
     await run.run(itertools.islice(wanted, args.requests), args.at_once, args.per_second)
     seconds = time.monotonic() - began
-    client.cancel()
-    await asyncio.wait((client,))
-    ratio = beside.p99_ms() / alone.p99_ms()
+    beside = await client.report()
+    ratio = beside["p99_ms"] / alone["p99_ms"]
     report = {
         "machine": machine_facts(),
         "seed": args.seed,
@@ -313,24 +339,17 @@ async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
         "faults": Counter(f"{fault.what} ({fault.kind})" for fault in run.faults),
         "answers": dict(sorted(run.counts.items())),
         "good_client": {
-            "p99_ms_alone": alone.p99_ms(),
-            "p99_ms_beside": beside.p99_ms(),
+            "p99_ms_alone": alone["p99_ms"],
+            "p99_ms_beside": beside["p99_ms"],
             "ratio": ratio,
-            "answers": beside.num_answers,
-            "broken": beside.num_broken,
+            "answers": beside["answers"],
+            "broken": beside["broken"],
         },
     }
     (args.output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
     is_slow = not ratio <= args.most_slower
-    return not (run.faults or beside.num_broken or is_slow)
-
-
-async def _for_a_while(running: Any, seconds: float) -> None:
-    task = asyncio.create_task(running)
-    await asyncio.wait((task,), timeout=seconds)
-    task.cancel()
-    await asyncio.wait((task,))
+    return not (run.faults or beside["broken"] or is_slow)
 
 
 # -- one body again ----------------------------------------------------------------------------
@@ -415,6 +434,7 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--most-slower", type=float, default=2.0, help="ratio of 99th percentiles")
     parser.add_argument("--most-deaths", type=int, default=30, help="stop after so many")
     parser.add_argument("--output", type=Path, default=Path("fuzz_faults"))
+    parser.add_argument("--good-client", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--replay", metavar="SEED/INDEX")
     parser.add_argument("--shrink", metavar="SEED/INDEX")
     return parser.parse_args(given)
@@ -422,11 +442,13 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
 
 def main(given: list[str] | None = None) -> int:
     args = parse_args(given)
+    if args.good_client is not None:
+        asyncio.run(be_good(args.good_client))
+        return 0
     print(f"seed {args.seed}", flush=True)
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         server = LiveServer(write_model(Path(folder)), args.output / "server.log")
-        os.nice(5)  # the server goes first; it was started before
         try:
             task = again if args.replay or args.shrink else fuzz
             return 0 if asyncio.run(task(server, args)) else 1
