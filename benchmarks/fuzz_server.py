@@ -5,7 +5,7 @@
     python benchmarks/fuzz_server.py --shrink SEED/INDEX      # the smallest part that still fails
 
 Schemas, regular expressions, grammars, tools and bodies from `fuzz_bodies.py` go to a `termgen
-serve` with the tiny model of `memory_soak.py`, 50 in a second. Faults are: the server's end, an
+serve` with the tiny model of `memory_soak.py`, 20 in a second. Faults are: the server's end, an
 answer of 5xx, a refusal that does not name its field, no answer in time, and a good client whose
 99th percentile between tokens more than doubles. Each body at fault is written to the folder, by
 its seed. After a death, what was under way is sent again one by one to find which it was. Exit
@@ -425,7 +425,7 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--per-second",
         type=float,
-        default=50.0,
+        default=20.0,
         help="requests begun in a second; 0: as many as are answered, which takes both cores",
     )
     parser.add_argument("--kind", nargs="+", choices=tuple(MAKERS), help="no others than these")
