@@ -242,7 +242,7 @@ def test_every_metric_is_described() -> None:
     table = page.partition("| metric | |")[2].partition("\n\n")[0]
     described = set(re.findall(r"`([a-z0-9_]+)(?:\{[a-z_,]+\})?`", table))
     words = {"schedule", "launch", "wait", "apply", "host", "busy", "idle"}
-    words |= {"queue", "prefill", "decode", "capacity", "deferred"}
+    words |= {"queue", "prefill", "decode", "capacity", "deferred", "invalid_schema", "no_process"}
     assert shown == described - words
 
 

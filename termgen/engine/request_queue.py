@@ -58,14 +58,13 @@ class RequestQueue(ABC):
         yield from self._aside.values()
         yield from self._line()
 
+    @abstractmethod
     def __len__(self) -> int:
-        return len(self._aside) + self._length()
+        """Requests in line and those set aside."""
+        ...
 
     @abstractmethod
     def _line(self) -> Iterator[Request]: ...
-
-    @abstractmethod
-    def _length(self) -> int: ...
 
     @abstractmethod
     def _leave(self, request: Request) -> None: ...
@@ -103,8 +102,8 @@ class FCFSQueue(RequestQueue):
     def _line(self) -> Iterator[Request]:
         return iter(self._queue.values())
 
-    def _length(self) -> int:
-        return len(self._queue)
+    def __len__(self) -> int:
+        return len(self._aside) + len(self._queue)
 
     def _leave(self, request: Request) -> None:
         del self._queue[request.request_id]
@@ -140,8 +139,8 @@ class PriorityQueue(RequestQueue):
     def _line(self) -> Iterator[Request]:
         return iter(self._queue)
 
-    def _length(self) -> int:
-        return len(self._queue)
+    def __len__(self) -> int:
+        return len(self._aside) + len(self._queue)
 
     def _leave(self, request: Request) -> None:
         place = bisect_left(self._queue, priority_key(request), key=priority_key)

@@ -107,9 +107,11 @@ class Scheduler:
 
     def schedule(self, now_ns: int = 0) -> StepPlan | None:
         """Plan the next step and count it as run. None when nothing can be computed now."""
-        for request in self.constraints.take_ready():
-            self.waiting.take_back(request)
-        if not (len(self.waiting) and self.free_slots):
+        num_waiting = len(self.waiting)
+        if num_waiting:
+            for request in self.constraints.take_ready():
+                self.waiting.take_back(request)
+        if not (num_waiting and self.free_slots):
             plan = self._decode_step.plan(self._next_step, tuple(self._released))
             if plan is not None:
                 return self._count_plan(plan)
@@ -128,7 +130,7 @@ class Scheduler:
         chosen = np.flatnonzero(num_new)
         slots, counts = running[chosen], num_new[chosen]
         self._advance(slots, counts, counts == want[chosen])
-        if not preempted and len(self.waiting) and self.free_slots:
+        if num_waiting and self.free_slots and not preempted:
             new_slots, new_counts = self._admit(budget - int(counts.sum()), builder, now_ns)
             slots = np.concatenate((slots, new_slots))
             counts = np.concatenate((counts, new_counts))
