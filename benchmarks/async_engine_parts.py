@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from termgen.config import EngineConfig
-from termgen.engine.core import EngineCore
-from termgen.engine.events import StepRecord
-from termgen.engine.request import GenerationRequest
-from termgen.engine.run_ahead import RunAhead
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.startup import build_engine
+from termgen.engine.loop.core import EngineCore
+from termgen.engine.loop.run_ahead import RunAhead
+from termgen.engine.loop.startup import build_engine
+from termgen.vocabulary.events import StepRecord
+from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.sampling_params import SamplingParams
 
 WARM_STEPS = 48
 """Enough for a queue of 20 ms to fill."""

@@ -28,9 +28,9 @@ from typing import Any
 from async_engine_parts import idle_share, steps_per_s
 
 from termgen.config import EngineConfig, ServerConfig, UIConfig
-from termgen.engine.engine import AsyncEngine
-from termgen.engine.events import StepRecord
-from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.loop.engine import AsyncEngine
+from termgen.vocabulary.events import StepRecord
+from termgen.vocabulary.sampling_params import SamplingParams
 
 HZ = 10.0
 ROWS, COLUMNS = 48, 160

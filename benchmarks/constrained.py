@@ -26,11 +26,11 @@ from machine import machine_facts
 
 from termgen import LLM, SamplingParams
 from termgen.catalog import resolve_model
-from termgen.engine.grammar import GrammarCompiler
-from termgen.engine.mask_filler import MaskFiller
-from termgen.engine.structured_outputs import StructuredOutputsParams
-from termgen.engine.token_mask import GrammarState
-from termgen.engine.tokenizer import load_tokenizer
+from termgen.engine.grammar.grammar import GrammarCompiler
+from termgen.engine.grammar.mask_filler import MaskFiller
+from termgen.engine.text.tokenizer import load_tokenizer
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
+from termgen.vocabulary.token_mask import GrammarState
 
 PERSON = {
     "type": "object",

@@ -25,12 +25,12 @@ from machine import machine_facts
 from screen_cost import READ_EVERY_S, VOCAB, config_of
 from simulated_gpu import Simulation, installed
 
-from termgen.engine.engine import AsyncEngine
-from termgen.engine.events import EngineEvent
-from termgen.engine.snapshot import StateCopy
+from termgen.engine.loop.engine import AsyncEngine
+from termgen.engine.loop.snapshot import StateCopy
 from termgen.serving.metrics import ServerMetrics
 from termgen.telemetry import TOPICS, decode, encode_cache, encode_events, encode_snapshot
 from termgen.turns import share_lock_quickly
+from termgen.vocabulary.events import EngineEvent
 
 HZ = 4
 STREAMS = 64

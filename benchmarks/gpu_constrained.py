@@ -27,7 +27,7 @@ from machine import machine_facts
 from made_up_model import TINY, write_tiny, write_tokenizer
 
 from termgen import LLM, SamplingParams
-from termgen.engine.structured_outputs import StructuredOutputsParams
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 STRINGS = {"type": "array", "items": {"type": "string", "minLength": 8}, "minItems": 4096}
 JSON = StructuredOutputsParams(json=STRINGS)

@@ -33,10 +33,10 @@ from gpu_shapes import MODELS, floor_ms, write_config
 from machine import machine_facts
 
 from termgen.config import EngineConfig
-from termgen.engine.engine import SyncEngine
-from termgen.engine.events import EventRing, StepRecord
-from termgen.engine.request import GenerationRequest
-from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.loop.engine import SyncEngine
+from termgen.vocabulary.events import EventRing, StepRecord
+from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.sampling_params import SamplingParams
 
 PARTS = ("decode", "job", "prefill", "start")
 PROMPT, STEPS, WARM_STEPS = 512, 192, 16

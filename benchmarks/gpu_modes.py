@@ -26,8 +26,8 @@ from gpu_decode import add, make_engine
 from gpu_shapes import MODELS
 from machine import machine_facts
 
-from termgen.engine.engine import SyncEngine
-from termgen.engine.events import EventRing, StepRecord
+from termgen.engine.loop.engine import SyncEngine
+from termgen.vocabulary.events import EventRing, StepRecord
 
 MODES = ("full_and_piecewise", "full", "full_decode_only")
 LOADS = {

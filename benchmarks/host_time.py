@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 from machine import machine_facts
 
-from termgen.engine.kv_cache import KVCacheManager
-from termgen.engine.request import Request
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.scheduler import Scheduler
-from termgen.engine.scheduler_types import SchedulerConfig
-from termgen.engine.step import StepPlan, StepResult
+from termgen.engine.schedule.kv_cache import KVCacheManager
+from termgen.engine.schedule.scheduler import Scheduler
+from termgen.engine.schedule.scheduler_types import SchedulerConfig
+from termgen.vocabulary.request import Request
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.step import StepPlan, StepResult
 
 BLOCK_SIZE = 16
 PREFILL_TOKENS = 65_536

@@ -32,7 +32,7 @@ from simulated_gpu import Simulation, installed
 
 from termgen.catalog import resolve_model
 from termgen.config import EngineConfig, ServerConfig
-from termgen.engine.engine import AsyncEngine
+from termgen.engine.loop.engine import AsyncEngine
 from termgen.server import Server
 from termgen.turns import share_lock_quickly
 

@@ -35,7 +35,7 @@ from machine import machine_facts
 from made_up_model import TINY
 from process_memory import descendants, resident_by_kind, resident_kib
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "harness"))
 
 from generated_schemas import generate
 
@@ -225,7 +225,7 @@ def _is_whole(asked: Asked, tail: bytes) -> bool:
 def write_model(folder: Path) -> Path:
     """The tokenizer and chat template of SmolLM2 on a model that computes next to nothing."""
     from termgen.catalog import resolve_model
-    from termgen.engine.tokenizer import load_tokenizer
+    from termgen.engine.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(resolve_model("smollm2-135m", allow_download=True).path)
     model = folder / "tiny"

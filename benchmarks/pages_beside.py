@@ -13,9 +13,9 @@ from async_screen_parts import FrontSizes, Terminal, dashboard, reading
 from frame_cost import HEAD, FrameCosts, figures, line
 
 from termgen.config import EngineConfig
-from termgen.engine.engine import AsyncEngine
-from termgen.engine.events import StepRecord
+from termgen.engine.loop.engine import AsyncEngine
 from termgen.tui.screens.dashboard_keys import PAGES
+from termgen.vocabulary.events import StepRecord
 
 ROWS, COLUMNS = 40, 120
 READ_EVERY_S = 0.25

@@ -26,8 +26,7 @@ from gpu_shapes import write_config
 from made_up_model import TINY
 
 from termgen.config import EngineConfig
-from termgen.engine.engine import AsyncEngine
-from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.loop.engine import AsyncEngine
 from termgen.serving.event_hub import EventHub, Listener
 from termgen.telemetry import (
     TOPICS,
@@ -38,6 +37,7 @@ from termgen.telemetry import (
     encode_snapshot,
     frame_id,
 )
+from termgen.vocabulary.sampling_params import SamplingParams
 
 HZ = 4.0
 CAPTURE_S = 120.0

@@ -52,9 +52,9 @@ from pages_beside import print_pages_beside
 from simulated_gpu import Simulation, installed
 
 from termgen.config import EngineConfig, ServerConfig, UIConfig
-from termgen.engine.engine import AsyncEngine
-from termgen.engine.events import StepRecord
+from termgen.engine.loop.engine import AsyncEngine
 from termgen.turns import share_lock_quickly
+from termgen.vocabulary.events import StepRecord
 
 PARTS = (
     *("dashboard-4", "dashboard-10", "beside-4", "beside-10", "pages-4", "pages-10"),

@@ -20,7 +20,10 @@ from frame_cost import FrameCosts, figures
 from scripted_engine import ScriptedEngine
 
 from termgen.config import UIConfig
-from termgen.engine.events import (
+from termgen.tui.app import TermgenApp
+from termgen.tui.screens.dashboard import DashboardScreen
+from termgen.tui.screens.dashboard_keys import PAGES
+from termgen.vocabulary.events import (
     BlockState,
     EngineSnapshot,
     EventBus,
@@ -30,9 +33,6 @@ from termgen.engine.events import (
     RequestView,
     StepRecord,
 )
-from termgen.tui.app import TermgenApp
-from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.screens.dashboard_keys import PAGES
 
 STEP_NS = 5_000_000
 STEPS_PER_FRAME = 200

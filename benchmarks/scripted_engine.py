@@ -25,11 +25,11 @@ from termgen.client import (
     TokenDelta,
     TokenizerInfo,
 )
-from termgen.engine.events import EngineSnapshot, EventBus, EventRing
-from termgen.engine.grammar_times import GrammarTotals
-from termgen.engine.request import FinishReason
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.stream import DeltaStream
+from termgen.engine.loop.stream import DeltaStream
+from termgen.vocabulary.events import EngineSnapshot, EventBus, EventRing
+from termgen.vocabulary.grammar_times import GrammarTotals
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
 
 MODEL = ModelInfo(
     model_id="scripted",

@@ -35,9 +35,9 @@ from scripted_engine import ScriptedEngine
 
 from termgen.client import EngineClient
 from termgen.config import EngineConfig, ServerConfig
-from termgen.engine.sampling_params import SamplingParams
 from termgen.server import Server
 from termgen.turns import share_lock_quickly
+from termgen.vocabulary.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent
 TINY_CONFIG = {
@@ -167,7 +167,7 @@ async def stream_part(args: argparse.Namespace) -> dict[str, Any]:
 
 @asynccontextmanager
 async def tiny_engine() -> AsyncGenerator[Any, None]:
-    from termgen.engine.engine import AsyncEngine
+    from termgen.engine.loop.engine import AsyncEngine
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY_CONFIG))

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from termgen.config import EngineConfig
-from termgen.engine import startup
-from termgen.engine.executor import StepHandle
-from termgen.engine.memory_ledger import MemoryLedger
-from termgen.engine.step import DeviceInfo, GraphStatus, StepPlan, StepResult
-from termgen.engine.token_mask import RowMasks
+from termgen.engine.loop import startup
+from termgen.engine.loop.executor import StepHandle
+from termgen.vocabulary.memory_ledger import MemoryLedger
+from termgen.vocabulary.step import DeviceInfo, GraphStatus, StepPlan, StepResult
+from termgen.vocabulary.token_mask import RowMasks
 
 GIL_RELEASES = 8
 """In handing over a step."""

@@ -28,9 +28,9 @@ from machine import machine_facts
 from made_up_model import TINY, write_tiny, write_tokenizer
 
 from termgen.config import EngineConfig
-from termgen.engine.engine import AsyncEngine
-from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.loop.engine import AsyncEngine
 from termgen.turns import share_lock_quickly
+from termgen.vocabulary.sampling_params import SamplingParams
 
 VOCAB = TINY["vocab_size"]
 NUM_PREFIXES = 40

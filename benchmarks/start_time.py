@@ -18,9 +18,9 @@ def main() -> None:
     from gpu_decode import engine_options  # imports the engine: part of what is measured
 
     from termgen.config import EngineConfig
-    from termgen.engine.engine import SyncEngine
-    from termgen.engine.request import GenerationRequest
-    from termgen.engine.sampling_params import SamplingParams
+    from termgen.engine.loop.engine import SyncEngine
+    from termgen.vocabulary.request import GenerationRequest
+    from termgen.vocabulary.sampling_params import SamplingParams
 
     options: dict[str, Any] = {
         "load_format": "dummy",

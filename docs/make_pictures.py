@@ -20,11 +20,11 @@ from termgen.bench_command import Subject
 from termgen.bench_watch import BenchWatch, measure_serve
 from termgen.client import ChatPrompt
 from termgen.config import EngineConfig, UIConfig
-from termgen.engine.engine import AsyncEngine
-from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.loop.engine import AsyncEngine
 from termgen.tui.app import TermgenApp
 from termgen.tui.bench_app import BenchApp
 from termgen.tui.themes import shipped_folder
+from termgen.vocabulary.sampling_params import SamplingParams
 
 FOLDER = Path(__file__).parent / "images"
 QUESTION = "Write a Python function that adds two numbers, and explain it in two sentences."

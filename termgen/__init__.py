@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from termgen.engine.sampling_params import SamplingParams
-    from termgen.engine.structured_outputs import StructuredOutputsParams
     from termgen.llm import LLM
+    from termgen.vocabulary.sampling_params import SamplingParams
+    from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 __all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
@@ -20,8 +20,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "termgen.llm",
-    "SamplingParams": "termgen.engine.sampling_params",
-    "StructuredOutputsParams": "termgen.engine.structured_outputs",
+    "SamplingParams": "termgen.vocabulary.sampling_params",
+    "StructuredOutputsParams": "termgen.vocabulary.structured_outputs",
 }
 
 

@@ -1,7 +1,7 @@
 """What every front end sees of an engine: `EngineClient` and the values that cross it.
 
 server, tui and bench depend on this module, the events and the api package, and on nothing else
-of the engine. `termgen.engine.engine.AsyncEngine` is the in-process form.
+of the engine. `termgen.engine.loop.engine.AsyncEngine` is the in-process form.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from termgen.engine.events import EngineSnapshot, EventRing
-from termgen.engine.grammar_times import GrammarTotals
-from termgen.engine.memory_ledger import MemoryLedger
-from termgen.engine.request import FinishReason
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.startup_phases import StartupPhase
-from termgen.engine.tool_format import ToolFormat
 from termgen.errors import TermgenError
+from termgen.vocabulary.events import EngineSnapshot, EventRing
+from termgen.vocabulary.grammar_times import GrammarTotals
+from termgen.vocabulary.memory_ledger import MemoryLedger
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.startup_phases import StartupPhase
+from termgen.vocabulary.tool_format import ToolFormat
 
 Message = Mapping[str, Any]
 """A chat message: `role` and `content`, as in OpenAI's API."""

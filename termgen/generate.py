@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from termgen.config import EngineConfig
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ConfigError, ContextLengthError
 from termgen.exit_codes import INTERRUPTED, OK
 from termgen.generate_format import KINDS, add_format_flags, read_format
 from termgen.settings import SettingLayers, add_flags, add_server_flags
+from termgen.vocabulary.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # numpy, tokenizers and torch stay out of `--help`
     from termgen.client import (
@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # numpy, tokenizers and torch stay out of `--help`
         TokenDelta,
         TokenLogprob,
     )
-    from termgen.engine.engine import SyncEngine
-    from termgen.engine.request import GenerationRequest
+    from termgen.engine.loop.engine import SyncEngine
+    from termgen.vocabulary.request import GenerationRequest
 
 DEFAULT_MAX_TOKENS = 512
 
@@ -337,7 +337,7 @@ def run(args: argparse.Namespace, layers: SettingLayers, config: EngineConfig) -
 
     with TerminalProgress() as progress:
         find_model(config, progress)
-        from termgen.engine.engine import SyncEngine  # imports torch: over a second
+        from termgen.engine.loop.engine import SyncEngine  # imports torch: over a second
 
         # a script's log need not say that weights were loaded; fetching them it should
         watched = sys.stderr.isatty()

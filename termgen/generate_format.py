@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.errors import ConfigError, RequestError
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 KINDS = {
     "json_schema": "json",

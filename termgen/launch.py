@@ -68,7 +68,7 @@ class EngineHolder:
         """Load the model."""
         assert self._engine is None, "the engine runs already"
         # importing torch takes over a second; a loading screen must be able to paint meanwhile
-        module = await asyncio.to_thread(importlib.import_module, "termgen.engine.engine")
+        module = await asyncio.to_thread(importlib.import_module, "termgen.engine.loop.engine")
         self._engine = await module.AsyncEngine.start(
             self.config, on_progress=on_progress, for_strangers=self._for_strangers
         )
@@ -226,7 +226,7 @@ async def _bench(name: str, options: Any, config: EngineConfig) -> int:
     from termgen.bench import report
     from termgen.bench.latency import run_latency
     from termgen.bench.throughput import run_throughput
-    from termgen.engine.startup_phases import describe_startup
+    from termgen.vocabulary.startup_phases import describe_startup
 
     holder = EngineHolder(config)
     try:

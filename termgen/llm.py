@@ -20,15 +20,15 @@ from tqdm import tqdm
 
 from termgen.client import ChatPrompt, Message, ModelInfo, Prompt, SleepLevel
 from termgen.config import EngineConfig
-from termgen.engine.engine import SyncEngine
-from termgen.engine.output import RequestOutput, RequestOutputBuilder
-from termgen.engine.request import GenerationRequest
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.tokenizer import Tokenizer
+from termgen.engine.loop.engine import SyncEngine
+from termgen.engine.text.output import RequestOutput, RequestOutputBuilder
+from termgen.engine.text.tokenizer import Tokenizer
 from termgen.errors import ConfigError, EngineError, RequestError
 from termgen.launch import find_model
 from termgen.progress import TerminalProgress
 from termgen.turns import quick_lock
+from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.sampling_params import SamplingParams
 
 PromptInput = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict with `prompt` or `prompt_token_ids`, and `cache_salt` if wanted."""

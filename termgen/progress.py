@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from termgen.engine.startup_phases import READY
+from termgen.vocabulary.startup_phases import READY
 
 
 def is_dumb() -> bool:

@@ -27,8 +27,8 @@ import numpy as np
 import orjson
 
 from termgen.client import ModelInfo
-from termgen.engine.events import EngineEvent, EngineSnapshot, RequestEvent, StepRecord
 from termgen.errors import TermgenError
+from termgen.vocabulary.events import EngineEvent, EngineSnapshot, RequestEvent, StepRecord
 
 VERSION = 1
 

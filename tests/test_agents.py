@@ -21,7 +21,7 @@ from fake_script import GenerateCall, Script
 from server_harness import serving
 
 from termgen.client import ChatPrompt
-from termgen.engine.tool_format import ToolFormat
+from termgen.vocabulary.tool_format import ToolFormat
 
 BIN = Path(__file__).parent / "node" / "node_modules" / ".bin"
 TIMEOUT_S = 60

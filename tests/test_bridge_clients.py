@@ -15,8 +15,8 @@ from fake_engine import FakeEngine, GenerateCall, Script, make_model_info
 from server_harness import ANSWER, eventually, serving
 
 from termgen.client import ChatPrompt
-from termgen.engine.tool_format import ToolFormat
 from termgen.errors import EngineError
+from termgen.vocabulary.tool_format import ToolFormat
 
 USER: Any = [{"role": "user", "content": "hi"}]
 ASK: dict[str, Any] = {"model": "fake/model-1", "max_tokens": 50, "messages": USER}

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from termgen.config import EngineConfig
-from termgen.engine.engine import SyncEngine
-from termgen.engine.request import GenerationRequest
-from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.loop.engine import SyncEngine
 from termgen.errors import ConfigError
+from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.sampling_params import SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -48,7 +48,7 @@ def greedy(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_smollm2_answers_as_with_an_exact_cache(smollm2_gguf: Path, device: str) -> None:
-    from termgen.engine.tokenizer import load_tokenizer
+    from termgen.engine.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(smollm2_gguf)
     question = [{"role": "user", "content": "What is the capital of France?"}]

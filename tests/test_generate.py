@@ -24,8 +24,8 @@ from cli_harness import (
 )
 
 from termgen import generate
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import RequestError
+from termgen.vocabulary.sampling_params import SamplingParams
 
 
 @pytest.fixture(autouse=True)

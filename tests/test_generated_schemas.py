@@ -15,7 +15,7 @@ import jsonschema
 from generated_schemas import generate
 
 from termgen import LLM, SamplingParams
-from termgen.engine.structured_outputs import StructuredOutputsParams
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 NUM_SCHEMAS = int(os.environ.get("TERMGEN_SCHEMAS", "40"))
 MODEL = os.environ.get("TERMGEN_SCHEMA_MODEL")

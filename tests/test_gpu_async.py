@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from termgen.config import EngineConfig
-from termgen.engine.engine import AsyncEngine
+from termgen.engine.loop.engine import AsyncEngine
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -117,7 +117,7 @@ async def test_the_screens_parts_run_and_are_printed(
 
 
 def test_made_up_tokens_have_a_text_for_every_id(modules: Modules, tmp_path: Path) -> None:
-    from termgen.engine.tokenizer import load_tokenizer
+    from termgen.engine.text.tokenizer import load_tokenizer
 
     modules[0].write_tokenizer(tmp_path, 1000)
     tokenizer = load_tokenizer(tmp_path)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from termgen.config import EngineConfig
-from termgen.engine.memory_ledger import GIB, MIB
-from termgen.engine.sampling_params import SamplingParams
 from termgen.launch import EngineHolder
+from termgen.vocabulary.memory_ledger import GIB, MIB
+from termgen.vocabulary.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 KV_GIB = 2.0

@@ -14,7 +14,7 @@ import pytest
 from server_harness import completion_text, eventually, read_events, serving
 
 from termgen.config import EngineConfig
-from termgen.engine.engine import AsyncEngine
+from termgen.engine.loop.engine import AsyncEngine
 
 PATH = Path(__file__).parents[1] / "benchmarks" / "hostile_kinds.py"
 LARGE = {"many values", "many numbers", "long text", "escapes", "no JSON", "too large"}

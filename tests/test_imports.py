@@ -1,9 +1,9 @@
-"""Who may import whom. The two halves of the engine never meet but in `step.py`'s messages.
+"""Which folder may import which: the halves of the engine meet only in the messages of `step.py`.
 
-`GROUPS` gives every module a place (the longest matching prefix counts), and `MAY_IMPORT` says what
-a place may see of termgen, whether at the top of a file, inside a function or for typing only.
-`NEVER` and `NEVER_AT_IMPORT` do the same for libraries. A new module that matches nothing fails the
-test until the table says where it belongs.
+`ROOMS` names the rooms of the house, most of them one folder (the longest matching prefix counts).
+`MAY_IMPORT` says what a room may import of termgen, at the top of a file, inside a function or for
+typing only; `NEVER` and `NEVER_AT_IMPORT` do the same for libraries. A module outside every room
+fails the test until the table says where it belongs.
 """
 
 from __future__ import annotations
@@ -14,126 +14,117 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "termgen"
 
-GROUPS: dict[str, tuple[str, ...]] = {
-    "errors": ("errors", "durations"),
+ROOMS: dict[str, tuple[str, ...]] = {
+    "errors": ("errors", "durations", "exit_codes"),
     "config": ("config", "setting_types"),
-    "vocabulary": (
-        "engine.__init__",
-        "engine.sampling_params",
-        "engine.structured_outputs",
-        "engine.token_mask",
-        "engine.tool_format",
-        "engine.request",
-        "engine.step",
-        "engine.events",
-        "engine.delivery",
-        "engine.grammar_times",
-        "engine.memory_ledger",
-        "engine.gguf_file",
-        "engine.gguf_bytes",
-        "engine.startup_phases",
-    ),
-    "client": ("client", "telemetry", "helper_process", "turns", "waiting"),
-    "catalog": ("catalog", "fetch", "local_models"),
-    "host": ("engine",),  # whatever of the engine is not named elsewhere
-    "device": (
-        "engine.runner",
-        "engine.attention",
-        "engine.models",
-        "engine.layers",
-        "engine.sampling",
-        "engine.loader",
-        "engine.quantization",
-        "engine.kernels",
-    ),
-    "executor": ("engine.executor",),
-    "core": ("engine.core", "engine.pulse", "engine.sleep"),
-    "engine": ("engine.engine", "engine.sync_engine", "engine.startup"),
+    "vocabulary": ("vocabulary",),
+    "client": ("client", "telemetry", "waiting"),
+    "system": ("system", "helper_process", "turns"),
+    "library": ("catalog", "fetch", "local_models"),
+    "gguf": ("engine.gguf",),
+    "grammar": ("engine.grammar",),
+    "schedule": ("engine.schedule",),
+    "text": ("engine.text",),
+    "device": ("engine.device",),
+    "executor": ("engine.loop.executor",),
+    "loop": ("engine.loop",),
+    "start": ("engine.loop.engine", "engine.loop.startup", "engine.loop.sync_engine"),
     "api": ("api",),
-    "server": ("server", "serving"),
+    "serving": ("server", "serving"),
     "bench": ("bench",),
     "remote": ("remote",),
     "tui": ("tui",),
-    "root": (
+    "commands": (
         "__init__",
         "__main__",
-        "cli",
         "arguments",
-        "settings",
-        "progress",
-        "launch",
         "bench_command",
         "bench_watch",
+        "cli",
+        "engine.__init__",
         "generate",
         "generate_format",
-        "models_command",
-        "model_shelf",
-        "top_command",
-        "remote_command",
         "inline_command",
+        "launch",
         "llm",
-        "exit_codes",
+        "model_shelf",
+        "models_command",
+        "progress",
+        "remote_command",
+        "settings",
+        "top_command",
     ),
 }
 
-FRONT_END = {"errors", "config", "vocabulary", "client"}
+FRONT_END = {"errors", "config", "vocabulary", "client", "system"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "vocabulary": {"errors", "config"},
     "client": {"errors", "vocabulary"},
-    "catalog": {"errors"},
-    "host": {"errors", "config", "vocabulary", "client"},
-    "device": {"errors", "config", "vocabulary"},
+    "system": {"errors"},
+    "library": {"errors"},
+    "gguf": {"errors"},
+    "grammar": {"errors", "vocabulary", "system"},
+    "schedule": {"errors", "vocabulary", "grammar"},
+    "text": {"errors", "config", "vocabulary", "client", "system", "gguf", "grammar", "schedule"},
+    "device": {"errors", "config", "vocabulary", "gguf"},
     "executor": {"errors", "config", "vocabulary", "device"},
-    "core": {"errors", "config", "vocabulary", "host", "executor"},
-    "engine": {*FRONT_END, "catalog", "host", "device", "executor", "core"},
+    "loop": {*FRONT_END, "schedule", "executor"},
+    "start": {*FRONT_END, "library", "grammar", "schedule", "text", "device", "executor", "loop"},
     "api": FRONT_END,
-    "server": {*FRONT_END, "api"},
+    "serving": {*FRONT_END, "api"},
     "bench": {*FRONT_END, "api"},
     "remote": FRONT_END,
     "tui": {*FRONT_END, "api"},
-    "root": set(GROUPS),
+    "commands": set(ROOMS),
 }
+"""Which rooms a room may import. No circle: each stands below the rooms that import it."""
 
 HEAVY = frozenset({"torch", "triton", "transformers", "tokenizers", "numpy", "textual", "rich"})
 SERVING = frozenset({"starlette", "uvicorn", "prometheus_client"})
 SCREEN = frozenset({"textual", "rich"})
 DEVICE = frozenset({"torch", "triton", "safetensors"})
+MODEL_TEXT = frozenset({"transformers", "tokenizers"})
 
 NEVER: dict[str, frozenset[str]] = {
     "errors": HEAVY | SERVING | DEVICE,
     "config": HEAVY | SERVING | DEVICE,
-    "vocabulary": DEVICE | SERVING | SCREEN | {"transformers"},
-    "client": DEVICE | SERVING | SCREEN | {"transformers"},
-    "catalog": DEVICE | SERVING | SCREEN | {"transformers"},
-    "host": DEVICE | SCREEN,
+    "vocabulary": DEVICE | SERVING | SCREEN | MODEL_TEXT,
+    "client": DEVICE | SERVING | SCREEN | MODEL_TEXT,
+    "system": HEAVY | SERVING | DEVICE,
+    "library": DEVICE | SERVING | SCREEN | MODEL_TEXT,
+    "gguf": DEVICE | SERVING | SCREEN | MODEL_TEXT,
+    "grammar": DEVICE | SERVING | SCREEN | MODEL_TEXT,
+    "schedule": DEVICE | SERVING | SCREEN | MODEL_TEXT,
+    "text": DEVICE | SERVING | SCREEN,
     "device": SERVING | SCREEN | {"tokenizers"},
-    "executor": SERVING | SCREEN | {"transformers", "tokenizers"},
-    "core": DEVICE | SERVING | SCREEN | {"transformers", "tokenizers"},
-    "engine": DEVICE | SERVING | SCREEN | {"transformers", "tokenizers"},
-    "api": DEVICE | SERVING | SCREEN | {"transformers", "tokenizers"},
-    "server": DEVICE | SCREEN | {"transformers", "tokenizers"},
-    "bench": DEVICE | SCREEN | {"transformers", "tokenizers"},
-    "remote": DEVICE | SERVING | SCREEN | {"transformers", "tokenizers"},
-    "tui": DEVICE | SERVING | {"transformers", "tokenizers"},
-    "root": DEVICE | SERVING | SCREEN | {"transformers", "tokenizers"},
+    "executor": SERVING | SCREEN | MODEL_TEXT,
+    "loop": DEVICE | SERVING | SCREEN | MODEL_TEXT,
+    "start": DEVICE | SERVING | SCREEN | MODEL_TEXT,
+    "api": DEVICE | SERVING | SCREEN | MODEL_TEXT,
+    "serving": DEVICE | SCREEN | MODEL_TEXT,
+    "bench": DEVICE | SCREEN | MODEL_TEXT,
+    "remote": DEVICE | SERVING | SCREEN | MODEL_TEXT,
+    "tui": DEVICE | SERVING | MODEL_TEXT,
+    "commands": DEVICE | SERVING | SCREEN | MODEL_TEXT,
 }
-"""Libraries a place must not import anywhere. What runs a model, serves or paints has one home."""
+"""Libraries a room must not import anywhere. What runs a model, serves or paints has one home."""
 
 NEVER_AT_IMPORT: dict[str, frozenset[str]] = {
-    "catalog": HEAVY | {"huggingface_hub", "httpx"},
-    "host": frozenset({"transformers"}),
+    "library": HEAVY | {"huggingface_hub", "httpx"},
+    "text": frozenset({"transformers"}),
     "device": frozenset({"transformers", "flashinfer", "flash_attn"}),
     "executor": DEVICE,
 }
-"""Libraries that only a function may import, so that nobody pays for them before it is called."""
+"""Libraries that only a function may import, so that a start does not pay for them before use."""
 
 
 @dataclass(frozen=True)
@@ -197,10 +188,10 @@ def _targets(node: ast.AST, modules: set[str]) -> list[str]:
     return []
 
 
-def group_of(module: str) -> str | None:
+def room_of(module: str) -> str | None:
     matches = [
-        (len(prefix), group)
-        for group, prefixes in GROUPS.items()
+        (len(prefix), room)
+        for room, prefixes in ROOMS.items()
         for prefix in prefixes
         if module == prefix or module.startswith(prefix + ".")
     ]
@@ -210,22 +201,22 @@ def group_of(module: str) -> str | None:
 def find_breaches(package: Path) -> list[str]:
     """One line for each import that the tables forbid, and for each module without a place."""
     modules, imports = read_own_imports() if package == PACKAGE else read_imports(package)
-    breaches = [f"{m} has no place in GROUPS" for m in sorted(modules) if group_of(m) is None]
+    breaches = [f"{m} has no place in ROOMS" for m in sorted(modules) if room_of(m) is None]
     for found in imports:
-        group = group_of(found.importer)
-        if group is None:
+        room = room_of(found.importer)
+        if room is None:
             continue
         where = f"{found.importer}:{found.line} imports {found.target}"
         if found.target == "termgen" or found.target.startswith("termgen."):
-            target = group_of(found.target.removeprefix("termgen").lstrip(".") or "__init__")
-            if target is not None and target != group and target not in MAY_IMPORT[group]:
-                breaches.append(f"{where}: {group} may not see {target}")
+            target = room_of(found.target.removeprefix("termgen").lstrip(".") or "__init__")
+            if target is not None and target != room and target not in MAY_IMPORT[room]:
+                breaches.append(f"{where}: {room} may not see {target}")
             continue
         library = found.target.split(".")[0]
-        if library in NEVER[group]:
-            breaches.append(f"{where}: never in {group}")
-        elif found.at_import and library in NEVER_AT_IMPORT.get(group, frozenset()):
-            breaches.append(f"{where}: in {group} only inside a function")
+        if library in NEVER[room]:
+            breaches.append(f"{where}: never in {room}")
+        elif found.at_import and library in NEVER_AT_IMPORT.get(room, frozenset()):
+            breaches.append(f"{where}: in {room} only inside a function")
     return breaches
 
 
@@ -240,48 +231,73 @@ def test_the_import_rule_holds() -> None:
 
 def test_the_tables_are_about_modules_that_exist() -> None:
     modules, _ = read_own_imports()
-    for prefixes in GROUPS.values():
+    for prefixes in ROOMS.values():
         for prefix in prefixes:
             assert any(m == prefix or m.startswith(prefix + ".") for m in modules), prefix
-    assert GROUPS.keys() == MAY_IMPORT.keys() == NEVER.keys()
+    assert ROOMS.keys() == MAY_IMPORT.keys() == NEVER.keys()
+
+
+def test_no_room_can_come_back_to_itself() -> None:
+    assert list(TopologicalSorter(MAY_IMPORT | {"commands": set()}).static_order())
 
 
 @pytest.mark.parametrize(
     ("file", "source", "words"),
     [
-        ("engine/scheduler.py", "import torch", "never in host"),
-        ("engine/scheduler.py", "def f():\n    import torch.nn", "never in host"),
-        ("engine/scheduler.py", "from termgen.engine.runner import model_runner", "not see device"),
-        ("engine/scheduler.py", "from termgen.engine import runner", "may not see device"),
-        ("engine/runner/x.py", "from termgen.engine.kv_cache import KV", "may not see host"),
-        ("engine/layers/x.py", "import termgen.engine.scheduler", "may not see host"),
-        ("engine/request.py", "from termgen.client import X", "may not see client"),
-        ("engine/executor.py", "import torch", "only inside a function"),
-        ("engine/tokenizer.py", "import transformers", "only inside a function"),
+        ("engine/schedule/x.py", "import torch", "never in schedule"),
+        ("engine/schedule/x.py", "def f():\n    import torch.nn", "never in schedule"),
+        (
+            "engine/schedule/x.py",
+            "from termgen.engine.device.runner import model_runner",
+            "not see device",
+        ),
+        (
+            "engine/schedule/x.py",
+            "from termgen.engine.device import runner",
+            "may not see device",
+        ),
+        (
+            "engine/device/runner/x.py",
+            "from termgen.engine.schedule.kv_cache import KV",
+            "may not see schedule",
+        ),
+        (
+            "engine/device/y.py",
+            "import termgen.engine.schedule.x",
+            "may not see schedule",
+        ),
+        ("vocabulary/request.py", "from termgen.client import X", "may not see client"),
+        ("engine/loop/executor.py", "import torch", "only inside a function"),
+        ("engine/text/tokenizer.py", "import transformers", "only inside a function"),
         ("tui/app.py", "def f():\n    import torch", "never in tui"),
-        ("tui/app.py", "from termgen.engine.scheduler import S", "may not see host"),
-        ("tui/app.py", "from termgen.server import run_server", "may not see server"),
-        ("server.py", "from termgen.engine.engine import AsyncEngine", "may not see engine"),
-        ("bench/x.py", "from termgen import LLM", "may not see root"),
-        ("bench/x.py", "import importlib\nimportlib.import_module('termgen.llm')", "see root"),
-        ("cli.py", "import textual", "never in root"),
+        ("tui/app.py", "from termgen.engine.schedule.scheduler import S", "may not see schedule"),
+        ("tui/app.py", "from termgen.server import run_server", "may not see serving"),
+        ("server.py", "from termgen.engine.loop.engine import AsyncEngine", "may not see start"),
+        ("bench/x.py", "from termgen import LLM", "may not see commands"),
+        ("bench/x.py", "import importlib\nimportlib.import_module('termgen.llm')", "see commands"),
+        ("cli.py", "import textual", "never in commands"),
         ("config.py", "import numpy as np", "never in config"),
         ("novelty.py", "", "novelty has no place"),
         (
-            "engine/scheduler.py",
+            "engine/schedule/x.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
-            "    from termgen.engine.runner.x import Y",
+            "    from termgen.engine.device.runner.x import Y",
             "may not see device",
         ),
     ],
 )
 def test_a_planted_breach_is_found(tmp_path: Path, file: str, source: str, words: str) -> None:
     package = tmp_path / "termgen"
-    for name in ("engine/kv_cache.py", "engine/runner/model_runner.py", "engine/__init__.py", file):
+    for name in (
+        "engine/schedule/kv_cache.py",
+        "engine/device/runner/model_runner.py",
+        "engine/__init__.py",
+        file,
+    ):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("")
-    (package / "engine" / "runner" / "__init__.py").write_text("")
-    if group_of(file.removesuffix(".py").replace("/", ".")) is not None:
+    (package / "engine" / "device" / "runner" / "__init__.py").write_text("")
+    if room_of(file.removesuffix(".py").replace("/", ".")) is not None:
         assert find_breaches(package) == [], "clean before the breach is planted"
     (package / file).write_text(source)
     breaches = find_breaches(package)
@@ -291,9 +307,9 @@ def test_a_planted_breach_is_found(tmp_path: Path, file: str, source: str, words
 def test_allowed_imports_pass(tmp_path: Path) -> None:
     package = tmp_path / "termgen"
     sources = {
-        "engine/executor.py": "def start():\n    import torch\n    import termgen.engine.runner.x",
-        "engine/runner/x.py": "import torch\nfrom termgen.engine.step import StepPlan",
-        "engine/tokenizer.py": "import tokenizers\ndef f():\n    import transformers",
+        "engine/loop/executor.py": "def f():\n    import torch\n    import termgen.engine.device.x",
+        "engine/device/x.py": "import torch\nfrom termgen.vocabulary.step import StepPlan",
+        "engine/text/tokenizer.py": "import tokenizers\ndef f():\n    import transformers",
         "tui/app.py": "import textual\nfrom termgen.client import EngineClient",
         "cli.py": "def f():\n    from termgen.tui.app import TermgenApp",
     }
@@ -303,24 +319,27 @@ def test_allowed_imports_pass(tmp_path: Path) -> None:
     assert find_breaches(package) == []
 
 
-def modules_of(*groups: str) -> list[str]:
-    """Full names of every module in these groups."""
+def modules_of(*rooms: str) -> list[str]:
+    """Full names of every module in these rooms."""
     modules, _ = read_own_imports()
-    return [f"termgen.{m}".removesuffix(".__init__") for m in modules if group_of(m) in groups]
+    return [f"termgen.{m}".removesuffix(".__init__") for m in modules if room_of(m) in rooms]
 
 
 @pytest.mark.parametrize(
-    ("groups", "absent"),
+    ("rooms", "absent"),
     [
-        (("vocabulary", "client", "host", "executor", "core"), {"torch", "transformers"}),
+        (
+            ("vocabulary", "client", "gguf", "grammar", "schedule", "text", "executor", "loop"),
+            {"torch", "transformers"},
+        ),
         (("tui",), {"torch", "transformers", "starlette", "uvicorn"}),
-        (("api", "server"), {"torch", "transformers", "textual"}),
+        (("api", "serving"), {"torch", "transformers", "textual"}),
         (("bench", "remote"), {"torch", "transformers", "textual", "starlette"}),
     ],
 )
-def test_what_really_gets_loaded(groups: tuple[str, ...], absent: set[str]) -> None:
+def test_what_really_gets_loaded(rooms: tuple[str, ...], absent: set[str]) -> None:
     """The tables read source; this asks the interpreter."""
-    names = sorted(modules_of(*groups))
+    names = sorted(modules_of(*rooms))
     script = (
         f"import importlib, sys\nfor m in {names!r}: importlib.import_module(m)\n"
         f"print(sorted({absent!r} & sys.modules.keys()))"

@@ -16,8 +16,8 @@ import torch
 from server_harness import serving
 
 from termgen.config import EngineConfig
-from termgen.engine.engine import AsyncEngine
-from termgen.engine.gguf_tokenizer import read_gguf
+from termgen.engine.loop.engine import AsyncEngine
+from termgen.engine.text.gguf_tokenizer import read_gguf
 
 QUESTIONS = [
     ("The capital of France is", [" Paris", " Rome", " made of cheese"]),

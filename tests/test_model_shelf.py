@@ -15,8 +15,6 @@ from fake_engine import FakeEngine, make_memory_ledger, make_model_info
 from termgen import catalog
 from termgen.client import TokenDelta
 from termgen.config import EngineConfig
-from termgen.engine.memory_ledger import GIB
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import (
     DownloadError,
     EngineDeadError,
@@ -29,6 +27,8 @@ from termgen.launch import EngineHolder
 from termgen.local_models import find_others
 from termgen.model_shelf import LocalShelf, weights_bytes
 from termgen.tui.model_choice import ModelChoice
+from termgen.vocabulary.memory_ledger import GIB
+from termgen.vocabulary.sampling_params import SamplingParams
 
 
 def silent(stage: str, share: float) -> None:

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from termgen.config import EngineConfig
-from termgen.engine.engine import SyncEngine
-from termgen.engine.request import GenerationRequest
-from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.loop.engine import SyncEngine
+from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.sampling_params import SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NUM_TOKENS = 24
@@ -94,7 +94,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_REAL_TOKENS)
 
 @pytest.fixture(scope="module")
 def smollm2_prompts(smollm2_gguf: Path) -> list[list[int]]:
-    from termgen.engine.tokenizer import load_tokenizer
+    from termgen.engine.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(smollm2_gguf)
     conversations = [

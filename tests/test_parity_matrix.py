@@ -18,11 +18,11 @@ from fake_executor import make_core
 
 from termgen.client import TokenDelta
 from termgen.config import EngineConfig
-from termgen.engine.delivery import StepDelivery
-from termgen.engine.output import OutputProcessor
-from termgen.engine.request import FinishReason, GenerationRequest
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.startup import EngineParts, build_engine
+from termgen.engine.loop.startup import EngineParts, build_engine
+from termgen.engine.text.output import OutputProcessor
+from termgen.vocabulary.delivery import StepDelivery
+from termgen.vocabulary.request import FinishReason, GenerationRequest
+from termgen.vocabulary.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 CHUNK = 20

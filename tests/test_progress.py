@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 
-from termgen.engine.startup_phases import READY
 from termgen.progress import TerminalProgress
+from termgen.vocabulary.startup_phases import READY
 
 
 class Terminal(io.StringIO):

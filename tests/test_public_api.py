@@ -24,8 +24,8 @@ def test_all_is_the_whole_surface_and_every_name_is_there() -> None:
 
 
 def test_names_come_from_their_homes() -> None:
-    from termgen.engine.sampling_params import SamplingParams
     from termgen.llm import LLM
+    from termgen.vocabulary.sampling_params import SamplingParams
 
     assert termgen.LLM is LLM and termgen.SamplingParams is SamplingParams
 

@@ -14,9 +14,6 @@ from remote_harness import CHAT, PARAMS, connected, read_all, text_of
 from server_harness import eventually, serving
 
 from termgen.client import TokenDelta
-from termgen.engine.request import FinishReason
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.errors import (
     ConfigError,
     ContextLengthError,
@@ -27,6 +24,9 @@ from termgen.remote.client import RemoteClient
 from termgen.remote.models import normal_url
 from termgen.remote.stream import AnswerReader
 from termgen.remote.wire import CHAT_PATH, Dialect, build_call
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 # a termgen server
 

@@ -7,9 +7,6 @@ from foreign_server import ForeignServer, chunk, done, event, foreign_server
 from remote_harness import CHAT, PARAMS, connected, read_all, text_of
 
 from termgen.client import ChatPrompt, FillPrompt, TokenDelta
-from termgen.engine.request import FinishReason
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.errors import (
     ConfigError,
     EngineError,
@@ -18,6 +15,9 @@ from termgen.errors import (
 )
 from termgen.remote.client import RemoteClient
 from termgen.remote.wire import Dialect, build_call
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 
 async def test_a_foreign_server_gets_nothing_but_openais_fields() -> None:

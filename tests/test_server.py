@@ -21,12 +21,12 @@ from server_harness import (
 
 from termgen.client import ChatPrompt, FillPrompt
 from termgen.config import ServerConfig
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.tool_format import ToolFormat
 from termgen.server import create_app
 from termgen.serving.app import build_app
 from termgen.serving.middleware import MAX_REPEATED, QUIET_S, RepeatedLines
 from termgen.serving.state import ServerState
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.tool_format import ToolFormat
 
 
 async def test_models() -> None:

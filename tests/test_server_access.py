@@ -329,7 +329,7 @@ async def test_each_key_has_a_prefix_cache_of_its_own() -> None:
 
 
 def test_a_salt_is_one_the_engine_takes() -> None:
-    from termgen.engine.request import check_cache_salt
+    from termgen.vocabulary.request import check_cache_salt
 
     check_cache_salt(Caller(Role.CLIENT, salt_key=b"k" * 32).salt("ß"))
 

@@ -13,8 +13,8 @@ from fake_engine import FakeEngine, Script
 from server_harness import app_client, chat_body, eventually, read_events, serving, socket_client
 from test_server_engine import serving_tiny
 
-from termgen.engine import pulse
-from termgen.engine.engine import AsyncEngine
+from termgen.engine.loop import pulse
+from termgen.engine.loop.engine import AsyncEngine
 
 COUNTING = {"prompt": [5, 6, 7, 8], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 

@@ -15,10 +15,10 @@ from server_harness import app_client, chat_body, eventually, read_events, socke
 from termgen.api.job import Job
 from termgen.client import ChatPrompt, Prompt
 from termgen.config import ServerConfig
-from termgen.engine.events import EngineEvent, RequestEvent, RequestEventKind
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import OverloadedError
 from termgen.serving.admission import AdmissionControl, Ticket
+from termgen.vocabulary.events import EngineEvent, RequestEvent, RequestEventKind
+from termgen.vocabulary.sampling_params import SamplingParams
 
 QUEUED = Script(waits_in_queue=True)
 

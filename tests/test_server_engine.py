@@ -17,7 +17,7 @@ from lengths import scaled
 from server_harness import chat_text, completion_text, read_events, serving
 
 from termgen.config import EngineConfig
-from termgen.engine.engine import AsyncEngine
+from termgen.engine.loop.engine import AsyncEngine
 
 WORDS = "the model reads a prompt and 👋 writes Grüße über 你好 to everyone while it waits".split()
 

@@ -17,7 +17,10 @@ from fake_engine import FakeEngine, make_snapshot, make_step_record
 from server_harness import chat_body, eventually, serving, socket_client
 from test_server_engine import serving_tiny
 
-from termgen.engine.events import (
+from termgen.serving import event_hub, event_routes
+from termgen.serving.engine_pictures import Picture, Pictures
+from termgen.telemetry import Cache, Events, Frame, FrameReader, Message, Model, Opening, decode
+from termgen.vocabulary.events import (
     EngineSnapshot,
     EventRing,
     RequestEvent,
@@ -25,9 +28,6 @@ from termgen.engine.events import (
     RequestView,
     StepRecord,
 )
-from termgen.serving import event_hub, event_routes
-from termgen.serving.engine_pictures import Picture, Pictures
-from termgen.telemetry import Cache, Events, Frame, FrameReader, Message, Model, Opening, decode
 
 FAST = {"hz": "20"}
 

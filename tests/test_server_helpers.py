@@ -17,8 +17,8 @@ from process_resources import resources
 from server_harness import error_of, eventually, serving
 
 from termgen.config import EngineConfig
-from termgen.engine import text_process
-from termgen.engine.engine import AsyncEngine
+from termgen.engine.loop.engine import AsyncEngine
+from termgen.engine.text import text_process
 from termgen.helper_process import HelperProcess
 from termgen.serving import json_process
 

@@ -22,7 +22,7 @@ from server_harness import (
 )
 
 from termgen.config import EngineConfig
-from termgen.engine.engine import AsyncEngine
+from termgen.engine.loop.engine import AsyncEngine
 
 FIELDS = [
     *("model", "messages", "prompt", "stream", "stream_options", "max_tokens", "n", "stop"),

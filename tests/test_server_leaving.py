@@ -11,8 +11,8 @@ import pytest
 from server_harness import eventually, serving
 
 from termgen.config import EngineConfig
-from termgen.engine.engine import AsyncEngine
-from termgen.engine.events import RequestEvent, RequestEventKind, StepRecord
+from termgen.engine.loop.engine import AsyncEngine
+from termgen.vocabulary.events import RequestEvent, RequestEventKind, StepRecord
 
 STEP_S = 0.03
 LONG = "The model reads this prompt in many small steps, one after the other, " * 4

@@ -21,10 +21,10 @@ from metrics_harness import samples, value
 from prometheus_client.parser import text_string_to_metric_families
 from server_harness import app_client, chat_body, eventually
 
-from termgen.engine.events import EngineSnapshot
-from termgen.engine.grammar_times import GrammarTimes
 from termgen.errors import EngineDeadError, RequestError
 from termgen.serving.metrics import ServerMetrics
+from termgen.vocabulary.events import EngineSnapshot
+from termgen.vocabulary.grammar_times import GrammarTimes
 
 
 async def test_requests_are_counted_and_timed() -> None:

@@ -49,8 +49,8 @@ def running(mode: str, tmp_path: Path) -> Generator[tuple[subprocess.Popen[str],
     """The process and its URL, read from its log."""
     script = tmp_path / "serve.py"
     script.write_text(SCRIPT)
-    here = Path(__file__).parent
-    path = os.pathsep.join((str(here), str(here.parent)))
+    here = Path(__file__).parent / "harness"
+    path = os.pathsep.join((str(here), str(here.parents[1])))
     process = subprocess.Popen(
         [sys.executable, str(script), mode, str(_free_port())],
         stdout=subprocess.PIPE,

@@ -16,9 +16,9 @@ from metrics_harness import samples, value
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from server_harness import app_client
 
-from termgen.engine.startup_phases import StartupPhase
 from termgen.serving.metrics import ServerMetrics
 from termgen.serving.step_metrics import STEP_BUCKETS, STEP_TOKEN_BUCKETS
+from termgen.vocabulary.startup_phases import StartupPhase
 
 
 async def test_steps_are_timed_by_phase() -> None:

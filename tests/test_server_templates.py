@@ -13,8 +13,8 @@ from server_harness import MESSAGES, app_client, chat_body, serving
 
 from termgen.client import ChatPrompt
 from termgen.config import EngineConfig
-from termgen.engine.engine import AsyncEngine
-from termgen.engine.tool_format import ToolFormat
+from termgen.engine.loop.engine import AsyncEngine
+from termgen.vocabulary.tool_format import ToolFormat
 
 SOURCE = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 LOOPS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from server_harness import serving
 
 from termgen.config import EngineConfig
-from termgen.engine.engine import AsyncEngine
+from termgen.engine.loop.engine import AsyncEngine
 
 MODEL = "smollm2"
 USER: Any = [{"role": "user", "content": "Invent a cat. Answer as JSON."}]

@@ -24,10 +24,12 @@ from generated_schemas import generate
 from server_harness import MESSAGES, chat_text, read_events, serving
 
 from termgen.config import EngineConfig
-from termgen.engine import grammar, grammar_source, input_processor, structured_outputs
-from termgen.engine.engine import AsyncEngine
-from termgen.engine.events import RequestEventKind
-from termgen.engine.structured_outputs import StructuredOutputsParams
+from termgen.engine.grammar import grammar, grammar_source
+from termgen.engine.loop.engine import AsyncEngine
+from termgen.engine.text import input_processor
+from termgen.vocabulary import structured_outputs
+from termgen.vocabulary.events import RequestEventKind
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 FINISHED = RequestEventKind.FINISHED
 NUM_BOTH_WAYS = int(os.environ.get("TERMGEN_BOTH_WAYS", "15"))
@@ -499,7 +501,7 @@ async def test_a_request_whose_grammar_is_being_compiled_holds_nobody_up(
         assert kind != "regex" or may_go_on.wait(30)
         return compile_source(source, kind, vocabulary)
 
-    monkeypatch.setattr("termgen.engine.grammar.compile_source", slowly)
+    monkeypatch.setattr("termgen.engine.grammar.grammar.compile_source", slowly)
     async with tiny_server(long_llama_dir) as (client, engine):
         slow = [
             asyncio.create_task(post(client, structured_outputs={"regex": f"[a-z]{{{n}}}"}))

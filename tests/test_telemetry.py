@@ -13,15 +13,6 @@ import pytest
 from fake_engine import make_memory_ledger, make_model_info, make_snapshot, make_step_record
 
 from termgen import telemetry
-from termgen.engine.events import (
-    EngineEvent,
-    EngineSnapshot,
-    RequestEvent,
-    RequestEventKind,
-    RequestView,
-    StepRecord,
-)
-from termgen.engine.startup_phases import StartupPhase
 from termgen.telemetry import (
     MAX_ROWS,
     TOPICS,
@@ -41,6 +32,15 @@ from termgen.telemetry import (
     parse_frame_id,
     topic_of,
 )
+from termgen.vocabulary.events import (
+    EngineEvent,
+    EngineSnapshot,
+    RequestEvent,
+    RequestEventKind,
+    RequestView,
+    StepRecord,
+)
+from termgen.vocabulary.startup_phases import StartupPhase
 
 ALL = frozenset(TOPICS)
 

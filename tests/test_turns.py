@@ -17,11 +17,9 @@ import pytest
 
 from termgen import turns
 from termgen.config import EngineConfig
-from termgen.engine.engine import AsyncEngine
-from termgen.engine.executor import LocalExecutor
-from termgen.engine.mask_filler import MaskFiller
-from termgen.engine.step import DeviceInfo
-from termgen.engine.token_mask import GrammarState, IntArray, faults_of
+from termgen.engine.grammar.mask_filler import MaskFiller
+from termgen.engine.loop.engine import AsyncEngine
+from termgen.engine.loop.executor import LocalExecutor
 from termgen.helper_process import HelperProcess
 from termgen.turns import (
     SHORT_SLICE_NS,
@@ -32,6 +30,8 @@ from termgen.turns import (
     take_long_turns,
     take_short_turns,
 )
+from termgen.vocabulary.step import DeviceInfo
+from termgen.vocabulary.token_mask import GrammarState, IntArray, faults_of
 
 
 def in_a_thread(function: Callable[[], object]) -> None:
@@ -196,8 +196,8 @@ def test_slow_masks_have_long_turns(usual_ns: int) -> None:
 
 def test_compiling_has_long_turns(usual_ns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     llguidance = pytest.importorskip("llguidance")
-    from termgen.engine import grammar
-    from termgen.engine.grammar_source import Proof, Verdict
+    from termgen.engine.grammar import grammar
+    from termgen.engine.grammar.grammar_source import Proof, Verdict
 
     found = []
 

@@ -35,7 +35,7 @@ from termgen.api.tool_calls import (
 )
 from termgen.api.tools import Tools, constrain, parse_tools
 from termgen.client import ChatPrompt, TokenDelta, TokenLogprob
-from termgen.engine.tool_format import ToolFormat
+from termgen.vocabulary.tool_format import ToolFormat
 
 CHAT_HARMLESS = HARMLESS
 CHAT_REFUSED: dict[str, Check] = {

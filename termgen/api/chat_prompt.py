@@ -12,9 +12,9 @@ from termgen.api.hints import parse_hints, reader_of
 from termgen.api.parts import result_text, texts_of
 from termgen.api.tools import Tools, parse_calls, show_tools
 from termgen.client import ChatPrompt
-from termgen.engine.structured_outputs import is_longer
-from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
+from termgen.vocabulary.structured_outputs import is_longer
+from termgen.vocabulary.tool_format import ToolFormat
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_MESSAGES = 4096

@@ -28,8 +28,8 @@ from termgen.api.sampling import (
 )
 from termgen.api.sse import TextTemplate
 from termgen.client import FillPrompt, Prompt, TokenDelta, TokenLogprob
-from termgen.engine.sampling_params import MAX_LOGPROBS
 from termgen.errors import RequestError
+from termgen.vocabulary.sampling_params import MAX_LOGPROBS
 
 MAX_PROMPTS = 128
 MAX_CHOICES = 1024

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from termgen.api.fields import Fields, is_int, wrong_type
-from termgen.engine.tool_format import ToolFormat
+from termgen.vocabulary.tool_format import ToolFormat
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
 

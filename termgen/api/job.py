@@ -9,9 +9,9 @@ from typing import Any
 
 from termgen.api.fields import Fields
 from termgen.client import Prompt, RequestTimings, TokenDelta
-from termgen.engine.request import MAX_PRIORITY, check_cache_salt
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import RequestError
+from termgen.vocabulary.request import MAX_PRIORITY, check_cache_salt
+from termgen.vocabulary.sampling_params import SamplingParams
 
 MIN_PING_INTERVAL_S = 1
 MAX_PING_INTERVAL_S = 3600

@@ -15,7 +15,7 @@ from termgen.api.job import MAX_PING_INTERVAL_S, MIN_PING_INTERVAL_S
 from termgen.api.parameter_types import BOTH, CHAT, COMPLETIONS, Group, Parameter
 from termgen.api.tools import MAX_TOOLS
 from termgen.client import MAX_CHAT_TEMPLATE_CHARS
-from termgen.engine.sampling_params import (
+from termgen.vocabulary.sampling_params import (
     GREEDY_EPSILON,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,

@@ -22,8 +22,8 @@ from termgen.api.responses_tools import (
     tool_choice_of,
 )
 from termgen.api.sampling import MAX_INT
-from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
+from termgen.vocabulary.tool_format import ToolFormat
 
 HARMLESS = frozenset(
     {

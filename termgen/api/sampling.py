@@ -23,8 +23,8 @@ from termgen.api.fields import (
     wrong_type,
 )
 from termgen.api.structured import parse_structured
-from termgen.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, SamplingParams
 from termgen.errors import RequestError
+from termgen.vocabulary.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, SamplingParams
 
 MAX_INT = 2**31 - 1
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")

@@ -10,8 +10,8 @@ from typing import Any
 
 from termgen.api.errors import unsupported
 from termgen.api.fields import Fields, wrong_type
-from termgen.engine.structured_outputs import KINDS, StructuredOutputsParams
 from termgen.errors import RequestError
+from termgen.vocabulary.structured_outputs import KINDS, StructuredOutputsParams
 
 GUIDED = {
     "guided_json": "json",

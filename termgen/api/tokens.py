@@ -11,8 +11,8 @@ from termgen.api.fields import Fields, is_empty, is_int, wrong_type
 from termgen.api.sampling import MAX_INT
 from termgen.api.tools import parse_tools
 from termgen.client import ChatPrompt, ModelInfo, TokenizerInfo
-from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
+from termgen.vocabulary.tool_format import ToolFormat
 
 MAX_IDS = 1_000_000
 

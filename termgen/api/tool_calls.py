@@ -17,8 +17,8 @@ from termgen.api.call_reader import SPACE, CallReader
 from termgen.api.tool_grammar import MARKERS
 from termgen.api.tools import Tools
 from termgen.client import TokenDelta
-from termgen.engine.request import FinishReason
-from termgen.engine.tool_format import ResponseParser, ToolStyle
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.tool_format import ResponseParser, ToolStyle
 
 END_OF_CALL = "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from termgen.engine.tool_format import ToolFormat, ToolStyle
+from termgen.vocabulary.tool_format import ToolFormat, ToolStyle
 
 ANY_OBJECT = {"type": "object"}
 MARKERS = {

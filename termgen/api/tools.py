@@ -23,9 +23,9 @@ from termgen.api.tool_grammar import (
     forced_calls,
     free_calls,
 )
-from termgen.engine.structured_outputs import StructuredOutputsParams
-from termgen.engine.tool_format import ToolFormat, ToolStyle
 from termgen.errors import RequestError
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
+from termgen.vocabulary.tool_format import ToolFormat, ToolStyle
 
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 128

@@ -14,8 +14,8 @@ import numpy as np
 
 from termgen.bench.options import ThroughputOptions
 from termgen.client import EngineClient
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ConfigError, EngineError
+from termgen.vocabulary.sampling_params import SamplingParams
 
 JOB256_REQUESTS = 256
 JOB256_LENGTHS = (100, 1024)

@@ -28,9 +28,6 @@ from termgen.client import (
     TokenizerInfo,
 )
 from termgen.config import is_loopback
-from termgen.engine.events import EngineSnapshot, EventRing
-from termgen.engine.grammar_times import GrammarTotals
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ConfigError, EngineError, RequestError, TermgenError
 from termgen.remote.failures import failure_of, short
 from termgen.remote.models import (
@@ -42,6 +39,9 @@ from termgen.remote.models import (
 )
 from termgen.remote.stream import AnswerReader
 from termgen.remote.wire import Call, Dialect, build_call, dialect_of, prompt_fields
+from termgen.vocabulary.events import EngineSnapshot, EventRing
+from termgen.vocabulary.grammar_times import GrammarTotals
+from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.waiting import NotYet, read_loading, wait_for_server, why_unreachable
 
 CONNECT_S = 5.0

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from termgen.client import RequestTimings, TokenDelta, TokenLogprob
-from termgen.engine.request import FinishReason
 from termgen.errors import EngineError
 from termgen.remote.failures import frame_failure, short
+from termgen.vocabulary.request import FinishReason
 
 MAX_EVENT_BYTES = 16 * 2**20
 """A long prompt's ids come in one event."""

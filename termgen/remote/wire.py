@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from termgen.client import ChatPrompt, FillPrompt, Prompt
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import RequestError
+from termgen.vocabulary.sampling_params import SamplingParams
 
 CHAT_PATH = "/v1/chat/completions"
 TEXT_PATH = "/v1/completions"

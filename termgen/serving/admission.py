@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from termgen.api.job import Job
 from termgen.client import ChatPrompt, FillPrompt, Prompt, prompt_chars
 from termgen.config import ServerConfig
-from termgen.engine.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
 from termgen.errors import OverloadedError
+from termgen.vocabulary.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
 
 RATE_WINDOW_S = 30.0
 """Starts of this long ago still count for the rate."""

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from termgen.client import EngineClient
-from termgen.engine.events import EngineSnapshot
 from termgen.errors import EngineError
 from termgen.telemetry import encode_snapshot
+from termgen.vocabulary.events import EngineSnapshot
 
 SNAPSHOT_TIMEOUT_S = 1.0
 

@@ -14,9 +14,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from termgen.client import EngineClient
-from termgen.engine.events import EngineEvent, EventRing
 from termgen.errors import OverloadedError
 from termgen.serving.engine_pictures import Pictures
+from termgen.vocabulary.events import EngineEvent, EventRing
 
 HISTORY = 16_384
 """Events kept: half a minute of a busy GPU, hours of an idle one."""

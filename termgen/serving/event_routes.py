@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from termgen.api import sse
 from termgen.api.errors import no_such_option
 from termgen.client import EngineClient, ModelInfo
-from termgen.engine.events import EngineEvent
 from termgen.errors import RequestError
 from termgen.serving.access import AdminRoute
 from termgen.serving.engine_pictures import Picture
@@ -34,6 +33,7 @@ from termgen.telemetry import (
     frame_id,
     parse_frame_id,
 )
+from termgen.vocabulary.events import EngineEvent
 
 DEFAULT_HZ = 4.0
 

@@ -20,14 +20,14 @@ from starlette.types import Scope
 from termgen.api.errors import error_code, request_aborted
 from termgen.api.job import Job
 from termgen.client import EngineClient, TokenDelta, merge_deltas
-from termgen.engine.request import FinishReason
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import EngineError
 from termgen.serving.access import REQUEST_ID, Caller, caller_of, client_of, header
 from termgen.serving.admission import Ticket
 from termgen.serving.request_metrics import RequestMeter
 from termgen.serving.request_report import RequestReport, total
 from termgen.serving.state import ServerState
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
 
 Take = Callable[[int, TokenDelta], Awaitable[None]]
 """Is told (choice, delta)."""

@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from termgen.engine.grammar_times import BOUNDS_S, GrammarTotals
+from termgen.vocabulary.grammar_times import BOUNDS_S, GrammarTotals
 
 
 class GrammarMetrics(Collector):

@@ -16,14 +16,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from termgen.engine.events import EngineEvent, EngineSnapshot, StepRecord
-from termgen.engine.grammar_times import GrammarTotals
-from termgen.engine.memory_ledger import MemoryLedger
-from termgen.engine.startup_phases import StartupPhase
 from termgen.serving.grammar_metrics import GrammarMetrics
 from termgen.serving.request_metrics import RequestMetrics
 from termgen.serving.step_metrics import StepMetrics
 from termgen.serving.vllm_metrics import VLLMNames
+from termgen.vocabulary.events import EngineEvent, EngineSnapshot, StepRecord
+from termgen.vocabulary.grammar_times import GrammarTotals
+from termgen.vocabulary.memory_ledger import MemoryLedger
+from termgen.vocabulary.startup_phases import StartupPhase
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

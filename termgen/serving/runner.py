@@ -21,11 +21,11 @@ import uvicorn
 from termgen import __version__
 from termgen.client import EngineClient
 from termgen.config import ServerConfig, is_loopback
-from termgen.engine.startup_phases import READY
 from termgen.errors import ConfigError
 from termgen.serving.app import build_app
 from termgen.serving.connection import Connection
 from termgen.serving.state import ServerState
+from termgen.vocabulary.startup_phases import READY
 
 logger = logging.getLogger("termgen.server")
 

@@ -9,7 +9,6 @@ from termgen.api.errors import request_aborted, unavailable
 from termgen.api.models import served_names
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
-from termgen.engine.events import EventRing
 from termgen.errors import EngineDeadError, EngineError, LoadingError
 from termgen.serving.access import Caller, KeyRing, Role
 from termgen.serving.admission import AdmissionControl
@@ -19,6 +18,7 @@ from termgen.serving.event_hub import EventHub
 from termgen.serving.json_process import JSONProcess
 from termgen.serving.metrics import ServerMetrics
 from termgen.serving.request_report import ReportSink, RequestLog, RequestReport
+from termgen.vocabulary.events import EventRing
 
 EVENT_RING_CAPACITY = 16_384
 

@@ -11,8 +11,6 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
 from termgen.client import EngineClient, TokenDelta
-from termgen.engine.request import FinishReason
-from termgen.engine.sampling_params import SamplingParams
 from termgen.tui.thoughts import (
     AnswerNews,
     PlainReader,
@@ -22,6 +20,8 @@ from termgen.tui.thoughts import (
     reading_params,
 )
 from termgen.tui.token_scores import TokenScores, ends_inside_character
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
 
 NUM_TAIL_TOKENS = 8
 """Before the seam; a character has at most four."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 
-from termgen.engine.request import FinishReason
-from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.errors import RequestError
 from termgen.tui.attachments import read_file
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 KINDS = {"schema": "json", "regex": "regex", "choice": "choice"}
 """Command -> the field of `StructuredOutputsParams`."""

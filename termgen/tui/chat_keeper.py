@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from termgen.engine.sampling_params import SamplingParams
 from termgen.tui.chat_db import ChatDatabase
 from termgen.tui.chat_records import all_turns, session_record, turn_record
 from termgen.tui.chat_store import ChatStore
 from termgen.tui.conversation import Conversation, Turn
+from termgen.vocabulary.sampling_params import SamplingParams
 
 SAVE_EVERY_S = 1.0
 

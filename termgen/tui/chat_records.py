@@ -13,13 +13,13 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from termgen.engine.request import FinishReason
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ChatStoreError, RequestError
 from termgen.tui.attachments import Attachment, with_name
 from termgen.tui.conversation import AnswerState, AnswerStats, Conversation, Turn
 from termgen.tui.thoughts import Thought
 from termgen.tui.turn_extras import MAX_TIME_S, extras_of, plain_text, restore_extras, seconds
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
 
 _DETAILS = re.compile(r"<(?=/?details\b)", re.IGNORECASE)
 """What would end the fold, or begin another."""

@@ -18,11 +18,11 @@ from uuid import uuid4
 
 from termgen.client import ChatPrompt, TokenDelta
 from termgen.config import UIConfig
-from termgen.engine.request import FinishReason
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.tui.attachments import Attachment, with_files
 from termgen.tui.thoughts import AnswerNews, Thought
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 CHAT_DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}
 """For models that come without sampling defaults of their own."""

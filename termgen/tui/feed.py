@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from termgen.client import ModelInfo
-from termgen.engine.events import EngineSnapshot, EventBus, EventRing
 from termgen.errors import EngineError
 from termgen.telemetry import Cache, Events, Message, Opening
+from termgen.vocabulary.events import EngineSnapshot, EventBus, EventRing
 
 
 class EngineFeed(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from termgen.engine.events import StepRecord
+from termgen.vocabulary.events import StepRecord
 
 MAX_SIZES = 512
 """Sizes and reasons kept apart; an engine records far fewer."""

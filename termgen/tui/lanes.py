@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from termgen.engine.events import EngineSnapshot, RequestEvent, RequestEventKind, StepRecord
+from termgen.vocabulary.events import EngineSnapshot, RequestEvent, RequestEventKind, StepRecord
 
 MAX_REQUESTS = 2048
 MAX_RUNS = 4096

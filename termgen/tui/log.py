@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from termgen.engine.events import RequestEvent, RequestEventKind, StepRecord
 from termgen.tui.formatting import plural, took
+from termgen.vocabulary.events import RequestEvent, RequestEventKind, StepRecord
 
 KEPT = 4096
 """Of the lines below WARNING, and once more of the others: a busy engine has thousands a minute of

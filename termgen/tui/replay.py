@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from termgen.engine.events import RequestEvent
 from termgen.errors import TermgenError
 from termgen.telemetry import (
     Cache,
@@ -25,6 +24,7 @@ from termgen.telemetry import (
 )
 from termgen.tui.feed import StreamFeed
 from termgen.tui.formatting import clock
+from termgen.vocabulary.events import RequestEvent
 
 LOOK_BACK_NS = 150_000_000_000
 """What is played again before the moment one turns to: more than the dashboard's series show."""

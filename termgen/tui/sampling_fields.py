@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import RequestError
+from termgen.vocabulary.sampling_params import SamplingParams
 
 FIELDS = {
     "temperature": "higher is more random; 0 is not at all",

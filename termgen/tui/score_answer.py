@@ -11,11 +11,11 @@ import contextlib
 from collections.abc import Sequence
 
 from termgen.client import ChatPrompt, EngineClient, Prompt, TokenLogprob
-from termgen.engine.request import FinishReason
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import EngineError, RequestError
 from termgen.tui.token_book import WrittenTokens
 from termgen.tui.token_scores import NUM_ALTERNATIVES, TokenScores
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
 
 _UNKNOWN_TO_SERVERS = frozenset(
     ("prompt_logprobs", "add_generation_prompt", "continue_final_message")

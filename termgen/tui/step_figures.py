@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from termgen.engine.events import StepRecord
+from termgen.vocabulary.events import StepRecord
 
 BUCKET_NS = 250_000_000
 """Width of one point of the series."""

@@ -14,13 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from termgen.engine.events import (
-    EngineEvent,
-    EngineSnapshot,
-    RequestEvent,
-    RequestEventKind,
-    StepRecord,
-)
 from termgen.tui.graph_stats import GraphFigures, GraphStats
 from termgen.tui.lanes import LaneBook
 from termgen.tui.log import LogBook
@@ -32,6 +25,13 @@ from termgen.tui.step_figures import (
     Spread,
     StepFigures,
     Values,
+)
+from termgen.vocabulary.events import (
+    EngineEvent,
+    EngineSnapshot,
+    RequestEvent,
+    RequestEventKind,
+    StepRecord,
 )
 
 HISTORY_BUCKETS = 480

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from termgen.api.tool_calls import Content, DeclaredParser, Part, Reasoning
 from termgen.client import EngineClient, Prompt, TokenDelta
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.tool_format import ResponseParser
 from termgen.errors import EngineError, RequestError
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.tool_format import ResponseParser
 
 OPEN, CLOSE = "<think>", "</think>"
 NUM_LAST_TOKENS = 8

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from termgen.client import TokenLogprob
-from termgen.engine.sampling_params import SamplingParams
 from termgen.tui.sanitize import clean
+from termgen.vocabulary.sampling_params import SamplingParams
 
 NUM_ALTERNATIVES = 10
 LIKELY = (0.5, 0.2, 0.05)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.errors import RequestError
 from termgen.tui.attachments import Attachment
 from termgen.tui.conversation import Turn
 from termgen.tui.thoughts import Thought
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 MAX_TIME_S = 1e11
 """No calendar goes farther."""

@@ -14,8 +14,8 @@ from termgen.api.anthropic import _input_of
 from termgen.api.chat import parse_chat
 from termgen.api.chat_bridge import CallNews, EndNews, News, TextNews, turns_of
 from termgen.api.completions import parse_completion
-from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
+from termgen.vocabulary.tool_format import ToolFormat
 
 NOTHING = ToolFormat(knows_tools=True, template_variables=("messages",))
 QWEN = ToolFormat(knows_tools=True, template_variables=("messages", "enable_thinking"))

@@ -15,8 +15,8 @@ from termgen.api.chat_bridge import CHAT_WORDS, SHARED_FIELDS, renamed
 from termgen.api.document import REFUSED, taken
 from termgen.api.errors import reply_for
 from termgen.api.parameter_types import CHAT
-from termgen.engine.tool_format import ToolFormat
 from termgen.errors import OverloadedError, RequestError
+from termgen.vocabulary.tool_format import ToolFormat
 
 CONTEXT: dict[str, Any] = {
     "model": "m",

@@ -10,9 +10,9 @@ import pytest
 
 from termgen.api.chat import ChatRequest, ChatStream, chat_response, parse_chat
 from termgen.client import ChatPrompt, RequestTimings, TokenDelta, TokenLogprob, merge_deltas
-from termgen.engine.request import FinishReason
-from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.tool_format import ToolFormat
 
 USER = {"role": "user", "content": "hi"}
 KNOWS_NO_TOOLS = ToolFormat()

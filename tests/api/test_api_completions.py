@@ -16,8 +16,8 @@ from termgen.api.completions import (
 from termgen.api.logprobs import TextLogprobs
 from termgen.api.models import model_list, resolve_model, served_names
 from termgen.client import FillPrompt, TokenDelta, TokenLogprob
-from termgen.engine.request import FinishReason
 from termgen.errors import RequestError
+from termgen.vocabulary.request import FinishReason
 
 
 def parse(prompt: Any = "hi", **fields: Any) -> CompletionRequest:

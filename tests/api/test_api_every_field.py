@@ -15,9 +15,9 @@ from termgen.api.completions import parse_completion
 from termgen.api.document import IGNORED, REFUSED, taken
 from termgen.api.errors import reply_for
 from termgen.api.parameter_types import CHAT, COMPLETIONS
-from termgen.engine.input_processor import InputProcessor
-from termgen.engine.sampling_params import SamplingParams
+from termgen.engine.text.input_processor import InputProcessor
 from termgen.errors import RequestError
+from termgen.vocabulary.sampling_params import SamplingParams
 
 VOCAB = 50
 NAMES = {e: sorted({*taken(e), *REFUSED[e], *IGNORED[e]} - {"model"}) for e in (CHAT, COMPLETIONS)}

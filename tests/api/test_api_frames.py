@@ -18,7 +18,7 @@ from termgen.api.completions import CompletionStream, parse_completion
 from termgen.api.responses import ResponseStream
 from termgen.api.responses_input import parse_responses
 from termgen.client import TokenDelta
-from termgen.engine.request import FinishReason
+from termgen.vocabulary.request import FinishReason
 
 TEXTS = ("a", " wörd", "", "\n", '"q"', "\\", "👋🏽", "\x00\x1f", "\u2028</script>", "你", "}{")
 

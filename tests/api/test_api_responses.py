@@ -10,8 +10,8 @@ from llguidance import LLMatcher
 
 from termgen.api import responses, responses_input
 from termgen.api.chat_bridge import EndNews, News, TextNews
-from termgen.engine.tool_format import ToolFormat
 from termgen.errors import RequestError
+from termgen.vocabulary.tool_format import ToolFormat
 
 
 def test_items_become_a_chat() -> None:

@@ -9,8 +9,8 @@ import pytest
 from termgen.api.chat import ChatRequest, parse_chat
 from termgen.api.completions import CompletionRequest, parse_completion
 from termgen.client import FillPrompt
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import RequestError
+from termgen.vocabulary.sampling_params import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

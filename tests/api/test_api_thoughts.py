@@ -15,8 +15,8 @@ from termgen.api.responses import ResponseStream, response_object
 from termgen.api.responses_input import parse_responses
 from termgen.api.tool_calls import new_parser
 from termgen.client import TokenDelta, merge_deltas
-from termgen.engine.request import FinishReason
-from termgen.engine.tool_format import ToolFormat
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.tool_format import ToolFormat
 
 pytest.importorskip("transformers.utils.chat_parsing")
 from transformers.utils.chat_parsing import ResponseParser

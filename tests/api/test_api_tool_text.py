@@ -17,7 +17,7 @@ from termgen.api.tool_calls import (
     message_fields,
     new_parser,
 )
-from termgen.engine.tool_format import ToolFormat, ToolStyle
+from termgen.vocabulary.tool_format import ToolFormat, ToolStyle
 
 TWO_CALLS = [("f", '{"x": "a}\\"{"}'), ("g.h", '{"y": [1, {"z": null}]}')]
 

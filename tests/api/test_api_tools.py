@@ -11,9 +11,9 @@ from tools_harness import HERMES_TWO, F, G, chat
 
 from termgen.api.chat import ChatRequest, ChatStream, chat_response
 from termgen.client import ChatPrompt, TokenDelta
-from termgen.engine.request import FinishReason
-from termgen.engine.tool_format import ToolFormat, ToolStyle
 from termgen.errors import RequestError
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.tool_format import ToolFormat, ToolStyle
 
 
 def grammar_of(request: ChatRequest) -> str | None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from output_harness import EOS
 
-from termgen.engine.output import OutputProcessor
-from termgen.engine.tokenizer import Tokenizer, load_tokenizer
+from termgen.engine.text.output import OutputProcessor
+from termgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,6 @@ from textual.pilot import Pilot
 from tui_harness import MODEL, FrozenApp, TimedEngine, ask, ready, wait_until
 
 from termgen.client import ChatPrompt, Prompt, TokenDelta, TokenLogprob
-from termgen.engine.request import FinishReason
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ContextLengthError, RequestError
 from termgen.remote.wire import Dialect, build_call
 from termgen.tui.render.token_lens import LensView, TokenText, lens_rows
@@ -29,6 +27,8 @@ from termgen.tui.token_book import TokenBook
 from termgen.tui.token_scores import TokenScores, num_drawn
 from termgen.tui.widgets.canvas import Canvas
 from termgen.tui.widgets.prompt import Prompt as PromptField
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
 
 END = 999
 """Ends an answer."""

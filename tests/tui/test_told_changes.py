@@ -30,10 +30,10 @@ from tui_harness import (
 )
 from tui_harness import step as step_record
 
-from termgen.engine.events import BlockState
 from termgen.tui.palette import Palette
 from termgen.tui.screens.dashboard_keys import PAGES
 from termgen.tui.widgets.canvas import Canvas
+from termgen.vocabulary.events import BlockState
 
 
 class Watched:

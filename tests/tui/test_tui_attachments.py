@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from termgen.engine.request import FinishReason
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.errors import RequestError
 from termgen.tui import attachments
 from termgen.tui.answer_form import as_markdown, fits, form_words, parse_form
@@ -25,6 +22,9 @@ from termgen.tui.attachments import (
     with_files,
 )
 from termgen.tui.sampling_fields import FIELDS, changes, field_text, read_fields
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from fake_engine import Script
 from lengths import scaled
 from tui_harness import FrozenApp, TimedEngine, ask, chat_engine, pieces, ready, wait_until
 
-from termgen.engine.request import FinishReason
 from termgen.errors import ContextLengthError
 from termgen.tui.conversation import AnswerState
+from termgen.vocabulary.request import FinishReason
 
 
 def numbered_engine() -> TimedEngine:

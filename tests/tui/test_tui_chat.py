@@ -19,11 +19,11 @@ from tui_harness import (
 )
 
 from termgen.config import UIConfig
-from termgen.engine.request import FinishReason
 from termgen.errors import ContextLengthError, EngineError
 from termgen.tui.conversation import AnswerState
 from termgen.tui.markdown import render
 from termgen.tui.spans import row_text
+from termgen.vocabulary.request import FinishReason
 
 
 async def test_an_empty_chat_explains_itself() -> None:

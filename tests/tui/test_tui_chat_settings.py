@@ -23,13 +23,13 @@ from tui_harness import (
 )
 
 from termgen.config import UIConfig
-from termgen.engine.sampling_params import SamplingParams
 from termgen.tui.chat_db import ChatDatabase
 from termgen.tui.chat_records import restored_params
 from termgen.tui.chat_store import ChatStore, Resume, find_session
 from termgen.tui.conversation import Conversation
 from termgen.tui.screens.chat import ChatScreen
 from termgen.tui.screens.panels import SamplingPanel, SystemPromptPanel
+from termgen.vocabulary.sampling_params import SamplingParams
 
 SIZE = (120, 34)
 

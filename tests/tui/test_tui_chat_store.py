@@ -19,8 +19,6 @@ from chat_store_harness import (
     talk_of,
 )
 
-from termgen.engine.request import FinishReason
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ChatStoreError
 from termgen.tui.chat_db import MIGRATIONS, ChatDatabase
 from termgen.tui.chat_keeper import SAVE_EVERY_S, ChatKeeper
@@ -36,6 +34,8 @@ from termgen.tui.chat_records import (
 )
 from termgen.tui.chat_store import ChatStore, store_path
 from termgen.tui.conversation import AnswerState, Conversation
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
 
 
 def test_any_tree_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from textual.events import Paste
 from textual.pilot import Pilot
 from tui_harness import FrozenApp, ask, chat_engine, pieces, ready, type_text, wait_until
 
-from termgen.engine.request import FinishReason
 from termgen.errors import ContextLengthError
 from termgen.tui.attachments import MAX_BYTES
 from termgen.tui.widgets.completion import Completion
+from termgen.vocabulary.request import FinishReason
 
 THINKS = ("<think>", "\n", "Let me", " see", ".\n", "</think>", "\n\n", "Yes", ".")
 CODE = "First:\n\n```python\nprint(1)\n```\n\nthen\n\n```sh\nls\n```\n"

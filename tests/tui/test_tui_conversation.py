@@ -10,7 +10,6 @@ from fake_engine import make_model_info
 
 from termgen.client import RequestTimings, TokenDelta
 from termgen.config import UIConfig
-from termgen.engine.request import FinishReason
 from termgen.tui import commands
 from termgen.tui.conversation import (
     AnswerState,
@@ -22,6 +21,7 @@ from termgen.tui.conversation import (
 )
 from termgen.tui.render.chat import ChatStatus, answer_footer, empty_rows, status_row
 from termgen.tui.spans import row_text, row_width
+from termgen.vocabulary.request import FinishReason
 
 
 def delta(output: int, *, finish: FinishReason | None = None, ttft_ms: int = 0) -> TokenDelta:

@@ -13,14 +13,14 @@ from rich.cells import cell_len
 from textual.pilot import Pilot
 from tui_harness import MS, NOW_NS, SECOND, FrozenApp, chat_engine, ready, request_view, step
 
-from termgen.engine.events import (
+from termgen.tui.widgets.canvas import Canvas
+from termgen.vocabulary.events import (
     BlockState,
     EngineSnapshot,
     RequestEvent,
     RequestEventKind,
     RequestView,
 )
-from termgen.tui.widgets.canvas import Canvas
 
 NUM_RUNNING, NUM_WAITING, NUM_BLOCKS = 500, 1000, 20_000
 NUM_STEPS = 150

@@ -23,9 +23,9 @@ from tui_harness import (
     wait_until,
 )
 
-from termgen.engine.events import RequestEvent, RequestEventKind
 from termgen.errors import EngineError
 from termgen.tui.widgets.canvas import Canvas
+from termgen.vocabulary.events import RequestEvent, RequestEventKind
 
 
 def dashboard_app() -> FrozenApp:

@@ -17,11 +17,11 @@ from tui_harness import MODEL, FrozenApp, TimedEngine, ask, chat_engine, ready, 
 
 from termgen.client import Prompt
 from termgen.config import UIConfig
-from termgen.engine.request import FinishReason
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ContextLengthError, RequestError
 from termgen.remote.failures import failure_of
 from termgen.tui.chat_store import ChatStore, Resume, find_session
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
 
 LIMIT = 2048
 """Tokens, which are bytes here."""

@@ -20,7 +20,6 @@ from tui_harness import (
     step,
 )
 
-from termgen.engine.events import BlockState
 from termgen.tui.kv_cursor import MAX_CELL_HEIGHT, KvCursor
 from termgen.tui.palette import COLOUR_GLYPHS
 from termgen.tui.render.kv_map import EVICTED, just_evicted, kv_cells
@@ -28,6 +27,7 @@ from termgen.tui.render.kv_page import kv_page, reversed_cell, tick_rows
 from termgen.tui.spans import Row, row_text, row_width
 from termgen.tui.store import DashboardStore, DashboardView
 from termgen.tui.widgets.canvas import Canvas
+from termgen.vocabulary.events import BlockState
 
 
 def text(rows: list[Row]) -> str:

@@ -21,7 +21,6 @@ from tui_harness import (
     step,
 )
 
-from termgen.engine.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
 from termgen.tui import lanes as lanes_module
 from termgen.tui.lanes import Doing, History, LaneBook
 from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
@@ -32,6 +31,7 @@ from termgen.tui.render.lanes import batch_page, budget_panel, lanes_panel
 from termgen.tui.spans import Row, row_text, row_width
 from termgen.tui.store import DashboardStore, DashboardView
 from termgen.tui.widgets.canvas import Canvas
+from termgen.vocabulary.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
 
 KINDS = RequestEventKind
 START = NOW_NS - 2 * SECOND

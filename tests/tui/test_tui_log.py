@@ -22,7 +22,6 @@ from tui_harness import (
     steps,
 )
 
-from termgen.engine.events import RequestEvent, RequestEventKind
 from termgen.tui import intake, sanitize
 from termgen.tui.log import KEPT, MAX_CHARS, Level, Line, LogBook, LogScroll, LogTap
 from termgen.tui.render import log_page as page_module
@@ -31,6 +30,7 @@ from termgen.tui.render.log_page import lines_panel, log_page, stalled_for_s
 from termgen.tui.spans import Row, row_text, row_width
 from termgen.tui.store import DashboardStore, DashboardView
 from termgen.tui.widgets.canvas import Canvas
+from termgen.vocabulary.events import RequestEvent, RequestEventKind
 
 
 def text(rows: list[Row]) -> str:
@@ -186,11 +186,11 @@ def test_a_record_that_cannot_be_written_does_not_stop_who_logs(
 def test_what_the_program_logs_arrives_from_any_logger() -> None:
     tap = LogTap()
     try:
-        logging.getLogger("termgen.engine.runner").warning("slow\nstart of %s", "kernels")
+        logging.getLogger("termgen.engine.device.runner").warning("slow\nstart of %s", "kernels")
         logging.getLogger("uvicorn.error").error("socket gone")
         got = tap.drain()
         assert [(line.level, line.text) for line in got] == [
-            (Level.WARNING, "termgen.engine.runner: slow start of kernels"),
+            (Level.WARNING, "termgen.engine.device.runner: slow start of kernels"),
             (Level.ERROR, "uvicorn.error: socket gone"),
         ]
         assert tap.drain() == []

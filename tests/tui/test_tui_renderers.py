@@ -13,7 +13,6 @@ import pytest
 from fake_engine import make_memory_ledger, make_model_info
 from tui_harness import NOW_NS, SECOND, busy_snapshot, request_events, step, steps
 
-from termgen.engine.events import BlockState, StepRecord
 from termgen.tui.formatting import brief_id, rate
 from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
 from termgen.tui.render import kv_map, overview
@@ -30,6 +29,7 @@ from termgen.tui.render.timeline import timeline_page
 from termgen.tui.spans import Row, row_text, row_width
 from termgen.tui.step_figures import Spread
 from termgen.tui.store import DashboardStore, DashboardView, HostReading, windowed
+from termgen.vocabulary.events import BlockState, StepRecord
 
 LIVE = LiveState(hz=4, paused=False, healthy=True, observer_share=0.012)
 SIZES = [(20, 3), (58, 5), (80, 6), (120, 9), (200, 14)]

@@ -24,7 +24,6 @@ from tui_harness import (
 )
 
 from termgen.config import UIConfig
-from termgen.engine.events import EngineSnapshot, RequestEvent, RequestEventKind, StepRecord
 from termgen.errors import EngineError
 from termgen.telemetry import Cache, Frame, Model, Opening, encode, encode_events
 from termgen.tui import intake
@@ -36,6 +35,7 @@ from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.store import STEP_HISTORY
 from termgen.tui.top_app import TopApp
 from termgen.tui.widgets.canvas import Canvas
+from termgen.vocabulary.events import EngineSnapshot, RequestEvent, RequestEventKind, StepRecord
 
 Frames = list[tuple[int, Frame]]
 

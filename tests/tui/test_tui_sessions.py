@@ -20,13 +20,13 @@ from textual.pilot import Pilot
 from tui_harness import NOON, FrozenApp, ask, chat_engine, pieces, ready, type_text, wait_until
 
 from termgen.config import UIConfig
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ConfigError
 from termgen.tui.chat_db import ChatDatabase, SessionSummary
 from termgen.tui.chat_store import ChatStore, Resume, find_session
 from termgen.tui.conversation import AnswerState
 from termgen.tui.render.sessions import age_group, session_rows
 from termgen.tui.spans import row_text, row_width
+from termgen.vocabulary.sampling_params import SamplingParams
 
 WIDE = (120, 34)
 

@@ -18,7 +18,6 @@ from tui_harness import (
     steps,
 )
 
-from termgen.engine.events import EngineEvent, RequestEvent, RequestEventKind
 from termgen.tui.lanes import LaneBook
 from termgen.tui.log import Level, LogBook
 from termgen.tui.step_figures import MAX_STEP_BUCKETS, percentile
@@ -35,6 +34,7 @@ from termgen.tui.store import (
     step_ms,
     windowed,
 )
+from termgen.vocabulary.events import EngineEvent, RequestEvent, RequestEventKind
 
 
 def make_store() -> DashboardStore:

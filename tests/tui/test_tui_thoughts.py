@@ -9,13 +9,13 @@ import pytest
 from fake_engine import FakeEngine, Script, make_model_info
 
 from termgen.client import ChatPrompt, TokenDelta
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.structured_outputs import StructuredOutputsParams
-from termgen.engine.tool_format import ToolFormat
 from termgen.tui.conversation import Turn
 from termgen.tui.spans import row_text
 from termgen.tui.thoughts import AnswerNews, ThinkReader, Thought, read_answer
 from termgen.tui.widgets.thoughts import ThoughtRows
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
+from termgen.vocabulary.tool_format import ToolFormat
 
 ASKED = ChatPrompt([{"role": "user", "content": "why"}])
 

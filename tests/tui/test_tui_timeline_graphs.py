@@ -20,8 +20,6 @@ from tui_harness import (
     steps,
 )
 
-from termgen.engine.events import StepRecord
-from termgen.engine.startup_phases import StartupPhase
 from termgen.tui.graph_stats import MAX_SIZES, GraphStats
 from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
 from termgen.tui.render import timeline
@@ -33,6 +31,8 @@ from termgen.tui.spans import Row, row_text, row_width
 from termgen.tui.step_figures import quantiles
 from termgen.tui.store import DashboardStore, DashboardView
 from termgen.tui.widgets.canvas import Canvas
+from termgen.vocabulary.events import StepRecord
+from termgen.vocabulary.startup_phases import StartupPhase
 
 SIZES = [(30, 6), (80, 21), (120, 37), (200, 57)]
 PHASES = (StartupPhase("weights", 2.0), StartupPhase("kernels", 6.0), StartupPhase("graphs", 2.0))

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.errors import ChatStoreError
 from termgen.tui.attachments import Attachment, with_files
 from termgen.tui.chat_records import (
@@ -23,6 +21,8 @@ from termgen.tui.chat_records import (
 )
 from termgen.tui.conversation import AnswerState, Conversation
 from termgen.tui.thoughts import Thought
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 
 def held() -> Conversation:

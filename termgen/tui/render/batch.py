@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from termgen.engine.events import StepRecord
 from termgen.tui.formatting import count, percent, plural, took
 from termgen.tui.palette import Glyphs
 from termgen.tui.render.frame import Frame
@@ -20,6 +19,7 @@ from termgen.tui.store import (
     padding_share,
     step_ms,
 )
+from termgen.vocabulary.events import StepRecord
 
 AXIS = 7
 """Cells of the scale at the left."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from termgen.client import ModelInfo
-from termgen.engine.request import FinishReason
 from termgen.tui.answer_form import fits, form_words
 from termgen.tui.attachments import Attachment
 from termgen.tui.conversation import AnswerState, AnswerStats, Turn
@@ -16,6 +15,7 @@ from termgen.tui.render.overview import model_words
 from termgen.tui.render.series import bar
 from termgen.tui.sanitize import clean, clean_line
 from termgen.tui.spans import Row, Span, cut, row_width, spread, wrap
+from termgen.vocabulary.request import FinishReason
 
 CURSOR = "▍"
 BEFORE_ROLE, AFTER_ROLE = "accent branch-before", "accent branch-after"

@@ -5,8 +5,6 @@ Without a GPU, what the processor does in the place of the graphs."""
 from __future__ import annotations
 
 from termgen.client import ModelInfo
-from termgen.engine.memory_ledger import MemoryLedger, size
-from termgen.engine.startup_phases import StartupPhase
 from termgen.tui.formatting import count, duration, percent, plural
 from termgen.tui.graph_stats import GraphFigures
 from termgen.tui.palette import COLOUR_GLYPHS, Glyphs
@@ -17,6 +15,8 @@ from termgen.tui.render.timeline import ON_CPU, PhaseTimes, phases_panel
 from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, cut, fit, merge
 from termgen.tui.store import DashboardView, mode_letter
+from termgen.vocabulary.memory_ledger import MemoryLedger, size
+from termgen.vocabulary.startup_phases import StartupPhase
 
 TWO_COLUMNS = 100
 MEMORY_NAMES = {

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from termgen.engine.events import StepRecord
 from termgen.tui.formatting import count, duration, plural, rate, took
 from termgen.tui.lanes import Doing, History, token_times
 from termgen.tui.palette import Glyphs
@@ -18,6 +17,7 @@ from termgen.tui.render.series import bar, braille, labelled
 from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, merge, spread, wrap
 from termgen.tui.step_figures import percentiles
+from termgen.vocabulary.events import StepRecord
 
 LABEL = 12
 KNOWN_NS = 1

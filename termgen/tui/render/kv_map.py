@@ -12,13 +12,13 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from termgen.engine.events import BlockState, EngineSnapshot
 from termgen.tui.formatting import count, percent, rate
 from termgen.tui.kv_cursor import cell_size
 from termgen.tui.palette import Glyphs
 from termgen.tui.render.frame import Frame
 from termgen.tui.spans import Row, Span, row_width
 from termgen.tui.store import DashboardView
+from termgen.vocabulary.events import BlockState, EngineSnapshot
 
 FREE, CACHED, ACTIVE, SHARED, ACTIVE_ALT, SELECTED, PART, EVICTED = range(8)
 _ODD_OWNER = np.int32(-(2**31) + 1)

@@ -8,7 +8,6 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from termgen.engine.events import BlockState, EngineSnapshot, StepRecord
 from termgen.tui.formatting import brief_id, count
 from termgen.tui.kv_cursor import KvCursor
 from termgen.tui.palette import Glyphs
@@ -25,6 +24,7 @@ from termgen.tui.render.series import spark
 from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, merge, row_width
 from termgen.tui.store import DashboardView
+from termgen.vocabulary.events import BlockState, EngineSnapshot, StepRecord
 
 STATE_NAMES = {
     BlockState.FREE: "free",

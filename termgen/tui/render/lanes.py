@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from termgen.engine.events import StepRecord
 from termgen.tui.formatting import age, brief_id, count
 from termgen.tui.lanes import Doing, History, LaneBook
 from termgen.tui.palette import Glyphs
@@ -13,6 +12,7 @@ from termgen.tui.render.frame import Frame
 from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, cut, fit, merge, row_width
 from termgen.tui.store import DashboardView, RequestRow, step_tokens
+from termgen.vocabulary.events import StepRecord
 
 ID_WIDTH = 18
 TOKENS_WIDTH = 7

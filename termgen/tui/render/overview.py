@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from termgen.client import ModelInfo
-from termgen.engine.memory_ledger import MemoryLedger, size
 from termgen.tui.formatting import clock, count, percent, rate, took
 from termgen.tui.gpu_meter import GpuHistory
 from termgen.tui.render.frame import Frame
@@ -16,6 +15,7 @@ from termgen.tui.sanitize import clean_line
 from termgen.tui.spans import Row, Span, row_width, spread
 from termgen.tui.step_figures import Values
 from termgen.tui.store import DashboardView, windowed
+from termgen.vocabulary.memory_ledger import MemoryLedger, size
 
 ROOMY_TILE = 35
 NUMBER_WIDTH = 6

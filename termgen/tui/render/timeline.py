@@ -10,7 +10,6 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from termgen.engine.events import StepRecord
 from termgen.tui.formatting import percent, plural, took
 from termgen.tui.palette import Glyphs
 from termgen.tui.render.batch import no_step_words, step_line
@@ -18,6 +17,7 @@ from termgen.tui.render.frame import Frame
 from termgen.tui.render.series import bar
 from termgen.tui.spans import Row, Span, fit
 from termgen.tui.step_figures import quantiles
+from termgen.vocabulary.events import StepRecord
 
 LABEL = 6
 """Cells before a lane."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-from termgen.engine.sampling_params import SamplingParams
 from termgen.tui.render.series import bar
 from termgen.tui.spans import Row, Span, cut, fit, merge, split_cells, spread
 from termgen.tui.token_scores import LIKELY, Alternative, TokenScores
+from termgen.vocabulary.sampling_params import SamplingParams
 
 ROLES = ("text", "accent/i", "warn/u", "bad/bu")
 """By degree of surprise."""

@@ -16,8 +16,6 @@ from textual.content import Content
 
 from termgen.client import EngineClient
 from termgen.config import UIConfig
-from termgen.engine.sampling_params import SamplingParams
-from termgen.engine.structured_outputs import StructuredOutputsParams
 from termgen.errors import RequestError
 from termgen.tui import attachments as files
 from termgen.tui.answer_form import KINDS, as_markdown, form_words, parse_form
@@ -42,6 +40,8 @@ from termgen.tui.widgets.entries import AnswerEntry, NoticeEntry, QuestionEntry
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.thoughts import FOLD_ROLE
 from termgen.tui.widgets.transcript import Transcript
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 
 class ChatTools(ThemedScreen):

@@ -20,8 +20,6 @@ from textual.worker import Worker
 
 from termgen.client import EngineClient
 from termgen.config import UIConfig
-from termgen.engine.request import FinishReason
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
 from termgen.tui.answer_branch import Branch, branch_at, read_branch
 from termgen.tui.attachments import Attachment
@@ -37,6 +35,8 @@ from termgen.tui.thoughts import AnswerNews, read_answer
 from termgen.tui.token_book import TokenBook
 from termgen.tui.token_scores import TokenScores
 from termgen.tui.widgets.entries import AnswerEntry, NoticeEntry, QuestionEntry
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
 
 FLUSH_HZ = 15.0
 ANSWER_TOKENS = 512

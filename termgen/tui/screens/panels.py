@@ -17,11 +17,11 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Label, OptionList
 from textual.widgets.option_list import Option
 
-from termgen.engine.sampling_params import SamplingParams
 from termgen.tui.key_hints import brief_key_of
 from termgen.tui.sampling_fields import FIELDS, field_text, read_fields
 from termgen.tui.sanitize import clean_line
 from termgen.tui.widgets.safe_text_area import SafeTextArea
+from termgen.vocabulary.sampling_params import SamplingParams
 
 MAX_FOUND = 50
 MAX_FIELD_CHARS = 2000

@@ -17,7 +17,6 @@ from textual.screen import ModalScreen
 from textual.theme import Theme
 from textual.widgets import Footer
 
-from termgen.engine.sampling_params import SamplingParams
 from termgen.errors import TermgenError
 from termgen.tui.key_hints import brief_key_of, key_of
 from termgen.tui.palette import Palette
@@ -27,6 +26,7 @@ from termgen.tui.screens.base import ThemedScreen
 from termgen.tui.spans import Row, wrap
 from termgen.tui.token_scores import Alternative, TokenScores
 from termgen.tui.widgets.canvas import Canvas
+from termgen.vocabulary.sampling_params import SamplingParams
 
 Choice = tuple[TokenScores, int, Alternative]
 """An answer, the place of one of its tokens, and what is to stand there."""

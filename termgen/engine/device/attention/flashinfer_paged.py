@@ -1,0 +1,159 @@
+"""Attention by FlashInfer, an optional package: used only when asked for.
+
+FlashInfer plans a step on the host, from lengths that it must know there. So each step waits once
+for the device, and no recording can hold this attention: it runs between recorded pieces, or
+eagerly. Its kernels are compiled when first used, by nvcc and ninja, and kept on disk.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from termgen.engine.device.attention.base import (
+    AttentionCapabilities,
+    AttentionMetadata,
+    AttentionShape,
+)
+from termgen.engine.device.attention.page_lists import PageLists, split_page_lists
+from termgen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+_LARGEST_QUERY_TILE = 128
+_BLOCKS_PER_MULTIPROCESSOR = 2
+
+
+class FlashInferAttention:
+    """AttentionBackend. Decode rows and other rows are two calls, each with its own plan.
+
+    One wrapper class serves both: with the "fa2" kernels it splits long contexts of short queries,
+    and "auto" picks the fastest kernels for prompts.
+    """
+
+    name = "flashinfer"
+    kv_cache_order = (0, 2, 3, 1, 4)
+    """FlashInfer's own "HND" layout: it reads the cache as it lies."""
+    capabilities = AttentionCapabilities(
+        device_types=frozenset({"cuda"}),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        graph_modes=frozenset({"NONE", "PIECEWISE"}),
+        head_dims=frozenset({64, 128, 256}),
+        min_compute_capability=(8, 0),
+    )
+
+    def __init__(self, shape: AttentionShape) -> None:
+        """Compiles every kernel that this shape needs, which takes minutes the first time."""
+        try:
+            from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+        except ImportError as error:
+            raise ConfigError(
+                f"attention_backend flashinfer: the package does not load: {error}",
+                param="attention_backend",
+            ) from error
+        self._make_wrapper = BatchPrefillWithPagedKVCacheWrapper
+        self._shape = shape
+        self._workspace = torch.empty(
+            _workspace_bytes(shape), dtype=torch.uint8, device=shape.device
+        )
+        self._wrappers: dict[
+            tuple[str, float, int | None], BatchPrefillWithPagedKVCacheWrapper
+        ] = {}
+        self._planned: set[tuple[str, float, int | None]] = set()
+        self._parts: dict[str, PageLists | None] = {}
+        self._prepared: AttentionMetadata | None = None
+        self._compile()
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        # It waits until the device is done, so no plan that is still being copied is overwritten.
+        decode, prefill = split_page_lists(metadata)
+        self._parts = {"fa2": decode, "auto": prefill}
+        self._planned.clear()
+        self._prepared = metadata
+
+    def forward(
+        self,
+        q: torch.Tensor,  # [T, num_heads, head_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # [T, num_heads, head_dim]
+        assert self._prepared is metadata, "prepare was not called for this step"
+        if out is None:
+            out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        pages = kv_cache.permute(0, 2, 3, 1, 4)  # [num_blocks, 2, num_kv_heads, block_size, dim]
+        for kernels, part in self._parts.items():
+            if part is None:
+                continue
+            wrapper = self._plan(kernels, part, scale, sliding_window)
+            if isinstance(part.tokens, slice):
+                wrapper.run(q[part.tokens], pages, out=out[part.tokens])
+            else:
+                out.index_copy_(0, part.tokens, wrapper.run(q[part.tokens], pages))
+        return out
+
+    def _plan(
+        self, kernels: str, part: PageLists, scale: float, window: int | None
+    ) -> BatchPrefillWithPagedKVCacheWrapper:
+        """A wrapper that is planned for this step: the first layer to ask plans for all alike."""
+        key = (kernels, scale, window)
+        wrapper = self._wrappers.get(key)
+        if wrapper is None:
+            wrapper = self._wrappers[key] = self._make_wrapper(
+                self._workspace, "HND", backend=kernels
+            )
+        if key not in self._planned:
+            shape = self._shape
+            wrapper.plan(
+                part.qo_indptr,
+                part.kv_indptr,
+                part.indices,
+                part.last_page_len,
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                shape.block_size,
+                causal=True,
+                sm_scale=scale,
+                window_left=-1 if window is None else window - 1,
+                q_data_type=shape.dtype,
+                kv_data_type=shape.dtype,
+            )
+            self._planned.add(key)
+        return wrapper
+
+    def _compile(self) -> None:
+        """Plans one row of one key with each kind of kernel, and so compiles or loads it: prompts
+        and decodes, with and without a window."""
+        windows = {window is None: window for window in self._shape.windows}
+        host = torch.tensor([0, 1], dtype=torch.int32)
+        indices = torch.zeros(1, dtype=torch.int32, device=self._shape.device)
+        part = PageLists(slice(0, 1), host, host, host[1:], indices)
+        try:
+            for kernels in ("fa2", "auto"):
+                for window in windows.values():
+                    self._plan(kernels, part, self._shape.head_dim**-0.5, window)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, OSError) as error:
+            cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(
+                f"attention_backend flashinfer: its kernels were not compiled ({cause}); "
+                "they need nvcc and ninja",
+                param="attention_backend",
+            ) from error
+
+
+def _workspace_bytes(shape: AttentionShape) -> int:
+    """Partial results of a split context: one tile of queries, in float32, for each thread block
+    that runs at a time. Contexts are split only while that many suffice."""
+    properties = torch.cuda.get_device_properties(shape.device)
+    blocks = _BLOCKS_PER_MULTIPROCESSOR * properties.multi_processor_count
+    group = shape.num_heads // shape.num_kv_heads
+    per_block = group * _LARGEST_QUERY_TILE * (shape.head_dim + 1) * 4
+    return blocks * per_block + 2**20

@@ -1,0 +1,108 @@
+"""Which attention backend runs where.
+
+Called by the runner's builder, once per engine. A literal dictionary, resolved lazily, so that a
+backend's kernels are imported only where they can run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from termgen.config import ATTENTION_BACKENDS
+from termgen.engine.device.kernels import why_unusable
+from termgen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from termgen.engine.device.attention.base import AttentionBackend, AttentionShape
+
+BACKENDS = {
+    "triton": "termgen.engine.device.attention.triton_paged:TritonPagedAttention",
+    "torch_reference": "termgen.engine.device.attention.torch_reference:TorchReferenceAttention",
+    "flashinfer": "termgen.engine.device.attention.flashinfer_paged:FlashInferAttention",
+    "flash_attn": "termgen.engine.device.attention.flash_attn_paged:FlashAttnAttention",
+}
+"""The first that runs a shape is its default."""
+EXTRAS = {"flashinfer": "flashinfer", "flash_attn": "flash-attn"}
+"""Backends that need another package, of their own name, and the extra that installs it. They run
+only when asked for."""
+assert tuple(BACKENDS) == ATTENTION_BACKENDS
+
+
+def make_backend(
+    name: str | None, shape: AttentionShape
+) -> tuple[AttentionBackend, AttentionShape, str]:
+    """A backend for one engine, which keeps the plan of that engine's current step.
+
+    Also the shape with its block size settled, and why a faster one was passed over, or "". Raises
+    ConfigError when `name` cannot run `shape`.
+    """
+    passed_over = ""
+    for known in BACKENDS:
+        if name != known and (name is not None or known in EXTRAS):
+            continue
+        reason = why_not(known, shape)
+        if not reason:
+            backend = backend_class(known)
+            settled = shape
+            if shape.block_size is None:
+                settled = replace(shape, block_size=backend.capabilities.preferred_block_size)
+            return backend(settled), settled, passed_over
+        if name is not None:
+            raise ConfigError(
+                f"attention_backend {name}: {reason}; torch_reference runs everywhere",
+                param="attention_backend",
+            )
+        if not why_not(known, replace(shape, kv_cache_dtype=shape.dtype)):
+            # Half the bytes are asked for to be faster: not for them at the price of the kernels.
+            raise ConfigError(
+                f"kv_cache_dtype fp8: {reason}; use kv_cache_dtype auto, or attention_backend "
+                "torch_reference, which is slow",
+                param="kv_cache_dtype",
+            )
+        passed_over = passed_over or f"{known} attention cannot run: {reason}"
+    raise AssertionError("torch_reference refused a shape")
+
+
+def why_not(name: str, shape: AttentionShape) -> str:
+    """Why a backend cannot run this shape; empty when it can."""
+    device_type = shape.device.type
+    if name == "triton" and (reason := why_unusable(shape.device, dtype=shape.kv_cache_dtype)):
+        return reason
+    capabilities = backend_class(name).capabilities
+    if device_type not in capabilities.device_types:
+        return f"it runs on {_words(capabilities.device_types)}, not {device_type}"
+    if shape.dtype not in capabilities.dtypes:
+        dtypes = {_dtype_name(dtype) for dtype in capabilities.dtypes}
+        return f"it computes in {_words(dtypes)}, not {_dtype_name(shape.dtype)}"
+    if shape.kv_cache_dtype not in capabilities.kv_cache_dtypes | {shape.dtype}:
+        return f"a KV cache of {_dtype_name(shape.kv_cache_dtype)} is not supported"
+    if capabilities.head_dims is not None and shape.head_dim not in capabilities.head_dims:
+        return f"heads of size {shape.head_dim} are not supported"
+    size = shape.block_size or capabilities.preferred_block_size
+    if capabilities.block_sizes is not None and size not in capabilities.block_sizes:
+        return f"block_size must be {_words({str(s) for s in capabilities.block_sizes})}"
+    if name in EXTRAS and find_spec(name) is None:
+        return f"the package is not installed: pip install 'termgen[{EXTRAS[name]}]'"
+    least = capabilities.min_compute_capability
+    if least is not None and (has := torch.cuda.get_device_capability(shape.device)) < least:
+        return f"it needs compute capability {least[0]}.{least[1]}, not {has[0]}.{has[1]}"
+    return ""
+
+
+def backend_class(name: str) -> type[AttentionBackend]:
+    module, _, attribute = BACKENDS[name].partition(":")
+    backend: type[AttentionBackend] = getattr(import_module(module), attribute)
+    return backend
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _words(names: frozenset[str] | set[str]) -> str:
+    return " or ".join(sorted(names))

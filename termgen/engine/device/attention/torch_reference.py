@@ -1,0 +1,339 @@
+"""Paged attention in plain torch: the CPU's backend, and the oracle for every other one.
+
+No Python loop over requests. `prepare` cuts a step into groups, each computed as one padded
+batch: the decode rows (one query each), and the rest in tiles of queries. What all layers share
+(which slots to gather, what each query may see) is worked out once per step and window size;
+a layer then writes, gathers and runs one fused attention call per group.
+
+    cache of a layer   [num_blocks, block_size, 2 (k, v), num_kv_heads, head_dim]
+
+Only slots inside a row's sequence are ever gathered: positions beyond it repeat its last token and
+are masked. Masking alone would not do, for 0 * NaN of a stale slot is NaN.
+What an 8-bit cache holds turns into the queries' type once it is gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from termgen.engine.device.attention.base import (
+    AttentionCapabilities,
+    AttentionMetadata,
+    AttentionShape,
+)
+from termgen.engine.device.quantization.kv_cache import FP8, movable
+
+_QUERY_TILE = 256
+"""Queries of one row computed together: past this, causal tiles skip what cannot be seen."""
+_MAX_GATHERED = 2**16
+"""Keys gathered for one group, over all its rows: bounds the copy a layer makes."""
+_MAX_SCORES = 2**22
+"""Query-key pairs of one group: bounds its mask."""
+_WORTH_A_GROUP = 2**13
+"""Padding (in the units of `_cost`) that costs more than launching another group."""
+
+
+class TorchReferenceAttention:
+    """AttentionBackend. Keeps the plan of the step it last prepared and nothing else."""
+
+    name = "torch_reference"
+    kv_cache_order = (0, 1, 2, 3, 4)
+    capabilities = AttentionCapabilities(
+        device_types=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        graph_modes=frozenset({"NONE", "PIECEWISE"}),
+        kv_cache_dtypes=frozenset({FP8}),
+    )
+
+    def __init__(self, shape: AttentionShape | None = None) -> None:
+        """Runs any shape, so that it need not be told."""
+        del shape
+        self._prepared: AttentionMetadata | None = None
+        self._groups: list[_Group] = []
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        if metadata.seq_lens.device.type == "cpu":
+            batches = _batches_from_lengths(metadata)
+        else:
+            batches = _batches_from_bounds(metadata)
+        self._groups = [_Group(metadata, batch) for batch in batches]
+        self._prepared = metadata
+
+    def forward(
+        self,
+        q: torch.Tensor,  # [T, num_heads, head_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        out: torch.Tensor | None = None,  # [T, num_heads, head_dim]
+    ) -> torch.Tensor:
+        attended = self._attend(q, kv_cache, metadata, scale, sliding_window)
+        return attended if out is None else out.copy_(attended)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        assert self._prepared is metadata, "prepare was not called for this step"
+        slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
+        num_tokens = q.shape[0]
+        if len(self._groups) == 1 and self._groups[0].is_whole(num_tokens):
+            return self._groups[0].attend(q, slots, scale, sliding_window)
+        # The extra row takes what is computed for padding.
+        out = q.new_zeros(num_tokens + 1, *q.shape[1:])
+        for group in self._groups:
+            group.store(out, group.attend(group.queries(q), slots, scale, sliding_window))
+        return out[:num_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Tiles of rows to compute together: item i is queries [first_query[i], + num_queries) of
+    row rows[i], cut off where the row ends."""
+
+    rows: torch.Tensor  # [n] int64
+    first_query: torch.Tensor  # [n] int64
+    num_queries: int
+    first_token: int | None
+    """Where the batch's tokens start, if they are consecutive and none is padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What a group gathers and sees through one window size."""
+
+    num_keys: int
+    key_slots: torch.Tensor  # [n * num_keys] int64
+    mask: torch.Tensor | None  # [n, 1, num_queries * group_size, num_keys], 0 or -inf
+
+
+class _Group:
+    """One padded batch of a step; n items of num_queries queries each."""
+
+    def __init__(self, metadata: AttentionMetadata, batch: _Batch) -> None:
+        rows = batch.rows
+        starts = metadata.query_start_loc.to(torch.int64)
+        first_token = starts.index_select(0, rows)
+        query_len = starts.index_select(0, rows + 1) - first_token
+        self._metadata = metadata
+        self._batch = batch
+        self._seq_lens = metadata.seq_lens.index_select(0, rows).to(torch.int64)  # [n]
+        self._is_padding = self._seq_lens == 0  # [n]
+        offsets = batch.first_query[:, None] + torch.arange(batch.num_queries, device=rows.device)
+        context = self._seq_lens - query_len
+        self._first_position = context + batch.first_query  # [n]
+        self._positions = context[:, None] + offsets  # [n, num_queries]
+        is_live = (offsets < query_len[:, None]) & ~self._is_padding[:, None]
+        tokens = first_token[:, None] + offsets
+        self._query_index = torch.where(is_live, tokens, 0).flatten()
+        self._output_index = torch.where(is_live, tokens, metadata.num_tokens).flatten()
+        self._views: dict[int | None, _View] = {}
+
+    def is_whole(self, num_tokens: int) -> bool:
+        """Whether the group's queries are the step's tokens, in order and without padding."""
+        return self._batch.first_token == 0 and self._query_index.shape[0] == num_tokens
+
+    def queries(self, q: torch.Tensor) -> torch.Tensor:
+        first = self._batch.first_token
+        if first is None:
+            return q.index_select(0, self._query_index)
+        return q[first : first + self._query_index.shape[0]]
+
+    def store(self, out: torch.Tensor, attended: torch.Tensor) -> None:
+        first = self._batch.first_token
+        if first is None:
+            out.index_copy_(0, self._output_index, attended)
+        else:
+            out[first : first + attended.shape[0]] = attended
+
+    def attend(
+        self,
+        q: torch.Tensor,  # [n * num_queries, num_heads, head_dim]
+        slots: torch.Tensor,  # [num_slots, 2, num_kv_heads, head_dim]
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:  # [n * num_queries, num_heads, head_dim]
+        n, num_queries = self._batch.rows.shape[0], self._batch.num_queries
+        num_heads, head_dim = q.shape[1:]
+        num_kv_heads = slots.shape[2]
+        group_size = num_heads // num_kv_heads
+        view = self._views.get(window)
+        if view is None:
+            view = self._views[window] = self._build_view(window, group_size, q.dtype)
+        keys_values = movable(slots).index_select(0, view.key_slots)
+        keys_values = (
+            keys_values.view(slots.dtype)
+            .to(q.dtype)
+            .view(n, view.num_keys, 2, num_kv_heads, head_dim)
+        )
+        # The heads that share a key head are laid beside the queries, so no key is repeated.
+        folded = q.view(n, num_queries, num_kv_heads, group_size, head_dim).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(
+            folded.reshape(n, num_kv_heads, num_queries * group_size, head_dim),
+            keys_values[:, :, 0].transpose(1, 2),
+            keys_values[:, :, 1].transpose(1, 2),
+            attn_mask=view.mask,
+            scale=scale,
+        )
+        attended = attended.view(n, num_kv_heads, num_queries, group_size, head_dim)
+        return attended.transpose(1, 2).reshape(n * num_queries, num_heads, head_dim)
+
+    def _build_view(self, window: int | None, group_size: int, dtype: torch.dtype) -> _View:
+        metadata, positions = self._metadata, self._positions
+        last = (self._seq_lens - 1).clamp_(min=0)  # [n]
+        first = torch.zeros_like(last)
+        if window is not None:
+            first = torch.minimum((self._first_position - (window - 1)).clamp_(min=0), last)
+        num_keys = self._num_keys(first, window)
+        keys = first[:, None] + torch.arange(num_keys, device=first.device)  # [n, num_keys]
+        inside = torch.minimum(keys, last[:, None])
+        blocks = metadata.block_table.index_select(0, self._batch.rows).to(torch.int64)
+        blocks = blocks.gather(1, inside // metadata.block_size)
+        blocks.masked_fill_(self._is_padding[:, None], 0)
+        key_slots = blocks * metadata.block_size + inside % metadata.block_size
+        is_seen = keys[:, None] <= positions[:, :, None]  # [n, num_queries, num_keys]
+        if window is not None:
+            is_seen &= keys[:, None] > positions[:, :, None] - window
+        return _View(num_keys, key_slots.flatten(), _mask(is_seen, group_size, dtype))
+
+    def _num_keys(self, first: torch.Tensor, window: int | None) -> int:
+        """The most keys any item gathers: exact on the CPU, an upper bound elsewhere."""
+        num_queries = self._batch.num_queries
+        if first.device.type == "cpu":
+            end = torch.minimum(self._first_position + num_queries, self._seq_lens)
+            return max(1, int(np.max((end - first).numpy())))
+        longest = self._metadata.max_seq_len
+        return longest if window is None else min(longest, window + num_queries - 1)
+
+
+def _mask(is_seen: torch.Tensor, group_size: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """is_seen [n, num_queries, num_keys] -> what is added to the scores, or None for nothing."""
+    if is_seen.device.type == "cpu" and np.all(is_seen.numpy()):
+        return None
+    # What sees nothing at all is padding; it is let see its first key, lest it become NaN.
+    blind = ~is_seen.any(-1, keepdim=True)
+    mask = torch.zeros(is_seen.shape, dtype=dtype, device=is_seen.device)
+    mask.masked_fill_(~is_seen & ~blind, float("-inf"))
+    if is_seen.shape[1] > 1:
+        mask = mask.repeat_interleave(group_size, 1)
+    return mask[:, None]
+
+
+def _batches_from_bounds(metadata: AttentionMetadata) -> list[_Batch]:
+    """Batches that need no look at the device: every row padded to the longest."""
+    device = metadata.seq_lens.device
+    num_decodes, num_rows = metadata.num_decodes or 0, metadata.num_rows
+    batches = []
+
+    def add(first_row: int, end_row: int, first_query: int, num_queries: int) -> None:
+        step = _rows_together(num_queries, metadata.max_seq_len)
+        for start in range(first_row, end_row, step):
+            rows = torch.arange(start, min(start + step, end_row), device=device)
+            batches.append(_Batch(rows, torch.full_like(rows, first_query), num_queries, None))
+
+    add(0, num_decodes, 0, 1)
+    if num_rows > num_decodes:
+        for first_query in range(0, metadata.max_query_len, _QUERY_TILE):
+            num_queries = min(_QUERY_TILE, metadata.max_query_len - first_query)
+            add(num_decodes, num_rows, first_query, num_queries)
+    return batches
+
+
+def _batches_from_lengths(metadata: AttentionMetadata) -> list[_Batch]:
+    """Batches of like lengths, for a device whose numbers are at hand."""
+    num_rows, num_decodes = metadata.num_rows, metadata.num_decodes or 0
+    starts = metadata.query_start_loc.numpy()[: num_rows + 1].astype(np.int64)
+    seq_lens = metadata.seq_lens.numpy()[:num_rows].astype(np.int64)
+    query_lens = np.diff(starts)
+    num_tiles = -(-query_lens // _QUERY_TILE)
+    rows = np.repeat(np.arange(num_rows), num_tiles)
+    tile = np.arange(rows.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    items = _Items(
+        rows=rows,
+        first_query=tile * _QUERY_TILE,
+        num_queries=np.minimum(query_lens[rows] - tile * _QUERY_TILE, _QUERY_TILE),
+        num_keys=np.maximum(
+            np.minimum((tile + 1) * _QUERY_TILE, query_lens[rows]) + (seq_lens - query_lens)[rows],
+            1,
+        ),
+        first_token=starts[rows] + tile * _QUERY_TILE,
+        is_padding=seq_lens[rows] == 0,
+    )
+    num_decode_items = int(np.searchsorted(rows, num_decodes))
+    batches: list[_Batch] = []
+    for part in (np.arange(num_decode_items), np.arange(num_decode_items, rows.size)):
+        if part.size:
+            batches += [items.batch(chunk) for chunk in items.split(part)]
+    return batches
+
+
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """Every tile of every row; all arrays [num_items], in token order."""
+
+    rows: np.ndarray
+    first_query: np.ndarray
+    num_queries: np.ndarray
+    num_keys: np.ndarray
+    first_token: np.ndarray
+    is_padding: np.ndarray
+
+    def split(self, part: np.ndarray) -> list[np.ndarray]:
+        """Cuts the items `part` into batches in which padding is not worth another launch."""
+        queries, keys = self.num_queries[part], self.num_keys[part]
+        padding = part.size * _cost(queries.max(), keys.max()) - _cost(queries, keys).sum()
+        pieces = [part]
+        if padding > _WORTH_A_GROUP:
+            kind = _size_class(queries, 8) * 64 + _size_class(keys, 256)
+            pieces = [part[kind == value] for value in np.unique(kind)]
+        chunks = []
+        for piece in pieces:
+            step = _rows_together(
+                int(self.num_queries[piece].max()), int(self.num_keys[piece].max())
+            )
+            chunks += [piece[start : start + step] for start in range(0, piece.size, step)]
+        return chunks
+
+    def batch(self, chunk: np.ndarray) -> _Batch:
+        num_queries = int(self.num_queries[chunk].max())
+        first = self.first_token[chunk]
+        consecutive = first[0] + np.arange(chunk.size) * num_queries
+        is_run = (
+            np.array_equal(first, consecutive)
+            and bool((self.num_queries[chunk] == num_queries).all())
+            and not self.is_padding[chunk].any()
+        )
+        return _Batch(
+            rows=torch.from_numpy(self.rows[chunk]),
+            first_query=torch.from_numpy(self.first_query[chunk]),
+            num_queries=num_queries,
+            first_token=int(first[0]) if is_run else None,
+        )
+
+
+def _cost(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Relative time of an item: a key is moved once, and multiplied once per query."""
+    cost: np.ndarray = keys * (queries + 8)
+    return cost
+
+
+def _size_class(sizes: np.ndarray, smallest: int) -> np.ndarray:
+    """Sizes within a factor of two share a class, as do all up to `smallest`."""
+    classes: np.ndarray = np.ceil(np.log2(np.maximum(sizes, smallest))).astype(np.int64)
+    return classes
+
+
+def _rows_together(num_queries: int, num_keys: int) -> int:
+    """How many items of this size one group may hold."""
+    num_keys = max(num_keys, 1)
+    return max(1, min(_MAX_GATHERED // num_keys, _MAX_SCORES // (num_queries * num_keys)))

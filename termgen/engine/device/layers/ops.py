@@ -1,0 +1,214 @@
+"""The small operations between matrix products, in torch.
+
+A layer gets these as an object, so that a device can bring its own: `kernels.ops` has the fused
+Triton form. Called by the decoder's layers; the caller holds `torch.inference_mode`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from termgen.engine.device.layers.experts import route, run_experts
+from termgen.engine.device.layers.rotary import Rotation, rotate
+from termgen.engine.device.quantization.kv_cache import movable, to_cache_dtype
+
+
+class LayerOps(Protocol):
+    can_record_experts: bool
+    """Whether `experts` may be part of a CUDA graph: it does not wait for the device."""
+
+    def rotation(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float
+    ) -> Rotation:
+        """The cosines and sines, times scale, of positions [T]; frequencies [rotary_dim / 2]."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [T, size] -> its rows normalised in float32, [T, size]."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """residual [T, size] += x, in place; returns its rows normalised, [T, size]."""
+
+    def norm_add_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        """residual [T, size] += x normalised by weight `first`, in place; returns the rows of that
+        normalised by weight `second`, [T, size]."""
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
+        rotation: Rotation,
+        slot_mapping: torch.Tensor,  # [T] int64
+        *,
+        num_heads: int,
+        norm_weight: torch.Tensor | None,  # [num_heads + num_kv_heads, head_dim]
+        eps: float,
+        q: torch.Tensor | None = None,  # [T, num_heads, head_dim], contiguous
+    ) -> torch.Tensor:  # [T, num_heads, head_dim]
+        """Normalises (given a weight) and rotates q and k, writes k and v, and returns q, in the
+        memory given for it if any is."""
+
+    def store(
+        self,
+        k: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        v: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
+        slot_mapping: torch.Tensor,  # [T] int64
+    ) -> None:
+        """Writes k and v as they are. The heads of a token lie together."""
+
+    def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """act(gate) * up, from the two side by side: [T, 2 * size] -> [T, size]."""
+
+    def experts(
+        self,
+        x: torch.Tensor,  # [T, hidden]
+        router_logits: torch.Tensor,  # [T, num_experts]
+        gate_up: torch.Tensor,  # [num_experts, 2 * inner, hidden]
+        down: torch.Tensor,  # [num_experts, hidden, inner]
+        *,
+        top_k: int,
+        renormalize: bool,
+        activation: str,
+    ) -> torch.Tensor:  # [T, hidden]
+        """Each token through its top_k experts, their outputs weighted and added up. Weights are
+        the router's softmax over all experts, scaled to add up to one if `renormalize`."""
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., size] normalised over its last dimension; weight [..., size] broadcasts."""
+    size = x.shape[-1]
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        # F.rms_norm is ten operations there, which a step of one token feels: this is four.
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * weight).div_(torch.hypot(norm, _root(size * eps)).mul_(size**-0.5))
+    if weight.dtype != x.dtype:  # in float32: one rounding, behind the product
+        return F.rms_norm(x.float(), (size,), None, eps).mul_(weight).to(x.dtype)
+    if weight.dim() == 1:
+        return F.rms_norm(x, (size,), weight, eps)
+    return F.rms_norm(x, (size,), None, eps) * weight
+
+
+@functools.lru_cache
+def _root(value: float) -> torch.Tensor:
+    return torch.tensor(math.sqrt(value))
+
+
+class TorchOps:
+    """LayerOps for any device, and the reference for faster ones."""
+
+    can_record_experts = False
+
+    def rotation(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float
+    ) -> Rotation:
+        angles = positions[:, None].float() * frequencies  # [T, rotary_dim / 2]
+        cos, sin = angles.cos(), angles.sin()
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        if scale != 1.0:
+            cos, sin = cos * scale, sin * scale
+        return Rotation(cos[:, None], sin[:, None])
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return _rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return _rms_norm(residual.add_(x), weight, eps)
+
+    def norm_add_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        return _rms_norm(residual.add_(_rms_norm(x, first, eps)), second, eps)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        kv_cache: torch.Tensor,
+        rotation: Rotation,
+        slot_mapping: torch.Tensor,
+        *,
+        num_heads: int,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+        q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        num_kv_heads, head_dim = kv_cache.shape[3:]
+        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
+        qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+        if norm_weight is not None:
+            qk = _rms_norm(qk, norm_weight, eps)
+        qk = rotate(qk, rotation)
+        self.store(qk[:, num_heads:], v, kv_cache, slot_mapping)
+        return qk[:, :num_heads] if q is None else q.copy_(qk[:, :num_heads])
+
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        cache = movable(kv_cache)
+        k, v = (movable(to_cache_dtype(heads, kv_cache.dtype)) for heads in (k, v))
+        if cache.is_contiguous():
+            slots = cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
+            slots[:, 0].index_copy_(0, slot_mapping, k)
+            slots[:, 1].index_copy_(0, slot_mapping, v)
+        else:  # another memory order, whose slots have no view
+            block, offset = slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]
+            cache[block, offset, 0] = k
+            cache[block, offset, 1] = v
+
+    def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return _ACTIVATIONS[activation](gate).mul_(up)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        top_k: int,
+        renormalize: bool,
+        activation: str,
+    ) -> torch.Tensor:
+        ids, weights = route(router_logits, top_k, renormalize=renormalize)
+
+        def activate(pair: torch.Tensor) -> torch.Tensor:
+            return self.gated_activation(pair, activation)
+
+        return run_experts(x, ids, weights, gate_up, down, activate)

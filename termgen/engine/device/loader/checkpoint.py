@@ -1,0 +1,204 @@
+"""Open a model's files: a folder of safetensors or one .gguf file, behind one `Checkpoint`.
+
+The engine calls `open_checkpoint` for weights, `load_model_config` when a model is to be built
+without them, and `load_generation_config` for what the model's makers advise for sampling. Both
+kinds of file speak Hugging Face names from here on: in the configuration and in tensor names. This
+module reads JSON and GGUF metadata only; torch is imported when a checkpoint is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from termgen.engine.device.loader.gguf_config import generation_config, hf_config
+from termgen.engine.gguf.gguf_file import GGUFFile
+from termgen.errors import ConfigError, CorruptFileError, ModelError, ModelNotFoundError
+
+if TYPE_CHECKING:
+    import torch
+
+    from termgen.engine.device.models.config import ModelConfig
+
+MAX_CONFIG_BYTES = 1 << 24
+MAX_INDEX_BYTES = 1 << 26
+
+# What of generation_config.json is passed on, besides the token ids: sampling, as plain numbers.
+_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_TOKEN_KEYS = ("bos_token_id", "pad_token_id")
+
+
+class Checkpoint(Protocol):
+    """An open model. Tensors come one at a time; none is kept here."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data in the files."""
+
+    def names(self) -> Sequence[str]:
+        """Hugging Face names of all tensors, in the order in which reading them is cheapest."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """On the CPU, in the stored type; float32 if it had to be dequantised. Do not write to it:
+        it may be a view of the file."""
+
+    def close(self) -> None: ...
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open a folder with config.json and safetensors, or a .gguf file."""
+    path = Path(path)
+    if path.is_dir():
+        from termgen.engine.device.loader.safetensors_file import FolderCheckpoint
+
+        return FolderCheckpoint(path)
+    _check_exists(path)
+    if path.suffix.lower() == ".json":
+        raise ModelNotFoundError(f"{path} describes a model without weights: use load_format=dummy")
+    if path.suffix.lower() in (".safetensors", *PICKLE_SUFFIXES):
+        raise ModelNotFoundError(f"{path} is not a whole model: give the folder it is in")
+    from termgen.engine.device.loader.gguf_checkpoint import GGUFCheckpoint
+
+    return GGUFCheckpoint(path)
+
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def load_model_config(path: Path | str, *, model_impl: str = "auto") -> ModelConfig:
+    """The shape of a model from a folder with config.json, that file itself, or a .gguf file.
+
+    model_impl: whose code is to run it, as `EngineConfig.model_impl`.
+    """
+    path = Path(path)
+    if path.is_dir() or path.suffix.lower() == ".json":
+        source = path / "config.json" if path.is_dir() else path
+        return parse_config(read_config(source), source, model_impl=model_impl)
+    _check_exists(path)
+    if model_impl == "transformers":
+        raise ConfigError(
+            f"model_impl transformers needs a folder with safetensors, and {path.name} is a file",
+            param="model_impl",
+        )
+    with GGUFFile.open(path) as file:
+        return parse_config(hf_config(file), path)
+
+
+def parse_config(
+    config: dict[str, Any], source: Path, *, model_impl: str = "termgen"
+) -> ModelConfig:
+    """The configuration's meaning, with the file's name in front of its errors."""
+    from termgen.engine.device.models.config import ModelConfig, is_known
+
+    try:
+        if model_impl == "termgen" or (model_impl == "auto" and is_known(config)):
+            return ModelConfig.from_hf(config)
+        from termgen.engine.device.models.transformers_config import (
+            read_transformers_config,  # seconds
+        )
+
+        return read_transformers_config(config)
+    except ModelError as error:
+        reason = str(error).removeprefix("config.json: ")
+        raise type(error)(f"{source}: {reason}") from error
+
+
+def check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], source: Path) -> None:
+    """The sizes in the configuration are those of the tensors, by the shapes that imply them all.
+
+    So a few wrong numbers cannot make anyone set memory aside that the weights would never fill.
+    """
+    hidden = config.hidden_size
+    expected: dict[str, tuple[int, ...]] = {"model.embed_tokens": (config.vocab_size, hidden)}
+    for layer in {0, config.num_layers - 1}:
+        prefix = f"model.layers.{layer}"
+        expected[f"{prefix}.self_attn.q_proj"] = (config.num_heads * config.head_dim, hidden)
+        expected[f"{prefix}.self_attn.k_proj"] = (config.num_kv_heads * config.head_dim, hidden)
+        moe = config.of_layer(layer).moe
+        if moe is None:
+            expected[f"{prefix}.mlp.up_proj"] = (config.intermediate_size, hidden)
+        elif (stacked := f"{prefix}.mlp.experts.gate_up_proj") in shapes:
+            expected[stacked] = (moe.num_experts, 2 * moe.intermediate_size, hidden)
+        else:
+            last = f"{prefix}.{moe.names.block}.experts.{moe.num_experts - 1}"
+            expected[f"{last}.{moe.names.up}"] = (moe.intermediate_size, hidden)
+    for stem, shape in expected.items():
+        name = stem if stem.endswith("gate_up_proj") else f"{stem}.weight"
+        if name not in shapes:
+            raise CorruptFileError(f"{source}: the tensor {name} is missing")
+        if shapes[name] != shape:
+            raise CorruptFileError(
+                f"{source}: tensor {name} is {list(shapes[name])}, but the configuration asks for "
+                f"{list(shape)}"
+            )
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    return read_json(source, limit=MAX_CONFIG_BYTES)
+
+
+def load_generation_config(path: Path | str) -> dict[str, Any]:
+    """Sampling defaults and end tokens: `eos_token_id` as a list, other keys only where set."""
+    path = Path(path)
+    if path.is_file() and path.suffix.lower() != ".json":
+        with GGUFFile.open(path) as file:
+            return generation_config(file)
+    source = (path if path.is_dir() else path.parent) / "generation_config.json"
+    if not source.is_file():
+        return {}
+    raw = read_json(source, limit=MAX_CONFIG_BYTES)
+    settings: dict[str, Any] = {}
+    if (eos := raw.get("eos_token_id")) is not None:
+        settings["eos_token_id"] = _token_ids(eos, source)
+    for key in _TOKEN_KEYS:
+        if (value := raw.get(key)) is not None:
+            # Some models list several; the first is the one to write.
+            settings[key] = _token_ids(value, source)[0]
+    for key in _SAMPLING_KEYS:
+        if (value := raw.get(key)) is not None:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise CorruptFileError(f"{source}: {key} is {value!r}, which is not a number")
+            settings[key] = value
+    if raw.get("do_sample") is not None:
+        settings["do_sample"] = bool(raw["do_sample"])
+    return settings
+
+
+def _token_ids(value: Any, source: Path) -> list[int]:
+    ids = value if isinstance(value, list) else [value]
+    if not ids or any(type(token) is not int or token < 0 for token in ids):
+        raise CorruptFileError(f"{source}: {str(value)[:80]} is not a token id or a list of them")
+    return ids
+
+
+def read_json(source: Path, *, limit: int) -> dict[str, Any]:
+    """A JSON object from a file that may be anything."""
+    try:
+        with source.open("rb") as file:
+            # Not read(limit): that would set aside the whole limit for a small file.
+            size = os.fstat(file.fileno()).st_size
+            raw = file.read(min(size, limit))
+    except FileNotFoundError:
+        raise CorruptFileError(f"{source.parent} has no {source.name}") from None
+    except OSError as error:
+        raise CorruptFileError(f"{source}: cannot be read: {error.strerror or error}") from error
+    if size > limit:
+        raise CorruptFileError(f"{source}: larger than {limit} bytes")
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{source}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CorruptFileError(f"{source}: not a JSON object")
+    return value
+
+
+def _check_exists(path: Path) -> None:
+    if not path.exists():
+        raise ModelNotFoundError(f"{path}: no such file or folder")

@@ -1,0 +1,53 @@
+"""Weights for a model that runs through transformers' code, by transformers' own loading.
+
+It knows which tensors of old files are named, split or fused otherwise, which `loader.weights`
+cannot know. The files are checked first, as for termgen's own models. Called by
+`models.transformers_backend`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from termgen.engine.device.loader.safetensors_file import WeightFiles
+from termgen.engine.device.models.transformers_attention import IMPLEMENTATION, register
+from termgen.engine.device.models.transformers_config import freeze_rope, quiet
+from termgen.errors import CorruptFileError
+
+_PROBLEMS = {"missing_keys": "lacks tensor", "mismatched_keys": "has another shape for tensor"}
+
+
+def load_hf_model(hf_config: Any, folder: Path, dtype: torch.dtype) -> Any:
+    """transformers' model on the CPU. Raises CorruptFileError when its weights are not there."""
+    from transformers import AutoModelForCausalLM
+
+    WeightFiles(folder, any_type=True).close()
+    register()
+    auto_class: Any = AutoModelForCausalLM  # its own types leave the second result out
+    try:
+        with quiet():
+            model, info = auto_class.from_pretrained(
+                folder,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation=IMPLEMENTATION,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" in str(error):
+            raise
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CorruptFileError(f"{folder}: {reason[0][:300]}") from error
+    for kind, words in _PROBLEMS.items():
+        names = sorted(name if isinstance(name, str) else name[0] for name in info[kind])
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CorruptFileError(f"{folder}: the checkpoint {words} {names[0]}{more}")
+    freeze_rope(model)
+    return model

@@ -1,0 +1,125 @@
+"""Fills a model from a checkpoint, strictly.
+
+Called by the model runner. Each tensor is read once and goes straight into its place in the
+model's type, fused or quantized on the way. Every parameter must be filled and every tensor used;
+what does not fit is an error that names the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from termgen.engine.device.layers.weight_slot import WeightSlot
+from termgen.errors import CorruptFileError
+
+
+class TensorSource(Protocol):
+    """The part of a checkpoint that loading needs."""
+
+    def names(self) -> Sequence[str]: ...
+
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+
+class LoadableModel(Protocol):
+    """A model that says which tensors it wants."""
+
+    def weight_slots(self) -> Iterable[WeightSlot]: ...
+
+    def ignored_weights(self) -> tuple[str, ...]: ...
+
+
+def load_weights(
+    model: LoadableModel,
+    checkpoint: TensorSource,
+    *,
+    progress: Callable[[float], None] | None = None,
+) -> None:
+    """Fills every parameter. `progress` is told the part done, rising from above 0 to 1."""
+    names = checkpoint.names()  # in the order in which reading is cheapest
+    slots = _slots_in(model.weight_slots(), set(names))
+    _check_names(set(slots), names, model.ignored_weights())
+    num_elements = sum(_num_elements(slot) for slot in slots.values())
+    num_loaded = 0
+    with torch.no_grad():
+        for slot in (slots[name] for name in names if name in slots):
+            tensor = checkpoint.tensor(slot.name)
+            _check_tensor(slot, tensor)
+            slot.load(tensor)
+            num_loaded += _num_elements(slot)
+            if progress is not None:
+                progress(num_loaded / num_elements)
+    if isinstance(model, nn.Module):
+        try:
+            check_finite(model)
+        except CorruptFileError as error:
+            raise _named_in_file(checkpoint) or error from None
+
+
+@torch.no_grad()
+def check_finite(model: nn.Module) -> None:
+    """Raises CorruptFileError for NaN or infinity among the weights. Each is read once on its
+    device, and the device is waited for once."""
+    parameters = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
+    # NaN and infinity survive a sum, and summing in a weight's own type is fastest by far.
+    sums = [p.sum().double() for _, p in parameters]
+    if not sums:
+        return
+    for (name, parameter), is_finite in zip(
+        parameters, torch.stack(sums).isfinite().tolist(), strict=True
+    ):
+        # A sum of finite values may overflow, but not in float64.
+        if not is_finite and not bool(parameter.sum(dtype=torch.float64).isfinite()):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise CorruptFileError(f"weight {name} has NaN or infinite values in {dtype}")
+
+
+def _named_in_file(checkpoint: TensorSource) -> CorruptFileError | None:
+    """The tensor of the file that has them; None where they come from the change of type."""
+    for name in checkpoint.names():
+        if not bool(checkpoint.tensor(name).isfinite().all()):
+            return CorruptFileError(f"tensor {name} has NaN or infinite values")
+    return None
+
+
+def _slots_in(wanted: Iterable[WeightSlot], present: set[str]) -> dict[str, WeightSlot]:
+    """Slots by name, in the form that this checkpoint has them."""
+    slots: dict[str, WeightSlot] = {}
+    for slot in wanted:
+        form = slot.pieces if slot.pieces and slot.name not in present else (slot,)
+        slots.update((piece.name, piece) for piece in form)
+    return slots
+
+
+def _num_elements(slot: WeightSlot) -> int:
+    return int(torch.Size(slot.shape).numel())
+
+
+def _check_names(wanted: set[str], present: Sequence[str], ignored: tuple[str, ...]) -> None:
+    missing = wanted.difference(present)
+    if missing:
+        raise CorruptFileError(f"the checkpoint lacks {_some(missing)}")
+    extra = {name for name in present if name not in wanted and not name.endswith(ignored)}
+    if extra:
+        raise CorruptFileError(
+            f"the checkpoint has {_some(extra)}, which the model in config.json does not have"
+        )
+
+
+def _some(names: set[str]) -> str:
+    first, *others = sorted(names)
+    return f"tensor {first}" + (f" and {len(others)} more" if others else "")
+
+
+def _check_tensor(slot: WeightSlot, tensor: torch.Tensor) -> None:
+    if tuple(tensor.shape) != slot.shape:
+        raise CorruptFileError(
+            f"tensor {slot.name} has shape {list(tensor.shape)},"
+            f" but config.json asks for {list(slot.shape)}"
+        )
+    if not tensor.is_floating_point():
+        raise CorruptFileError(f"tensor {slot.name} holds {tensor.dtype}, not floating point")

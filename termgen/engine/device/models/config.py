@@ -1,0 +1,365 @@
+"""What a model is, read from its config.json. Frozen, and free of torch.
+
+`ModelConfig.from_hf` takes the dictionary of a Hugging Face config (both the older form with
+`rope_theta` and `rope_scaling`, and the newer one with `rope_parameters`); GGUF metadata is
+translated to the same form first, so there is one reader. What differs between families in the
+config (defaults, biases, windows) is in `_FAMILIES`; what differs in the arithmetic is in the
+family's model class. A key that would change the arithmetic and is not understood is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from termgen.engine.device.models.config_reader import ConfigReader
+from termgen.engine.device.models.gemma3_config import gemma3_keys
+from termgen.engine.device.models.moe_config import MoeConfig, read_mixtral, read_qwen3_moe
+from termgen.engine.device.models.rope_config import RopeConfig, read_rope, rope_keys
+from termgen.errors import UnsupportedModelError
+
+HIDDEN_ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+TORCH_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersSource:
+    """What a model that runs through transformers' code is built from."""
+
+    raw: Mapping[str, Any]
+    """config.json as it is."""
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder-only model and everything its arithmetic depends on."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    hidden_act: str
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    window_rope: RopeConfig | None
+    """Of layers with a sliding window, in a family where it is another."""
+    attention_scale: float
+    """What a query times a key is multiplied with."""
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_window: int | None
+    layer_windows: tuple[int | None, ...]
+    """Per layer, how many of the last tokens (itself included) a token sees; None: all."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    torch_dtype: str
+    moe: MoeConfig | None = None
+    weight_prefix: str = ""
+    """What the checkpoint puts in front of this model's names; what lacks it is another model's."""
+    overflows_float16: bool = False
+    """Whether activations of the family's models are known to leave the range of float16."""
+    transformers: TransformersSource | None = None
+    """Set when transformers' code runs the model. Of its arithmetic nothing is known here then: the
+    fields from `intermediate_size` to `qk_norm` that attention and the cache do not need are empty.
+    """
+
+    @property
+    def layer_ropes(self) -> tuple[RopeConfig, ...]:
+        """Per layer, its rotary position embedding."""
+        window_rope = self.window_rope or self.rope
+        return tuple(self.rope if window is None else window_rope for window in self.layer_windows)
+
+    @property
+    def implementation(self) -> str:
+        """Whose code runs the model: one of config.MODEL_IMPLS."""
+        return "termgen" if self.transformers is None else "transformers"
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the matrices; norms and biases are too few to matter."""
+        if self.transformers is not None:
+            return self.transformers.num_parameters
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # of q and the output, k and v
+        rows = self.num_layers * heads * self.head_dim
+        sparse = 0
+        if self.moe is not None:
+            sparse = len(self.moe.sparse_layers)
+            rows += sparse * self.moe.num_experts * (3 * self.moe.intermediate_size + 1)
+        rows += (self.num_layers - sparse) * 3 * self.intermediate_size
+        rows += self.vocab_size * (1 if self.tie_word_embeddings else 2)
+        return rows * self.hidden_size
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """What one layer is built from: without experts where it has a plain MLP."""
+        if self.moe is None or layer in self.moe.sparse_layers:
+            return self
+        return replace(self, moe=None)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Reads a config.json. Raises UnsupportedModelError or CorruptFileError naming the key."""
+        architecture = _architecture(ConfigReader(config))
+        read = ConfigReader({**_CLASS_DEFAULTS.get(architecture, {}), **config})
+        if architecture.startswith("Gemma3"):
+            read = gemma3_keys(read)
+        family = _FAMILIES[architecture](read)
+        reject_foreign_quantization(read)
+        hidden_size = read.integer("hidden_size")
+        num_layers = read.integer("num_hidden_layers", most=1024)
+        num_heads = read.integer("num_attention_heads")
+        num_kv_heads = read.integer("num_key_value_heads", default=num_heads)
+        if num_heads % num_kv_heads:
+            read.fail("num_key_value_heads", f"does not divide num_attention_heads {num_heads}")
+        head_dim = _head_dim(read, hidden_size, num_heads, family.head_dim)
+        max_positions = read.integer("max_position_embeddings")
+        window_rope = None
+        if family.window_rope is not None:
+            window_rope = read_rope(read, family.window_rope, head_dim, max_positions)
+        return cls(
+            architecture=architecture,
+            vocab_size=read.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=read.integer("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=max_positions,
+            rms_norm_eps=read.number("rms_norm_eps", default=1e-6, above=0.0),
+            hidden_act=_hidden_act(read),
+            tie_word_embeddings=read.flag("tie_word_embeddings", default=False),
+            rope=read_rope(read, family.rope or rope_keys(read), head_dim, max_positions),
+            window_rope=window_rope,
+            attention_scale=(family.query_scalar or head_dim) ** -0.5,
+            qkv_bias=family.qkv_bias,
+            o_bias=family.o_bias,
+            mlp_bias=family.mlp_bias,
+            qk_norm=family.qk_norm,
+            sliding_window=family.sliding_window,
+            layer_windows=_layer_windows(read, family, num_layers),
+            bos_token_id=read.token_id("bos_token_id"),
+            eos_token_ids=read.token_ids("eos_token_id"),
+            weight_prefix=family.weight_prefix,
+            overflows_float16=family.overflows_float16,
+            moe=family.moe(read, num_layers) if family.moe is not None else None,
+            torch_dtype=read_torch_dtype(read),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """What a family's config says beyond the common keys."""
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    """Head size when the config has none; None: hidden_size / num_attention_heads."""
+    sliding_window: int | None = None
+    first_window_layer: int = 0
+    has_layer_types: bool = False
+    rope: ConfigReader | None = None
+    """Keys of the rotary position embedding; None: where most families keep them."""
+    window_rope: ConfigReader | None = None
+    query_scalar: float | None = None
+    """Queries are divided by its root; None: the head size."""
+    weight_prefix: str = ""
+    overflows_float16: bool = False
+    moe: Callable[[ConfigReader, int], MoeConfig] | None = None
+    """Reads the experts, given the number of layers."""
+
+
+def _llama(read: ConfigReader) -> _Family:
+    attention_bias = read.flag("attention_bias", default=False)
+    return _Family(
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=read.flag("mlp_bias", default=False),
+    )
+
+
+def _mistral(read: ConfigReader) -> _Family:
+    return _Family(sliding_window=read.optional_integer("sliding_window"))
+
+
+def _qwen_window(read: ConfigReader) -> int | None:
+    if not read.flag("use_sliding_window", default=False):
+        return None
+    return read.optional_integer("sliding_window")
+
+
+def _qwen2(read: ConfigReader) -> _Family:
+    return _Family(
+        qkv_bias=True,
+        sliding_window=_qwen_window(read),
+        first_window_layer=read.integer("max_window_layers", default=28, least=0),
+        has_layer_types=True,
+    )
+
+
+def _qwen3(read: ConfigReader) -> _Family:
+    attention_bias = read.flag("attention_bias", default=False)
+    return _Family(
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        head_dim=128,
+        sliding_window=_qwen_window(read),
+        first_window_layer=read.integer("max_window_layers", default=28, least=0),
+        has_layer_types=True,
+    )
+
+
+def _mixtral(read: ConfigReader) -> _Family:
+    return _Family(sliding_window=read.optional_integer("sliding_window"), moe=read_mixtral)
+
+
+def _qwen3_moe(read: ConfigReader) -> _Family:
+    attention_bias = read.flag("attention_bias", default=False)
+    return _Family(
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        sliding_window=_qwen_window(read),
+        moe=read_qwen3_moe,
+    )
+
+
+def _gemma3(read: ConfigReader) -> _Family:
+    attention_bias = read.flag("attention_bias", default=False)
+    ropes = read.child("rope_parameters")
+    assert ropes is not None  # gemma3_keys
+    return _Family(
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        sliding_window=read.integer("sliding_window"),
+        has_layer_types=True,
+        rope=ropes.child("full_attention"),
+        window_rope=ropes.child("sliding_attention"),
+        query_scalar=read.number("query_pre_attn_scalar", above=0.0),
+        overflows_float16=True,
+    )
+
+
+def _gemma3_with_vision(read: ConfigReader) -> _Family:
+    return replace(_gemma3(read), weight_prefix="language_model.")
+
+
+_FAMILIES: dict[str, Callable[[ConfigReader], _Family]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3_with_vision,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "MixtralForCausalLM": _mixtral,
+}
+SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+
+_CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "MixtralForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "sliding_window": 4096},
+}
+"""What a key means that a config.json leaves out, where transformers' class for the architecture
+has another default than most. A key that is null keeps that meaning."""
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family that termgen has code of its own for."""
+    return architecture_name(ConfigReader(config)) in _FAMILIES
+
+
+def unsupported_architecture(architecture: str) -> UnsupportedModelError:
+    known = ", ".join(SUPPORTED_ARCHITECTURES)
+    return UnsupportedModelError(
+        f"termgen has no code of its own for the architecture {architecture!r}, only for {known}; "
+        "leave model_impl termgen out to run it through transformers, where that is possible"
+    )
+
+
+def architecture_name(read: ConfigReader) -> str:
+    names = read.get("architectures")
+    if not isinstance(names, list | tuple) or not names or not isinstance(names[0], str):
+        read.fail("architectures", "must be a list with the name of the model's class")
+    architecture: str = names[0]
+    return architecture
+
+
+def _architecture(read: ConfigReader) -> str:
+    architecture = architecture_name(read)
+    if architecture not in _FAMILIES:
+        raise unsupported_architecture(architecture)
+    return architecture
+
+
+def reject_foreign_quantization(read: ConfigReader) -> None:
+    quantization = read.get("quantization_config")
+    if quantization is None:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    raise UnsupportedModelError(
+        f"config.json: quantization_config asks for {method or 'an unknown method'}, which is not"
+        " supported; use the unquantized model or a GGUF file"
+    )
+
+
+def _head_dim(read: ConfigReader, hidden_size: int, num_heads: int, default: int | None) -> int:
+    head_dim = read.optional_integer("head_dim") or default
+    if head_dim is None:
+        if hidden_size % num_heads:
+            read.fail("num_attention_heads", f"does not divide hidden_size {hidden_size}")
+        head_dim = hidden_size // num_heads
+    return head_dim
+
+
+def _hidden_act(read: ConfigReader) -> str:
+    name = read.text("hidden_act", default="silu")
+    if name not in HIDDEN_ACTS:
+        known = ", ".join(HIDDEN_ACTS)
+        raise UnsupportedModelError(
+            f"config.json: hidden_act {name!r} is not supported; supported are {known}"
+        )
+    return HIDDEN_ACTS[name]
+
+
+def read_torch_dtype(read: ConfigReader) -> str:
+    name = read.text("dtype", default=read.text("torch_dtype", default="float32"))
+    name = name.removeprefix("torch.")
+    if name not in TORCH_DTYPES:
+        known = ", ".join(TORCH_DTYPES)
+        raise UnsupportedModelError(
+            f"config.json: torch_dtype {name!r} is not supported; supported are {known}"
+        )
+    return name
+
+
+def _layer_windows(read: ConfigReader, family: _Family, num_layers: int) -> tuple[int | None, ...]:
+    window = family.sliding_window
+    kinds = read.get("layer_types") if family.has_layer_types else None
+    if kinds is None:
+        first = family.first_window_layer
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
+        read.fail("layer_types", f"must be a list of {num_layers} names")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(f"config.json: layer_types has {kind!r}, not supported")
+        if kind == "sliding_attention" and window is None:
+            read.fail("layer_types", "has sliding_attention, but no sliding_window is in use")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

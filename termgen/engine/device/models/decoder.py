@@ -1,0 +1,335 @@
+"""The decoder skeleton: embedding, layers of attention and MLP, norm, head.
+
+Families whose difference is in their config are this class as it is; one with other arithmetic
+derives from it in its own file. A layer is two halves with attention between them, so that the
+halves can be recorded as graphs while attention runs eagerly. What a step needs travels as a
+`ForwardContext` argument; nothing is global. The caller holds `torch.inference_mode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from termgen.engine.device.attention.base import AttentionBackend, ForwardContext
+from termgen.engine.device.layers.embedding import VocabEmbedding
+from termgen.engine.device.layers.linear import Linear, LinearMethodFactory, QKVLinear, RowLinear
+from termgen.engine.device.layers.mlp import GatedMLP
+from termgen.engine.device.layers.moe import SparseMoe
+from termgen.engine.device.layers.norm import RMSNorm
+from termgen.engine.device.layers.ops import LayerOps
+from termgen.engine.device.layers.rotary import Rotation, inverse_frequencies
+from termgen.engine.device.layers.weight_slot import WeightSlot
+from termgen.engine.device.models.config import ModelConfig
+from termgen.engine.device.models.pieces import Carried
+
+
+class DecoderLayer(nn.Module):
+    """norm, q/k/v, rotation | attention | output projection, norm, MLP or experts."""
+
+    norm_offset: float = 0.0
+    """What a family adds to the norm weights of a checkpoint."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        sliding_window: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: LinearMethodFactory,
+        ops: LayerOps,
+    ) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
+        self.scale = config.attention_scale
+        self._num_heads = config.num_heads
+        self._ops = ops
+        self._eps = config.rms_norm_eps
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        offset = self.norm_offset
+        self.input_norm = RMSNorm(
+            hidden, eps=eps, dtype=dtype, device=device, ops=ops, offset=offset
+        )
+        self.qkv_proj = QKVLinear(
+            hidden,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            bias=config.qkv_bias,
+            dtype=dtype,
+            device=device,
+            method=method,
+        )
+        self.o_proj = RowLinear(
+            config.num_heads * config.head_dim,
+            hidden,
+            name="o_proj",
+            bias=config.o_bias,
+            dtype=dtype,
+            device=device,
+            method=method,
+        )
+        self.post_attention_norm = RMSNorm(
+            hidden, eps=eps, dtype=dtype, device=device, ops=ops, offset=offset
+        )
+        mlp_class = GatedMLP if config.moe is None else SparseMoe
+        self.mlp = mlp_class(config, dtype=dtype, device=device, method=method, ops=ops)
+
+    def before_attention(
+        self,
+        normed: torch.Tensor,
+        rotation: Rotation,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """normed [T, hidden] -> q [T, num_heads, head_dim]; k and v go to their slots [T]."""
+        return self._ops.rotate_and_store(
+            self.qkv_proj(normed),
+            kv_cache,
+            rotation,
+            slot_mapping,
+            num_heads=self._num_heads,
+            norm_weight=self.qk_norm_weight(),
+            eps=self._eps,
+            q=q,
+        )
+
+    def qk_norm_weight(self) -> torch.Tensor | None:
+        """[num_heads + num_kv_heads, head_dim] of a family that normalises q and k."""
+        return None
+
+    def after_attention(
+        self, attended: torch.Tensor, residual: torch.Tensor, next_norm: RMSNorm
+    ) -> torch.Tensor:
+        """attended [T, num_heads, head_dim] -> the next layer's normed input [T, hidden].
+
+        Adds to `residual` [T, hidden] in place. `next_norm` is the norm that follows the layer.
+        """
+        normed = self.post_attention_norm.add(self.o_proj(attended.flatten(1)), residual)
+        return next_norm.add(self.mlp(normed), residual)
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield self.input_norm.weight_slot(f"{prefix}.input_layernorm.weight")
+        yield from self.qkv_proj.weight_slots(f"{prefix}.self_attn")
+        yield from self.o_proj.weight_slots(f"{prefix}.self_attn")
+        yield self.post_attention_norm.weight_slot(f"{prefix}.post_attention_layernorm.weight")
+        yield from self.mlp.weight_slots(prefix)
+
+
+class CausalDecoder(nn.Module):
+    """A decoder-only language model over a paged KV cache: a `PiecewiseModel`."""
+
+    layer_class: type[DecoderLayer] = DecoderLayer
+    inverse_frequencies: torch.Tensor  # [num_ropes, rotary_dim / 2] float32
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: LinearMethodFactory,
+        attention: AttentionBackend,
+        ops: LayerOps,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.attention = attention
+        tied = config.tie_word_embeddings
+        self.embedding: VocabEmbedding | None = None
+        if not tied:
+            self.embedding = VocabEmbedding(
+                config.vocab_size, config.hidden_size, dtype=dtype, device=device
+            )
+        self._ops = ops
+        self._ropes = tuple(dict.fromkeys(config.layer_ropes))
+        frequencies = [inverse_frequencies(rope, config.head_dim) for rope in self._ropes]
+        self.register_buffer(
+            "inverse_frequencies", torch.stack(frequencies).to(device), persistent=False
+        )
+        self._layer_ropes = [self._ropes.index(rope) for rope in config.layer_ropes]
+        self.decoder_layers = [
+            self.layer_class(
+                config.of_layer(index),
+                sliding_window=window,
+                dtype=dtype,
+                device=device,
+                method=method,
+                ops=ops,
+            )
+            for index, window in enumerate(config.layer_windows)
+        ]
+        self.layers = nn.ModuleList(self.decoder_layers)
+        self.norm = RMSNorm(
+            config.hidden_size,
+            eps=config.rms_norm_eps,
+            dtype=dtype,
+            device=device,
+            ops=ops,
+            offset=self.layer_class.norm_offset,
+        )
+        self.norms = [*(layer.input_norm for layer in self.decoder_layers), self.norm]
+        """The norm before each layer, and the last one."""
+        self.head = Linear(
+            config.hidden_size,
+            {"model.embed_tokens" if tied else "lm_head": config.vocab_size},
+            bias=False,
+            dtype=dtype,
+            device=device,
+            method=method,
+            is_looked_up=tied,
+        )
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """input_ids [T], positions [T] -> normed hidden states [N, hidden] of `ctx.wanted`.
+
+        The attention backend must have prepared `ctx.metadata`.
+        """
+        carried, q = self.first_piece(input_ids, positions, ctx)
+        for index in range(self.num_attentions - 1):
+            q = self.next_piece(index, self.attend(index, q, ctx), carried, ctx)
+        attended = self.attend(self.num_attentions - 1, q, ctx)
+        return self.last_piece(attended, carried, ctx.wanted)
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether CUDA graphs can hold what lies between attentions."""
+        return self.config.moe is None or self._ops.can_record_experts
+
+    @property
+    def num_attentions(self) -> int:
+        return len(self.decoder_layers)
+
+    def first_piece(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        ctx: ForwardContext,
+        *,
+        q: torch.Tensor | None = None,
+    ) -> tuple[Carried, torch.Tensor]:
+        # First: the kernels of a layer may read it before the one ahead of them has ended, which
+        # is safe behind the embedding, a launch that waits for all before it.
+        rotations = tuple(
+            self._ops.rotation(positions, frequencies, rope.attention_factor)
+            for frequencies, rope in zip(self.inverse_frequencies, self._ropes, strict=True)
+        )
+        residual = self.embed(input_ids)
+        carried = Carried(residual, rotations)
+        return carried, self._queries(0, self.norms[0](residual), carried, ctx, q)
+
+    def attend(
+        self,
+        index: int,
+        q: torch.Tensor,
+        ctx: ForwardContext,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        layer = self.decoder_layers[index]
+        return self.attention.forward(
+            q,
+            ctx.kv_caches[index],
+            ctx.metadata,
+            scale=layer.scale,
+            sliding_window=layer.sliding_window,
+            out=out,
+        )
+
+    def next_piece(
+        self,
+        index: int,
+        attended: torch.Tensor,
+        carried: Carried,
+        ctx: ForwardContext,
+        *,
+        q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        layer, norm = self.decoder_layers[index], self.norms[index + 1]
+        normed = layer.after_attention(attended, carried.residual, norm)
+        return self._queries(index + 1, normed, carried, ctx, q)
+
+    def last_piece(
+        self, attended: torch.Tensor, carried: Carried, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        residual = carried.residual
+        if wanted is not None:
+            # No later token looks at what others become past the last keys and values.
+            attended, residual = attended[wanted], residual[wanted]
+        return self.decoder_layers[-1].after_attention(attended, residual, self.norm)
+
+    def _queries(
+        self,
+        index: int,
+        normed: torch.Tensor,
+        carried: Carried,
+        ctx: ForwardContext,
+        q: torch.Tensor | None,
+    ) -> torch.Tensor:
+        rotation = carried.rotations[self._layer_ropes[index]]
+        return self.decoder_layers[index].before_attention(
+            normed, rotation, ctx.kv_caches[index], ctx.metadata.slot_mapping, q
+        )
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.embedding is None:
+            return self.head.embed(input_ids)
+        rows: torch.Tensor = self.embedding(input_ids)
+        return rows
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [N, hidden] -> [N, vocab_size], in the model's type."""
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        """Every tensor the model wants from a checkpoint, each exactly once."""
+        if self.embedding is not None:
+            yield self.embedding.weight_slot("model.embed_tokens.weight")
+        for index, layer in enumerate(self.decoder_layers):
+            yield from layer.weight_slots(f"model.layers.{index}")
+        yield self.norm.weight_slot("model.norm.weight")
+        yield from self.head.weight_slots("")
+
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Endings of names a checkpoint may hold that the model does not want."""
+        ignored = ("rotary_emb.inv_freq",)
+        return (*ignored, "lm_head.weight") if self.config.tie_word_embeddings else ignored
+
+    def finalize(self) -> None:
+        """Prepares the loaded weights for the device. Called once, before the first step."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.finalize()
+
+
+@contextmanager
+def one_layer_of_each_kind(model: object) -> Iterator[None]:
+    """Leave the other layers of a `CausalDecoder` out: those alike run the same kernels on the same
+    shapes, so a step of one of them is a rehearsal of all in a fraction of the time. The last one
+    stays in any case: it computes no more than the tokens whose hidden states are wanted."""
+    if not isinstance(model, CausalDecoder):
+        yield  # whose layers are not ours to leave out
+        return
+    layers = model.decoder_layers
+    kinds: dict[object, DecoderLayer] = {}
+    for layer in layers:
+        weights = [
+            (name, p.shape, p.dtype, p.data_ptr() % 16 == 0) for name, p in layer.named_parameters()
+        ]
+        kinds.setdefault((type(layer), layer.sliding_window, *weights), layer)
+    others = [layer for layer in kinds.values() if layer is not layers[-1]]
+    model.decoder_layers = [*others, layers[-1]]
+    try:
+        yield
+    finally:
+        model.decoder_layers = layers

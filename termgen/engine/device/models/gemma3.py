@@ -1,0 +1,78 @@
+"""Gemma 3: norms around each half of a layer, weights as distances from one, scaled embeddings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from termgen.engine.device.layers.linear import LinearMethodFactory
+from termgen.engine.device.layers.norm import HeadNorm, RMSNorm
+from termgen.engine.device.layers.ops import LayerOps
+from termgen.engine.device.layers.weight_slot import WeightSlot
+from termgen.engine.device.models.config import ModelConfig
+from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
+
+
+class Gemma3Layer(DecoderLayer):
+    """What attention and MLP return is normalised before it is added to the residual."""
+
+    norm_offset = 1.0
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        sliding_window: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: LinearMethodFactory,
+        ops: LayerOps,
+    ) -> None:
+        super().__init__(
+            config,
+            sliding_window=sliding_window,
+            dtype=dtype,
+            device=device,
+            method=method,
+            ops=ops,
+        )
+        offset = self.norm_offset
+        self.qk_norm = HeadNorm(config, dtype=dtype, device=device, offset=offset)
+        self.pre_mlp_norm, self.post_mlp_norm = (
+            RMSNorm(
+                config.hidden_size,
+                eps=config.rms_norm_eps,
+                dtype=dtype,
+                device=device,
+                ops=ops,
+                offset=offset,
+            )
+            for _ in range(2)
+        )
+
+    def qk_norm_weight(self) -> torch.Tensor:
+        return self.qk_norm.weight
+
+    def after_attention(
+        self, attended: torch.Tensor, residual: torch.Tensor, next_norm: RMSNorm
+    ) -> torch.Tensor:
+        output = self.o_proj(attended.flatten(1))
+        normed = self.post_attention_norm.norm_add(output, residual, self.pre_mlp_norm)
+        return self.post_mlp_norm.norm_add(self.mlp(normed), residual, next_norm)
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield from super().weight_slots(prefix)
+        yield from self.qk_norm.weight_slots(f"{prefix}.self_attn")
+        yield self.pre_mlp_norm.weight_slot(f"{prefix}.pre_feedforward_layernorm.weight")
+        yield self.post_mlp_norm.weight_slot(f"{prefix}.post_feedforward_layernorm.weight")
+
+
+class Gemma3ForCausalLM(CausalDecoder):
+    layer_class = Gemma3Layer
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        # The model was trained with the factor rounded to its type.
+        scale = torch.tensor(math.sqrt(self.config.hidden_size), dtype=self.dtype).item()
+        return super().embed(input_ids).mul_(scale)

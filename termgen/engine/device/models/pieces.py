@@ -1,0 +1,76 @@
+"""A forward pass in pieces, with attention between them.
+
+What lies between two attentions depends on the number of tokens alone, so it can be recorded per
+token count; attention, which depends on rows and lengths, runs eagerly between recordings. The
+runner's `PiecewiseGraphs` drives any model that has this shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from termgen.engine.device.attention.base import ForwardContext
+from termgen.engine.device.layers.rotary import Rotation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """What one forward pass keeps from its first piece to its last."""
+
+    residual: torch.Tensor
+    """[T, hidden]: every piece adds to it in place."""
+    rotations: tuple[Rotation, ...]
+    """One for each kind of rotary embedding among the layers."""
+
+
+@runtime_checkable
+class PiecewiseModel(Protocol):
+    """`num_attentions` attentions and one piece more.
+
+    Queries are [T, num_heads, head_dim]. `q` and `out` are memory for the result, where the caller
+    wants it at an address of its own. Pieces look at no more of `ctx.metadata` than where keys and
+    values go.
+    """
+
+    @property
+    def num_attentions(self) -> int: ...
+
+    def first_piece(
+        self,
+        input_ids: torch.Tensor,  # [T]
+        positions: torch.Tensor,  # [T]
+        ctx: ForwardContext,
+        *,
+        q: torch.Tensor | None = None,
+    ) -> tuple[Carried, torch.Tensor]:
+        """From the tokens to the queries of attention 0."""
+
+    def attend(
+        self,
+        index: int,
+        q: torch.Tensor,
+        ctx: ForwardContext,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention `index`: [T, num_heads, head_dim]."""
+
+    def next_piece(
+        self,
+        index: int,
+        attended: torch.Tensor,  # [T, num_heads, head_dim]
+        carried: Carried,
+        ctx: ForwardContext,
+        *,
+        q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """From the result of attention `index` to the queries of the one after it."""
+
+    def last_piece(
+        self, attended: torch.Tensor, carried: Carried, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """From the result of the last attention to the normed hidden states [N, hidden] of the
+        tokens `wanted` [N] int64; None: of all."""

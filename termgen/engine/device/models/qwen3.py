@@ -1,0 +1,47 @@
+"""Qwen3: every head of q and k is normalised before it is rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from termgen.engine.device.layers.linear import LinearMethodFactory
+from termgen.engine.device.layers.norm import HeadNorm
+from termgen.engine.device.layers.ops import LayerOps
+from termgen.engine.device.layers.weight_slot import WeightSlot
+from termgen.engine.device.models.config import ModelConfig
+from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
+
+
+class Qwen3Layer(DecoderLayer):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        sliding_window: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: LinearMethodFactory,
+        ops: LayerOps,
+    ) -> None:
+        super().__init__(
+            config,
+            sliding_window=sliding_window,
+            dtype=dtype,
+            device=device,
+            method=method,
+            ops=ops,
+        )
+        self.qk_norm = HeadNorm(config, dtype=dtype, device=device)
+
+    def qk_norm_weight(self) -> torch.Tensor:
+        return self.qk_norm.weight
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield from super().weight_slots(prefix)
+        yield from self.qk_norm.weight_slots(f"{prefix}.self_attn")
+
+
+class Qwen3ForCausalLM(CausalDecoder):
+    layer_class = Qwen3Layer

@@ -1,0 +1,103 @@
+"""From an architecture's name to a model with empty parameters.
+
+Called by the model runner, once. Literal dictionaries, resolved lazily: a family's file is
+imported only when a model of it is built. The weights come from `loader.weights`, after which the
+caller runs `model.finalize()`.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from termgen.engine.device.kernels import why_unusable
+from termgen.engine.device.models.config import ModelConfig, unsupported_architecture
+from termgen.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+    from termgen.engine.device.attention.base import AttentionBackend
+    from termgen.engine.device.layers.ops import LayerOps
+    from termgen.engine.device.models.decoder import CausalDecoder
+
+MODELS = {
+    "LlamaForCausalLM": "termgen.engine.device.models.decoder:CausalDecoder",
+    "MistralForCausalLM": "termgen.engine.device.models.decoder:CausalDecoder",
+    "Qwen2ForCausalLM": "termgen.engine.device.models.decoder:CausalDecoder",
+    "Qwen3ForCausalLM": "termgen.engine.device.models.qwen3:Qwen3ForCausalLM",
+    "Gemma3ForCausalLM": "termgen.engine.device.models.gemma3:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "termgen.engine.device.models.gemma3:Gemma3ForCausalLM",
+    "Qwen3MoeForCausalLM": "termgen.engine.device.models.qwen3:Qwen3ForCausalLM",
+    "MixtralForCausalLM": "termgen.engine.device.models.decoder:CausalDecoder",
+}
+"""Families that differ from the skeleton by their config alone share its class."""
+
+LINEAR_METHODS = {
+    None: "termgen.engine.device.layers.linear:FloatLinear",
+    "int8": "termgen.engine.device.quantization.int8:Int8Linear",
+}
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None,
+    attention: AttentionBackend,
+    ops: LayerOps,
+) -> CausalDecoder:
+    """A model whose parameters are allocated but not filled.
+
+    Raises ModelError when the config asks for more than this machine's memory.
+    """
+    if config.architecture not in MODELS:
+        raise unsupported_architecture(config.architecture)
+    if quantization not in LINEAR_METHODS:
+        known = ", ".join(name for name in LINEAR_METHODS if name)
+        raise ConfigError(
+            f"quantization {quantization!r} is not known; known are {known}", param="quantization"
+        )
+    if quantization is not None and config.moe is not None:
+        raise ConfigError(
+            f"quantization {quantization} is not supported for the experts of"
+            f" {config.architecture}; leave it out",
+            param="quantization",
+        )
+    if device.type == "cpu":
+        check_memory(config.num_parameters * (1 if quantization == "int8" else dtype.itemsize))
+    method = _linear_method(quantization, device)
+    model_class = _resolve(MODELS[config.architecture])
+    model: CausalDecoder = model_class(
+        config, dtype=dtype, device=device, method=method, attention=attention, ops=ops
+    )
+    return model
+
+
+def _linear_method(quantization: str | None, device: torch.device) -> Any:
+    if quantization is None and not why_unusable(device):
+        from termgen.engine.device.kernels.linear import SmallBatchLinears  # triton may be missing
+
+        return SmallBatchLinears()
+    return _resolve(LINEAR_METHODS[quantization])
+
+
+def check_memory(needed_bytes: int) -> None:
+    """Before anything is allocated: a machine that swaps its weights is of no use, and a hostile
+    config must not get to ask for terabytes."""
+    if not hasattr(os, "sysconf"):
+        return
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed_bytes > memory_bytes:
+        raise ModelError(
+            f"the model's weights need {needed_bytes / 2**30:.1f} GiB, but this machine has"
+            f" {memory_bytes / 2**30:.1f} GiB of memory; use a smaller model or dtype, or"
+            " --quantization int8"
+        )
+
+
+def _resolve(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)

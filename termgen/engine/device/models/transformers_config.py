@@ -1,0 +1,329 @@
+"""The ModelConfig of a model that runs through transformers' own code.
+
+What the engine must know of it (heads, windows, sizes) is measured, not read: the model is built
+without memory, on torch's meta device, and run on a few tokens, while `MeasuredCalls` stands in for
+attention. What cannot work is refused here, before any weight is read. Called by the loader; the
+model itself is built by `models.transformers_backend`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from termgen.engine.device.models.config import (
+    ModelConfig,
+    TransformersSource,
+    architecture_name,
+    read_torch_dtype,
+    reject_foreign_quantization,
+)
+from termgen.engine.device.models.config_reader import ConfigReader
+from termgen.engine.device.models.rope_config import RopeConfig
+from termgen.engine.device.models.transformers_attention import (
+    IMPLEMENTATION,
+    LayerCall,
+    MeasuredCalls,
+    install,
+    register,
+)
+from termgen.errors import TermgenError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+_MAX_LAYERS = 1024
+_NUM_TOKENS = 4
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_FAULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
+"""Exceptions of Python and torch in the midst of transformers' code; their texts do not help."""
+
+
+def read_transformers_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Raises UnsupportedModelError saying why a model cannot run, or CorruptFileError."""
+    read = ConfigReader(raw)
+    architecture = architecture_name(read)
+    reject_foreign_quantization(read)
+    with refusals_of(architecture), quiet():
+        hf_config = make_hf_config(raw)
+        _check_kind(hf_config)
+        model = build_empty(hf_config, dtype=torch.bfloat16, device=torch.device("meta"))
+        stage = MeasuredCalls()
+        install(model, stage)
+        num_parameters = sum(p.numel() for p in model.parameters())
+        limit = freeze_rope(model)
+        hidden_size, vocab_size = _run(model)
+        windows = _layer_windows(stage.calls, hf_config)
+    call = stage.calls[0]
+    ids = ConfigReader(hf_config.to_dict())
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=0,
+        num_layers=len(stage.calls),
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
+        head_dim=call.head_dim,
+        max_position_embeddings=_max_positions(hf_config, limit, architecture),
+        rms_norm_eps=0.0,
+        hidden_act="",
+        tie_word_embeddings=False,
+        rope=RopeConfig(),
+        window_rope=None,
+        attention_scale=1.0,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_window=next((w for w in windows if w is not None), None),
+        layer_windows=windows,
+        bos_token_id=ids.token_id("bos_token_id"),
+        eos_token_ids=ids.token_ids("eos_token_id"),
+        torch_dtype=read_torch_dtype(read),
+        transformers=TransformersSource(raw=raw, num_parameters=num_parameters),
+    )
+
+
+@contextmanager
+def refusals_of(architecture: str) -> Iterator[None]:
+    """Turns whatever foreign code raises into one line that names the model."""
+    try:
+        yield
+    except TermgenError as error:
+        raise type(error)(_refusal(architecture, str(error))) from error
+    except Exception as error:
+        logger.debug("%s: refused", architecture, exc_info=True)
+        raise UnsupportedModelError(_refusal(architecture, _in_words(error))) from error
+
+
+def _in_words(error: Exception) -> str:
+    """Why transformers' code failed, for a reader who does not know that code."""
+    if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
+        return "it chooses its attention from a list of its own, without one for a paged KV cache"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "it needs more memory than there is"
+    if isinstance(error, ImportError):
+        return "it needs a Python package that is not installed"
+    if isinstance(error, _FAULTS) or not _is_raised_by_statement(error):
+        return (
+            "its code fails in a trial run with this config.json, on one row of tokens and without"
+            " a KV cache of its own"
+        )
+    reason = re.sub(r"\b\w+Error: ", "", " ".join(str(error).split()))[:300]
+    return f"transformers does not take its config.json: {reason or 'no reason given'}"
+
+
+def _is_raised_by_statement(error: Exception) -> bool:
+    """Whether a `raise` statement made it, with a text for readers, and not an operation."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and (frames[-1].line or "").startswith("raise")
+
+
+def _refusal(architecture: str, reason: str) -> str:
+    return f"architecture {architecture!r} cannot run through transformers' code: {reason}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the bars and reports that transformers writes over a terminal's screen."""
+    from transformers.utils import logging
+
+    hf_logging: Any = logging  # untyped
+    verbosity = hf_logging.get_verbosity()
+    has_bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if has_bars:
+            hf_logging.enable_progress_bar()
+
+
+def make_hf_config(raw: Mapping[str, Any]) -> Any:
+    """transformers' own config object. Code that a repository brings along is never run."""
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = ConfigReader(raw).text("model_type", default="")
+    if model_type not in CONFIG_MAPPING:
+        if "auto_map" in raw:
+            raise UnsupportedModelError("it needs code from its own folder, which is never run")
+        raise UnsupportedModelError(f"transformers knows no model_type {model_type!r}")
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if name != raw["architectures"][0]:
+        raise UnsupportedModelError("it is no language model that only decodes text")
+    values = {key: value for key, value in raw.items() if key != "auto_map"}
+    # JSON has no infinity: transformers writes it as a dictionary.
+    return CONFIG_MAPPING[model_type].from_dict(PreTrainedConfig._decode_special_floats(values))
+
+
+def build_empty(hf_config: Any, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """transformers' model with memory for its weights, none of them filled; tables that follow from
+    the config are."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    register()
+    auto_class: Any = AutoModelForCausalLM  # untyped
+    with torch.device(device), no_init_weights():
+        model = auto_class.from_config(
+            hf_config, attn_implementation=IMPLEMENTATION, dtype=dtype, trust_remote_code=False
+        )
+    model.tie_weights()
+    freeze_rope(model)
+    return model.eval()
+
+
+def freeze_rope(model: nn.Module) -> int | None:
+    """Keeps rotary frequencies those of short texts, where a model changes them with the longest
+    text of a batch: requests that share a step must not change each other.
+
+    Returns the positions that these are right for; None when they are for all. May be done again.
+    """
+    limits = []
+    for module in model.modules():
+        if not isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+            continue
+        kind = getattr(module, "rope_type", None)
+        if kind == "longrope" or (isinstance(kind, str) and "dynamic" in kind):
+            module.termgen_rope_limit = _rope_limit(module.config)  # type: ignore[assignment]
+            module.rope_type = "default"  # type: ignore[assignment]
+        limit = getattr(module, "termgen_rope_limit", None)
+        if isinstance(limit, int):
+            limits.append(limit)
+    return min(limits, default=None)
+
+
+def _rope_limit(config: Any) -> int:
+    rope = config.rope_parameters or {}
+    limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return int(limit)
+
+
+def _check_kind(hf_config: Any) -> None:
+    if hf_config.is_encoder_decoder:
+        raise UnsupportedModelError("it is an encoder and a decoder")
+    if hf_config.get_text_config() is not hf_config:
+        raise UnsupportedModelError("it is not only a text model")
+    if not 1 <= hf_config.num_hidden_layers <= _MAX_LAYERS:
+        raise UnsupportedModelError(f"it has {hf_config.num_hidden_layers} layers")
+    for kind in getattr(hf_config, "layer_types", None) or ():
+        if kind not in _LAYER_TYPES:
+            raise UnsupportedModelError(f"it has layers of type {kind!r}")
+
+
+@torch.inference_mode()
+def _run(model: Any) -> tuple[int, int]:
+    """(hidden size, vocabulary), from a forward pass that computes nothing."""
+    if model._is_stateful:
+        raise UnsupportedModelError("its layers keep a state besides keys and values")
+    base, head = split(model)
+    ids = torch.zeros((1, _NUM_TOKENS), dtype=torch.int64, device="meta")
+    hidden = base(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
+    return int(hidden.shape[-1]), int(head(hidden).shape[-1])
+
+
+def split(hf_model: Any) -> tuple[nn.Module, LogitsHead]:
+    """The part that computes hidden states, and all that comes after it."""
+    base: nn.Module = hf_model.base_model
+    if base is hf_model:
+        raise UnsupportedModelError("it has no base model that computes hidden states alone")
+    return base, LogitsHead(hf_model)
+
+
+class LogitsHead(nn.Module):
+    """A model whose hidden states are given: what is left of its code turns them into logits, with
+    whatever scale or cap its architecture has."""
+
+    def __init__(self, hf_model: Any) -> None:
+        super().__init__()
+        self._given = _GivenHidden()
+        setattr(hf_model, hf_model.base_model_prefix, self._given)
+        self._model = hf_model
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [1, N, hidden] -> [1, N, vocab_size]"""
+        self._given.hidden = hidden
+        logits: torch.Tensor = self._model(use_cache=False).logits
+        self._given.hidden = None
+        return logits
+
+
+class _GivenHidden(nn.Module):
+    """Stands where the base model was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: torch.Tensor | None = None
+
+    @property
+    def decoder(self) -> _GivenHidden:
+        """Some models call this part of the base model."""
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> _GivenOutput:
+        return _GivenOutput(self.hidden)
+
+
+class _GivenOutput:
+    """An output of a base model that has hidden states and nothing else to tell."""
+
+    def __init__(self, hidden: torch.Tensor | None) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _layer_windows(calls: list[LayerCall], hf_config: Any) -> tuple[int | None, ...]:
+    """The window of each layer, after a check that one cache suits them all."""
+    if len(calls) != hf_config.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"{len(calls)} of its {hf_config.num_hidden_layers} layers call attention as "
+            "transformers' attention interface has it"
+        )
+    shapes = {(c.num_heads, c.num_kv_heads, c.head_dim) for c in calls}
+    if len(shapes) > 1:
+        raise UnsupportedModelError("its layers differ in heads or head size")
+    windows = tuple(call.sliding_window for call in calls)
+    kinds = getattr(hf_config, "layer_types", None)
+    if kinds is None:
+        is_windowed = bool(getattr(hf_config, "sliding_window", None))
+        is_untold = is_windowed and all(window is None for window in windows)
+    else:
+        pairs = zip(kinds, windows, strict=True)
+        is_untold = any(k == "sliding_attention" and w is None for k, w in pairs)
+    if is_untold:
+        raise UnsupportedModelError("it has sliding windows that its attention is not told of")
+    return windows
+
+
+def _max_positions(hf_config: Any, limit: int | None, architecture: str) -> int:
+    most = getattr(hf_config, "max_position_embeddings", None)
+    if not isinstance(most, int) or most < 1:
+        raise UnsupportedModelError(
+            _refusal(architecture, "its config has no max_position_embeddings")
+        )
+    if limit is None or limit >= most:
+        return most
+    logger.warning(
+        "%s: the context is limited to %d of %d positions: beyond, its rotary frequencies would "
+        "change with the longest request of a step",
+        architecture,
+        limit,
+        most,
+    )
+    return limit

@@ -1,0 +1,183 @@
+"""Dequantise GGUF tensor blocks to float32.
+
+The GGUF checkpoint calls `dequantize` once per tensor while a model is loaded. Each block type is
+a function from raw blocks to values, written over whole arrays; the arithmetic is in float32 and in
+the order of the reference implementation, so results are equal to the bit. It knows nothing of
+files, names or shapes beyond one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from termgen.engine.gguf.gguf_file import GGMLType
+from termgen.errors import UnsupportedModelError
+
+CHUNK_ELEMENTS = 1 << 19
+"""Elements dequantised at a time: what a chunk needs then stays in the processor's cache."""
+
+
+def dequantize(
+    raw: npt.NDArray[np.uint8], ggml_type: GGMLType, shape: tuple[int, ...], *, name: str
+) -> torch.Tensor:
+    """One tensor's raw bytes as float32, [*shape]. `name` is for the error message."""
+    check_supported(ggml_type, name)
+    expand = _EXPANDERS[ggml_type.name]
+    blocks = raw.reshape(-1, ggml_type.block_bytes)
+    out = torch.empty(len(blocks), ggml_type.block_size, dtype=torch.float32)
+    step = max(CHUNK_ELEMENTS // ggml_type.block_size, 1)
+    for start in range(0, len(blocks), step):
+        # The copy brings the chunk in from the file, aligned and writable as torch wants it.
+        chunk = torch.from_numpy(blocks[start : start + step].copy())
+        expand(chunk, out[start : start + step])
+    return out.view(shape)
+
+
+def check_supported(ggml_type: GGMLType, name: str, *, where: str = "") -> None:
+    """Raise unless `dequantize` can read the type. `where` goes in front of the error."""
+    if ggml_type.name not in _EXPANDERS:
+        raise UnsupportedModelError(
+            f"{where}tensor {name!r} has the type {ggml_type.name}; "
+            f"supported are {', '.join(_EXPANDERS)}"
+        )
+
+
+# Each function below: blocks uint8 [n, block_bytes] -> out float32 [n, block_size], in place.
+
+
+def _float16(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """The 16-bit scale at a byte offset of every block, float32 [n, 1]."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _f32(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(blocks.view(torch.float32))
+
+
+def _f16(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(blocks.view(torch.float16))
+
+
+def _bf16(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(blocks.view(torch.bfloat16))
+
+
+def _q8_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    # scale 2 | 32 signed bytes
+    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(_float16(blocks, 0))
+
+
+def _nibbles(packed: torch.Tensor, out: torch.Tensor) -> None:
+    """Low halves of `packed` [n, k] to the first k columns of `out`, high halves to the next k."""
+    half = packed.shape[1]
+    out[:, :half] = packed & 15
+    out[:, half:] = packed >> 4
+
+
+def _q4_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    # scale 2 | 16 bytes of nibbles, offset by 8
+    _nibbles(blocks[:, 2:], out)
+    out.sub_(8).mul_(_float16(blocks, 0))
+
+
+def _q4_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    # scale 2 | minimum 2 | 16 bytes of nibbles
+    _nibbles(blocks[:, 4:], out)
+    out.mul_(_float16(blocks, 0)).add_(_float16(blocks, 2))
+
+
+def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
+    """32 bits, lowest first, each worth 16: uint8 [n, 4] -> uint8 [n, 32]."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    bits = (packed.unsqueeze(-1) >> shifts) & 1
+    return bits.reshape(len(packed), 32) << 4
+
+
+def _q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    # scale 2 | fifth bits 4 | 16 bytes of nibbles; offset by 16
+    _nibbles(blocks[:, 6:], out)
+    out.add_(_fifth_bits(blocks[:, 2:6])).sub_(16).mul_(_float16(blocks, 0))
+
+
+def _q5_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    # scale 2 | minimum 2 | fifth bits 4 | 16 bytes of nibbles
+    _nibbles(blocks[:, 8:], out)
+    out.add_(_fifth_bits(blocks[:, 4:8])).mul_(_float16(blocks, 0)).add_(_float16(blocks, 2))
+
+
+def _k_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eight 6-bit scales and eight 6-bit minima from 12 bytes: two uint8 [n, 8].
+
+    Bytes 0-3: scales 0-3 in the low six bits, upper bits of scales 4-7 above them.
+    Bytes 4-7: the same for the minima. Bytes 8-11: lower nibbles of scales | minima 4-7.
+    """
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat([first & 63, (third & 15) | ((first >> 6) << 4)], dim=1)
+    minima = torch.cat([second & 63, (third >> 4) | ((second >> 6) << 4)], dim=1)
+    return scales, minima
+
+
+def _k_affine(blocks: torch.Tensor, quants: torch.Tensor) -> None:
+    """Scale `quants` float32 [n, 8, 32] by the header both K types share: d, dmin, scales."""
+    scales, minima = _k_scales(blocks[:, 4:16])
+    quants.mul_((_float16(blocks, 0) * scales).unsqueeze(-1))
+    quants.sub_((_float16(blocks, 2) * minima).unsqueeze(-1))
+
+
+def _k_nibbles(packed: torch.Tensor, quants: torch.Tensor) -> None:
+    """128 bytes to `quants` [n, 8, 32]: each 32 bytes hold two sub-blocks, low nibbles first."""
+    packed = packed.reshape(-1, 4, 32)
+    quants[:, 0::2] = packed & 15
+    quants[:, 1::2] = packed >> 4
+
+
+def _q4_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    # d 2 | dmin 2 | scales and minima 12 | 128 bytes of nibbles
+    quants = out.view(-1, 8, 32)
+    _k_nibbles(blocks[:, 16:], quants)
+    _k_affine(blocks, quants)
+
+
+def _q5_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    # d 2 | dmin 2 | scales and minima 12 | fifth bits 32 | 128 bytes of nibbles
+    quants = out.view(-1, 8, 32)
+    _k_nibbles(blocks[:, 48:], quants)
+    # Bit j of byte i belongs to element i of sub-block j.
+    shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
+    quants.add_(((blocks[:, None, 16:48] >> shifts) & 1) << 4)
+    _k_affine(blocks, quants)
+
+
+def _q6_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    # low nibbles 128 | upper two bits 64 | 16 signed scales | d 2. Two halves of 128 elements; in
+    # each, quarter j takes its upper bits from bit pair j, and 64 bytes hold low nibbles of
+    # quarters 0, 1 and high nibbles of quarters 2, 3. Offset by 32.
+    quants = out.view(-1, 2, 4, 32)
+    low = blocks[:, :128].reshape(-1, 2, 2, 32)
+    quants[:, :, :2] = low & 15
+    quants[:, :, 2:] = low >> 4
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 1, 4, 1)
+    upper = blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    quants.add_(((upper >> shifts) & 3) << 4).sub_(32)
+    scales = _float16(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
+    out.view(-1, 16, 16).mul_(scales.unsqueeze(-1))
+
+
+_EXPANDERS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+    "F32": _f32,
+    "F16": _f16,
+    "BF16": _bf16,
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+SUPPORTED_TYPES = tuple(_EXPANDERS)

@@ -1,0 +1,334 @@
+"""Recordings of whole steps, and their replay; `piecewise_graphs` has those cut at attention.
+
+A full graph holds input preparation, the model, sampling, the state update and the hand-over of
+the tokens to a ring, all reading their lengths and rows from device memory. Replaying a step whose
+rows are those of the step before uploads nothing at all. Steps whose sampling is unusual, or waits
+for masks, have graphs that end with hidden states.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from termgen.engine.device.runner.address_check import AddressCheck
+from termgen.engine.device.runner.capture_order import (
+    next_larger,
+    split_by_use,
+    split_pieces_by_use,
+)
+from termgen.engine.device.runner.dispatch import (
+    BatchDescriptor,
+    CudaGraphDispatcher,
+    Dispatch,
+    GraphMode,
+    SamplingNeeds,
+    SamplingVariant,
+)
+from termgen.engine.device.runner.input_batch import InputBatch
+from termgen.engine.device.runner.memory import is_out_of_memory
+from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs, Recorder
+from termgen.engine.device.runner.row_header import RowHeader
+from termgen.engine.device.runner.token_ring import TokenRing
+from termgen.vocabulary.request import IntArray
+from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT, GraphStatus, StepPlan
+
+logger = logging.getLogger(__name__)
+
+DeviceStep = Callable[
+    [torch.Tensor, torch.Tensor, BatchDescriptor, TokenRing, torch.Tensor], object
+]
+"""(slots [B], num_tokens [B], descriptor, ring for the tokens, buffer for hidden states); see
+ModelRunner.step_on_device."""
+
+Recording = BatchDescriptor | int
+"""What tells recordings apart: of a whole step its descriptor, of pieces their token count."""
+
+RING_SIZE = 32
+"""Steps whose tokens are kept: more than ever are in flight."""
+assert RING_SIZE > MAX_STEPS_IN_FLIGHT
+
+MOST_PADDING = 2
+"""How many times as many tokens a recording may have that stands in for a missing one."""
+
+
+class RecordingError(Exception):
+    """Operations that cannot be recorded, and why: the host waits for the device within them."""
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """Operations to record, of which less has to be run before."""
+
+    operations: Callable[[], None]
+    rehearsal: Callable[[], None]
+    """Loads every kernel and fills every cache that the operations need."""
+
+    def __call__(self) -> None:
+        self.operations()
+
+
+class CudaRecorder:
+    """Records into CUDA graphs that share one memory pool, on a stream of its own.
+
+    Begins and ends captures itself: `torch.cuda.graph` collects garbage and empties the allocator's
+    cache every time, which for a hundred recordings takes seconds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def new_pool(self) -> None:
+        """What was recorded so far is gone: further recordings share memory of their own."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, operations: Callable[[], None]) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            try:
+                # Compiles kernels and fills caches, which is not allowed while recording.
+                (operations.rehearsal if isinstance(operations, Rehearsed) else operations)()
+            finally:
+                self._stream.synchronize()  # steps may follow, whatever became of this one
+            graph.capture_begin(pool=self._pool)
+            try:
+                operations()
+                graph.capture_end()
+            except RuntimeError as error:
+                self._abandon(graph)
+                if is_out_of_memory(error):
+                    raise
+                raise RecordingError(_first_line(error)) from error
+        torch.cuda.current_stream().wait_stream(self._stream)
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed, so that the device can be used as before."""
+        with suppress(RuntimeError):
+            graph.capture_end()  # which says again that it failed, unless it was ended before
+        with suppress(RuntimeError):
+            # The allocator keeps memory for the capture until it is told: capture_end fails first.
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+        torch.cuda.synchronize(self._stream.device)
+
+
+class FullGraphs:
+    """One recording per batch descriptor, and `pieces` for the steps that none of them serves."""
+
+    def __init__(
+        self,
+        step: DeviceStep,
+        dispatcher: CudaGraphDispatcher,
+        header: RowHeader,
+        pieces: PiecewiseGraphs,
+        *,
+        ring: TokenRing,
+        hidden: torch.Tensor,
+        address_check: AddressCheck | None = None,
+        rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """header, ring and hidden [rows, hidden]: hold the dispatcher's `max_rows`. pieces: has its
+        sizes. rehearsing: meanwhile a step runs as little as uses every kernel it would."""
+        self.dispatcher = dispatcher
+        self.header = header
+        self.pieces = pieces
+        self.ring = ring
+        self.hidden = hidden
+        self._device_step = step
+        self._check = address_check
+        self._rehearsing = rehearsing
+        self._replays: dict[BatchDescriptor, Callable[[], None]] = {}
+        self._waiting: deque[Recording] = deque()
+        """To be recorded in idle moments."""
+        self._recorder: Recorder | None = None
+        self._why_missing = "not recorded yet"
+        self._next_ring_row = 0
+        self._last: tuple[object, Dispatch] | None = None
+        """What the last step was found by, and what was found."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Recordings left for idle moments."""
+        return len(self._waiting)
+
+    @property
+    def status(self) -> GraphStatus:
+        num_recorded = len(self._replays) + len(self.pieces.recorded)
+        return GraphStatus(num_recorded, num_recorded + self.num_waiting)
+
+    def dispatch(self, plan: StepPlan, needs: SamplingNeeds) -> Dispatch:
+        kind = (plan.num_rows, plan.total_tokens, needs.variant, bool(plan.prompt_spans))
+        if self._last is None or self._last[0] != kind:
+            self._last = kind, self._dispatch(*kind)
+        return self._last[1]
+
+    def _dispatch(
+        self,
+        num_rows: int,
+        num_tokens: int,
+        sampling: SamplingVariant,
+        wants_prompts: bool,
+    ) -> Dispatch:
+        found = self.dispatcher.dispatch(
+            num_rows=num_rows, num_tokens=num_tokens, sampling=sampling
+        )
+        if found.mode is GraphMode.NONE:
+            return found
+        if wants_prompts:  # recordings keep the hidden states of each row's last token alone
+            return Dispatch(GraphMode.NONE, reason="log-probabilities of a prompt")
+        if self._has(found):
+            return found
+        other = self._stand_in(found)
+        return Dispatch(GraphMode.NONE, reason=self._why_missing) if other is None else other
+
+    def _has(self, found: Dispatch) -> bool:
+        if found.descriptor is not None:
+            return found.descriptor in self._replays
+        return found.padded_tokens in self.pieces.recorded
+
+    def _stand_in(self, found: Dispatch) -> Dispatch | None:
+        """A larger recording in place of one that is not made yet."""
+        if found.descriptor is not None:
+            other = next_larger(found.descriptor, tuple(self._replays), most_padding=MOST_PADDING)
+            return None if other is None else Dispatch(GraphMode.FULL, other, other.num_tokens)
+        assert found.padded_tokens is not None
+        least, most = found.padded_tokens, MOST_PADDING * found.padded_tokens
+        size = min((n for n in self.pieces.recorded if least <= n <= most), default=None)
+        if size is None:
+            return None
+        return Dispatch(GraphMode.PIECEWISE, padded_tokens=size, reason=found.reason)
+
+    def record_all(self, recorder: Recorder, on_progress: Callable[[float], None]) -> None:
+        """Make every recording, of each kind the largest first. No step may be in flight."""
+        self._record([*self.pieces.sizes, *self.dispatcher.descriptors()], recorder, on_progress)
+
+    def record_useful(self, recorder: Recorder, on_progress: Callable[[float], None]) -> None:
+        """Make the recordings that most steps need; `record_next` makes the others."""
+        first, later = split_by_use(self.dispatcher.descriptors())
+        first_pieces, later_pieces = split_pieces_by_use(self.pieces.sizes)
+        self._record([*first_pieces, *first], recorder, on_progress)
+        self._waiting, self._recorder = deque([*later, *later_pieces]), recorder
+
+    def record_next(self) -> bool:
+        """Make one of the recordings that wait; False when none does. No step may be in flight.
+
+        Steps run without those that cannot be made: requests must not fail for a saving of time.
+        """
+        if not self._waiting:
+            return False
+        assert self._recorder is not None
+        self._last = None
+        try:
+            self._record([self._waiting[0]], self._recorder, lambda done: None)
+        except (RecordingError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                self._why_missing = "not recorded for lack of memory"
+            elif isinstance(error, RecordingError):
+                self._why_missing = f"cannot be recorded: {error}"
+            else:
+                raise
+            logger.warning("%d CUDA graphs are not made: %s", len(self._waiting), error)
+            self._waiting.clear()
+        else:
+            self._waiting.popleft()
+        return True
+
+    @torch.inference_mode()
+    def _record(
+        self,
+        recordings: Sequence[Recording],
+        recorder: Recorder,
+        on_progress: Callable[[float], None],
+    ) -> None:
+        self.header.clear()  # while recording, all rows are padding
+        self._last = None
+        collects_garbage = gc.isenabled()
+        gc.disable()  # freeing a tensor of another stream is not allowed while recording
+        try:
+            for i, recording in enumerate(recordings):
+                on_progress(i / len(recordings))
+                if isinstance(recording, int):
+                    self.pieces.record(recording, recorder)
+                else:
+                    run = partial(self.run_padding, recording)
+                    rehearsal = partial(self._rehearse, recording)
+                    self._replays[recording] = recorder(Rehearsed(run, rehearsal))
+                if self._check is not None:
+                    self._check.note(recording)
+        finally:
+            if collects_garbage:
+                gc.enable()
+            # Recording ran the operations, or only seemed to: start the ring anew in either case.
+            self.ring.restart()
+            self._next_ring_row = 0
+
+    def run_padding(self, descriptor: BatchDescriptor) -> None:
+        """The operations of a recording. Their rows are those of the last upload, at first padding:
+        run like this, a step computes for nobody."""
+        slots, num_tokens = self.header.rows(descriptor.num_rows)
+        self._device_step(slots, num_tokens, descriptor, self.ring, self.hidden)
+
+    def _rehearse(self, descriptor: BatchDescriptor) -> None:
+        with self._rehearsing():
+            self.run_padding(descriptor)
+
+    def replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> torch.Tensor | IntArray:
+        """Run a recorded step. Returns where its tokens [rows] will be; see `pushed`."""
+        self._replay(descriptor, plan)
+        return self.pushed(plan.num_rows)
+
+    def replay_model(
+        self, descriptor: BatchDescriptor, plan: StepPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run a recorded step up to sampling. Returns slots [B], num_tokens [B] and the hidden
+        states [B, hidden] of its rows' last tokens, all of which the next replay overwrites."""
+        self._replay(descriptor, plan)
+        return *self.header.rows(plan.num_rows), self.hidden[: plan.num_rows]
+
+    def _replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> None:
+        if self._check is not None:
+            self._check.check(descriptor)
+        self.header.upload(plan, descriptor.num_rows)
+        self._replays[descriptor]()
+
+    def replay_sampling(self, dispatch: Dispatch) -> bool:
+        """Sample what `replay_model` has just left, with masks. False, and nothing done, where that
+        is not recorded."""
+        if dispatch.descriptor is None:
+            return False
+        sampling = replace(dispatch.descriptor, sampling=SamplingVariant.MASKED)
+        if sampling not in self._replays:
+            return False
+        if self._check is not None:
+            self._check.check(sampling)
+        self._replays[sampling]()
+        return True
+
+    def pushed(self, num_rows: int) -> torch.Tensor | IntArray:
+        """Where the tokens [num_rows] are that the step launched last pushes to the ring, for
+        RING_SIZE steps: the host's memory, or else the device's."""
+        row = self._next_ring_row
+        self._next_ring_row = (row + 1) % RING_SIZE
+        rows = self.ring.tokens if self.ring.host is None else self.ring.host
+        return rows[row, :num_rows]
+
+    def replay_pieces(self, size: int, plan: StepPlan) -> tuple[InputBatch, torch.Tensor]:
+        """Run the model on a step; see `PiecewiseGraphs.replay`."""
+        if self._check is not None:
+            self._check.check(size)
+        return self.pieces.replay(size, plan)

@@ -1,0 +1,267 @@
+"""Which recorded graph a step may replay, decided from counts the host knows. Pure Python.
+
+The dispatcher is separate from the graphs themselves so that every (rows, tokens) pair can be
+tested without a GPU. A step that replays nothing always has a reason, which screens show.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from termgen.vocabulary.sampling_params import MAX_LOGPROBS
+from termgen.vocabulary.step import StepPlan
+
+
+class GraphMode(enum.StrEnum):
+    FULL = "FULL"
+    """The whole step is one graph: inputs, model, sampling, state update. Or all but the last two,
+    where sampling is unusual or waits for masks."""
+    PIECEWISE = "PIECEWISE"
+    """Inputs and model are graphs with attention between them; sampling is launched after them."""
+    NONE = "NONE"
+    """Operations are launched one by one."""
+
+
+class SamplingVariant(enum.StrEnum):
+    """Which sampling a full graph contains."""
+
+    PLAIN = "plain"
+    """Greedy rows and rows with a temperature."""
+    FILTERED = "filtered"
+    """Those, and rows with top-k, top-p or min-p."""
+    OUTSIDE = "outside"
+    """None: it ends with hidden states, and any sampling is launched behind it."""
+    MASKED = "masked"
+    """Only that: what a step of the kind before left out, with rows under a grammar and filters."""
+
+
+class SamplingNeeds(NamedTuple):
+    """What a step's rows ask of the sampler; what nobody asks for is not launched."""
+
+    all_greedy: bool = False
+    filters: bool = False
+    """Top-k, top-p or min-p."""
+    grammar: bool = False
+    penalties: bool = False
+    min_tokens: bool = False
+    edits: bool = False
+    """A logit bias, allowed ids or bad words."""
+    max_logprobs: int | None = None
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> SamplingNeeds:
+        return cls(
+            all_greedy=not plan.needs_sampling,
+            filters=plan.needs_top_k_top_p,
+            grammar=plan.constrained is not None,
+            penalties=plan.needs_penalties,
+            min_tokens=plan.needs_min_tokens,
+            edits=plan.needs_logit_edits,
+            max_logprobs=plan.max_logprobs if plan.needs_logprobs else None,
+        )
+
+    @property
+    def is_simple(self) -> bool:
+        """Nothing that kernels do not sample with, once single logits are changed."""
+        return not (self.penalties or self.min_tokens or self.max_logprobs is not None)
+
+    @property
+    def variant(self) -> SamplingVariant:
+        """The recording that fits."""
+        if self.grammar or self.edits or not self.is_simple:
+            return SamplingVariant.OUTSIDE
+        return SamplingVariant.FILTERED if self.filters else SamplingVariant.PLAIN
+
+
+NEEDS = {
+    SamplingVariant.PLAIN: SamplingNeeds(),
+    SamplingVariant.FILTERED: SamplingNeeds(filters=True),
+    SamplingVariant.MASKED: SamplingNeeds(filters=True, grammar=True),
+}
+"""What the recordings that sample do."""
+
+EVERYTHING = SamplingNeeds(
+    filters=True,
+    grammar=True,
+    penalties=True,
+    min_tokens=True,
+    edits=True,
+    max_logprobs=MAX_LOGPROBS,
+)
+"""All that rows may ask of a sampler, at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDescriptor:
+    """What distinguishes one recording of a whole step from another. Sizes are padded ones."""
+
+    num_tokens: int
+    num_rows: int
+    is_decode: bool
+    """One token for each row; otherwise any rows and tokens up to these numbers."""
+    sampling: SamplingVariant
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """The decision for one step."""
+
+    mode: GraphMode
+    descriptor: BatchDescriptor | None = None
+    """The recording of a FULL step."""
+    padded_tokens: int | None = None
+    """Tokens that the recording computes; None when nothing is replayed. It is all that
+    distinguishes the recordings of PIECEWISE steps."""
+    reason: str = ""
+    """Why no recording of the whole step serves, where one might be expected."""
+
+    def num_padded(self, num_tokens: int) -> int:
+        return 0 if self.padded_tokens is None else self.padded_tokens - num_tokens
+
+
+def decode_sizes(max_num_seqs: int, largest: int = 512) -> tuple[int, ...]:
+    """Row counts to record, ascending: dense where padding costs most, always `max_num_seqs`."""
+    sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, largest + 1, 32)}
+    top = min(max_num_seqs, largest)
+    return tuple(sorted({s for s in sizes if s < top} | {top}))
+
+
+def mixed_sizes(max_num_batched_tokens: int, largest: int = 2048) -> tuple[int, ...]:
+    """Token counts to record for steps that hold prompts, ascending. Above the largest, launching
+    operations one by one takes less time than the device does."""
+    sizes = {16, 32, 64, *range(128, 513, 128), 768, 1024, 1536, 2048}
+    return tuple(sorted(s for s in sizes if s <= min(largest, max_num_batched_tokens)))
+
+
+def piecewise_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Token counts to record for steps cut at attention, ascending: those of both other kinds."""
+    mixed = mixed_sizes(max_num_batched_tokens)
+    return tuple(sorted({*decode_sizes(max_num_seqs), *mixed}))
+
+
+class CudaGraphDispatcher:
+    """Maps a step to a recording through precomputed tables of padded sizes.
+
+    A recording of the whole step comes first, then the pieces of its token count, then nothing.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        mixed: Sequence[int] = (),
+        piecewise: Sequence[int] = (),
+        max_num_seqs: int = 0,
+        disabled_reason: str = "",
+        why_not_full: str = "",
+    ) -> None:
+        """sizes: rows of the decode recordings; mixed: tokens of the others, whose rows are as many
+        as their tokens allow, `max_num_seqs` at most; piecewise: tokens of the recordings that are
+        cut at attention and hold any rows. disabled_reason: why no graph is ever used, when that is
+        so; why_not_full: the same of whole steps, where they were asked for."""
+        assert max_num_seqs or not (mixed or piecewise), "their rows go by max_num_seqs"
+        self.sizes = tuple(sorted(sizes))
+        self.split_sizes = tuple(s for s in self.sizes if s & (s - 1) == 0 or s == self.sizes[-1])
+        """Rows of the decodes that are recorded in two parts, model and sampling: fewer, for they
+        serve fewer steps, and a decode reads the weights whatever its size."""
+        self.mixed = tuple(sorted(mixed))
+        self.piecewise = tuple(sorted(piecewise))
+        self.max_num_seqs = max_num_seqs
+        self.disabled_reason = disabled_reason
+        self._why_not_full = why_not_full
+        self._padded_rows = _padded(self.sizes)
+        self._padded_split = _padded(self.split_sizes)
+        self._padded_tokens = _padded(self.mixed)
+        self._padded_pieces = _padded(self.piecewise)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.sizes or self.mixed or self.piecewise)
+
+    @property
+    def num_recordings(self) -> int:
+        """Of steps: one that is cut at attention counts once."""
+        return len(self.descriptors()) + len(self.piecewise)
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of any recording; 0 when there is none."""
+        tokens = max((*self.mixed, *self.piecewise), default=0)
+        return max((min(tokens, self.max_num_seqs), *self.sizes))
+
+    def descriptors(self) -> list[BatchDescriptor]:
+        """Every recording of a whole step, the largest first: later ones fit into its memory."""
+        plain, filtered, outside, masked = SamplingVariant
+        found = [self._decode(size, v) for size in self.sizes for v in (plain, filtered)]
+        found += [self._decode(size, v) for size in self.split_sizes for v in (outside, masked)]
+        found += [self._mixed(s, v) for s in self.mixed for v in (plain, filtered, outside)]
+        return sorted(found, key=lambda d: (-d.num_tokens, -d.num_rows))
+
+    def largest(self) -> CudaGraphDispatcher:
+        """A dispatcher of only the largest recordings, whose memory all others fit into."""
+        return CudaGraphDispatcher(
+            self.sizes[-1:],
+            mixed=self.mixed[-1:],
+            piecewise=self.piecewise[-1:],
+            max_num_seqs=self.max_num_seqs,
+        )
+
+    def _decode(self, size: int, sampling: SamplingVariant) -> BatchDescriptor:
+        return BatchDescriptor(size, size, True, sampling)
+
+    def _mixed(self, size: int, sampling: SamplingVariant) -> BatchDescriptor:
+        return BatchDescriptor(size, min(size, self.max_num_seqs), False, sampling)
+
+    def dispatch(
+        self,
+        *,
+        num_rows: int,
+        num_tokens: int,
+        sampling: SamplingVariant,
+    ) -> Dispatch:
+        if self.disabled_reason:
+            return Dispatch(GraphMode.NONE, reason=self.disabled_reason)
+        full = self._full(num_rows, num_tokens, sampling)
+        if full is not None:
+            return Dispatch(GraphMode.FULL, full, full.num_tokens)
+        reason = self._miss(num_rows, num_tokens)
+        if num_tokens >= len(self._padded_pieces):
+            return Dispatch(GraphMode.NONE, reason=reason)
+        if not self._recorded_whole(num_rows, num_tokens):
+            reason = self._why_not_full  # pieces are what was asked for
+        size = self._padded_pieces[num_tokens]
+        return Dispatch(GraphMode.PIECEWISE, padded_tokens=size, reason=reason)
+
+    def _full(
+        self, num_rows: int, num_tokens: int, sampling: SamplingVariant
+    ) -> BatchDescriptor | None:
+        if num_tokens == num_rows and num_rows < len(self._padded_rows):
+            is_split = sampling is SamplingVariant.OUTSIDE
+            padded = self._padded_split if is_split else self._padded_rows
+            return self._decode(padded[num_rows], sampling)
+        if num_tokens < len(self._padded_tokens) and num_rows <= self.max_num_seqs:
+            return self._mixed(self._padded_tokens[num_tokens], sampling)
+        return None
+
+    def _recorded_whole(self, num_rows: int, num_tokens: int) -> tuple[int, ...]:
+        """Sizes of the whole steps of this kind, decodes or others, that are recorded."""
+        return self.sizes if num_tokens == num_rows else self.mixed
+
+    def _miss(self, num_rows: int, num_tokens: int) -> str:
+        """Why no recording of the whole step serves, or none at all where only pieces could."""
+        is_decode = num_tokens == num_rows
+        if is_decode and self.sizes:
+            return f"more than {self.sizes[-1]} rows"
+        largest = max((*self.mixed, *self.piecewise), default=0)
+        if not largest:
+            return "a prompt is being computed"
+        return f"{'' if is_decode else 'a prompt, and '}more than {largest} tokens"
+
+
+def _padded(sizes: tuple[int, ...]) -> list[int]:
+    """The smallest size that holds each count from 0 on."""
+    return [sizes[bisect_left(sizes, n)] for n in range(sizes[-1] + 1)] if sizes else []

@@ -1,0 +1,226 @@
+"""From a plan and the device's rows to the tensors one step computes on.
+
+Everything that depends on token counts known only to the device (ids, positions, lengths, where
+KV goes) is computed on the device from its own rows. Buffers are allocated once; a step uses
+leading slices of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from termgen.engine.device.attention.base import AttentionMetadata
+from termgen.engine.device.kernels import why_unusable
+from termgen.engine.device.runner.request_state import RequestState
+from termgen.vocabulary.step import StepPlan
+
+
+@dataclass(slots=True)
+class InputBatch:
+    """One step's inputs: B rows, T tokens."""
+
+    slots: torch.Tensor  # [B] int64
+    num_tokens: torch.Tensor  # [B] int64
+    input_ids: torch.Tensor  # [T] int32
+    positions: torch.Tensor  # [T] int64
+    logits_indices: torch.Tensor | None
+    """[B] int64, each row's last token; None where each row has one."""
+    metadata: AttentionMetadata
+
+    def last_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """[T, ...] -> [B, ...]: what belongs to each row's last token."""
+        return values if self.logits_indices is None else values[self.logits_indices]
+
+
+class InputBuffers:
+    """Persistent buffers and the computation that fills them."""
+
+    def __init__(
+        self, *, max_num_tokens: int, max_num_seqs: int, block_size: int, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self.fused = not why_unusable(device)
+        """Whether one kernel does the work of many torch operations."""
+        self._block_table: torch.Tensor | None = None  # [rows, max_blocks], where it is used
+
+        def buffer(size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.input_ids = buffer(max_num_tokens, torch.int32)
+        self.positions = buffer(max_num_tokens, torch.int64)
+        self.slot_mapping = buffer(max_num_tokens, torch.int64)
+        self.query_start_loc = buffer(max_num_seqs + 1, torch.int32)
+        self.seq_lens = buffer(max_num_seqs, torch.int32)
+        self.arange = torch.arange(max(max_num_tokens, max_num_seqs) + 1, device=device)
+
+    def prepare(self, plan: StepPlan, state: RequestState) -> InputBatch:
+        """Compute a step's inputs on the device. No value comes back to the host."""
+        header = state.upload(np.stack((plan.slots, plan.num_tokens)).astype(np.int64))
+        slots, num_tokens = header[0], header[1]
+        max_seq_len = int((plan.num_computed + plan.num_tokens).max())
+        if plan.total_tokens == plan.num_rows:
+            return self.prepare_decode(slots, num_tokens, state, max_seq_len=max_seq_len)
+        return self.prepare_ragged(
+            slots,
+            num_tokens,
+            state,
+            total=plan.total_tokens,
+            num_decodes=int(np.count_nonzero(plan.num_tokens == 1)),
+            max_query_len=int(plan.num_tokens.max()),
+            max_seq_len=max_seq_len,
+        )
+
+    def prepare_ragged(
+        self,
+        slots: torch.Tensor,  # [B] int64
+        num_tokens: torch.Tensor,  # [B] int64, 0 for a padded row
+        state: RequestState,
+        *,
+        total: int,
+        num_decodes: int | None,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> InputBatch:
+        """Inputs of a step with any number of tokens per row, padded rows and tokens included.
+
+        total: at least the sum of num_tokens; what is above it is padding, computed for nobody.
+        num_decodes: None where only the device knows. All else is read from device memory.
+        """
+        num_rows = slots.shape[0]
+        ends = num_tokens.cumsum(0)
+        query_start_loc = self.query_start_loc[: num_rows + 1]
+        query_start_loc[1:].copy_(ends)
+        computed = state.num_computed[slots]
+        seq_lens = self.seq_lens[:num_rows]
+        seq_lens.copy_((computed + num_tokens) * (num_tokens > 0))
+        tokens = self.arange[:total]
+        row = torch.searchsorted(ends, tokens, right=True)
+        is_live = row < num_rows
+        row.clamp_(max=num_rows - 1)
+        positions = self.positions[:total]
+        positions.copy_(((computed - ends + num_tokens)[row] + tokens) * is_live)
+        token_slots = slots[row].masked_fill_(~is_live, state.pad_row)
+        input_ids, slot_mapping = self._fill_tokens(token_slots, positions, state)
+        metadata = AttentionMetadata(
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_table=state.block_table[slots, : self._num_blocks(max_seq_len)],
+            slot_mapping=slot_mapping,
+            num_rows=num_rows,
+            num_tokens=total,
+            num_decodes=num_decodes,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            block_size=self.block_size,
+        )
+        last = (ends - 1).clamp_(min=0)
+        return InputBatch(slots, num_tokens, input_ids, positions, last, metadata)
+
+    def prepare_decode(
+        self,
+        slots: torch.Tensor,  # [B] int64
+        num_tokens: torch.Tensor,  # [B] int64: 1, or 0 for a padded row
+        state: RequestState,
+        *,
+        max_seq_len: int,
+    ) -> InputBatch:
+        """Inputs of a step with one token per row, padded rows included.
+
+        Everything that varies from step to step is read from device memory, so a recording of
+        these operations stays right.
+        """
+        num_rows = slots.shape[0]
+        num_blocks = self._num_blocks(max_seq_len)
+        fill = self._fill_fused if self.fused else self._fill_with_torch
+        block_table = fill(slots, num_tokens, state, num_blocks)
+        metadata = AttentionMetadata(
+            query_start_loc=self.query_start_loc[: num_rows + 1],
+            seq_lens=self.seq_lens[:num_rows],
+            block_table=block_table,
+            slot_mapping=self.slot_mapping[:num_rows],
+            num_rows=num_rows,
+            num_tokens=num_rows,
+            num_decodes=num_rows,
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+            block_size=self.block_size,
+        )
+        return InputBatch(
+            slots,
+            num_tokens,
+            self.input_ids[:num_rows],
+            self.positions[:num_rows],
+            None,
+            metadata,
+        )
+
+    def _fill_with_torch(
+        self,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor,
+        state: RequestState,
+        num_blocks: int,
+    ) -> torch.Tensor:
+        """Fill the buffers for one token per row; returns the rows' block ids [B, num_blocks]."""
+        num_rows = len(slots)
+        positions = self.positions[:num_rows]
+        positions.copy_(state.num_computed[slots])
+        self._fill_tokens(slots, positions, state)
+        self.seq_lens[:num_rows].copy_((positions + 1) * num_tokens)
+        self.query_start_loc[: num_rows + 1].copy_(self.arange[: num_rows + 1])
+        return state.block_table[slots, :num_blocks]
+
+    def _fill_fused(
+        self,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor,
+        state: RequestState,
+        num_blocks: int,
+    ) -> torch.Tensor:
+        """The same in one kernel, which leaves out block ids beyond a row's length."""
+        from termgen.engine.device.kernels.prepare_inputs import prepare_decode
+
+        num_rows = len(slots)
+        if self._block_table is None:
+            shape = (len(self.seq_lens), state.block_table.shape[1])
+            self._block_table = torch.zeros(shape, dtype=torch.int32, device=slots.device)
+        block_table = self._block_table[:num_rows]
+        prepare_decode(
+            slots,
+            num_tokens,
+            num_computed=state.num_computed,
+            finished=state.finished,
+            token_ids=state.token_ids,
+            state_table=state.block_table,
+            block_size=self.block_size,
+            input_ids=self.input_ids[:num_rows],
+            positions=self.positions[:num_rows],
+            slot_mapping=self.slot_mapping[:num_rows],
+            seq_lens=self.seq_lens[:num_rows],
+            query_start_loc=self.query_start_loc[: num_rows + 1],
+            block_table=block_table,
+        )
+        return block_table[:, :num_blocks]
+
+    def _fill_tokens(
+        self,
+        slots: torch.Tensor,  # [T] int64, the slot of each token
+        positions: torch.Tensor,  # [T] int64
+        state: RequestState,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids [T] and where their KV goes [T]."""
+        input_ids = self.input_ids[: len(slots)]
+        input_ids.copy_(state.token_ids[slots, positions])
+        block = state.block_table[slots, positions // self.block_size].long()
+        # A row that stopped on the device may still be in a plan made before the host knew:
+        # it writes to the null block. So do padded rows.
+        block *= ~state.finished[slots]
+        slot_mapping = self.slot_mapping[: len(slots)]
+        torch.add(block * self.block_size, positions % self.block_size, out=slot_mapping)
+        return input_ids, slot_mapping
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

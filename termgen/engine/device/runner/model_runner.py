@@ -1,0 +1,408 @@
+"""Runs step plans on one device: rows in, model forward, sample, rows updated, tokens out.
+
+Owns the model, the KV cache and the request rows. Knows plans and results, not requests or text;
+called by the executor from one thread. The same code runs on CPU and CUDA.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from termgen.engine.device.attention.base import (
+    AttentionBackend,
+    ForwardContext,
+    empty_kv_cache,
+)
+from termgen.engine.device.kernels import why_unusable
+from termgen.engine.device.models.config import ModelConfig
+from termgen.engine.device.models.decoder import CausalDecoder, one_layer_of_each_kind
+from termgen.engine.device.models.transformers_backend import TransformersDecoder
+from termgen.engine.device.runner.address_check import AddressCheck, NamedTensor, tensors_of
+from termgen.engine.device.runner.async_output import (
+    RecordedOutput,
+    StepTensors,
+    make_copy_stream,
+    output_of,
+)
+from termgen.engine.device.runner.cuda_graphs import RING_SIZE, FullGraphs
+from termgen.engine.device.runner.device_clock import DeviceClock, cuda_event
+from termgen.engine.device.runner.dispatch import (
+    NEEDS,
+    BatchDescriptor,
+    CudaGraphDispatcher,
+    Dispatch,
+    SamplingNeeds,
+    SamplingVariant,
+)
+from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers
+from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs
+from termgen.engine.device.runner.prompt_logprobs import prompt_logprobs
+from termgen.engine.device.runner.request_state import RequestState
+from termgen.engine.device.runner.row_header import RowHeader
+from termgen.engine.device.runner.sampling_inputs import sampling_metadata
+from termgen.engine.device.runner.token_ring import TokenRing
+from termgen.engine.device.runner.unsampled_step import ModelOutput, UnsampledStep
+from termgen.engine.device.sampling.sampler import Sampler
+from termgen.vocabulary.request import IntArray
+from termgen.vocabulary.step import StepPlan
+from termgen.vocabulary.token_mask import RowMasks
+
+if TYPE_CHECKING:
+    from termgen.engine.device.kernels.compilation import CompileCounter
+    from termgen.engine.device.sampling.fused import FusedSampler
+
+
+class ModelRunner:
+    """One model on one device."""
+
+    def __init__(
+        self,
+        model: CausalDecoder | TransformersDecoder,
+        model_config: ModelConfig,
+        attention: AttentionBackend,
+        *,
+        dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
+        device: torch.device,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        num_eos_ids: int,
+        spins: bool = False,
+        debug: bool = False,
+    ) -> None:
+        """spins: never sleep while a recorded step runs. debug: check addresses at every replay."""
+        self.model = model
+        self.config = model_config
+        self.attention = attention
+        self.dtype = dtype
+        self.kv_cache_dtype = kv_cache_dtype
+        self.device = device
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.debug = debug
+        self.sampler = Sampler()
+        self.fused_sampler: FusedSampler | None = None
+        if not why_unusable(device):
+            self.use_fused_sampler(max_num_seqs)
+        self.kv_caches: list[torch.Tensor] = []
+        self.state = RequestState(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_blocks=-(-max_model_len // block_size),
+            vocab_size=model_config.vocab_size,
+            num_eos_ids=num_eos_ids,
+            device=device,
+        )
+        self.buffers = InputBuffers(
+            max_num_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            block_size=block_size,
+            device=device,
+        )
+        self._copy_stream = make_copy_stream(device)
+        self._clock = None
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            self._clock = DeviceClock(partial(cuda_event, spins=spins), stream=stream)
+        self._late_compiles: CompileCounter | None = None
+        self.graphs = self.make_graphs(
+            CudaGraphDispatcher((), disabled_reason="no graphs recorded")
+        )
+
+    def use_fused_sampler(self, max_num_seqs: int) -> None:
+        """Sample by kernels whatever they can sample."""
+        from termgen.engine.device.sampling.fused import FusedSampler
+
+        self.fused_sampler = FusedSampler(
+            max_rows=max_num_seqs, vocab_size=self.config.vocab_size, device=self.device
+        )
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether steps run kernels that have to be compiled."""
+        return self.fused_sampler is not None
+
+    def be_ready(self) -> None:
+        """From now on no step should compile anything: those that do are counted."""
+        if self.uses_kernels:
+            from termgen.engine.device.kernels.compilation import CompileCounter
+
+            self._late_compiles = CompileCounter()
+
+    @property
+    def num_late_compiles(self) -> int:
+        """Kernels compiled since `be_ready`."""
+        return self._late_compiles.count if self._late_compiles is not None else 0
+
+    def watch_compiles(self) -> AbstractContextManager[object]:
+        """Around whatever runs once the engine is ready."""
+        return self._late_compiles if self._late_compiles is not None else nullcontext()
+
+    def bytes_per_block(self) -> int:
+        """KV bytes of one block over all layers."""
+        c = self.config
+        numbers = 2 * self.block_size * c.num_kv_heads * c.head_dim * c.num_layers
+        return numbers * self.kv_cache_dtype.itemsize
+
+    def init_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the paged KV cache, block 0 being the null block. Zeroed: no NaN to read."""
+        self.kv_caches = []  # drop the old one first
+        self.kv_caches = [
+            empty_kv_cache(
+                self.attention,
+                self._zeros,
+                num_blocks=num_blocks,
+                block_size=self.block_size,
+                num_kv_heads=self.config.num_kv_heads,
+                head_dim=self.config.head_dim,
+            )
+            for _ in range(self.config.num_layers)
+        ]
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.kv_cache_dtype, device=self.device)
+        # numpy's zeros are pages the system fills in when they are first touched: a large cache
+        # costs neither start-up time nor memory until it is used.
+        dtype = self.kv_cache_dtype
+        size = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+
+    def make_graphs(self, dispatcher: CudaGraphDispatcher) -> FullGraphs:
+        """An empty set of recordings of this runner's steps.
+
+        They hold the runner weakly: it holds them, and its memory is to go as soon as it is left.
+        """
+        runner = weakref.proxy(self)
+        size, pad_row = max(1, dispatcher.max_rows), self.state.pad_row
+        header = RowHeader(size, pad_row=pad_row, device=self.device)
+        shape = (size, self.config.hidden_size)
+        hidden = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        pieces = PiecewiseGraphs(
+            self.model,
+            self.attention,
+            self.kv_caches,
+            config=self.config,
+            buffers=self.buffers,
+            state=self.state,
+            header=header,
+            sizes=dispatcher.piecewise,
+            max_num_seqs=dispatcher.max_num_seqs,
+            dtype=self.dtype,
+        )
+        # Only kernels of ours can write the host's memory.
+        is_mapped = self.state.fused and self.device.type == "cuda"
+        ring = TokenRing(RING_SIZE, max(size, pad_row), self.device, is_mapped=is_mapped)
+        check = None
+        if self.debug:
+            tensors = partial(ModelRunner._recorded_tensors, runner, header, pieces, hidden)
+            check = AddressCheck(tensors)
+        return FullGraphs(
+            partial(ModelRunner.step_on_device, runner),
+            dispatcher,
+            header,
+            pieces,
+            ring=ring,
+            hidden=hidden,
+            address_check=check,
+            rehearsing=partial(one_layer_of_each_kind, self.model),
+        )
+
+    def _recorded_tensors(
+        self, header: RowHeader, pieces: PiecewiseGraphs, hidden: torch.Tensor
+    ) -> Iterator[NamedTensor]:
+        """What recordings read or write and steps leave in place."""
+        yield from self.model.named_parameters("model")
+        yield from self.model.named_buffers("model")
+        for layer, cache in enumerate(self.kv_caches):
+            yield f"kv_caches[{layer}]", cache
+        yield from tensors_of("state", self.state)
+        yield from tensors_of("buffers", self.buffers)
+        yield from tensors_of("header", header)
+        yield from tensors_of("pieces", pieces)
+        yield "hidden", hidden
+
+    def record_next(self) -> bool:
+        """Record one graph that was left for idle moments; False when none is left."""
+        with self.watch_compiles():
+            made_one = self.graphs.record_next()
+        if made_one and self.device.type == "cuda" and not self.graphs.num_waiting:
+            # What trying them took is kept for the recorder's stream, where no step runs.
+            torch.cuda.empty_cache()
+        return made_one
+
+    def execute(self, plan: StepPlan) -> RecordedOutput | UnsampledStep:
+        """Launch one step, but with constrained rows no sampling. On CUDA it returns before the
+        device is done.
+
+        Between two steps of the same rows lies no more than this, so it calls little of torch.
+        """
+        started_ns = time.perf_counter_ns()
+        # A busy device comes to the rows without a pause; one at rest begins with the step.
+        clock = self._clock
+        start = None
+        if plan.changes_rows:
+            start = clock.start() if clock is not None and clock.is_busy else None
+            with torch.inference_mode(), self.watch_compiles():
+                self.state.update(plan)
+        needs = SamplingNeeds.of(plan)
+        dispatch = self.graphs.dispatch(plan, needs)
+        if clock is not None and start is None:
+            start = clock.start()
+        finish = partial(
+            output_of,
+            plan,
+            dispatch,
+            started_ns,
+            copy_stream=self._copy_stream,
+            device_start=start,
+            num_late_compiles=lambda: self.num_late_compiles,
+        )
+        descriptor = dispatch.descriptor
+        if descriptor is not None and descriptor.sampling is not SamplingVariant.OUTSIDE:
+            return finish(self.graphs.replay(descriptor, plan))  # which compiles nothing
+        with torch.inference_mode(), self.watch_compiles():
+            output = self._run_model(plan, dispatch)
+        finish = partial(finish, model_span_ns=output.span_ns)
+        sample = partial(self._sample_step, plan, dispatch, needs, output, finish)
+        return sample(None) if plan.constrained is None else UnsampledStep(sample)
+
+    def _run_model(self, plan: StepPlan, dispatch: Dispatch) -> ModelOutput:
+        """Of a step that no recording samples."""
+        if dispatch.descriptor is not None:
+            return ModelOutput(*self.graphs.replay_model(dispatch.descriptor, plan))
+        if dispatch.padded_tokens is not None:
+            batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
+            return ModelOutput(batch.slots, batch.num_tokens, hidden)
+        batch = self.buffers.prepare(plan, self.state)
+        is_timed = self.device.type == "cpu"
+        began_ns = time.perf_counter_ns() if is_timed else 0
+        hidden = self._hidden(batch, None if plan.prompt_spans else batch.logits_indices)
+        span_ns = (began_ns, time.perf_counter_ns()) if is_timed else (0, 0)
+        if not plan.prompt_spans:
+            return ModelOutput(batch.slots, batch.num_tokens, hidden, span_ns=span_ns)
+        of_prompts = prompt_logprobs(plan, hidden, self.state, self.model.compute_logits)
+        hidden = batch.last_tokens(hidden)
+        return ModelOutput(batch.slots, batch.num_tokens, hidden, of_prompts, span_ns)
+
+    def _sample_step(
+        self,
+        plan: StepPlan,
+        dispatch: Dispatch,
+        needs: SamplingNeeds,
+        output: ModelOutput,
+        finish: Callable[[StepTensors | torch.Tensor | IntArray], RecordedOutput],
+        masks: RowMasks | None,
+    ) -> RecordedOutput:
+        """What is left of a step whose model has been launched. masks: where rows need them."""
+        with torch.inference_mode(), self.watch_compiles():
+            num_tokens = output.num_tokens
+            if masks is not None:
+                self.state.set_masks(plan, masks, by_kernels=self._kernels_for(needs) is not None)
+                if len(masks.late):  # short of its newest token, a row samples nothing
+                    is_late = np.zeros(plan.num_rows, np.int64)
+                    is_late[masks.late] = 1
+                    num_tokens = num_tokens - self.state.upload(is_late)
+                elif needs.is_simple and not needs.edits and self.graphs.replay_sampling(dispatch):
+                    return finish(self.graphs.pushed(plan.num_rows))
+            of_prompts = output.prompt_logprobs
+            is_plain = needs.is_simple and of_prompts is None
+            ring = self.graphs.ring if is_plain else None  # tokens alone need no copy
+            logits = self.model.compute_logits(output.hidden)
+            sampled = self._sample(output.slots, num_tokens, logits, needs, ring)
+        if is_plain:
+            return finish(self.graphs.pushed(plan.num_rows))
+        return finish(replace(sampled, prompt_logprobs=of_prompts))
+
+    def _kernels_for(self, needs: SamplingNeeds) -> FusedSampler | None:
+        """The kernels that sample such a step; None where `sampler` does."""
+        return self.fused_sampler if needs.is_simple else None
+
+    def step_on_device(
+        self,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor,
+        descriptor: BatchDescriptor,
+        ring: TokenRing,
+        hidden: torch.Tensor,
+    ) -> None:
+        """A step, or a part of one, from device memory alone: what a full graph records.
+
+        slots, num_tokens: [B] int64, num_tokens 0 for a padded row. Pushes tokens [B] int32 to the
+        ring; a step without sampling writes the hidden state of each row's last token to the front
+        of `hidden` instead, where sampling alone reads it.
+        """
+        if descriptor.sampling is SamplingVariant.MASKED:
+            logits = self.model.compute_logits(hidden[: len(slots)])
+            self._sample(slots, num_tokens, logits, NEEDS[descriptor.sampling], ring)
+            return
+        if descriptor.is_decode:
+            batch = self.buffers.prepare_decode(
+                slots, num_tokens, self.state, max_seq_len=self.max_model_len
+            )
+        else:
+            batch = self.buffers.prepare_ragged(
+                slots,
+                num_tokens,
+                self.state,
+                total=descriptor.num_tokens,
+                num_decodes=None,
+                max_query_len=descriptor.num_tokens,
+                max_seq_len=self.max_model_len,
+            )
+        if descriptor.sampling is SamplingVariant.OUTSIDE:
+            hidden[: len(slots)].copy_(self._hidden(batch, batch.logits_indices))
+        else:
+            needs = NEEDS[descriptor.sampling]
+            self._sample(batch.slots, batch.num_tokens, self.forward(batch), needs, ring)
+
+    def _sample(
+        self,
+        slots: torch.Tensor,  # [B] int64
+        num_tokens: torch.Tensor,  # [B] int64
+        logits: torch.Tensor,  # [B, V]
+        needs: SamplingNeeds,
+        ring: TokenRing | None,
+    ) -> StepTensors:
+        """Sampling and state update."""
+        logprobs = None
+        if kernels := self._kernels_for(needs):
+            if needs.edits:
+                logits = self.state.edit_logits(slots, logits)
+            token_ids = kernels(
+                logits,
+                slots,
+                num_tokens,
+                self.state,
+                filters=needs.filters,
+                grammar=needs.grammar,
+                edited=needs.edits,
+            )
+        else:
+            meta = sampling_metadata(self.state, slots, num_tokens, needs)
+            output = self.sampler(logits.float(), meta)
+            token_ids, logprobs = output.token_ids, output.logprobs
+        return StepTensors(self.state.append_sampled(slots, num_tokens, token_ids, ring), logprobs)
+
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """[B, V] logits of each row's last token, in the model's type."""
+        return self.model.compute_logits(self._hidden(batch, batch.logits_indices))
+
+    def _hidden(self, batch: InputBatch, wanted: torch.Tensor | None) -> torch.Tensor:
+        """[N, H] normed hidden states of the wanted tokens; None for all."""
+        self.attention.prepare(batch.metadata)
+        context = ForwardContext(batch.metadata, self.kv_caches, wanted)
+        hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, context)
+        return hidden

@@ -1,0 +1,185 @@
+"""Recordings of steps cut at attention: all that depends on a step's token count alone.
+
+For each size, a number of tokens, the inputs are one graph, the model up to the first attention is
+another, what lies between two attentions is one each, and the end up to each row's hidden state is
+the last. Attention runs eagerly between them, with the step's own rows and lengths; logits and
+sampling after them. So any rows and any sampling fit, and only tokens are padded.
+
+What eager operations share with graphs lies in buffers of the largest size that smaller ones use
+the front of: queries, attention's results, hidden states. All else that a piece computes is
+memory of the recorder's pool that later pieces take again once nothing here refers to it. That is
+sound because the pieces of a size are replayed in the order in which they were recorded, and those
+of two sizes never at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
+
+import numpy as np
+import torch
+
+from termgen.engine.device.attention.base import AttentionBackend, AttentionMetadata, ForwardContext
+from termgen.engine.device.models.config import ModelConfig
+from termgen.engine.device.models.pieces import Carried, PiecewiseModel
+from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers
+from termgen.engine.device.runner.request_state import RequestState
+from termgen.engine.device.runner.row_header import RowHeader
+from termgen.vocabulary.step import StepPlan
+
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+"""Turns operations into something that repeats them on the same memory."""
+
+
+class PiecewiseGraphs:
+    """One list of recorded pieces per token count."""
+
+    def __init__(
+        self,
+        model: object,
+        attention: AttentionBackend,
+        kv_caches: list[torch.Tensor],
+        *,
+        config: ModelConfig,
+        buffers: InputBuffers,
+        state: RequestState,
+        header: RowHeader,
+        sizes: Sequence[int],
+        max_num_seqs: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """model: must be a `PiecewiseModel` where there are sizes."""
+        assert not sizes or isinstance(model, PiecewiseModel), type(model)
+        self.sizes = tuple(sorted(sizes, reverse=True))
+        """Largest first, the order in which to record them."""
+        self.model = cast(PiecewiseModel, model)
+        self.attention = attention
+        self.kv_caches = kv_caches
+        self.buffers = buffers
+        self.state = state
+        self.header = header
+        self._max_num_seqs = max_num_seqs
+        self._replays: dict[int, list[Callable[[], None]]] = {}
+        most = max(self.sizes, default=0)
+        most_rows = self.max_rows(most)
+        heads = (most, config.num_heads, config.head_dim)
+        self.q, self.attended = (
+            torch.zeros(heads, dtype=dtype, device=state.device) for _ in range(2)
+        )
+        self.last_tokens = torch.zeros(most_rows, dtype=torch.int64, device=state.device)
+        """[B]: index of each row's last token."""
+        shape = (most_rows, config.hidden_size)
+        self.hidden = torch.zeros(shape, dtype=dtype, device=state.device)
+        """[B, hidden]: the normed hidden state of each row's last token."""
+
+    @property
+    def recorded(self) -> tuple[int, ...]:
+        """The sizes recorded so far."""
+        return tuple(self._replays)
+
+    def max_rows(self, size: int) -> int:
+        """The rows of the recordings of a size: as many as can be."""
+        return min(size, self._max_num_seqs)
+
+    def record(self, size: int, recorder: Recorder) -> None:
+        """Record all pieces of a size. All rows are padding meanwhile."""
+        forward = _RecordedForward(self, size)
+        pieces: list[Callable[[], None]] = [forward.inputs, forward.first]
+        pieces += [partial(forward.next, i) for i in range(self.model.num_attentions - 1)]
+        pieces.append(forward.last)
+        replays = []
+        for piece in pieces:
+            replay = recorder(piece)
+            replay()  # so that the next piece is tried on numbers, not on what memory holds
+            replays.append(replay)
+        self._replays[size] = replays
+
+    def replay(self, size: int, plan: StepPlan) -> tuple[InputBatch, torch.Tensor]:
+        """Run the model on a step. Returns its inputs, and the hidden states [B, hidden] of its
+        rows' last tokens, which the next replay overwrites."""
+        self.header.upload(plan, self.max_rows(size))
+        inputs, first, *others = self._replays[size]
+        inputs()
+        batch = self._batch(plan)
+        # Attention may look at its plan before the kernel ahead of it has ended (`kernels.launch`),
+        # so the plan is made a graph ahead of it.
+        self.attention.prepare(batch.metadata)
+        first()
+        context = ForwardContext(batch.metadata, self.kv_caches)
+        num_tokens = plan.total_tokens
+        q, attended = self.q[:num_tokens], self.attended[:num_tokens]
+        for index, piece in enumerate(others):
+            self.model.attend(index, q, context, out=attended)
+            piece()
+        return batch, self.hidden[: plan.num_rows]
+
+    def _batch(self, plan: StepPlan) -> InputBatch:
+        """The inputs without padding, as they have just been computed."""
+        num_rows, num_tokens, buffers = plan.num_rows, plan.total_tokens, self.buffers
+        slots, counts = self.header.rows(num_rows)
+        max_seq_len = int((plan.num_computed + plan.num_tokens).max())
+        metadata = AttentionMetadata(
+            query_start_loc=buffers.query_start_loc[: num_rows + 1],
+            seq_lens=buffers.seq_lens[:num_rows],
+            block_table=self.state.block_table[slots, : -(-max_seq_len // buffers.block_size)],
+            slot_mapping=buffers.slot_mapping[:num_tokens],
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            num_decodes=int(np.count_nonzero(plan.num_tokens == 1)),
+            max_query_len=int(plan.num_tokens.max()),
+            max_seq_len=max_seq_len,
+            block_size=buffers.block_size,
+        )
+        ids, positions = buffers.input_ids[:num_tokens], buffers.positions[:num_tokens]
+        return InputBatch(slots, counts, ids, positions, self.last_tokens[:num_rows], metadata)
+
+
+class _RecordedForward:
+    """The pieces of one size while they are recorded. It goes once they are, and with it what a
+    pass carries from piece to piece, so that smaller sizes take the same memory."""
+
+    def __init__(self, graphs: PiecewiseGraphs, size: int) -> None:
+        self._graphs = graphs
+        self._size = size
+        self._q, self._attended = graphs.q[:size], graphs.attended[:size]
+        self._num_rows = graphs.max_rows(size)
+        self._batch: InputBatch | None = None
+        self._context: ForwardContext | None = None
+        self._carried: Carried | None = None
+
+    def inputs(self) -> None:
+        graphs, num_rows = self._graphs, self._num_rows
+        slots, num_tokens = graphs.header.rows(num_rows)
+        batch = graphs.buffers.prepare_ragged(
+            slots,
+            num_tokens,
+            graphs.state,
+            total=self._size,
+            num_decodes=None,
+            max_query_len=self._size,
+            max_seq_len=0,  # block ids are for attention, which takes those of the step
+        )
+        assert batch.logits_indices is not None
+        graphs.last_tokens[:num_rows].copy_(batch.logits_indices)
+        self._batch = batch
+        self._context = ForwardContext(batch.metadata, graphs.kv_caches)
+
+    def first(self) -> None:
+        assert self._batch is not None and self._context is not None
+        ids, positions = self._batch.input_ids, self._batch.positions
+        self._carried, _ = self._graphs.model.first_piece(ids, positions, self._context, q=self._q)
+
+    def next(self, index: int) -> None:
+        assert self._context is not None and self._carried is not None
+        self._graphs.model.next_piece(
+            index, self._attended, self._carried, self._context, q=self._q
+        )
+
+    def last(self) -> None:
+        assert self._carried is not None
+        graphs, num_rows = self._graphs, self._num_rows
+        wanted = graphs.last_tokens[:num_rows]
+        hidden = graphs.model.last_piece(self._attended, self._carried, wanted)
+        graphs.hidden[:num_rows].copy_(hidden)

@@ -1,0 +1,279 @@
+"""Permanent rows of per-request state on the device, indexed by slot.
+
+Rows change only through operations on the one compute stream, so their order is the stream's
+order: a step launched later sees what every earlier step wrote, and the host need not wait.
+Row `max_num_seqs` belongs to nobody; padded batch rows point to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from termgen.engine.device.kernels import why_unusable
+from termgen.engine.device.runner.logit_edit_tables import LogitEditTables
+from termgen.engine.device.runner.token_ring import TokenRing
+from termgen.engine.device.sampling.logit_edits import edit_logits as edit_gathered
+from termgen.engine.device.sampling.token_mask import TokenMasks
+from termgen.vocabulary.sampling_params import MAX_STOP_TOKEN_IDS
+from termgen.vocabulary.step import AddedRow, StepPlan
+from termgen.vocabulary.token_mask import RowMasks
+
+
+class RequestState:
+    """The device's truth about every slot. R = max_num_seqs + 1 rows."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_blocks: int,
+        vocab_size: int,
+        num_eos_ids: int,
+        device: torch.device,
+    ) -> None:
+        rows = max_num_seqs + 1
+        self.device = device
+        self.vocab_size = vocab_size
+        self.pad_row = max_num_seqs
+        self.fused = not why_unusable(device)
+        """Whether one kernel does the work of many torch operations."""
+
+        def columns(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            """Columns that are written together, as a matrix and each by itself; every one starts
+            where a kernel may read 16 bytes at once."""
+            matrix = torch.zeros((count, -(-rows // 16) * 16), dtype=dtype, device=device)
+            return matrix, list(matrix[:, :rows])
+
+        self.token_ids = torch.zeros((rows, max_model_len), dtype=torch.int32, device=device)
+        self.block_table = torch.zeros((rows, max_blocks), dtype=torch.int32, device=device)
+        self._integers, integers = columns(6, torch.int64)
+        self.total_len, self.num_computed, self.prompt_len, *integers = integers
+        """Known tokens, sampled ones included; those with KV; those of the prompt."""
+        self.limit, self.min_total, self.seeds = integers
+        """Most tokens; prompt + min_tokens, below which stop ids are suppressed; seeds."""
+        self._reals, reals = columns(6, torch.float32)
+        self.temperature, self.top_p, self.min_p, *reals = reals
+        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = reals
+        self.top_p.fill_(1.0)
+        self.repetition_penalty.fill_(1.0)
+        self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.finished = torch.ones(rows, dtype=torch.bool, device=device)
+        """Stopped or released: computes into the null block and samples nothing."""
+        stop_columns = MAX_STOP_TOKEN_IDS + num_eos_ids
+        self.stop_ids = torch.full((rows, stop_columns), -1, dtype=torch.int64, device=device)
+        self.has_grammar = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.token_masks = torch.zeros(
+            (rows, -(-vocab_size // 32)), dtype=torch.int32, device=device
+        )
+        """[R, W]: a bit for each token that a row with a grammar may sample next."""
+        self.host_masks = self.token_masks
+        """The same for kernels: on CUDA in the host's memory, which they can read, so that a mask
+        is there as soon as it is written."""
+        if self.fused and device.type == "cuda":
+            self.host_masks = torch.zeros_like(self.token_masks, device="cpu").pin_memory()
+        self.output_counts: torch.Tensor | None = None  # [R, V] int32, once a penalty is asked for
+        self.prompt_mask: torch.Tensor | None = None  # [R, V] bool, likewise
+        self.edits: LogitEditTables | None = None
+        """Once a logit bias, allowed ids or bad words are asked for."""
+
+    def update(self, plan: StepPlan) -> None:
+        """Bring rows up to a plan: release, add, append blocks, in that order."""
+        if plan.released_slots:
+            # Assigning through an index would copy the value from the host, and that copy waits
+            # for every step in flight.
+            released = self.upload(np.asarray(plan.released_slots, np.int64))
+            self.finished.index_fill_(0, released, True)
+        if plan.added:
+            self._add(plan.added)
+        if len(plan.block_ids):
+            # One index into all tables: half the host's time of an index for slots and one more.
+            places = plan.block_slots.astype(np.int64) * self.block_table.shape[1]
+            places += plan.block_positions
+            both = self.upload(np.concatenate((places.view(np.int32), plan.block_ids)))
+            where, blocks = both[: 2 * len(places)].view(torch.int64), both[2 * len(places) :]
+            self.block_table.view(-1).index_copy_(0, where, blocks)
+
+    def set_masks(self, plan: StepPlan, masks: RowMasks, *, by_kernels: bool) -> None:
+        """Put the masks of a plan's rows where its sampling reads them. by_kernels: who samples.
+
+        No step under way needs a row's old mask: its token has landed, or the row was late and
+        samples nothing there, so that a mask half written does no harm.
+        """
+        if not len(masks.rows):
+            return
+        slots, num_words = plan.slots[masks.rows], self.token_masks.shape[1]  # no unknown tokens
+        if by_kernels or self.device.type == "cpu":
+            rows = self.host_masks.numpy()
+            for slot, bits in zip(slots.tolist(), masks.bits, strict=True):
+                rows[slot] = bits[:num_words]
+        else:
+            rows = np.stack([bits[:num_words] for bits in masks.bits])
+            where = self.upload(slots.astype(np.int64))
+            self.token_masks.index_copy_(0, where, self.upload(rows))
+
+    def masks_of(self, slots: torch.Tensor) -> TokenMasks:
+        """slots: [B] int64."""
+        return TokenMasks(slots, self.has_grammar, self.token_masks)
+
+    def upload(self, values: np.ndarray) -> torch.Tensor:
+        """Host array to device without waiting."""
+        tensor = torch.from_numpy(values)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _add(self, added: Sequence[AddedRow]) -> None:
+        """Few copies for all rows: each costs the host as much as the launch of a kernel."""
+        params = [row.params for row in added]
+        integers = [
+            [row.slot for row in added],
+            [len(row.token_ids) for row in added],
+            [row.num_computed_tokens for row in added],
+            [row.num_prompt_tokens for row in added],
+            [row.max_total_tokens for row in added],
+            [row.num_prompt_tokens + row.params.min_tokens for row in added],
+            [row.seed for row in added],
+            [row.has_grammar for row in added],
+            [p.top_k for p in params],
+        ]
+        reals = [
+            [0.0 if p.is_greedy else p.temperature for p in params],
+            [p.top_p for p in params],
+            [p.min_p for p in params],
+            [p.repetition_penalty for p in params],
+            [p.presence_penalty for p in params],
+            [p.frequency_penalty for p in params],
+        ]
+        stops = np.full((self.stop_ids.shape[1], len(added)), -1, np.int64)
+        for i, row in enumerate(added):
+            stops[: len(row.stop_token_ids), i] = row.stop_token_ids
+        uploaded = self.upload(np.concatenate((np.asarray(integers, np.int64), stops)))
+        slots, (has_grammar, top_k) = uploaded[0], uploaded[len(integers) - 2 : len(integers)]
+        self._integers.index_copy_(1, slots, uploaded[1 : len(integers) - 2])
+        self._reals.index_copy_(1, slots, self.upload(np.asarray(reals, np.float32)))
+        self.has_grammar.index_copy_(0, slots, has_grammar.bool())
+        self.top_k.index_copy_(0, slots, top_k.int())
+        self.stop_ids.index_copy_(0, slots, uploaded[len(integers) :].T)
+        self.finished.index_fill_(0, slots, False)
+        self._write_tokens(added)
+        if self.output_counts is None and any(p.has_penalties for p in params):
+            self.make_penalty_tables()
+        for row in added:
+            if row.params.has_penalties:
+                self._count_tokens(row)
+        if self.edits is None and any(p.edits_logits for p in params):
+            self.make_edit_tables()
+        if self.edits is not None:
+            for row in added:
+                self.edits.take_over(row)
+
+    def _write_tokens(self, added: Sequence[AddedRow]) -> None:
+        width = self.token_ids.shape[1]
+        places = [np.arange(len(row.token_ids)) + row.slot * width for row in added]
+        tokens = np.concatenate([row.token_ids for row in added]).astype(np.int32, copy=False)
+        self.token_ids.view(-1).index_copy_(
+            0, self.upload(np.concatenate(places)), self.upload(tokens)
+        )
+
+    def make_penalty_tables(self) -> None:
+        # Gigabytes for a large vocabulary and many slots, so only once somebody asks.
+        shape = (len(self.total_len), self.vocab_size)
+        self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
+
+    def make_edit_tables(self) -> None:
+        self.edits = LogitEditTables(len(self.total_len), self.vocab_size, self.device)
+
+    def edit_logits(self, slots: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """New logits [B, V] of the same type, where rows have edits; slots [B] int64."""
+        tables, tokens = self.edits, self.token_ids
+        assert tables is not None
+        lengths = {"total_len": self.total_len, "prompt_len": self.prompt_len}
+        if self.fused:
+            from termgen.engine.device.kernels.edit_logits import edit_logits
+
+            return edit_logits(logits, slots, tables, token_ids=tokens, **lengths)
+        edits = tables.gather(slots, token_ids=tokens, **lengths)
+        return edit_gathered(logits.float(), edits).to(logits.dtype)
+
+    def drop_tables(self) -> None:
+        """Of penalties and of logit edits."""
+        self.output_counts = self.prompt_mask = self.edits = None
+
+    def _count_tokens(self, row: AddedRow) -> None:
+        assert self.output_counts is not None and self.prompt_mask is not None
+        tokens = self.upload(row.token_ids).long()
+        prompt, output = tokens[: row.num_prompt_tokens], tokens[row.num_prompt_tokens :]
+        self.prompt_mask[row.slot] = False
+        self.prompt_mask[row.slot].index_fill_(0, prompt, True)
+        counts = self.output_counts[row.slot]
+        counts.zero_()
+        counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+    def append_sampled(
+        self,
+        slots: torch.Tensor,  # [B] int64
+        num_tokens: torch.Tensor,  # [B] int64
+        sampled: torch.Tensor,  # [B] int64
+        ring: TokenRing | None = None,
+    ) -> torch.Tensor:  # [B] int32
+        """Take in a step's samples and count its tokens as computed.
+
+        Returns the tokens, and pushes them to the ring: -1 for a row whose sample does not count,
+        because it has not computed its newest token yet or was finished before. A row that sampled
+        CORRUPT_TOKEN is finished, and that is what it returns. Steps with a ring hold no row with
+        penalties, so nothing is counted for them.
+        """
+        if self.fused:
+            return self._append_fused(slots, num_tokens, sampled, ring)
+        total = self.total_len[slots]
+        computed = self.num_computed[slots] + num_tokens
+        takes = (computed >= total) & ~self.finished[slots]
+        where = total.clamp(max=self.token_ids.shape[1] - 1)
+        old = self.token_ids[slots, where]
+        # A corrupt row ends here; the steps that run it on read an id that exists.
+        is_corrupt = sampled < 0
+        known = sampled.clamp(min=0)
+        self.token_ids[slots, where] = torch.where(takes, known.to(torch.int32), old)
+        total = total + takes
+        stopped = (self.stop_ids[slots] == sampled[:, None]).any(dim=1)
+        stopped = (stopped & (total > self.min_total[slots])) | (total >= self.limit[slots])
+        stopped |= is_corrupt
+        self.finished[slots] |= takes & stopped
+        self.total_len[slots] = total
+        self.num_computed[slots] = computed
+        if self.output_counts is not None and ring is None:
+            counts = (takes & ~is_corrupt).to(torch.int32)
+            self.output_counts.index_put_((slots, known), counts, accumulate=True)
+        tokens = torch.where(takes, sampled, -1).to(torch.int32)
+        if ring is not None:
+            ring.push(tokens)
+        return tokens
+
+    def _append_fused(
+        self,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor,
+        sampled: torch.Tensor,
+        ring: TokenRing | None,
+    ) -> torch.Tensor:
+        from termgen.engine.device.kernels.update_state import append_sampled
+
+        return append_sampled(
+            slots,
+            num_tokens,
+            sampled,
+            token_ids=self.token_ids,
+            total_len=self.total_len,
+            num_computed=self.num_computed,
+            min_total=self.min_total,
+            limit=self.limit,
+            finished=self.finished,
+            stop_ids=self.stop_ids,
+            output_counts=self.output_counts if ring is None else None,
+            ring=ring,
+        )

@@ -1,0 +1,144 @@
+"""Settles what the configuration left open, from the model and the machine.
+
+Runs once at start, on the device side. Results are returned, never written back into a config.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from termgen.config import EngineConfig
+from termgen.engine.device.models.config import ModelConfig
+from termgen.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+SPINNING_CPUS = 4
+"""With as many, one may be kept busy by waiting: three are left for the loop, text and screens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes of a runner."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` takes a GPU when there is one. Raises ConfigError when CUDA is asked for in vain."""
+    if name == "cpu":
+        return torch.device("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the same is said below, in one line
+        is_available = torch.cuda.is_available()
+    if is_available:
+        return torch.device("cuda:0")
+    if name == "cuda":
+        raise ConfigError(f"device cuda: {_why_no_cuda()}; use device cpu", param="device")
+    if Path("/dev/nvidia0").exists():
+        logger.warning("there is an NVIDIA GPU, but %s; using the CPU", _why_no_cuda())
+    return torch.device("cpu")
+
+
+def _why_no_cuda() -> str:
+    """What torch says of a GPU it cannot use: a driver that is missing or too old, as a rule."""
+    torch_is = f"this torch ({torch.__version__})"
+    if torch.version.cuda is None:
+        return f"{torch_is} has no CUDA support"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        return f"{torch_is} cannot use it: {' '.join(str(error).split())[:300]}"
+    return f"{torch_is} finds no usable NVIDIA GPU"
+
+
+def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """`auto`: float32 on a CPU; on a GPU the checkpoint's 16-bit type, else bfloat16.
+
+    Raises ConfigError for float16 where a model's activations would overflow in it.
+    """
+    if name == "float16" and model.overflows_float16:
+        raise ConfigError(
+            f"dtype float16: activations of {model.architecture} models exceed its largest number,"
+            " 65504; use bfloat16 or float32",
+            param="dtype",
+        )
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    is_half = model.torch_dtype == "float16" and not model.overflows_float16
+    return torch.float16 if is_half else torch.bfloat16
+
+
+def resolve_wait(device_wait: str) -> bool:
+    """Whether the engine's thread spins while it waits for a GPU. A thread that slept finds a core
+    that is cold, and its part of a step takes twice the time (docs/performance.md)."""
+    return device_wait == "spin" or (device_wait == "auto" and len(usable_cpus()) >= SPINNING_CPUS)
+
+
+def usable_cpus() -> Collection[int]:
+    """The CPUs this process may run on."""
+    return (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+
+
+def resolve_threads(threads: int | None) -> int:
+    """Physical cores this process may use, unless told otherwise: more threads only contend.
+
+    OMP_NUM_THREADS, the convention of numerical programs, counts as being told.
+    """
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return threads or (int(told) if told.isdecimal() and int(told) else physical_cores())
+
+
+def physical_cores() -> int:
+    """Distinct cores among the CPUs this process may run on (hyper-threads counted once)."""
+    cores = set()
+    for cpu in usable_cpus():
+        topology = f"/sys/devices/system/cpu/cpu{cpu}/topology"
+        try:
+            with (
+                open(f"{topology}/physical_package_id") as package,
+                open(f"{topology}/core_id") as core,
+            ):
+                cores.add((package.read().strip(), core.read().strip()))
+        except OSError:
+            cores.add(("", str(cpu)))
+    return max(1, len(cores))
+
+
+def resolve_limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> Limits:
+    """Raises ConfigError naming the setting that cannot be met."""
+    longest = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is more than the model's {longest} positions",
+            param="max_model_len",
+        )
+    on_cpu = device.type == "cpu"
+    # A step on a CPU takes about a millisecond per token: a small budget keeps it interruptible.
+    budget = config.max_num_batched_tokens or (512 if on_cpu else 8192)
+    seats = config.max_num_seqs or min(32 if on_cpu else 256, budget)
+    return Limits(
+        max_num_seqs=seats,
+        max_num_batched_tokens=max(budget, seats),
+        max_model_len=config.max_model_len or longest,
+    )

@@ -1,0 +1,213 @@
+"""Compiles every kernel variant that a step of this runner can reach, before the first request.
+
+Called by `build` while all rows are still free. Real steps run over them, through the code that
+serves: rows without a request read and write the null block alone and sample nothing. They run
+twice: first nothing is launched that is not compiled, only written down; all of that is compiled at
+once; then the steps load it and run.
+
+Which steps: kernels choose a variant by counts in one way only, by their next power of two
+(`kernels`), so one count of each such class speaks for the class. Row counts and token counts
+choose in different kernels, so they need no pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+
+from termgen.engine.device.layers.moe import SparseMoe
+from termgen.engine.device.models.decoder import one_layer_of_each_kind
+from termgen.engine.device.runner.cuda_graphs import FullGraphs
+from termgen.engine.device.runner.dispatch import (
+    BatchDescriptor,
+    CudaGraphDispatcher,
+    SamplingVariant,
+)
+from termgen.engine.device.runner.logit_edit_tables import LogitEditTables
+from termgen.engine.device.runner.model_runner import ModelRunner
+from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs
+from termgen.engine.device.runner.unsampled_step import UnsampledStep
+from termgen.vocabulary.request import IntArray
+from termgen.vocabulary.step import StepPlan
+from termgen.vocabulary.token_mask import RowMasks
+
+MOST_TOKENS = 2048
+"""A class above the last count at which any kernel chooses but those of experts."""
+LONG_PROMPT = 65
+"""Tokens of a prompt that is not among the short ones, whose attention is cut another way."""
+
+_FIRST_ROW: IntArray = np.zeros(1, np.int32)
+
+Step = Callable[[], object]
+
+
+def warm_up(
+    runner: ModelRunner, dispatcher: CudaGraphDispatcher, on_progress: Callable[[float], None]
+) -> None:
+    """For a runner that uses kernels. A KV cache of any size must be there."""
+    from termgen.engine.device.kernels.compilation import collect_missing, compile_all
+
+    steps = list(warm_up_steps(runner, dispatcher))
+    with collect_missing() as missing:
+        run_steps(runner, steps)
+    compile_all(missing, runner.device, on_progress)
+    run_steps(runner, steps)
+
+
+@torch.inference_mode()
+def run_steps(runner: ModelRunner, steps: Iterable[Step]) -> None:
+    """Over rows that are free, which they are again at the end."""
+    with one_layer_of_each_kind(runner.model):
+        for step in steps:
+            step()
+            runner.state.num_computed.zero_()
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
+
+
+def size_classes(limit: int) -> list[int]:
+    """One count of each class up to `limit`: the powers of two, and the limit itself."""
+    return sorted({1 << power for power in range(limit.bit_length())} | {limit})
+
+
+def warm_up_steps(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> Iterator[Step]:
+    """One of every kind that can reach a variant of its own."""
+    yield partial(_append_with_counts, runner)
+    yield partial(_edit_logits, runner)
+    yield from _expert_steps(runner)
+    graphs = runner.make_graphs(dispatcher)
+    yield from _recorded_steps(graphs, dispatcher)
+    yield from _recorded_pieces(graphs.pieces)
+    most_rows = runner.state.pad_row
+    recorded_rows = max(dispatcher.sizes, default=0)
+    for num_rows in size_classes(most_rows):
+        if num_rows > recorded_rows or num_rows in (1, most_rows):
+            yield partial(_execute, runner, [1] * num_rows)
+            yield partial(_execute, runner, [1] * num_rows, filters=True)
+    yield partial(_execute, runner, [1], logprobs=True)
+    yield from _prompt_steps(runner)
+
+
+def _expert_steps(runner: ModelRunner) -> Iterator[Step]:
+    """Experts choose by counts of any size, up to the largest step: they run by themselves."""
+    found = (module for module in runner.model.modules() if isinstance(module, SparseMoe))
+    moe = next(found, None)  # all of a model are alike
+    if moe is not None:
+        for num_tokens in size_classes(len(runner.buffers.input_ids)):
+            yield partial(_run_experts, runner, moe, num_tokens)
+
+
+def _run_experts(runner: ModelRunner, moe: SparseMoe, num_tokens: int) -> None:
+    shape = (num_tokens, runner.config.hidden_size)
+    moe(torch.zeros(shape, dtype=runner.dtype, device=runner.device))
+
+
+def _recorded_steps(graphs: FullGraphs, dispatcher: CudaGraphDispatcher) -> Iterator[Step]:
+    """One of each kind and class of the steps that will be recorded."""
+    by_class: dict[tuple[object, ...], BatchDescriptor] = {}
+    for d in dispatcher.descriptors():
+        size = d.num_tokens
+        is_power = size & (size - 1) == 0  # of the class above, or first of the one it begins
+        by_class.setdefault((d.is_decode, d.sampling, size.bit_length(), is_power), d)
+    for descriptor in by_class.values():
+        if descriptor.is_decode or descriptor.sampling is SamplingVariant.PLAIN:
+            yield partial(graphs.run_padding, descriptor)
+
+
+def _recorded_pieces(pieces: PiecewiseGraphs) -> Iterator[Step]:
+    """Those of one size of each class; attention between them is that of the steps below."""
+    by_class = {(n.bit_length(), n & (n - 1) == 0): n for n in pieces.sizes}
+    for size in by_class.values():
+        yield partial(pieces.record, size, lambda operations: operations)
+
+
+def _prompt_steps(runner: ModelRunner) -> Iterator[Step]:
+    """Steps with prompts that no recording holds: by tokens, by rows, with rows that decode."""
+    most_rows, most_tokens = runner.state.pad_row, len(runner.buffers.input_ids)
+    longest = runner.max_model_len
+    for num_tokens in size_classes(min(most_tokens, most_rows * longest, MOST_TOKENS)):
+        if num_tokens > 1:
+            num_rows = -(-num_tokens // longest)
+            spread = [num_tokens // num_rows] * num_rows
+            spread[0] += num_tokens - sum(spread)
+            if max(spread) <= longest:
+                yield partial(_execute, runner, spread)
+    long = min(LONG_PROMPT, longest)
+    for num_rows in size_classes(most_rows):
+        for first in (2, long):
+            if first + 2 * (num_rows - 1) <= most_tokens and 2 <= longest:
+                yield partial(_execute, runner, [first] + [2] * (num_rows - 1))
+    if most_rows > 1 and most_tokens > 2 and longest > 1:
+        yield partial(_execute, runner, [1, 2])
+        yield partial(_execute, runner, [1, 2], filters=True)
+
+
+def _execute(
+    runner: ModelRunner, num_tokens: list[int], *, filters: bool = False, logprobs: bool = False
+) -> None:
+    """A step that is not recorded, over rows that belong to nobody."""
+    step = runner.execute(_plan(num_tokens, filters=filters, logprobs=logprobs))
+    if isinstance(step, UnsampledStep):
+        step = step.sample(_unused_mask(runner.state.vocab_size))
+    step.result()
+
+
+def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool) -> StepPlan:
+    nothing: IntArray = np.zeros(0, np.int32)
+    none_each = np.zeros(len(num_tokens), np.int32)
+    return StepPlan(
+        step_id=-1,
+        slots=np.arange(len(num_tokens), dtype=np.int32),
+        epochs=none_each,
+        num_tokens=np.asarray(num_tokens, np.int32),
+        num_draft_tokens=none_each,
+        num_computed=none_each,
+        num_decode_rows=0,
+        released_slots=(),
+        added=(),
+        block_slots=nothing,
+        block_positions=nothing,
+        block_ids=nothing,
+        needs_logprobs=logprobs,
+        max_logprobs=1 if logprobs else 0,
+        needs_penalties=False,
+        needs_sampling=True,
+        needs_top_k_top_p=filters,
+        needs_min_tokens=logprobs,
+        constrained=_FIRST_ROW if filters else None,
+    )
+
+
+def _unused_mask(vocab_size: int) -> RowMasks:
+    """The mask of a row, which is not looked at: the row has no grammar."""
+    bits = np.zeros(-(-vocab_size // 32), np.int32)
+    return RowMasks(_FIRST_ROW, (bits,), late=_FIRST_ROW[:0])
+
+
+def _edit_logits(runner: ModelRunner) -> None:
+    """Logits as the model makes them, and as the sampler takes them where kernels do not sample."""
+    state = runner.state
+    slots = torch.zeros(1, dtype=torch.int64, device=runner.device)
+    tables = state.edits
+    state.edits = LogitEditTables(1, state.vocab_size, runner.device)
+    try:
+        for dtype in {runner.dtype, torch.float32}:
+            logits = torch.zeros((1, state.vocab_size), dtype=dtype, device=runner.device)
+            state.edit_logits(slots, logits)
+    finally:
+        state.edits = tables
+
+
+def _append_with_counts(runner: ModelRunner) -> None:
+    """The end of a step with penalties, without the tables of gigabytes that a request brings."""
+    state = runner.state
+    zero = torch.zeros(1, dtype=torch.int64, device=runner.device)
+    tables = state.output_counts
+    state.output_counts = torch.zeros((1, state.vocab_size), dtype=torch.int32, device=state.device)
+    try:
+        state.append_sampled(zero, zero, zero)
+    finally:
+        state.output_counts = tables

@@ -1,0 +1,112 @@
+"""From the logits of a step to its tokens, on the device, without waiting for it.
+
+Owns the order of operations, which is part of the output and pinned by a test:
+
+    grammar mask -> logit edits -> stop mask (min_tokens) -> penalties -> temperature -> min-p
+    -> top-k -> top-p -> Gumbel-max
+
+Log-probabilities are taken from the logits as they came. The runner calls this once per step with
+one row per token to draw; the host half never sees it. What no row of a step asks for is skipped
+whole, by the host flags of the metadata.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from termgen.engine.device.sampling.gumbel import gumbel_argmax, mark_corrupt
+from termgen.engine.device.sampling.logprobs import LogprobTensors, gather_logprobs
+from termgen.engine.device.sampling.metadata import SamplingMetadata
+from termgen.engine.device.sampling.penalties import apply_penalties
+from termgen.engine.device.sampling.random import Stream
+from termgen.engine.device.sampling.stop_mask import mask_stop_tokens
+from termgen.engine.device.sampling.token_mask import mask_tokens
+from termgen.engine.device.sampling.top_k_top_p import cut_threshold
+from termgen.vocabulary.sampling_params import GREEDY_EPSILON
+
+PART_LOGITS = 2**19
+"""On a CPU, rows are drawn in parts of about so many logits: noise takes several times the memory
+of the logits for a moment, parts of it stay in the processor's cache, and what the C library keeps
+of them for later does not depend on how many requests run."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """Tensors of one step, still on the device."""
+
+    token_ids: torch.Tensor
+    """[B] int64; CORRUPT_TOKEN for a row whose logits are not numbers."""
+    logprobs: LogprobTensors | None
+
+
+class Sampler:
+    """Draws one token per row of logits. Holds no state but the random stream it draws from."""
+
+    def __init__(self, stream: Stream = Stream.TARGET) -> None:
+        self._stream = stream
+
+    def __call__(self, logits: torch.Tensor, meta: SamplingMetadata) -> SamplerOutput:
+        """logits [B, V] float32; they are only read."""
+        assert logits.dtype == torch.float32 and logits.dim() == 2, (logits.dtype, logits.shape)
+        drawn = self._draw(_process(logits, meta), meta)
+        # Judged by the model's own logits: a tiny repetition penalty makes infinities of its own.
+        token_ids = mark_corrupt(drawn, logits, may_be_empty=_may_be_empty(meta))
+        if meta.max_logprobs is None:
+            return SamplerOutput(token_ids, None)
+        return SamplerOutput(token_ids, gather_logprobs(logits, drawn, meta.max_logprobs))
+
+    def _draw(self, logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
+        if meta.all_greedy:
+            return logits.argmax(dim=-1)
+        if logits.device.type != "cpu":
+            return self._draw_rows(logits, meta, slice(None))
+        rows = max(1, PART_LOGITS // logits.shape[1])
+        parts = [slice(first, first + rows) for first in range(0, max(1, len(logits)), rows)]
+        return torch.cat([self._draw_rows(logits, meta, part) for part in parts])
+
+    def _draw_rows(self, logits: torch.Tensor, meta: SamplingMetadata, rows: slice) -> torch.Tensor:
+        logits, temperature = logits[rows], meta.temperature[rows]
+        greedy = temperature < GREEDY_EPSILON
+        logits = logits / temperature.masked_fill(greedy, 1.0).unsqueeze(1)
+        threshold = None
+        if meta.needs_top_k_top_p:
+            threshold = cut_threshold(
+                logits, min_p=meta.min_p[rows], top_k=meta.top_k[rows], top_p=meta.top_p[rows]
+            )
+        return gumbel_argmax(
+            logits,
+            seeds=meta.seeds[rows],
+            positions=meta.positions[rows],
+            greedy=greedy,
+            stream=self._stream,
+            threshold=threshold,
+        )
+
+
+def _may_be_empty(meta: SamplingMetadata) -> bool:
+    """Whether masks may have hidden every token of some row."""
+    is_masked = meta.token_masks is not None or meta.edit is not None
+    return is_masked or meta.suppress_any is not False
+
+
+def _process(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
+    """What changes the argmax too, and so also holds for greedy rows."""
+    if meta.token_masks is not None:
+        logits = mask_tokens(logits, meta.token_masks)
+    if meta.edit is not None:
+        logits = meta.edit(logits)
+    if meta.suppress_any is not False:
+        logits = mask_stop_tokens(logits, meta.stop_token_ids, meta.suppress_stop)
+    if meta.needs_penalties:
+        assert meta.prompt_mask is not None and meta.output_counts is not None
+        logits = apply_penalties(
+            logits,
+            prompt_mask=meta.prompt_mask,
+            output_counts=meta.output_counts,
+            repetition_penalty=meta.repetition_penalty,
+            frequency_penalty=meta.frequency_penalty,
+            presence_penalty=meta.presence_penalty,
+        )
+    return logits

@@ -1,0 +1,295 @@
+"""Read a GGUF file: metadata, tensor directory and raw tensor bytes, memory-mapped.
+
+Torch-free, so that the tokenizer (host half) and the weight loader (device half) share it. It
+knows the container only: what a key means, how a block is dequantised and how a tensor is named
+elsewhere is for its callers. A file may come from anyone, so every count, length, offset and
+product is checked against the file's size before it is used; a bad file raises
+`CorruptFileError` with one line, never a large allocation, a crash or an endless loop.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from termgen.engine.gguf.gguf_bytes import GGUFBytes
+from termgen.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
+
+MAGIC = b"GGUF"
+SUPPORTED_VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+
+# Far above any real model; they bound the work that a hostile file can ask for.
+MAX_ALIGNMENT = 1 << 20
+MAX_DIMS = 4
+MAX_METADATA_KEYS = 1 << 16
+MAX_TENSORS = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class GGMLType:
+    """A tensor type: `block_size` elements are stored in `block_bytes` bytes."""
+
+    name: str
+    block_size: int
+    block_bytes: int
+
+
+GGML_TYPES: dict[int, GGMLType] = {
+    0: GGMLType("F32", 1, 4),
+    1: GGMLType("F16", 1, 2),
+    2: GGMLType("Q4_0", 32, 18),
+    3: GGMLType("Q4_1", 32, 20),
+    6: GGMLType("Q5_0", 32, 22),
+    7: GGMLType("Q5_1", 32, 24),
+    8: GGMLType("Q8_0", 32, 34),
+    9: GGMLType("Q8_1", 32, 40),
+    10: GGMLType("Q2_K", 256, 84),
+    11: GGMLType("Q3_K", 256, 110),
+    12: GGMLType("Q4_K", 256, 144),
+    13: GGMLType("Q5_K", 256, 176),
+    14: GGMLType("Q6_K", 256, 210),
+    15: GGMLType("Q8_K", 256, 292),
+    16: GGMLType("IQ2_XXS", 256, 66),
+    17: GGMLType("IQ2_XS", 256, 74),
+    18: GGMLType("IQ3_XXS", 256, 98),
+    19: GGMLType("IQ1_S", 256, 50),
+    20: GGMLType("IQ4_NL", 32, 18),
+    21: GGMLType("IQ3_S", 256, 110),
+    22: GGMLType("IQ2_S", 256, 82),
+    23: GGMLType("IQ4_XS", 256, 136),
+    24: GGMLType("I8", 1, 1),
+    25: GGMLType("I16", 1, 2),
+    26: GGMLType("I32", 1, 4),
+    27: GGMLType("I64", 1, 8),
+    28: GGMLType("F64", 1, 8),
+    29: GGMLType("IQ1_M", 256, 56),
+    30: GGMLType("BF16", 1, 2),
+    34: GGMLType("TQ1_0", 256, 54),
+    35: GGMLType("TQ2_0", 256, 66),
+    39: GGMLType("MXFP4", 32, 17),
+    40: GGMLType("NVFP4", 64, 36),
+    41: GGMLType("Q1_0", 128, 18),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """One tensor as it lies in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Outermost dimension first, as torch has it; GGUF stores the reverse."""
+    type: GGMLType
+    offset: int
+    """Of the first byte, from the start of the file."""
+    nbytes: int
+    _map: mmap.mmap = field(repr=False, compare=False)
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The raw bytes: a read-only view of the file, [nbytes]."""
+        return np.frombuffer(self._map, dtype=np.uint8, count=self.nbytes, offset=self.offset)
+
+
+class GGUFMetadata(Mapping[str, Any]):
+    """The key-value section. A value is decoded when first asked for, then kept.
+
+    Values are plain Python: int, float, bool, str, and lists of those. A tokenizer's vocabulary is
+    most of the section, and who only wants the model's shape should not pay for it.
+    """
+
+    def __init__(self, file: GGUFBytes, places: dict[str, tuple[int, int]]) -> None:
+        self._file = file
+        self._places = places
+        self._values: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._values:
+            value_type, position = self._places[key]
+            self._values[key], _ = self._file.value(value_type, position, key)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class GGUFFile:
+    """An open GGUF file. Use as a context manager, or call `close`.
+
+    Arrays handed out by `GGUFTensor.data` stay valid after `close`; undecoded metadata does not.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        memory_map: mmap.mmap,
+        *,
+        metadata: Mapping[str, Any],
+        tensors: Mapping[str, GGUFTensor],
+        version: int,
+    ) -> None:
+        self.path = path
+        self.metadata = metadata
+        self.tensors = tensors
+        self.version = version
+        self._map = memory_map
+
+    @classmethod
+    def open(cls, path: Path | str) -> GGUFFile:
+        path = Path(path)
+        memory_map = _map_file(path)
+        try:
+            return _parse(path, memory_map)
+        except BaseException:
+            memory_map.close()
+            raise
+
+    def close(self) -> None:
+        try:
+            self._map.close()
+        except BufferError:
+            # A caller still holds a view of some tensor: the map goes when that view does.
+            pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            head = file.read(24)
+            if head[:4] in (MAGIC, MAGIC[::-1]) and len(head) < 24:
+                raise CorruptFileError(f"{path}: truncated: {len(head)} bytes, no full header")
+            if head[:4] == MAGIC[::-1]:
+                raise CorruptFileError(f"{path}: big-endian GGUF files are not supported")
+            if head[:4] != MAGIC:
+                raise CorruptFileError(f"{path}: not a GGUF file (it starts with {head[:4]!r})")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ModelNotFoundError(f"{path}: no such file") from None
+    except OSError as error:
+        raise CorruptFileError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _parse(path: Path, memory_map: mmap.mmap) -> GGUFFile:
+    file = GGUFBytes(path, memory_map)
+    version = file.u32(4, "the version")
+    if version not in SUPPORTED_VERSIONS:
+        if version & 0xFFFF == 0:
+            file.fail("big-endian GGUF files are not supported")
+        file.fail(f"GGUF version {version} is not supported (2 and 3 are)")
+    num_tensors = file.u64(8, "the tensor count")
+    num_keys = file.u64(16, "the metadata count")
+    # The smallest entry of each kind: an empty name, a one-byte value; a name, no dimensions.
+    file.check_count(num_keys, MAX_METADATA_KEYS, 8 + 4 + 1, 24, "metadata keys")
+    file.check_count(num_tensors, MAX_TENSORS, 8 + 4 + 4 + 8, 24, "tensors")
+    places, position = _metadata_places(file, num_keys)
+    metadata = GGUFMetadata(file, places)
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if (
+        type(alignment) is not int
+        or not 0 < alignment <= MAX_ALIGNMENT
+        or alignment & (alignment - 1)
+    ):
+        file.fail(f"general.alignment {alignment!r} is not a power of two up to {MAX_ALIGNMENT}")
+    tensors = _tensors(file, num_tensors, position, alignment=alignment)
+    return GGUFFile(path, memory_map, metadata=metadata, tensors=tensors, version=version)
+
+
+def _metadata_places(file: GGUFBytes, num_keys: int) -> tuple[dict[str, tuple[int, int]], int]:
+    """Where each value lies: key -> (value type, position); and where the section ends."""
+    position = 24
+    places: dict[str, tuple[int, int]] = {}
+    for index in range(num_keys):
+        key, position = file.name(position, f"metadata key {index}")
+        if key in places:
+            file.fail(f"metadata key {key!r} appears twice")
+        value_type = file.u32(position, f"the type of {key!r}")
+        places[key] = (value_type, position + 4)
+        position = file.skip(value_type, position + 4, key)
+    return places, position
+
+
+def _tensors(
+    file: GGUFBytes, num_tensors: int, position: int, *, alignment: int
+) -> dict[str, GGUFTensor]:
+    entries: dict[str, tuple[tuple[int, ...], GGMLType, int, int]] = {}
+    for index in range(num_tensors):
+        name, position = file.name(position, f"tensor name {index}")
+        if name in entries:
+            file.fail(f"tensor {name!r} appears twice")
+        num_dims = file.u32(position, f"the rank of tensor {name!r}")
+        if not 1 <= num_dims <= MAX_DIMS:
+            file.fail(f"tensor {name!r} has {num_dims} dimensions (1 to {MAX_DIMS} are possible)")
+        position += 4
+        dims = tuple(
+            file.u64(position + 8 * axis, f"the shape of tensor {name!r}")
+            for axis in range(num_dims)
+        )
+        position += 8 * num_dims
+        type_id = file.u32(position, f"the type of tensor {name!r}")
+        offset = file.u64(position + 4, f"the offset of tensor {name!r}")
+        position += 12
+        tensor_type = GGML_TYPES.get(type_id)
+        if tensor_type is None:
+            raise UnsupportedModelError(
+                f"{file.path}: tensor {name!r} has the unknown type number {type_id}"
+            )
+        nbytes = _tensor_bytes(file, name, dims, tensor_type)
+        if offset % alignment:
+            file.fail(f"tensor {name!r} starts at {offset}, which is not a multiple of {alignment}")
+        entries[name] = (dims[::-1], tensor_type, offset, nbytes)
+    data_start = -(-position // alignment) * alignment
+    tensors = {
+        name: GGUFTensor(name, shape, tensor_type, data_start + offset, nbytes, file.map)
+        for name, (shape, tensor_type, offset, nbytes) in entries.items()
+    }
+    _check_extents(file, tensors)
+    return tensors
+
+
+def _tensor_bytes(file: GGUFBytes, name: str, dims: tuple[int, ...], tensor_type: GGMLType) -> int:
+    if min(dims) < 1:
+        file.fail(f"tensor {name!r} has an empty dimension: {list(dims[::-1])}")
+    if dims[0] % tensor_type.block_size:
+        file.fail(
+            f"tensor {name!r} has rows of {dims[0]} elements, "
+            f"not a multiple of {tensor_type.name}'s {tensor_type.block_size}"
+        )
+    return math.prod(dims) // tensor_type.block_size * tensor_type.block_bytes
+
+
+def _check_extents(file: GGUFBytes, tensors: Mapping[str, GGUFTensor]) -> None:
+    """Every tensor lies inside the file, and no two share bytes."""
+    ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
+    for tensor in ordered:
+        if tensor.offset + tensor.nbytes > file.size:
+            file.fail(
+                f"truncated: tensor {tensor.name!r} ends at byte {tensor.offset + tensor.nbytes}, "
+                f"but the file has {file.size}"
+            )
+    for before, after in pairwise(ordered):
+        if before.offset + before.nbytes > after.offset:
+            file.fail(f"tensors {before.name!r} and {after.name!r} overlap")

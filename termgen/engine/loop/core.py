@@ -1,0 +1,398 @@
+"""The loop: inbox -> schedule -> submit -> land -> apply -> deliver.
+
+`EngineCore` joins the host half (scheduler) and the device half (executor) through frozen plans
+and results. One thread calls `step`; any thread may call `submit`, `abort` and `call`, which only
+append to the inbox. Whatever the steps produce goes out through `on_delivery` and the event bus.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from termgen.engine.loop.control import EngineControl, end_failed, finish_all
+from termgen.engine.loop.event_publisher import EventPublisher, StepTimes
+from termgen.engine.loop.executor import Executor, StepHandle
+from termgen.engine.loop.mail import Abort, Call, Mail, Submit
+from termgen.engine.loop.run_ahead import RunAhead
+from termgen.engine.loop.snapshot import StateCopy, copy_state
+from termgen.engine.schedule.scheduler import Scheduler
+from termgen.engine.schedule.scheduler_types import AppliedStep
+from termgen.errors import EngineError, RequestError, StepError, TermgenError
+from termgen.vocabulary.delivery import FinishedRow, PromptLogprobs, StartedRow, StepDelivery
+from termgen.vocabulary.events import EventBus, StepRecord
+from termgen.vocabulary.request import FinishReason, GenerationRequest
+from termgen.vocabulary.step import StepLogprobs, StepPlan
+from termgen.vocabulary.token_mask import RowMasks
+
+
+@dataclass(slots=True)
+class _InFlight:
+    plan: StepPlan
+    handle: StepHandle
+    times: StepTimes
+    awaits_masks: bool
+    """Its model runs, and nothing is sampled yet. No step is behind such a one."""
+
+
+class EngineCore:
+    """Single owner of scheduler and executor."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        *,
+        max_in_flight: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        seed: int,
+        on_delivery: Callable[[StepDelivery], None],
+        bus: EventBus | None = None,
+        run_ahead_ms: float = 0.0,
+    ) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.bus = bus or EventBus()
+        self._publisher = EventPublisher(self.bus, scheduler)
+        self.run_ahead = RunAhead(max_in_flight, run_ahead_ms)
+        """May be replaced between two steps."""
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._seeds = random.Random(seed)
+        self._on_delivery = on_delivery
+        self._inbox: deque[Mail] = deque()
+        self._calls: deque[Call] = deque()
+        self._closed: EngineError | None = None
+        self._wake = threading.Event()
+        self._in_flight: deque[_InFlight] = deque()
+        self._ones = np.ones(scheduler.config.max_num_seqs, np.int32)
+        self._started: list[StartedRow] = []
+        self._finished: list[FinishedRow] = []
+        self.control = EngineControl(
+            scheduler,
+            on_ended=lambda rows: self._finished.extend(rows),
+            on_preempted=self._tell_preempted,
+        )
+        """Pause, resume and reset; on the engine thread only."""
+        self._last_record: StepRecord | None = None
+        self._last_plan: StepPlan | None = None
+        self.last_progress_ns = self._busy_since_ns = time.perf_counter_ns()
+        self._turn_ns = 0
+        """When this turn began, or a step landed in it."""
+        self._step_ns = 0
+        """What the newest step without prompts to land took the device."""
+        self._host_ns = 0
+        """Time of the turn before since its step landed."""
+
+    # -- from any thread -------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest, arrival_ns: int) -> None:
+        self._post(Submit(request, arrival_ns))
+
+    def abort(self, request_id: str) -> None:
+        self._post(Abort(request_id))
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run a function on the engine thread between two steps.
+
+        Cancelling the future is safe at any time. Raises what `close` was given once it is called.
+        """
+        future: Future[Any] = Future()
+        self._post(Call(function, future))
+        if self._closed is not None:  # looked at after posting: one of the two sides sees the other
+            self._fail_calls(self._closed)
+        return future
+
+    def close(self, error: EngineError) -> None:
+        """No step follows: calls, waiting or to come, end with this error. Engine thread only."""
+        self._closed = error
+        self.control.close(error)
+        self._fail_calls(error)
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def wait_for_work(self, timeout: float | None = None) -> None:
+        """Block, using no CPU, until something is posted."""
+        self._wake.wait(timeout)
+        self._wake.clear()
+
+    def _post(self, item: Mail) -> None:
+        if not self.has_work:
+            # An idle time is neither a stall nor one in which the device should have worked.
+            self.last_progress_ns = self._busy_since_ns = time.perf_counter_ns()
+        self._inbox.append(item)
+        self._wake.set()
+
+    def _fail_calls(self, error: EngineError) -> None:
+        for mail in (self._calls, self._inbox):
+            while mail:
+                try:
+                    item = mail.popleft()
+                except IndexError:  # another thread was quicker
+                    break
+                if isinstance(item, Call) and item.future.set_running_or_notify_cancel():
+                    item.future.set_exception(error)
+
+    # -- on the engine thread --------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Requests that are not paused, steps in flight, mail, or news not yet delivered."""
+        is_due = self.scheduler.has_requests and not self.control.is_resting
+        return bool(is_due or self._in_flight or self._inbox or self._finished)
+
+    def step(self) -> bool:
+        """One turn: fill the pipeline, land its oldest step. False when there was nothing to do."""
+        self._turn_ns = time.perf_counter_ns()
+        self._read_inbox()
+        self._finished += end_failed(self.scheduler)
+        self._run_calls()
+        may_launch = self.control.may_launch
+        while may_launch and len(self._in_flight) < self._allowed_depth() and self._launch():
+            pass
+        is_busy = bool(self._in_flight)
+        if is_busy:
+            self._land()
+        else:
+            stuck = self.scheduler.has_requests and may_launch and not self.control.is_paused
+            assert not stuck or self.scheduler.constraints.is_late, "queued, but nothing can run"
+            self._deliver_finished()
+        self.control.settle()
+        self._host_ns = time.perf_counter_ns() - self._turn_ns if is_busy else 0
+        return is_busy
+
+    def _allowed_depth(self) -> int:
+        """Only two steps or one if something waits, or if more would preempt somebody. A step with
+        a row under a grammar is the newest until the one before has landed."""
+        scheduler = self.scheduler
+        room = scheduler.kv.pool.num_free >= scheduler.num_running
+        waits = self._inbox or len(scheduler.waiting) or scheduler.slots.num_constrained
+        return self.run_ahead.allowed(is_wanted=room and not waits)
+
+    def use_idle_time(self) -> bool:
+        """Do one piece of work that can wait; False when there is none. Only without other work."""
+        return not (self.has_work or self.scheduler.has_requests) and self.executor.idle()
+
+    def drain(self) -> None:
+        """The last turn: wait for steps in flight and end every request; nothing is held then.
+        Nobody is told of the endings here: `close` comes next."""
+        self._run_out()
+        self.scheduler.land_all()
+        finish_all(self.scheduler)
+        self._finished.clear()
+
+    def _launch(self) -> bool:
+        newest = self._in_flight[-1] if self._in_flight else None
+        if newest is not None and newest.awaits_masks and not self._sample(newest):
+            return False
+        planned_ns = time.perf_counter_ns()
+        plan = self.scheduler.schedule(planned_ns)
+        self._tell_preempted("out of KV blocks")
+        if plan is None:
+            return False
+        if self.scheduler.started:
+            self._publisher.started(self.scheduler.started, planned_ns)
+            self._started += self.scheduler.started
+            self.scheduler.started.clear()
+        submitted_ns = time.perf_counter_ns()
+        handle = self.executor.submit(plan)
+        launched_ns = time.perf_counter_ns()
+        self.run_ahead.planned(plan)
+        prefills = self._publisher.prefills(plan)
+        times = StepTimes(planned_ns, submitted_ns, launched_ns, len(self._in_flight), prefills)
+        self._in_flight.append(_InFlight(plan, handle, times, plan.constrained is not None))
+        self._last_plan = plan
+        return True
+
+    def _sample(self, step: _InFlight) -> bool:
+        """Go on with a step that awaits masks; False while they need tokens in flight."""
+        # The model takes more than half of a step, and with prompts in it longer still.
+        runs_until_s = (step.times.launched_ns + self._step_ns // 2) / 1e9
+        masks = self.scheduler.masks_for(step.plan, runs_until_s=runs_until_s)
+        if masks is None:
+            return False
+        step.handle = self.executor.sample(step.handle, masks)
+        step.awaits_masks = False
+        return True
+
+    def _land(self) -> None:
+        step = self._in_flight.popleft()
+        if step.awaits_masks:
+            was_sampled = self._sample(step)
+            assert was_sampled, "every token before has landed"
+        times = step.times
+        times.waited_ns = time.perf_counter_ns()
+        try:
+            result = step.handle.result()
+        except Exception as cause:  # whatever a device can throw; reported with its requests
+            self._fail(step, cause)
+            return
+        times.landed_ns = result.seen_ns or time.perf_counter_ns()
+        times.host_ns = self._host_ns + times.waited_ns - self._turn_ns
+        times.busy_since_ns = self._busy_since_ns
+        self._turn_ns = times.landed_ns
+        if step.plan.is_decode:
+            self._step_ns = result.ended_ns - result.started_ns
+        self.run_ahead.landed(step.plan, result)
+        self._read_inbox()  # an abort that is already here wins over the step's own ending
+        applied = self.scheduler.apply(step.plan, result)
+        times.applied_ns = self.last_progress_ns = time.perf_counter_ns()
+        self._last_record = self._publisher.step(step.plan, result, applied, times)
+        self._finished += applied.finished
+        of_prompts = PromptLogprobs.of_step(step.plan, result)
+        self._deliver(step.plan.step_id, times.landed_ns, applied, result.logprobs, of_prompts)
+
+    def _fail(self, step: _InFlight, cause: Exception) -> None:
+        """End the failed step's requests; let later steps run out unread; go on with the rest."""
+        self._run_out()
+        table = self.scheduler.slots
+        rows = zip(step.plan.slots.tolist(), step.plan.epochs.tolist(), strict=True)
+        ids = tuple(
+            table.request_at(slot).request_id for slot, epoch in rows if table.epoch[slot] == epoch
+        )
+        detail = str(cause).strip() or type(cause).__name__
+        if not isinstance(cause, TermgenError):
+            detail = f"{type(cause).__name__}: {detail}"
+        error = StepError(
+            f"step {step.plan.step_id} ({step.plan.num_rows} requests, {step.plan.total_tokens} "
+            f"tokens) failed: {detail}",
+            step_id=step.plan.step_id,
+            request_ids=ids,
+        )
+        error.__cause__ = cause
+        self._finished += self.scheduler.fail(step.plan, error)
+        self._tell_preempted("a step failed")
+        self._deliver_finished()
+
+    def _run_out(self) -> None:
+        """Wait for the steps in flight; nobody reads what they computed."""
+        while self._in_flight:
+            step = self._in_flight.popleft()
+            if step.awaits_masks:
+                assert step.plan.constrained is not None
+                step.handle = self.executor.sample(
+                    step.handle, RowMasks.none(step.plan.constrained)
+                )
+            try:
+                step.handle.result()
+            except Exception:  # of a step behind a failed one, whose cause is told, or of the last
+                continue
+
+    def _tell_preempted(self, why: str) -> None:
+        if self.scheduler.preempted:
+            self._publisher.preempted(self.scheduler.preempted, why)
+            self.scheduler.preempted.clear()
+
+    # -- inbox -----------------------------------------------------------------------------
+
+    def _read_inbox(self) -> None:
+        while self._inbox:
+            match self._inbox.popleft():
+                case Submit() as mail:
+                    self._admit(mail)
+                case Abort(request_id):
+                    finished = self.scheduler.finish(request_id, FinishReason.ABORT)
+                    if finished is not None:
+                        self._finished.append(finished)
+                case Call() as call:
+                    self._calls.append(call)
+
+    def _run_calls(self) -> None:
+        """Only between two steps, when every landed step has been applied."""
+        while self._calls:
+            call = self._calls.popleft()
+            if not call.future.set_running_or_notify_cancel():
+                continue  # whoever asked has given up waiting
+            try:
+                call.future.set_result(call.function())
+            except Exception as error:  # goes to whoever waits on the future
+                call.future.set_exception(error)
+
+    def _admit(self, mail: Submit) -> None:
+        request = mail.to_request(self._max_model_len, self._eos_token_ids, self._seeds)
+        num_prompt = request.num_prompt_tokens
+        try:
+            if not 0 < num_prompt < self._max_model_len:
+                raise RequestError("the prompt does not fit the context", param="prompt")
+            self.scheduler.add_request(request)
+        except RequestError as error:
+            cause = EngineError(str(error))
+            cause.__cause__ = error
+            self._finished.append(
+                FinishedRow(
+                    request_id=request.request_id,
+                    reason=FinishReason.ERROR,
+                    stop_token_id=None,
+                    stopped_by_token=False,
+                    error=cause,
+                    num_prompt_tokens=num_prompt,
+                )
+            )
+            return
+        self._publisher.queued(request)
+
+    # -- outbox ----------------------------------------------------------------------------
+
+    def _deliver(
+        self,
+        step_id: int,
+        time_ns: int,
+        applied: AppliedStep,
+        logprobs: StepLogprobs | None,
+        prompt_logprobs: tuple[PromptLogprobs, ...] = (),
+    ) -> None:
+        started, self._started = tuple(self._started), []
+        finished, self._finished = tuple(self._finished), []
+        self._publisher.finished(finished, time_ns)
+        if logprobs is not None:
+            rows = applied.rows
+            logprobs = StepLogprobs(
+                logprobs.token_ids[rows], logprobs.logprobs[rows], logprobs.ranks[rows]
+            )
+        self._on_delivery(
+            StepDelivery(
+                step_id=step_id,
+                time_ns=time_ns,
+                started=started,
+                slots=applied.slots,
+                epochs=applied.epochs,
+                num_tokens=self._ones[: len(applied.slots)],
+                token_ids=applied.token_ids,
+                logprobs=logprobs,
+                finished=finished,
+                prompt_logprobs=prompt_logprobs,
+            )
+        )
+
+    def _deliver_finished(self) -> None:
+        """Send what ended without a step."""
+        if self._finished or self._started:
+            nothing = np.zeros(0, np.int32)
+            empty = AppliedStep(nothing, nothing, nothing, nothing)
+            self._deliver(-1, time.perf_counter_ns(), empty, None)
+
+    def copy_state(self) -> StateCopy:
+        """Present state for screens. Engine thread only; others use `call(core.copy_state)`."""
+        return copy_state(
+            self.scheduler,
+            record=self._last_record,
+            plan=self._last_plan if self._in_flight else self._idle_plan(),
+            last_progress_ns=self.last_progress_ns,
+            graphs=self.executor.graph_status(),
+            paused=self.control.is_paused,
+            sleep_level=self.control.sleep_level,
+        )
+
+    def _idle_plan(self) -> StepPlan | None:
+        """The newest plan while its requests still run; screens show it between two steps."""
+        return self._last_plan if self.scheduler.has_requests else None

@@ -1,0 +1,405 @@
+"""`AsyncEngine`, the in-process `EngineClient`; `SyncEngine` steps in the caller's thread instead.
+
+Its engine thread does no text work: it hands one
+delivery per step to the event loop, with one wake-up, and the loop turns tokens into text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+from termgen.client import ModelInfo, PauseMode, Prompt, SleepLevel, TokenDelta, TokenizerInfo
+from termgen.config import EngineConfig
+from termgen.engine.loop.control import EngineControl, check_level
+from termgen.engine.loop.pulse import Pulse
+from termgen.engine.loop.sleep import fall_asleep, wake_up
+from termgen.engine.loop.snapshot import StateCopy
+from termgen.engine.loop.startup import EngineParts, Progress, build_engine
+from termgen.engine.loop.stream import DeltaStream
+from termgen.engine.loop.sync_engine import Settled, SyncEngine
+from termgen.engine.text.prompt_threads import PromptThreads
+from termgen.engine.text.tokenizer import Tokenizer
+from termgen.errors import EngineDeadError, RequestError
+from termgen.turns import take_short_turns
+from termgen.vocabulary.delivery import StepDelivery
+from termgen.vocabulary.events import EngineSnapshot, EventRing
+from termgen.vocabulary.grammar_times import GrammarTotals
+from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.sampling_params import SamplingParams
+
+__all__ = ["AsyncEngine", "SyncEngine"]
+
+COLLECT_SECONDS = 30.0
+"""While busy the collector is off, and young garbage is collected this often."""
+
+FULL_COLLECTIONS = 20
+"""Every so many of those collections look at old garbage too, or it would pile up for ever."""
+
+MOST_BEHIND = 1000
+"""Steps whose tokens the loop has not taken yet. With more, the engine waits for it."""
+HOLD_S = 0.001
+
+
+T = TypeVar("T")
+
+
+class AsyncEngine:
+    """The in-process `EngineClient`: an engine thread behind one asyncio loop."""
+
+    def __init__(
+        self, config: EngineConfig, on_progress: Progress | None, for_strangers: bool = False
+    ) -> None:
+        """Use `start`. The loop that is running now is the one every coroutine belongs to."""
+        self._build = partial(build_engine, config, for_strangers=for_strangers)
+        self._loop = asyncio.get_running_loop()
+        self._on_progress = on_progress
+        self._deliveries: deque[StepDelivery] = deque()
+        self._is_woken = False
+        """The loop has been asked to take deliveries and has not begun to."""
+        self._streams: dict[str, DeltaStream] = {}
+        self._ids = itertools.count()
+        self._ready: Future[None] = Future()
+        self._parts: EngineParts | None = None
+        self._stopping = False
+        self._death: EngineDeadError | None = None
+        self._pulse = Pulse()
+        self._prompt_threads = PromptThreads()
+        self._thread = threading.Thread(target=self._run, name="termgen-engine", daemon=True)
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        on_progress: Progress | None = None,
+        for_strangers: bool = False,
+    ) -> AsyncEngine:
+        """Load the model on the engine's thread. `on_progress` is called on the loop.
+
+        for_strangers: see `build_engine`. Raises ConfigError or ModelError.
+        """
+        engine = cls(config, on_progress, for_strangers)
+        engine._thread.start()
+        try:
+            await asyncio.wrap_future(engine._ready)
+        except asyncio.CancelledError:
+            engine._stop()  # loading ends at its next report
+            raise
+        engine._begin_turns()
+        return engine
+
+    def _begin_turns(self) -> None:
+        """Of this thread: the engine's, or that of the loop."""
+        if self.model.device != "cpu":
+            take_short_turns()
+
+    async def shutdown(self) -> None:
+        """Stop the engine thread; whatever still runs or waits ends with `EngineDeadError`."""
+        self._stop()
+        self._prompt_threads.shutdown()
+        await asyncio.to_thread(self._thread.join)
+        self._end(EngineDeadError("the engine was shut down"))
+
+    def _stop(self) -> None:
+        self._stopping = True
+        if self._parts is not None:
+            self._parts.core.wake()
+
+    # -- EngineClient ----------------------------------------------------------------------
+
+    @property
+    def parts(self) -> EngineParts:
+        assert self._parts is not None, "the engine has not started"
+        return self._parts
+
+    @property
+    def model(self) -> ModelInfo:
+        return self.parts.model
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        client: str = "",
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """See `EngineClient.generate`."""
+        arrival_ns = time.perf_counter_ns()
+        processor = self.parts.input_processor
+        prepare = partial(
+            processor.prepare,
+            prompt,
+            params,
+            request_id=request_id or self._new_id(),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        prepared = await self._tokenising(prompt, prepare)
+        request = await processor.add_grammar(prepared, client=client)
+        stream = self._open(request, arrival_ns)
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            self._close(request.request_id)
+
+    async def _tokenising(self, prompt: Prompt, work: Callable[[], T]) -> T:
+        elsewhere = self.parts.input_processor.renders_elsewhere(prompt)
+        return await self._prompt_threads.run(prompt, work, renders_elsewhere=elsewhere)
+
+    def _new_id(self) -> str:
+        while (request_id := f"req-{next(self._ids)}") in self._streams:
+            continue  # a caller chose this very name
+        return request_id
+
+    def _open(self, request: GenerationRequest, arrival_ns: int) -> DeltaStream:
+        if self._death is not None:
+            raise self._death.again()
+        self.parts.submit(request, arrival_ns)
+        stream = self._streams[request.request_id] = DeltaStream(request.params.n)
+        return stream
+
+    def _close(self, request_id: str) -> None:
+        """The reader is gone or done: stop whatever of the request still runs."""
+        self._streams.pop(request_id, None)
+        for engine_id in self.parts.output_processor.cancel(request_id):
+            self.parts.core.abort(engine_id)
+
+    async def abort(self, request_id: str) -> bool:
+        ids = self.parts.output_processor.engine_ids(request_id)
+        for engine_id in ids:
+            self.parts.core.abort(engine_id)
+        return bool(ids)
+
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        tokenize = self.parts.input_processor.tokenize
+        work = partial(tokenize, prompt, add_special_tokens=add_special_tokens)
+        return await self._tokenising(prompt, work)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        def decode() -> str:
+            return self._tokenizer_for(token_ids).decode(token_ids, skip_special_tokens=False)
+
+        return await asyncio.to_thread(decode)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        def texts() -> list[str]:
+            tokenizer = self._tokenizer_for(token_ids)
+            return [tokenizer.token_text(token_id) for token_id in token_ids]
+
+        return await asyncio.to_thread(texts)
+
+    @property
+    def tokenizer_info(self) -> TokenizerInfo:
+        tokenizer = self.parts.tokenizer
+        return TokenizerInfo() if tokenizer is None else tokenizer.info
+
+    def grammar_totals(self) -> GrammarTotals:
+        return self.parts.grammar_times.totals()
+
+    def _tokenizer_for(self, token_ids: Sequence[int]) -> Tokenizer:
+        tokenizer = self.parts.tokenizer
+        if tokenizer is None:
+            raise RequestError("the engine runs without a tokenizer", param="tokens")
+        size = self.model.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < size:
+                raise RequestError(
+                    f"token id {token_id} is outside the vocabulary of {size}", param="tokens"
+                )
+        return tokenizer
+
+    async def snapshot(self) -> EngineSnapshot:
+        if self._death is not None:
+            raise self._death.again()
+        core = self.parts.core
+        state: StateCopy = await asyncio.wrap_future(core.call(core.copy_state))
+        return state.snapshot()
+
+    def events(self, capacity: int = 4096) -> EventRing:
+        return self.parts.core.bus.subscribe(capacity)
+
+    def close_events(self, ring: EventRing) -> None:
+        self.parts.core.bus.unsubscribe(ring)
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """See `EngineClient.pause`."""
+        await self._settled(lambda control: control.pause(mode))
+
+    async def resume(self) -> None:
+        """See `EngineClient.resume`."""
+        core = self.parts.core
+        await asyncio.wrap_future(core.call(core.control.resume))
+
+    async def reset_prefix_cache(self, *, force: bool = False) -> bool:
+        """See `EngineClient.reset_prefix_cache`."""
+        return await self._settled(lambda control: control.reset_prefix_cache(force))
+
+    async def _settled(self, command: Callable[[EngineControl], Future[Settled]]) -> Settled:
+        """Give a command on the engine's thread and wait until it has taken effect there."""
+        core = self.parts.core
+        settled: Future[Settled]
+        settled = await asyncio.wrap_future(core.call(lambda: command(core.control)))
+        return await asyncio.wrap_future(settled)
+
+    async def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> None:
+        """See `EngineClient.sleep`."""
+        check_level(level)
+        await self.pause(mode)
+        core = self.parts.core
+        await asyncio.wrap_future(core.call(lambda: fall_asleep(core, level)))
+
+    async def wake_up(self) -> None:
+        """See `EngineClient.wake_up`."""
+        core = self.parts.core
+        await asyncio.wrap_future(core.call(lambda: wake_up(core)))
+
+    @property
+    def is_paused(self) -> bool:
+        return self.parts.core.control.is_paused
+
+    @property
+    def sleep_level(self) -> int:
+        return self.parts.core.control.sleep_level
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._why_dead() is None and self._pulse.why_stuck(self.parts.core) is None
+
+    async def why_unhealthy(self) -> str | None:
+        """See `EngineClient.why_unhealthy`."""
+        return self._why_dead() or await self._pulse.feel(self.parts.core)
+
+    def _why_dead(self) -> str | None:
+        if self._death is not None:
+            return str(self._death)
+        return None if self._thread.is_alive() else "the engine's thread has ended"
+
+    # -- engine thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            parts = self._build(on_delivery=self._hand_over, on_progress=self._report)
+        except BaseException as error:  # told to whoever awaits start()
+            if self._ready.set_running_or_notify_cancel():
+                self._ready.set_exception(error)
+            return
+        if not self._ready.set_running_or_notify_cancel():
+            parts.input_processor.close()
+            parts.core.executor.shutdown()
+            return
+        gc.collect()
+        gc.freeze()  # what start-up made lives on; later collections need not walk it
+        self._parts = parts
+        self._begin_turns()
+        self._ready.set_result(None)
+        death = EngineDeadError("the engine was shut down")
+        try:
+            self._serve(parts)
+            parts.core.drain()
+        except BaseException as cause:  # thread top: every stream is told, health turns red
+            death = _death_of(cause)
+        finally:
+            gc.enable()
+            parts.core.close(death)
+            parts.input_processor.close()
+            self._post(lambda: self._end(death))
+            parts.core.executor.shutdown()
+
+    def _serve(self, parts: EngineParts) -> None:
+        """Step while there is work; else do what can wait; then sleep, using no CPU."""
+        core = parts.core
+        collected = time.monotonic()
+        num_collections = 0
+        while not self._stopping:
+            if core.step():
+                # A collection in the middle of a step would stall it: they wait for idle time.
+                gc.disable()
+                if time.monotonic() - collected > COLLECT_SECONDS:
+                    num_collections += 1
+                    gc.collect(1 if num_collections % FULL_COLLECTIONS else 2)
+                    collected = time.monotonic()
+            elif not core.has_work and not core.use_idle_time():
+                gc.enable()
+                core.wait_for_work()
+
+    def _report(self, phase: str, fraction: float) -> None:
+        if self._stopping:
+            raise EngineDeadError("the engine was stopped while it was starting")
+        on_progress = self._on_progress
+        if on_progress is not None:
+            self._post(lambda: on_progress(phase, fraction))
+
+    def _hand_over(self, delivery: StepDelivery) -> None:
+        """One wake-up of the loop per step at most, none while it is still behind.
+
+        Appends before it looks, and the loop clears the flag before it takes: whatever the order
+        of the two threads, a delivery is either taken or followed by a wake-up.
+        """
+        self._deliveries.append(delivery)
+        self._wake_loop()
+        while len(self._deliveries) > MOST_BEHIND and not self._nobody_listens:
+            time.sleep(HOLD_S)  # tokens that nobody can turn into text would only pile up
+
+    @property
+    def _nobody_listens(self) -> bool:
+        return self._stopping or self._loop.is_closed()
+
+    def _wake_loop(self) -> None:
+        if not self._is_woken:
+            self._is_woken = True
+            self._post(self._take_deliveries)
+
+    def _post(self, function: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to be told
+            self._loop.call_soon_threadsafe(function)
+
+    # -- event loop ------------------------------------------------------------------------
+
+    def _take_deliveries(self) -> None:
+        self._is_woken = False
+        try:
+            self._process_deliveries()
+        except Exception as cause:  # a bug in text processing: tell every stream, hang none
+            self._end(_death_of(cause))
+            self._stop()
+            raise
+
+    def _process_deliveries(self) -> None:
+        """Those that are there now: others on this loop come before what arrives meanwhile."""
+        processor, core = self.parts.output_processor, self.parts.core
+        for _ in range(len(self._deliveries)):
+            for delta in processor.process(self._deliveries.popleft()):
+                stream = self._streams.get(delta.request_id)
+                if stream is not None:
+                    stream.push(delta)
+        for request_id in processor.take_aborts():
+            core.abort(request_id)
+        if self._deliveries:
+            self._wake_loop()
+
+    def _end(self, death: EngineDeadError) -> None:
+        """No step will follow: fail what is open, refuse what comes. The first reason stays."""
+        if self._death is None:
+            self._death = death
+            for stream in list(self._streams.values()):
+                stream.fail(death)
+
+
+def _death_of(cause: BaseException) -> EngineDeadError:
+    death = EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")
+    death.__cause__ = cause
+    return death

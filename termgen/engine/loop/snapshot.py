@@ -1,0 +1,180 @@
+"""The engine's snapshot for screens: copied on the engine thread between two steps, made elsewhere.
+
+What is computed of 100,000 blocks lets go of the GIL at every turn, and the engine would wait for
+its return each time, so the engine thread only copies.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from termgen.engine.schedule.kv_cache import PoolCopy
+from termgen.engine.schedule.scheduler import Scheduler
+from termgen.vocabulary.events import EngineSnapshot, RequestView, StepRecord
+from termgen.vocabulary.request import Request, RequestStatus
+from termgen.vocabulary.step import GraphStatus, StepPlan
+
+MAX_LISTED = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateCopy:
+    """The engine at one moment. Any thread may make the snapshot of it."""
+
+    pool: PoolCopy
+    owned: tuple[npt.NDArray[np.int32], ...]
+    """The blocks of each running request that is listed."""
+    rest: Callable[..., EngineSnapshot]
+    """Makes a snapshot, given the map of the blocks."""
+
+    def snapshot(self) -> EngineSnapshot:
+        states = self.pool.states()
+        owners = np.full(len(states), -1, np.int32)
+        if self.owned:
+            places = np.arange(len(self.owned), dtype=np.int32)
+            owners[np.concatenate(self.owned)] = np.repeat(places, [*map(len, self.owned)])
+        return self.rest(
+            block_states=states,
+            block_owners=owners,
+            evicted_blocks=self.pool.last_evicted(),
+            num_evictions=self.pool.num_evictions,
+            cpu_s=time.process_time(),
+            resident_bytes=resident_bytes(),
+        )
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds; 0 where the system does not tell (not Linux)."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def copy_state(
+    scheduler: Scheduler,
+    *,
+    record: StepRecord | None,
+    plan: StepPlan | None,
+    last_progress_ns: int,
+    graphs: GraphStatus,
+    paused: bool,
+    sleep_level: int,
+) -> StateCopy:
+    """`plan` is the newest plan, for the tokens each request has in it."""
+    now = time.perf_counter_ns()
+    table, kv = scheduler.slots, scheduler.kv
+    scheduled: dict[int, int] = {}
+    if plan is not None:
+        current = table.epoch[plan.slots] == plan.epochs
+        scheduled = dict(
+            zip(plan.slots[current].tolist(), plan.num_tokens[current].tolist(), strict=True)
+        )
+    running = table.running
+    listed = running[:MAX_LISTED]
+    views = _running_views(scheduler, listed, scheduled, now)
+    views += [_waiting_view(request, now) for request in islice(scheduler.waiting, MAX_LISTED)]
+    stats, pool = scheduler.stats, kv.pool
+    counts = zip(listed.tolist(), kv.num_blocks[listed].tolist(), strict=True)
+    owned = tuple(kv.block_table[slot, :count].copy() for slot, count in counts)
+    rest = partial(
+        EngineSnapshot,
+        time_ns=now,
+        step=record,
+        requests=tuple(views),
+        num_running=len(running),
+        num_waiting=len(scheduler.waiting),
+        num_used_blocks=pool.num_used,
+        num_cached_blocks=pool.num_cached,
+        num_free_blocks=pool.num_free - pool.num_cached,
+        prefix_query_tokens=stats.prefix_query_tokens,
+        prefix_hit_tokens=stats.prefix_hit_tokens,
+        num_preemptions=stats.num_preemptions,
+        num_finished=stats.num_finished,
+        prompt_tokens=stats.prompt_tokens,
+        generation_tokens=stats.generation_tokens,
+        max_num_seqs=scheduler.config.max_num_seqs,
+        max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
+        last_progress_ns=last_progress_ns,
+        num_graphs_recorded=graphs.num_recorded,
+        num_graphs=graphs.num_graphs,
+        paused=paused,
+        sleep_level=sleep_level,
+        waiting_reason=_waiting_reason(scheduler, plan, paused) if len(scheduler.waiting) else "",
+    )
+    return StateCopy(pool.copy(), owned, rest)
+
+
+def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -> str:
+    """What the first of the queue lacks."""
+    if paused:
+        return "the engine is paused"
+    if not scheduler.free_slots:
+        return "all places taken"
+    request = next(iter(scheduler.waiting))
+    if request.grammar is not None and not request.grammar.is_ready:
+        return "the mask of its grammar takes long"
+    needed = -(-len(request.token_ids) // scheduler.kv.block_size)
+    if needed > scheduler.kv.pool.num_free:
+        return "not enough free KV blocks"
+    budget = scheduler.config.max_num_batched_tokens
+    return "token budget spent" if plan and plan.total_tokens >= budget else "next step"
+
+
+def _running_views(
+    scheduler: Scheduler, slots: npt.NDArray[np.int32], scheduled: dict[int, int], now: int
+) -> list[RequestView]:
+    """Numbers are taken from the table by whole columns: this is the engine's time."""
+    table = scheduler.slots
+    columns = (slots, table.num_tokens[slots], table.num_computed[slots])
+    numbers = (*columns, scheduler.kv.num_blocks[slots])
+    views = []
+    for slot, num_tokens, num_computed, num_blocks in zip(
+        *(column.tolist() for column in numbers), strict=True
+    ):
+        request, now_tokens = table.request_at(slot), scheduled.get(slot, 0)
+        # All but the newest known token computed: from here on it is one token a step.
+        is_decoding = num_computed >= num_tokens - 1 and now_tokens <= 1
+        num_output = num_tokens - request.num_prompt_tokens
+        views.append(
+            RequestView(
+                request_id=request.request_id,
+                status="decode" if is_decoding and num_output > 0 else "prefill",
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=request.num_cached_tokens,
+                num_computed_tokens=num_computed,
+                num_output_tokens=num_output,
+                num_blocks=num_blocks,
+                num_scheduled_tokens=now_tokens,
+                age_s=(now - request.arrival_ns) / 1e9,
+                num_preemptions=request.num_preemptions,
+                priority=request.priority,
+            )
+        )
+    return views
+
+
+def _waiting_view(request: Request, now: int) -> RequestView:
+    preempted = request.status is RequestStatus.PREEMPTED
+    return RequestView(
+        request_id=request.request_id,
+        status="preempted" if preempted else "waiting",
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_computed_tokens=0,
+        num_output_tokens=len(request.token_ids) - request.num_prompt_tokens,
+        num_blocks=0,
+        num_scheduled_tokens=0,
+        age_s=(now - request.arrival_ns) / 1e9,
+        num_preemptions=request.num_preemptions,
+        priority=request.priority,
+    )

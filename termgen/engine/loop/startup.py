@@ -1,0 +1,269 @@
+"""Puts an engine together: model file, tokenizer, executor, scheduler, loop, text processors.
+
+The composition root of the engine, used by both of its faces in engine.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from termgen.catalog import CATALOG, LocalModel, resolve_model
+from termgen.client import ModelInfo
+from termgen.config import EngineConfig
+from termgen.engine.grammar.grammar import GrammarCompiler
+from termgen.engine.loop.core import EngineCore
+from termgen.engine.loop.executor import Executor, LocalExecutor
+from termgen.engine.schedule.kv_cache import KVCacheManager
+from termgen.engine.schedule.scheduler import Scheduler
+from termgen.engine.schedule.scheduler_types import SchedulerConfig
+from termgen.engine.text.input_processor import InputProcessor
+from termgen.engine.text.output import OutputProcessor
+from termgen.engine.text.text_process import TextProcess
+from termgen.engine.text.tokenizer import Tokenizer, load_tokenizer
+from termgen.engine.text.tool_detection import tool_format
+from termgen.errors import ConfigError, CorruptFileError, RequestError
+from termgen.vocabulary.delivery import StepDelivery
+from termgen.vocabulary.grammar_times import GrammarTimes
+from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.sampling_params import MAX_EOS_IDS, SamplingParams
+from termgen.vocabulary.startup_phases import (
+    LOADING_TOKENIZER,
+    READING_VOCABULARY,
+    PhaseClock,
+    describe_startup,
+)
+from termgen.vocabulary.step import DeviceInfo
+from termgen.vocabulary.tool_format import ToolFormat
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Keys of generation_config.json that become sampling defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """A started engine, ready to step."""
+
+    core: EngineCore
+    info: DeviceInfo
+    model: ModelInfo
+    tokenizer: Tokenizer | None
+    input_processor: InputProcessor
+    output_processor: OutputProcessor
+    grammar_times: GrammarTimes = field(default_factory=GrammarTimes)
+
+    def submit(self, request: GenerationRequest, arrival_ns: int) -> None:
+        """Hand a request's completions to text processing and to the loop."""
+        for completion in self.output_processor.expect(request, arrival_ns):
+            self.core.submit(completion, arrival_ns)
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    on_delivery: Callable[[StepDelivery], None],
+    on_progress: Progress | None = None,
+    for_strangers: bool = False,
+) -> EngineParts:
+    """Start everything in the calling thread. Raises ConfigError or ModelError.
+
+    for_strangers: no request is to hold up others by being the first of its kind.
+
+    The model must already be on disk: fetching is `termgen pull`'s business.
+    """
+    progress = PhaseClock(on_progress or (lambda phase, fraction: None))
+    local = resolve_model(config.model)
+    tokenizer, source = None, local
+    if not config.skip_tokenizer_init:
+        progress(LOADING_TOKENIZER, 0.0)
+        source = resolve_model(config.tokenizer) if config.tokenizer else local
+        tokenizer = load_tokenizer(source.path)
+    executor = LocalExecutor(config, local.path)
+    info = executor.start(progress)
+    try:
+        parts = _assemble(config, local, tokenizer, executor, info, on_delivery)
+        if for_strangers:
+            progress(READING_VOCABULARY, 0.0)
+            texts = TextProcess(source.path, info.max_model_len, info.vocab_size)
+            parts.input_processor.prepare_for_strangers(texts)
+    except BaseException:
+        executor.shutdown()
+        raise
+    model = replace(parts.model, startup=progress.stop())
+    ahead = f"; runs up to {model.run_ahead_ms:g} ms ahead" if model.run_ahead_ms else ""
+    logger.info("%s%s", describe_startup(model.startup), ahead)
+    return replace(parts, model=model)
+
+
+def _assemble(
+    config: EngineConfig,
+    local: LocalModel,
+    tokenizer: Tokenizer | None,
+    executor: Executor,
+    info: DeviceInfo,
+    on_delivery: Callable[[StepDelivery], None],
+) -> EngineParts:
+    """Everything that a started executor still lacks."""
+    if tokenizer is not None:
+        _check_vocabulary(tokenizer, info)
+    generation_config = _generation_config(local)
+    eos = _eos_token_ids(info, tokenizer, generation_config)
+    core = _build_core(config, executor, info, eos, on_delivery)
+    grammars = None
+    if tokenizer is not None:
+        grammars = GrammarCompiler(tokenizer, vocab_size=info.vocab_size, eos_token_ids=tuple(eos))
+    return EngineParts(
+        core=core,
+        info=info,
+        model=_model_info(config, local, info, tokenizer, generation_config),
+        tokenizer=tokenizer,
+        input_processor=InputProcessor(
+            tokenizer,
+            info.max_model_len,
+            info.vocab_size,
+            eos_token_ids=eos,
+            has_priorities=config.scheduling_policy == "priority",
+            clamps_max_tokens=config.clamp_max_tokens,
+            grammars=grammars,
+            hash_block_size=core.scheduler.kv.hash_block_size,
+        ),
+        output_processor=OutputProcessor(tokenizer, tuple(eos)),
+        grammar_times=GrammarTimes() if grammars is None else grammars.times,
+    )
+
+
+def _check_vocabulary(tokenizer: Tokenizer, info: DeviceInfo) -> None:
+    """Raises ConfigError for another model's tokenizer.
+
+    A text model may share the tokenizer of one that sees images, and lack the rows of special
+    tokens that stand for those. A prompt with one of them is refused by the input processor.
+    """
+    beyond = range(info.vocab_size, tokenizer.vocab_size)
+    special = tokenizer.special_token_ids
+    if len(beyond) > len(special) or not special.issuperset(beyond):
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {info.vocab_size}",
+            param="tokenizer",
+        )
+
+
+def _build_core(
+    config: EngineConfig,
+    executor: Executor,
+    info: DeviceInfo,
+    eos: frozenset[int],
+    on_delivery: Callable[[StepDelivery], None],
+) -> EngineCore:
+    kv = KVCacheManager(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=info.max_num_seqs,
+        max_model_len=info.max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    limits = SchedulerConfig(
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        policy=config.scheduling_policy,
+    )
+    return EngineCore(
+        executor,
+        Scheduler(limits, kv),
+        max_in_flight=info.max_in_flight,
+        run_ahead_ms=config.run_ahead_ms,
+        max_model_len=info.max_model_len,
+        eos_token_ids=eos,
+        seed=config.seed,
+        on_delivery=on_delivery,
+    )
+
+
+def _generation_config(local: LocalModel) -> dict[str, Any]:
+    from termgen.engine.device.loader import load_generation_config  # device half: late
+
+    return load_generation_config(local.path)
+
+
+def _eos_token_ids(
+    info: DeviceInfo, tokenizer: Tokenizer | None, generation_config: dict[str, Any]
+) -> frozenset[int]:
+    """Every id that ends a text: as the generation config, the model and the tokenizer say."""
+    listed = generation_config.get("eos_token_id")
+    ids = {listed} if isinstance(listed, int) else set(listed or ())
+    ids |= set(info.eos_token_ids)
+    if tokenizer is not None:
+        ids |= set(tokenizer.eos_token_ids)
+    usable = frozenset(i for i in ids if 0 <= i < info.vocab_size)
+    if beyond := sorted(ids - usable):
+        logger.warning(
+            "end tokens %s are ignored: the model has %d tokens",
+            ", ".join(map(str, beyond[:4])) + (", ..." if len(beyond) > 4 else ""),
+            info.vocab_size,
+        )
+    if len(usable) > MAX_EOS_IDS:
+        raise ConfigError(
+            f"the model's files name {len(usable)} end tokens (eos_token_id in"
+            f" generation_config.json and config.json); at most {MAX_EOS_IDS} are supported"
+        )
+    return usable
+
+
+def _model_info(
+    config: EngineConfig,
+    local: LocalModel,
+    info: DeviceInfo,
+    tokenizer: Tokenizer | None,
+    generation_config: dict[str, Any],
+) -> ModelInfo:
+    return ModelInfo(
+        model_id=local.name,
+        root=local.root,
+        architecture=info.architecture,
+        dtype=info.dtype,
+        quantization=config.quantization,
+        device=info.device,
+        device_name=info.device_name,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        created=int(time.time()),
+        default_params=sampling_defaults(local, generation_config),
+        implementation=info.implementation,
+        tool_format=ToolFormat() if tokenizer is None else tool_format(tokenizer),
+        memory=info.memory,
+        max_num_seqs=info.max_num_seqs,
+        run_ahead_ms=config.run_ahead_ms if info.max_in_flight > 1 else 0.0,
+        num_threads=info.num_threads,
+        num_cores=info.num_cores,
+    )
+
+
+def sampling_defaults(local: LocalModel, generation_config: dict[str, Any]) -> dict[str, Any]:
+    """Sampling defaults from the model's generation_config.json, else from the catalog.
+
+    Raises CorruptFileError for a value that requests could not be sampled with.
+    """
+    own = {
+        key: generation_config[key]
+        for key in SAMPLING_DEFAULTS
+        if generation_config.get(key) is not None
+    }
+    try:
+        SamplingParams(**own)
+    except RequestError as error:
+        path = local.path
+        source = path / "generation_config.json" if path.is_dir() else path
+        raise CorruptFileError(f"{source}: the recommended {error}") from None
+    known = CATALOG.get(local.name)
+    return own or (dict(known.default_params) if known is not None else {})

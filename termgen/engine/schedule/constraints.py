@@ -1,0 +1,228 @@
+"""Requests under a grammar, seen from the scheduler: when they may join a step, and their masks.
+
+A row's next mask needs its newest token, but only sampling needs the mask. So a constrained row
+joins a step whose token before is in flight still; while the model runs that token lands, threads
+fill the mask, and then the step is sampled. No other step is submitted before that, so two are in
+flight at most. A row whose mask is late sits the sampling out and computes its token once more. A
+row whose masks take long joins only when all its tokens have landed and its mask is filled, so that
+it holds nobody up. Only landed tokens ever reach a matcher, so preemption and dropped steps need no
+way back. A grammar that fails, in a mask or on a token, ends its own request and no other. Owned by
+the scheduler, on the engine thread.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from termgen.engine.grammar.grammar import named
+from termgen.engine.grammar.mask_filler import MaskFiller
+from termgen.engine.schedule.at_odds import fault_of
+from termgen.engine.schedule.slot_table import SlotTable
+from termgen.errors import EngineError, RequestError, TermgenError
+from termgen.vocabulary.request import FinishReason, IntArray, Request
+from termgen.vocabulary.step import StepPlan
+from termgen.vocabulary.token_mask import GrammarState, RowMasks
+
+PATIENCE_S = 0.001
+"""While there is something else to compute, masks are waited for this long; a row whose mask takes
+longer misses the step, so that it holds nobody up."""
+IDLE_PATIENCE_S = 0.01
+"""The same for a step of constrained rows alone. Rows that go on together share their steps."""
+
+Endings = dict[int, tuple[FinishReason, TermgenError | None]]
+"""Which rows end, by their index among those that landed, and how."""
+
+
+class Constraints:
+    """The rows that have a grammar."""
+
+    def __init__(self) -> None:
+        self.patience_s = PATIENCE_S
+        self.idle_patience_s = IDLE_PATIENCE_S
+        self.is_late = False
+        """Whether a row or a waiting request missed the newest step for want of its mask."""
+        self._filler = MaskFiller()
+        self._is_busy = False
+        self._deadline = 0.0
+        """Until when masks are waited for in this step."""
+        self._failed: list[Request] = []
+        self._aside: dict[GrammarState, Request] = {}
+        """Waiting requests that are not looked at until their mask is filled."""
+
+    def begin(self, request: Request) -> None:
+        """Make a new request's matcher and fill the mask of its first token."""
+        if request.grammar is not None:
+            self._filler.begin([request.grammar])
+
+    def hold_back(
+        self, table: SlotTable, running: IntArray, want: IntArray, *, is_busy: bool
+    ) -> None:
+        """Set `want` to 0 for rows that cannot join now. is_busy: a step is in flight."""
+        self.is_late, self._is_busy = False, is_busy
+        rows = table.has_grammar[running].nonzero()[0]
+        rows = rows[want[rows] > 0]
+        is_alone = not is_busy and np.count_nonzero(want) == len(rows)
+        self._begin_waiting(is_alone=is_alone)
+        requests = [table.request_at(slot) for slot in running[rows].tolist()]
+        is_ahead = table.num_pending[running[rows]] > 0
+        landed = [request for request, ahead in zip(requests, is_ahead, strict=True) if not ahead]
+        self._wait_for([grammar_of(request) for request in landed])
+        for i, request, ahead in zip(rows.tolist(), requests, is_ahead, strict=True):
+            if ahead and not grammar_of(request).is_slow:
+                continue
+            # Before its mask is there only a row with a token in flight: what is computed then may
+            # be computed once more, and a block must not be findable that is written again.
+            if ahead or not self._has_mask(request):
+                want[i] = 0
+                self.is_late = True
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether a waiting request may join the step that is planned."""
+        grammar = request.grammar
+        if grammar is None:
+            return True
+        if not (grammar.is_ready or grammar.is_slow):  # many may wait in the queue
+            self._wait_for([grammar])
+        return self._has_mask(request)
+
+    def set_aside(self, request: Request) -> None:
+        """Have `take_ready` return a waiting request whose mask is not there, once it is."""
+        self.is_late = True
+        grammar = grammar_of(request)
+        self._aside[grammar] = request
+        self._filler.watch(grammar)
+
+    def take_ready(self) -> list[Request]:
+        """Requests that were set aside and whose masks are there now; some may have ended."""
+        return [self._aside.pop(grammar) for grammar in self._filler.take_watched()]
+
+    def rest(self) -> None:
+        """Nothing can be planned: wait a little for masks, if that is the reason and no step that
+        is in flight is to be landed."""
+        if self.is_late and not (self._is_busy or self._failed):
+            self._filler.wait_for_any(PATIENCE_S)
+
+    def masks_for(
+        self, table: SlotTable, plan: StepPlan, *, runs_until_s: float = 0.0
+    ) -> RowMasks | None:
+        """Of a step whose model runs, waited for a little. Rows whose mask is late are counted as
+        if they had not been in the step. None while a token that the masks need is in flight.
+        runs_until_s: perf_counter before which nothing else could be computed anyway."""
+        assert plan.constrained is not None
+        rows = plan.constrained
+        slots = plan.slots[rows]
+        stayed = (table.epoch[slots] == plan.epochs[rows]).nonzero()[0]
+        if (table.num_pending[slots[stayed]] > 1).any():
+            return None
+        self._begin_waiting(is_alone=len(rows) == plan.num_rows)
+        self._deadline = max(self._deadline, runs_until_s)
+        requests = [table.request_at(slot) for slot in slots[stayed].tolist()]
+        self._wait_for([grammar_of(request) for request in requests])
+        has_mask = np.zeros(len(rows), np.bool_)
+        has_mask[stayed] = [self._has_mask(request) for request in requests]
+        masks = [
+            grammar_of(request).mask
+            for i, request in zip(stayed, requests, strict=True)
+            if has_mask[i]
+        ]
+        table.take_back(slots[stayed[~has_mask[stayed]]])
+        return RowMasks(rows[has_mask], masks, rows[~has_mask])
+
+    def take_failed(self) -> list[tuple[Request, TermgenError]]:
+        """Requests whose grammar turned out to have no next mask, and why."""
+        failed, self._failed = self._failed, []
+        return [(request, _error(request, grammar_of(request).error)) for request in failed]
+
+    def endings(
+        self,
+        table: SlotTable,
+        slots: IntArray,
+        tokens: IntArray,
+        stopped: npt.NDArray[np.bool_],
+        ended: npt.NDArray[np.intp],
+    ) -> Endings:
+        """Take in landed tokens. All rows that end, and how: those `ended` already, some of them
+        `stopped` by a token, and those whose grammar ends."""
+        endings: Endings = {
+            i: (FinishReason.STOP if stopped[i] else FinishReason.LENGTH, None)
+            for i in ended.tolist()
+        }
+        if not table.num_constrained:
+            return endings
+        going_on: list[GrammarState] = []
+        for i in table.has_grammar[slots].nonzero()[0].tolist():
+            slot = int(slots[i])
+            request = table.request_at(slot)
+            grammar = grammar_of(request)
+            answer = table.token_ids[slot, table.num_prompt[slot] : table.num_tokens[slot]]
+            if fault := fault_of(request, answer, grammar.mask):
+                endings[i] = FinishReason.ERROR, fault
+                continue
+            try:
+                is_complete = grammar.accept(int(tokens[i]))
+            except BaseException as cause:  # a panic in llguidance is no Exception
+                endings[i] = FinishReason.ERROR, _error(request, cause)
+                continue
+            if is_complete:
+                endings[i] = FinishReason.STOP, None
+            elif i not in endings:
+                going_on.append(grammar)
+        self._filler.begin(going_on)
+        return endings
+
+    def _begin_waiting(self, *, is_alone: bool) -> None:
+        patience_s = self.idle_patience_s if is_alone else self.patience_s
+        self._deadline = time.perf_counter() + patience_s
+
+    def _wait_for(self, grammars: list[GrammarState]) -> None:
+        """Until the deadline, for those that are usually quick."""
+        quick = [grammar for grammar in grammars if not (grammar.is_ready or grammar.is_slow)]
+        if quick:
+            self._filler.wait(quick, max(0.0, self._deadline - time.perf_counter()))
+
+    def _has_mask(self, request: Request) -> bool:
+        grammar = grammar_of(request)
+        if not grammar.is_ready:
+            self.is_late = True
+        elif grammar.error is not None:
+            self.is_late = True
+            self._failed.append(request)
+        return grammar.is_ready and grammar.error is None
+
+
+def may_all_run_ahead(table: SlotTable) -> bool:
+    """Whether every row with a grammar may join a step before its mask is there."""
+    if not table.num_constrained:
+        return True
+    running = table.running
+    slots = running[table.has_grammar[running]]
+    return bool((table.num_pending[slots] > 0).all()) and not any(
+        grammar_of(table.request_at(slot)).is_slow for slot in slots.tolist()
+    )
+
+
+def rows_with_grammar(table: SlotTable, slots: IntArray) -> IntArray | None:
+    """Which rows of a step have a grammar and sample; the step is already counted."""
+    if not table.num_constrained:
+        return None
+    rows = (table.has_grammar[slots] & (table.num_pending[slots] > 0)).nonzero()[0]
+    return rows.astype(np.int32) if len(rows) else None
+
+
+def grammar_of(request: Request) -> GrammarState:
+    assert request.grammar is not None, "the request has no grammar"
+    return request.grammar
+
+
+def _error(request: Request, cause: BaseException | None) -> TermgenError:
+    if isinstance(cause, RequestError):  # what was asked for is to blame
+        wanted = request.params.structured_outputs
+        return cause if wanted is None else named(cause, wanted)
+    if isinstance(cause, EngineError):
+        return cause
+    error = EngineError(f"the grammar failed: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,446 @@
+"""Chooses how many tokens of which request each step computes. No torch, no threads.
+
+There are no prefill and decode phases: a request has `num_computed` tokens chasing the tokens it
+knows. A step hands out `max_num_batched_tokens` tokens, first to running requests in order, then
+to waiting ones. `schedule` counts optimistically (as if the step had run), so the next step can be
+planned before this one lands; `apply` reads results through the plan they answer. The policy
+follows vLLM's V1 scheduler; the columns are ours (see slot_table.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from termgen.engine.schedule.constraints import Constraints
+from termgen.engine.schedule.decode_step import DecodeStep
+from termgen.engine.schedule.fence import Fence
+from termgen.engine.schedule.integrity import check_scheduler
+from termgen.engine.schedule.kv_cache import KVCacheManager
+from termgen.engine.schedule.plan_builder import PlanBuilder
+from termgen.engine.schedule.request_queue import (
+    choose_victim,
+    first_begun,
+    make_queue,
+    priority_key,
+)
+from termgen.engine.schedule.scheduler_types import AppliedStep, SchedulerConfig, SchedulerStats
+from termgen.engine.schedule.slot_table import SlotTable
+from termgen.errors import CorruptedLogitsError, EngineError, RequestError, TermgenError
+from termgen.vocabulary.delivery import FinishedRow, StartedRow
+from termgen.vocabulary.request import FinishReason, IntArray, Request, RequestStatus
+from termgen.vocabulary.step import StepPlan, StepResult
+from termgen.vocabulary.token_mask import RowMasks
+
+
+class Scheduler:
+    """Owns every request from `add_request` to its end."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+        assert config.max_num_batched_tokens >= config.max_num_seqs
+        self.config = config
+        self.kv = kv
+        self.slots = SlotTable(config.max_num_seqs, config.max_model_len)
+        self.waiting = make_queue(config.policy)
+        self.stats = SchedulerStats()
+        self.constraints = Constraints()
+        self.requests: dict[str, Request] = {}
+        self.started: list[StartedRow] = []
+        """Requests that took a slot since the caller last emptied this list."""
+        self.preempted: list[Request] = []
+        """Requests that lost their slot since the caller last emptied this list."""
+        self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._released: list[int] = []
+        self.fence = Fence()
+        self._decode_step = DecodeStep(self.slots, kv, self.fence)
+        self.admits_new = True
+        """False: only requests that have run before are given a slot."""
+        self._next_step = self._newest_loss = 0
+        """The second: all rows of the steps from this one on still have their slots."""
+        self._all_rows = np.arange(config.max_num_seqs, dtype=np.int32)
+        self._threshold = config.long_prefill_token_threshold or config.max_num_batched_tokens
+
+    # -- requests in and out ---------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises RequestError at once if it could never run."""
+        if request.request_id in self.requests:
+            raise RequestError(
+                f"request id {request.request_id!r} is already in use", param="request_id"
+            )
+        assert len(request.token_ids) < request.max_total_tokens <= self.config.max_model_len
+        needed = request.max_total_tokens - 1  # the last token's KV is never computed
+        if needed > self.kv.capacity_tokens:
+            raise RequestError(
+                f"the request may need {needed} tokens of KV cache, but the cache holds only "
+                f"{self.kv.capacity_tokens}: lower max_tokens or raise --kv-cache-gib",
+                param="max_tokens",
+            )
+        self.requests[request.request_id] = request
+        self.constraints.begin(request)
+        self.waiting.push(request)
+
+    def finish(
+        self, request_id: str, reason: FinishReason, error: TermgenError | None = None
+    ) -> FinishedRow | None:
+        """End a request from outside (abort, error). None if it is not there any more."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        if request.status is RequestStatus.RUNNING:
+            self._release_slot(request.slot)
+        else:
+            self.waiting.remove(request)
+        return self._finished(request, reason, error=error)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.slots.running)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
+    @property
+    def newest_step(self) -> int:
+        """Id of the step planned last; -1 before the first."""
+        return self._next_step - 1
+
+    # -- planning --------------------------------------------------------------------------
+
+    def schedule(self, now_ns: int = 0) -> StepPlan | None:
+        """Plan the next step and count it as run. None when nothing can be computed now."""
+        num_waiting = len(self.waiting)
+        if num_waiting:
+            for request in self.constraints.take_ready():
+                self.waiting.take_back(request)
+        if not (num_waiting and self.free_slots):
+            plan = self._decode_step.plan(self._next_step, tuple(self._released))
+            if plan is not None:
+                return self._count_plan(plan)
+        table, running = self.slots, self.slots.running
+        known = table.num_tokens[running] + table.num_pending[running]
+        want = np.where(known < table.limit[running], known - table.num_computed[running], 0)
+        is_busy = self.fence.landed_step < self.newest_step
+        self.constraints.hold_back(table, running, want, is_busy=is_busy)
+        num_new = np.minimum(want, self._threshold)
+        ends = np.cumsum(num_new)
+        budget = self.config.max_num_batched_tokens
+        if len(ends) and ends[-1] > budget:
+            num_new = np.clip(budget - (ends - num_new), 0, num_new)
+        builder = PlanBuilder()
+        preempted = self._give_blocks(running, num_new, builder)
+        chosen = np.flatnonzero(num_new)
+        slots, counts = running[chosen], num_new[chosen]
+        self._advance(slots, counts, counts == want[chosen])
+        if num_waiting and self.free_slots and not preempted:
+            new_slots, new_counts = self._admit(budget - int(counts.sum()), builder, now_ns)
+            slots = np.concatenate((slots, new_slots))
+            counts = np.concatenate((counts, new_counts))
+        if not len(slots):
+            self.constraints.rest()
+            return None
+        counts, released = counts.astype(np.int32), tuple(self._released)
+        return self._count_plan(
+            builder.build(self._next_step, table, slots=slots, counts=counts, released=released)
+        )
+
+    def _give_blocks(self, running: IntArray, num_new: IntArray, builder: PlanBuilder) -> bool:
+        """Extend block tables for the tokens in `num_new`, preempting if blocks run out.
+
+        Sets num_new to 0 for rows that cannot be computed. Returns whether anyone was preempted.
+        """
+        kv = self.kv
+        target = self.slots.num_computed[running] + num_new
+        missing = -(-target // kv.block_size) - kv.num_blocks[running]
+        needy = np.flatnonzero((missing > 0) & (num_new > 0))
+        if int(missing[needy].sum()) <= kv.pool.num_free:
+            for slot, need in zip(running[needy].tolist(), missing[needy].tolist(), strict=True):
+                self._append_blocks(slot, need, builder)
+            return False
+        order: npt.NDArray[np.integer[Any]] = needy
+        if self.config.policy == "priority":
+            keys = [priority_key(self.slots.request_at(int(running[i]))) for i in needy]
+            order = needy[sorted(range(len(needy)), key=keys.__getitem__)]
+        return self._give_blocks_by_preempting(running, num_new, missing, order, builder)
+
+    def _give_blocks_by_preempting(
+        self,
+        running: IntArray,
+        num_new: IntArray,
+        missing: IntArray,
+        order: npt.NDArray[np.integer[Any]],
+        builder: PlanBuilder,
+    ) -> bool:
+        """The slow path: rows in order take blocks from the least deserving row."""
+        index_of = {int(slot): i for i, slot in enumerate(running)}
+        before = self.stats.num_preemptions
+        for i in order:
+            slot, need = int(running[i]), int(missing[i])
+            if self.slots.requests[slot] is None:  # was a victim itself
+                continue
+            while self.kv.pool.num_free < need:
+                if self.kv.pool.num_free + self.fence.num_blocks >= need:
+                    break  # enough blocks come back once the steps in flight have landed
+                victim = choose_victim(self.slots, self.config.policy)
+                num_new[index_of[victim]] = 0
+                self._preempt(victim)
+                if victim == slot:
+                    break
+            if self.slots.requests[slot] is None:
+                continue
+            if self.kv.pool.num_free < need:
+                num_new[i] = 0
+                continue
+            # Nobody is preempted for a row less deserving than itself: what is given stays given.
+            self._append_blocks(slot, need, builder)
+        return self.stats.num_preemptions > before
+
+    def _append_blocks(self, slot: int, count: int, builder: PlanBuilder) -> None:
+        start = int(self.kv.num_blocks[slot])
+        builder.add_blocks(slot, start, [self.kv.append(slot) for _ in range(count)])
+
+    def _preempt(self, slot: int) -> None:
+        """Take a slot away; the request keeps its tokens and recomputes their KV later."""
+        request = self._release_slot(slot)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self.waiting.push_front(request)
+        self.preempted.append(request)
+
+    def _admit(self, budget: int, builder: PlanBuilder, now_ns: int) -> tuple[IntArray, IntArray]:
+        """Give slots to waiting requests while tokens, slots and blocks last."""
+        slots, counts = list[int](), list[int]()
+        if self.waiting.num_aside:
+            self.constraints.is_late = True
+        while budget > 0 and self.free_slots and (request := self._next_ready()) is not None:
+            cached = self.kv.try_fit(request)
+            if cached is None:
+                break
+            missing = len(request.token_ids) - len(cached) * self.kv.block_size
+            self.waiting.remove(request)
+            slot = self.free_slots.pop()
+            self._start(request, slot, cached, builder, now_ns)
+            count = min(missing, budget, self._threshold)
+            complete = np.asarray([count == missing])
+            self._advance(np.asarray([slot]), np.asarray([count], np.int32), complete)
+            slots.append(slot)
+            counts.append(count)
+            budget -= count
+        return np.asarray(slots, np.int32), np.asarray(counts, np.int32)
+
+    def _next_ready(self) -> Request | None:
+        """The first waiting request that may join this step. A request without its mask is set
+        aside, so that however many wait for masks, a step looks at each once."""
+        if not self.admits_new:
+            return first_begun(self.waiting, self.constraints.is_ready)
+        while (head := self.waiting.peek()) is not None and not self.constraints.is_ready(head):
+            self.waiting.set_aside(head)
+            self.constraints.set_aside(head)
+        return head
+
+    def _start(
+        self, request: Request, slot: int, cached: list[int], builder: PlanBuilder, now_ns: int
+    ) -> None:
+        num_tokens = len(request.token_ids)
+        num_computed = len(cached) * self.kv.block_size
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_computed
+            request.first_scheduled_ns = now_ns
+            if self.kv.enable_prefix_caching:
+                self.stats.prefix_query_tokens += num_tokens
+                self.stats.prefix_hit_tokens += num_computed
+        blocks = self.kv.admit(slot, num_tokens, cached)
+        builder.add_blocks(slot, 0, blocks.tolist())
+        self.slots.occupy(slot, request, num_computed)
+        request.status = RequestStatus.RUNNING
+        builder.add_row(request, num_computed)
+        self.started.append(
+            StartedRow(
+                request_id=request.request_id,
+                slot=slot,
+                epoch=request.epoch,
+                num_cached_tokens=request.num_cached_tokens,
+                first_scheduled_ns=request.first_scheduled_ns,
+            )
+        )
+
+    def _advance(self, slots: IntArray, counts: IntArray, samples: npt.NDArray[np.bool_]) -> None:
+        """Count tokens as computed; rows that reach their newest token will sample one.
+
+        Then publish full blocks. Only tokens known to the host are hashed: never one in flight.
+        """
+        table, kv = self.slots, self.kv
+        table.num_computed[slots] += counts
+        table.num_pending[slots] += samples
+        table.last_step[slots] = self._next_step
+        if kv.enable_prefix_caching:
+            known = np.minimum(table.num_computed[slots], table.num_tokens[slots])
+            fuller = np.flatnonzero(known // kv.block_size > kv.num_registered[slots])
+            full = zip(slots[fuller].tolist(), known[fuller].tolist(), strict=True)
+            for slot, num_tokens in full:
+                self._publish(slot, num_tokens)
+
+    def _publish(self, slot: int, num_tokens: int) -> None:
+        """Make a slot's full blocks within its first `num_tokens` tokens findable."""
+        kv, table = self.kv, self.slots
+        if kv.enable_prefix_caching:
+            kv.register(slot, num_tokens, table.request_at(slot), table.token_ids[slot])
+
+    def _count_plan(self, plan: StepPlan) -> StepPlan:
+        if not plan.is_decode:
+            prompt_left = self.slots.num_prompt[plan.slots] - plan.num_computed
+            self.stats.prompt_tokens += int(np.clip(prompt_left, 0, plan.num_tokens).sum())
+        self._released = []
+        self._next_step += 1
+        return plan
+
+    def masks_for(self, plan: StepPlan, *, runs_until_s: float = 0.0) -> RowMasks | None:
+        """What the constrained rows of the newest step may sample; see Constraints.masks_for."""
+        masks = self.constraints.masks_for(self.slots, plan, runs_until_s=runs_until_s)
+        if masks is not None and len(masks.late):
+            self._decode_step.forget()
+        return masks
+
+    # -- results ---------------------------------------------------------------------------
+
+    def apply(self, plan: StepPlan, result: StepResult) -> AppliedStep:
+        """Take in a landed step: append tokens, find who is finished, free what it fenced."""
+        if result.corrupt is not None:
+            self._forget_corrupt(plan, result.corrupt)
+        self._land(plan.step_id)
+        if plan.step_id >= self._newest_loss and len(result.token_ids) == plan.num_rows:
+            rows = self._all_rows[: plan.num_rows]
+            applied = AppliedStep(plan.slots, plan.epochs, result.token_ids, rows)
+        else:
+            alive = self.slots.epoch[plan.slots] == plan.epochs
+            sampled = result.num_sampled > 0
+            assert np.count_nonzero(sampled) == len(result.token_ids), "no drafts were planned"
+            is_wasted = ~alive
+            if plan.constrained is not None:  # rows whose masks were late
+                is_wasted[plan.constrained] |= ~sampled[plan.constrained]
+            self.stats.wasted_tokens += int(plan.num_tokens[is_wasted].sum())
+            rows = (alive & sampled).nonzero()[0].astype(np.int32)
+            applied = AppliedStep(plan.slots[rows], plan.epochs[rows], result.by_row()[rows], rows)
+        self.stats.generation_tokens += len(rows)
+        slots, tokens = applied.slots, applied.token_ids
+        stopped, ended = self.slots.append_tokens(slots, tokens)
+        endings = self.constraints.endings(self.slots, slots, tokens, stopped, ended)
+        for i, (reason, error) in sorted(endings.items()):
+            request = self._release_slot(int(slots[i]))
+            token = int(tokens[i]) if stopped[i] else None
+            applied.finished.append(self._finished(request, reason, stop_token=token, error=error))
+        if result.corrupt is not None:
+            self._end_corrupt(plan, result.corrupt, applied)
+        return applied
+
+    def _forget_corrupt(self, plan: StepPlan, rows: IntArray) -> None:
+        """Nobody may find KV of these rows: it holds NaN from a block on that is not known. A row
+        that was released has its blocks held back until this step has landed."""
+        slots, epochs = plan.slots[rows], plan.epochs[rows]
+        is_current = self.slots.epoch[slots] == epochs
+        for slot in slots[is_current].tolist():
+            self.kv.forget(slot)
+        released = set(slots[~is_current].tolist())
+        for _, slot, blocks in self.fence:
+            if slot in released:
+                self.kv.pool.forget(blocks)
+
+    def _end_corrupt(self, plan: StepPlan, rows: IntArray, applied: AppliedStep) -> None:
+        """End the requests whose logits were not numbers; the device has stopped them already."""
+        slots, epochs = plan.slots[rows], plan.epochs[rows]
+        for slot in slots[self.slots.epoch[slots] == epochs].tolist():
+            request = self._release_slot(slot, publish=False)
+            self.stats.num_corrupted += 1
+            error = CorruptedLogitsError(request.request_id)
+            applied.finished.append(self._finished(request, FinishReason.ERROR, error=error))
+
+    def fail(self, plan: StepPlan, error: EngineError) -> list[FinishedRow]:
+        """A step failed: end the requests in it, make everyone else recompute from scratch.
+
+        Call it when no step runs any more; results of later steps are never to be applied. Their
+        plans may have named released slots, so the device must not mind an AddedRow for a row it
+        believes taken. The failed step's KV is findable: the prefix cache is forgotten with it.
+        """
+        alive = plan.slots[self.slots.epoch[plan.slots] == plan.epochs]
+        finished = [
+            self._finished(self._release_slot(int(s)), FinishReason.ERROR, error=error)
+            for s in alive
+        ]
+        self.recompute_all()
+        return finished
+
+    def land_all(self) -> None:
+        """No step runs any more, read or not: what they held back is free."""
+        self._land(self.newest_step)
+
+    def recompute_all(self) -> None:
+        """Preempt whoever runs and forget every prefix. Call it when no step runs any more."""
+        self.land_all()
+        for slot in self.slots.running[::-1].tolist():
+            self._preempt(slot)
+        is_empty = self.reset_prefix_cache()
+        assert is_empty, "a block is in use, but nothing runs"
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes that nobody uses; whether those were all."""
+        return self.kv.pool.forget_idle()
+
+    def _finished(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        stop_token: int | None = None,
+        error: TermgenError | None = None,
+    ) -> FinishedRow:
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        if request.grammar is not None:
+            request.grammar.drop()
+        del self.requests[request.request_id]
+        self.stats.num_finished += 1
+        own = stop_token is not None and stop_token in request.params.stop_token_ids
+        return FinishedRow(
+            request_id=request.request_id,
+            reason=reason,
+            stop_token_id=stop_token if own else None,
+            stopped_by_token=stop_token is not None,
+            error=error,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=len(request.token_ids) - request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _release_slot(self, slot: int, *, publish: bool = True) -> Request:
+        """Take a request off its slot. Blocks and slot come back once no step can touch them.
+        publish: its KV may be found by others."""
+        table = self.slots
+        last_step = int(table.last_step[slot])
+        if publish:
+            # The newest token may be a stop token, whose KV the device does not write.
+            known = min(int(table.num_computed[slot]), int(table.num_tokens[slot]) - 1)
+            self._publish(slot, known)
+        request = table.vacate(slot)
+        self._newest_loss = self._next_step
+        self._released.append(slot)
+        blocks = self.kv.take_all(slot)
+        if not self.fence.hold(last_step, slot, blocks):
+            self._give_back(slot, blocks)
+        return request
+
+    def _land(self, step_id: int) -> None:
+        """Every step up to this one has ended on the device."""
+        for _, slot, blocks in self.fence.land(step_id):
+            self._give_back(slot, blocks)
+
+    def _give_back(self, slot: int, blocks: list[int]) -> None:
+        self.kv.pool.release(blocks)
+        self.free_slots.append(slot)
+
+    def check_integrity(self) -> None:
+        """AssertionError if any block or slot is lost, shared by mistake or miscounted."""
+        check_scheduler(self)

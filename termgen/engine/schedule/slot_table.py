@@ -1,0 +1,145 @@
+"""The scheduler's state of running requests: one numpy column per fact, one row per slot.
+
+A decode step touches these columns as whole arrays, which keeps its host cost near constant in
+the batch size. Owned by the scheduler, on the engine thread.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from termgen.vocabulary.request import IntArray, Request
+
+NUM_STOP_COLUMNS = 8
+"""Stop ids kept in the table; a request with more is checked one by one."""
+
+
+class SlotTable:
+    """Columns over slots. What a row means holds from `occupy` to `vacate`.
+
+    Token counts of a row, always `num_computed <= num_tokens + num_pending`:
+
+        [0, num_tokens)                       known to the host, ids in `token_ids`
+        [num_tokens, num_tokens+num_pending)  sampled by steps still in flight, ids on the device
+        [0, num_computed)                     KV written by steps already planned
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        self.requests: list[Request | None] = [None] * max_num_seqs
+        self.facts: IntArray = np.zeros((6, max_num_seqs), np.int32)
+        """The next six columns as rows of one array, to be gathered at once, in this order."""
+        self._facts_of_ends: IntArray = self.facts[:4]
+        self.num_tokens, self.num_pending = self.facts[:2]
+        self.limit: IntArray = self.facts[2]
+        """Total tokens at which the request ends by length."""
+        self.stop_after: IntArray = self.facts[3]
+        """Total tokens from which stop ids count: prompt + min_tokens."""
+        self.num_computed: IntArray = self.facts[4]
+        self.epoch: IntArray = self.facts[5]
+        """Counts the residencies of a slot; results of an older epoch are dropped."""
+        self.num_prompt: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.stop_ids = np.full((max_num_seqs, NUM_STOP_COLUMNS), -1, np.int32)
+        self.more_stops: set[int] = set()
+        """Slots whose request has more stop ids than that."""
+        self.last_step = np.full(max_num_seqs, -1, np.int64)
+        """Newest step that computes this row; its blocks may not move before that step landed."""
+        self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
+        self.has_penalties = np.zeros(max_num_seqs, np.bool_)
+        self.is_random = np.zeros(max_num_seqs, np.bool_)
+        self.has_filter = np.zeros(max_num_seqs, np.bool_)
+        """Limits by top-k, top-p or min-p."""
+        self.has_minimum = np.zeros(max_num_seqs, np.bool_)
+        """Asks for a minimum length."""
+        self.has_grammar = np.zeros(max_num_seqs, np.bool_)
+        self.num_constrained = 0
+        """Rows that have one."""
+        self.has_edits = np.zeros(max_num_seqs, np.bool_)
+        """Has a logit bias, allowed ids or bad words."""
+        self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int32)
+        """-1 where none are wanted, or all are out."""
+        self.token_ids: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self._row_of_ids = np.arange(max_num_seqs, dtype=np.int64) * max_model_len
+        """Where a slot's tokens begin, all slots' tokens counted through."""
+        self.running: IntArray = np.zeros(0, np.int32)
+        """Occupied slots in scheduling order."""
+
+    def occupy(self, slot: int, request: Request, num_computed: int) -> None:
+        assert self.requests[slot] is None
+        params = request.params
+        num_tokens = len(request.token_ids)
+        self.requests[slot] = request
+        request.slot, request.epoch = slot, int(self.epoch[slot])
+        self.token_ids[slot, :num_tokens] = request.token_ids
+        self.num_tokens[slot] = num_tokens
+        self.num_pending[slot] = 0
+        self.num_computed[slot] = num_computed
+        self.limit[slot] = request.max_total_tokens
+        self.stop_after[slot] = request.num_prompt_tokens + params.min_tokens
+        self.num_prompt[slot] = request.num_prompt_tokens
+        stops = sorted(request.stop_token_ids)
+        self.stop_ids[slot] = -1
+        if len(stops) > NUM_STOP_COLUMNS:
+            self.more_stops.add(slot)
+        else:
+            self.stop_ids[slot, : len(stops)] = stops
+        self.last_step[slot] = -1
+        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.has_penalties[slot] = params.has_penalties
+        self.is_random[slot] = not params.is_greedy
+        self.has_filter[slot] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        self.has_minimum[slot] = params.min_tokens > 0
+        self.has_grammar[slot] = request.grammar is not None
+        self.num_constrained += request.grammar is not None
+        self.has_edits[slot] = params.edits_logits
+        owed = params.prompt_logprobs if request.owes_prompt_logprobs else None
+        self.num_prompt_logprobs[slot] = -1 if owed is None else owed
+        self.running = np.append(self.running, np.int32(slot))
+
+    def vacate(self, slot: int) -> Request:
+        """Empty a row, bring the request's own token list up to date and end the epoch."""
+        request = self.requests[slot]
+        assert request is not None
+        request.token_ids = self.token_ids[slot, : self.num_tokens[slot]].copy()
+        request.slot = request.epoch = -1
+        self.requests[slot] = None
+        self.more_stops.discard(slot)
+        self.num_constrained -= request.grammar is not None
+        self.has_grammar[slot] = False
+        self.epoch[slot] += 1
+        self.running = self.running[self.running != slot]
+        return request
+
+    def append_tokens(
+        self, slots: IntArray, tokens: IntArray
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
+        """Add a landed token to each of these rows.
+
+        Returns which of them a stop id ends, and the indices of all that end, by length too.
+        """
+        # `take` and `put` need half the time of indexing.
+        lengths, num_pending, limit, stop_after = self._facts_of_ends.take(slots, axis=1)
+        self.token_ids.put(self._row_of_ids.take(slots) + lengths, tokens)
+        lengths += 1
+        num_pending -= 1
+        self.num_tokens.put(slots, lengths)
+        self.num_pending.put(slots, num_pending)
+        is_stop = self.stop_ids.take(slots, axis=0) == tokens[:, None]
+        stopped = np.logical_or.reduce(is_stop, axis=1)
+        if self.more_stops:
+            for i, slot in enumerate(slots.tolist()):
+                if slot in self.more_stops:
+                    stopped[i] = int(tokens[i]) in self.request_at(slot).stop_token_ids
+        stopped &= lengths > stop_after
+        return stopped, (stopped | (lengths >= limit)).nonzero()[0]
+
+    def take_back(self, slots: IntArray) -> None:
+        """Rows that sampled nothing in the newest step, which was planned as if they did: their
+        newest token is computed once more."""
+        self.num_pending[slots] -= 1
+        self.num_computed[slots] -= 1
+
+    def request_at(self, slot: int) -> Request:
+        request = self.requests[slot]
+        assert request is not None, f"slot {slot} is empty"
+        return request

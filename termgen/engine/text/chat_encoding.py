@@ -1,0 +1,385 @@
+"""From a conversation to prompt ids, such that no message can forge a special token.
+
+A template's output mixes what the template wrote with what users wrote, and a tokenizer cannot
+tell them apart: `<|im_end|>` typed by a user would end the user's turn. So the chat is rendered a
+second time with every character that special tokens are made of replaced, in user text only, by an
+unused private one. Lengths stay equal, so comparing the two renders shows, character by character,
+who wrote what, also where the template trims, slices, joins or serialises user text:
+
+  - the masked render, unmasked, equals the plain one: a special token with a masked character was
+    spelled by a user and is encoded as text; all else is encoded as the tokenizer does by itself;
+  - it does not (the template looks into the text): the prompt is used if it holds just the special
+    tokens of the masked render and no message spells one, and refused otherwise.
+
+Control tokens that are not "special" but that the template writes (`<tool_call>`, say) are guarded
+too, except in assistant messages, which are the model's own words. Thread-safe: nothing changes
+after construction but caches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from tokenizers import AddedToken, Encoding
+from tokenizers import Tokenizer as Backend
+
+from termgen.client import Message
+from termgen.engine.text.chat_mask import Chat, Mask, alphabets, strings, unused_chars
+from termgen.engine.text.chat_messages import count_chars, normalise_messages, plain
+from termgen.engine.text.chat_template import (
+    ChatTemplate,
+    is_bounded,
+    last_text,
+    select_template,
+    template_error,
+)
+from termgen.engine.text.encode_text import encode_ids, encode_text
+from termgen.engine.text.request_template import OF_MODEL, RequestTemplate, TemplateWorkers
+from termgen.engine.text.tokenizer_files import TokenizerParts
+from termgen.errors import RequestError
+
+RESERVED_VARIABLES = (
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+)
+
+
+Template = ChatTemplate | RequestTemplate
+NUM_KEPT_TEMPLATES = 16
+"""Of those that came with requests."""
+
+STANDARD_VARIABLES = frozenset({"tools", "documents"})
+"""What callers of any template may give it; a template that reads neither is no mistake of theirs.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Control:
+    """One control token found in an encoded text."""
+
+    token_id: int
+    start: int
+    end: int
+
+
+class ChatEncoder:
+    """Renders and encodes chats for one tokenizer."""
+
+    def __init__(self, backend: Backend, parts: TokenizerParts) -> None:
+        self._backend = backend
+        self._named_tokens = dict(parts.named_tokens)
+        self._sources = dict(parts.chat_templates)
+        self._guards: dict[str, _Guard] = {}
+        self._workers = TemplateWorkers()
+        self._request_guard = functools.lru_cache(NUM_KEPT_TEMPLATES)(self._make_request_guard)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+        chat_template: str | None = None,
+    ) -> str:
+        """The prompt as text. chat_template: instead of the model's."""
+        chat = _check(messages, add_generation_prompt, continue_final_message, variables)
+        return self._render(self._guard_for(chat.variables, chat_template).template, chat)
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+        chat_template: str | None = None,
+    ) -> list[int]:
+        """The prompt as token ids, control tokens only where the template wrote them."""
+        chat = _check(messages, add_generation_prompt, continue_final_message, variables)
+        guard = self._guard_for(chat.variables, chat_template)
+        text = self._render(guard.template, chat)
+        encoding = encode_text(self._backend, text, add_special_tokens=False)
+        controls = guard.controls(encoding, text)
+        if not controls:
+            return list(encoding.ids)
+        masked: str | None = None
+        for alphabet in guard.alphabets:
+            mask = Mask(alphabet, guard.alphabets[-1], guard.kept, avoid=text)
+            try:
+                masked = self._render(guard.template, mask.apply(chat))
+            except RequestError:  # the template insists on some wording
+                masked = None
+                continue
+            if mask.undo(masked) == text:
+                if all(text[c.start : c.end] == masked[c.start : c.end] for c in controls):
+                    return list(encoding.ids)
+                return guard.encode_guarded(text, masked, mask)
+        return guard.encode_compared(chat, encoding, controls, masked)
+
+    def prepare_for_strangers(self) -> None:
+        """Make now what the first message that spells a control token would have to wait for.
+        What is wrong with a template, whoever uses it is told."""
+        for name in self._sources:
+            with contextlib.suppress(RequestError):
+                self._guard_of(name).text_backend()
+
+    def template_variables(self) -> frozenset[str]:
+        """Names that the templates of chats all read. A broken one reads nothing: it refuses every
+        chat."""
+        read: list[frozenset[str]] = []
+        for name in self._sources.keys() & {"default", "tool_use"}:
+            try:
+                read.append(self._guard_of(name).template.variables)
+            except RequestError:
+                read.append(frozenset())
+        return frozenset.intersection(*read) if read else frozenset()
+
+    def close(self) -> None:
+        """No template of a request is rendered any more."""
+        self._workers.close()
+
+    def refuse_unread(self, variables: Mapping[str, Any], chat_template: str | None = None) -> None:
+        """A variable that changes nothing, such as a misspelt one, is an error and not ignored."""
+        read = self._guard_for(variables, chat_template).template.variables
+        for name in variables:
+            if name not in read and name not in STANDARD_VARIABLES:
+                raise RequestError(
+                    f"{name} has no effect here: the chat template does not read it",
+                    param=name if name == "reasoning_effort" else "chat_template_kwargs",
+                    code="unsupported_parameter",
+                )
+
+    def _guard_for(self, variables: Mapping[str, Any], chat_template: str | None) -> _Guard:
+        if chat_template is not None:
+            return self._request_guard(chat_template)
+        return self._guard_of(select_template(self._sources, variables))
+
+    def _guard_of(self, name: str) -> _Guard:
+        guard = self._guards.get(name)
+        if guard is None:
+            guard = self._guards[name] = _Guard(self._backend, self._template_of(name))
+        return guard
+
+    def _template_of(self, name: str) -> Template:
+        source = self._sources[name]
+        if self._is_bounded(name):
+            return ChatTemplate(source)
+        return RequestTemplate(source, self._workers, whose=OF_MODEL)
+
+    def _is_bounded(self, name: str) -> bool:
+        try:
+            return is_bounded(self._sources[name])
+        except (jinja2.TemplateError, RecursionError):
+            return True  # it is broken, which `ChatTemplate` says without running it
+
+    @functools.cached_property
+    def runs_elsewhere(self) -> bool:
+        """A template of the model may never end, and is rendered by a process of its own."""
+        return not all(map(self._is_bounded, self._sources))
+
+    def _make_request_guard(self, source: str) -> _Guard:
+        _refuse_surrogates(source)
+        return _Guard(self._backend, RequestTemplate(source, self._workers))
+
+    def _render(self, template: Template, chat: Chat) -> str:
+        text = template.render(
+            {
+                **self._named_tokens,
+                "tools": None,
+                "documents": None,
+                **chat.variables,
+                "messages": chat.messages,
+                "add_generation_prompt": chat.add_generation_prompt,
+            },
+            num_input_chars=chat.num_chars,
+        )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError(
+                "the chat template wrote an unpaired surrogate, which is not valid Unicode",
+                param="messages",
+            ) from None
+        return text if chat.continued is None else _cut(text, chat.continued)
+
+
+def _check(
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    variables: Mapping[str, Any],
+) -> Chat:
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt cannot both be true",
+            param="continue_final_message",
+        )
+    for name in RESERVED_VARIABLES:
+        if name in variables:
+            raise RequestError(
+                f"{name} cannot be set as a chat template variable", param="chat_template_kwargs"
+            )
+    checked = normalise_messages(messages)
+    extra: dict[str, Any] = plain(variables, "chat template variables")
+    for text in strings([checked, extra]):
+        _refuse_surrogates(text)
+    continued = None
+    if continue_final_message:
+        content = last_text(checked)
+        continued = next(unused_chars("".join(strings([checked, extra]))))
+        # The space tells afterwards whether the template trims what it is given.
+        checked[-1]["content"] = f"{content}{continued} "
+    return Chat(
+        messages=checked,
+        variables=extra,
+        add_generation_prompt=add_generation_prompt,
+        continued=continued,
+        num_chars=count_chars(checked) + count_chars(extra),
+    )
+
+
+def _refuse_surrogates(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise template_error(
+            "a message contains an unpaired surrogate and is not valid Unicode"
+        ) from None
+
+
+def _cut(text: str, end: str) -> str:
+    place = text.rfind(end)
+    if place < 0:
+        raise RequestError(
+            "continue_final_message: the chat template does not show the final message",
+            param="continue_final_message",
+        )
+    kept_space = text[place + 1 : place + 2] == " "
+    return text[:place] if kept_space else text[:place].rstrip()
+
+
+class _Guard:
+    """One template with the control tokens that only it may write."""
+
+    def __init__(self, backend: Backend, template: Template) -> None:
+        self._backend = backend
+        self.template = template
+        added = backend.get_added_tokens_decoder()
+        guarded = {
+            token_id: token
+            for token_id, token in added.items()
+            if not token.content.isspace()
+            and (token.special or token.content in template.literal_text)
+        }
+        self._special_ids = frozenset(i for i, token in guarded.items() if token.special)
+        self._guarded = guarded
+        unknown = getattr(backend.model, "unk_token", None)
+        self._unknown = (None, "") if unknown is None else (backend.token_to_id(unknown), unknown)
+        self._contents = [token.content for token in guarded.values()]
+        self._special_text = _any_of([t.content for t in guarded.values() if t.special])
+        self.kept = _any_of([t.content for t in guarded.values() if not t.special])
+        self.alphabets = alphabets(self._contents)
+        self._as_text: tuple[Backend, str, int] | None = None
+
+    def controls(self, encoding: Encoding, text: str) -> list[_Control]:
+        """Guarded tokens in an encoded text, in order."""
+        hits = [i for i, token_id in enumerate(encoding.ids) if token_id in self._guarded]
+        if not hits:
+            return []
+        ids = encoding.ids
+        found = []
+        for i in hits:
+            # Not `offsets`: it makes a pair for every token, and lets nobody else run meanwhile.
+            place = encoding.token_to_chars(i)
+            assert place is not None, "every token has a place"
+            found.append(_Control(ids[i], *place))
+        unknown_id, unknown = self._unknown
+        # The unknown token also stands for characters the vocabulary lacks.
+        return [
+            c for c in found if c.token_id != unknown_id or text[c.start : c.end].strip() == unknown
+        ]
+
+    def encode_guarded(self, text: str, masked: str, mask: Mask) -> list[int]:
+        """Encode `text` with control tokens only where `masked` has them too."""
+        backend, anchor, anchor_id = self.text_backend()
+        short, place_of = mask.shorten(masked)
+        own = self.controls(encode_text(self._backend, short, add_special_tokens=False), short)
+        # An anchor, itself an added token, stands in for each of the template's control tokens:
+        # the text between them is then split and normalised exactly as it would be beside those.
+        pieces: list[str] = []
+        position = 0
+        for control in own:
+            pieces += (text[position : place_of(control.start)], anchor)
+            position = place_of(control.end)
+        pieces.append(text[position:])
+        ids = encode_ids(backend, "".join(pieces), add_special_tokens=False)
+        for token_id in ids:
+            if token_id in self._guarded and token_id != self._unknown[0]:
+                raise _refusal(self._guarded[token_id].content)
+        assert ids.count(anchor_id) == len(own), "an anchor was lost"
+        controls = iter(own)
+        return [next(controls).token_id if i == anchor_id else i for i in ids]
+
+    def encode_compared(
+        self, chat: Chat, encoding: Encoding, controls: list[_Control], masked: str | None
+    ) -> list[int]:
+        """For a template whose output depends on the wording: accept or refuse, never guess."""
+        if self._special_text is not None:
+            clients = [{k: v for k, v in m.items() if k != "role"} for m in chat.messages]
+            for text in strings([clients, chat.variables]):
+                spelled = self._special_text.search(text)
+                if spelled is not None:
+                    raise _refusal(spelled[0])
+        expected = None
+        if masked is not None:
+            found = self.controls(
+                encode_text(self._backend, masked, add_special_tokens=False), masked
+            )
+            expected = [c.token_id for c in found if c.token_id in self._special_ids]
+        if [c.token_id for c in controls if c.token_id in self._special_ids] != expected:
+            raise template_error(
+                "this model's chat template turns these messages into control tokens; send them"
+                " without text such as " + " or ".join(sorted(self._contents)[:2])
+            )
+        return list(encoding.ids)
+
+    def text_backend(self) -> tuple[Backend, str, int]:
+        """A copy of the tokenizer that sees guarded tokens as text. Made when first needed."""
+        if self._as_text is None:
+            data = json.loads(self._backend.to_str())
+            for entry in data["added_tokens"]:
+                entry["special"] = entry["id"] in self._guarded
+            backend = Backend.from_str(json.dumps(data))
+            anchor = f"\U000f0000{secrets.token_hex(8)}\U000f0001"
+            backend.add_tokens([AddedToken(anchor, normalized=False)])
+            backend.encode_special_tokens = True
+            anchor_id = backend.token_to_id(anchor)
+            assert anchor_id is not None
+            self._as_text = (backend, anchor, anchor_id)
+        return self._as_text
+
+
+def _any_of(contents: list[str]) -> re.Pattern[str] | None:
+    if not contents:
+        return None
+    longest_first = sorted(contents, key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+
+def _refusal(token: str) -> RequestError:
+    return template_error(
+        f"the messages spell the control token {token!r}, which this model's chat template cannot"
+        " show as plain text"
+    )

@@ -1,0 +1,407 @@
+"""A front end's prompt and parameters to a `GenerationRequest`: tokenised, completed, checked.
+
+The one place where a request is judged before the engine sees it, for every front end alike. What
+it returns fits the model: ids in the vocabulary, room for at least one new token, `max_tokens`
+filled in. Every fault is a `RequestError` naming the field. Any thread may call it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypedDict, Unpack
+
+import numpy as np
+
+from termgen.client import ChatPrompt, FillPrompt, Prompt, prompt_chars
+from termgen.engine.grammar.grammar import COMPILE_TIMEOUT_S, GrammarCompiler, named, too_busy
+from termgen.engine.schedule.kv_cache import hash_blocks
+from termgen.engine.text.text_process import TextProcess, is_long
+from termgen.engine.text.tokenizer import Tokenizer, check_encodable
+from termgen.errors import ContextLengthError, RequestError
+from termgen.vocabulary.request import (
+    MAX_BAD_SEQUENCE_TOKENS,
+    MAX_PRIORITY,
+    GenerationRequest,
+    check_cache_salt,
+)
+from termgen.vocabulary.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
+
+MAX_REQUEST_ID_CHARS = 256
+OPTIONS = ("add_generation_prompt", "chat_template", "continue_final_message")
+"""Of a chat prompt: no variables of its template."""
+
+
+class Envelope(TypedDict, total=False):
+    """What `prepare` takes beside the prompt and the parameters."""
+
+    request_id: str | None
+    priority: int
+    cache_salt: str | None
+
+
+class InputProcessor:
+    """Checks and tokenises for one model."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        vocab_size: int,
+        *,
+        eos_token_ids: Collection[int] = (),
+        has_priorities: bool = True,
+        clamps_max_tokens: bool = False,
+        grammars: GrammarCompiler | None = None,
+        hash_block_size: int | None = None,
+    ) -> None:
+        """has_priorities: the scheduler looks at them. clamps_max_tokens: to what the context
+        leaves, where it would be an error. hash_block_size: tokens in a block of the prefix cache,
+        whose hashes are made here; None without one."""
+        self._tokenizer = tokenizer
+        self._grammars = grammars
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._has_priorities = has_priorities
+        self._clamps_max_tokens = clamps_max_tokens
+        self._hash_block_size = hash_block_size
+        self._long_texts: TextProcess | None = None
+
+    def prepare_for_strangers(self, texts: TextProcess | None = None) -> None:
+        """Make now what is made once, for the first message that spells a control token and the
+        first answer under a grammar: each holds Python's lock for a third of a second. And have
+        long prompts tokenised elsewhere, from now on."""
+        if texts is not None and self._tokenizer is not None and texts.start():
+            self._long_texts = texts
+        if self._tokenizer is not None:
+            self._tokenizer.prepare_for_strangers()
+        if self._grammars is not None:
+            self._grammars.prepare_for_strangers()
+
+    def close(self) -> None:
+        """No request comes any more."""
+        if self._tokenizer is not None:
+            self._tokenizer.close()
+        if self._long_texts is not None:
+            self._long_texts.close()
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def process(
+        self, prompt: Prompt, params: SamplingParams, **envelope: Unpack[Envelope]
+    ) -> GenerationRequest:
+        """The request to submit. Raises RequestError before anything is queued."""
+        request = self.prepare(prompt, params, **envelope)
+        wanted = params.structured_outputs
+        if wanted is None:
+            return request
+        return replace(request, grammar=self._need_grammars(wanted).compile(wanted))
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> GenerationRequest:
+        """The same but for its grammar, for callers that wait for it with `add_grammar`."""
+        _check_envelope(request_id, priority, cache_salt)
+        if isinstance(prompt, FillPrompt):
+            params = self._stop_behind_gap(params)
+        if priority and not self._has_priorities:
+            raise RequestError(
+                "priority has no effect on this engine, which runs requests in order of arrival;"
+                " start it with --scheduling-policy priority",
+                param="priority",
+                code="unsupported_parameter",
+            )
+        params.validate_for(vocab_size=self._vocab_size)
+        if params.stop and self._tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer, and this engine runs without one;"
+                " use stop_token_ids",
+                param="stop",
+            )
+        if params.structured_outputs is not None:
+            self._need_grammars(params.structured_outputs)
+        bad_token_ids = self._bad_token_ids(params)
+        self._check_allowed(params, bad_token_ids)
+        ids = self.tokenize(prompt, has_to_fit=True)
+        cuts = self._clamps_max_tokens or (
+            isinstance(prompt, ChatPrompt) and prompt.cuts_max_tokens
+        )
+        params = self._complete(params, num_prompt=len(ids), param=_param_of(prompt), cuts=cuts)
+        return GenerationRequest(
+            request_id=request_id or f"req-{uuid.uuid4().hex}",
+            prompt_token_ids=tuple(ids),
+            params=params,
+            priority=priority,
+            cache_salt=cache_salt,
+            bad_token_ids=bad_token_ids,
+            block_hashes=self._hash(ids, cache_salt),
+        )
+
+    def _hash(self, ids: Sequence[int], cache_salt: str | None) -> tuple[bytes, ...]:
+        """The prefix cache's hashes of the prompt's full blocks."""
+        hashes: list[bytes] = []
+        if self._hash_block_size is not None:
+            hash_blocks(np.asarray(ids, np.int32), self._hash_block_size, hashes, cache_salt)
+        return tuple(hashes)
+
+    def _stop_behind_gap(self, params: SamplingParams) -> SamplingParams:
+        """What models write when a gap is full are not always end-of-sequence tokens."""
+        fill = self._tokenizer.fill_tokens if self._tokenizer is not None else None
+        if fill is None or params.ignore_eos:
+            return params
+        ends = (token_id for token_id in fill.ends if token_id < self._vocab_size)
+        own = dict.fromkeys((*params.stop_token_ids, *ends))
+        return replace(params, stop_token_ids=tuple(own)[:MAX_STOP_TOKEN_IDS])
+
+    def _bad_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """How the tokenizer writes each bad word: at the start of a text, and after a space."""
+        if not params.bad_words:
+            return ()
+        if self._tokenizer is None:
+            raise RequestError(
+                "bad words need a tokenizer, and this engine runs without one; use logit_bias",
+                param="bad_words",
+            )
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            for text in (word, " " + word.lstrip()):
+                check_encodable(text, param="bad_words")
+                ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                if not 0 < len(ids) <= MAX_BAD_SEQUENCE_TOKENS:
+                    raise RequestError(
+                        f"the bad word {word!r:.60} has {len(ids)} tokens; 1 to"
+                        f" {MAX_BAD_SEQUENCE_TOKENS} are allowed",
+                        param="bad_words",
+                    )
+                self._check_range(ids, "bad_words")
+                sequences[ids] = None
+        return tuple(sequences)
+
+    def _check_allowed(self, params: SamplingParams, bad: tuple[tuple[int, ...], ...]) -> None:
+        """Some allowed id must be one that nothing ever forbids, or there might be none to draw."""
+        if params.allowed_token_ids is None:
+            return
+        left = set(params.allowed_token_ids) - {ids[-1] for ids in bad}
+        if params.min_tokens:
+            left -= {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        if not left:
+            raise RequestError(
+                "bad_words and min_tokens leave none of allowed_token_ids to be drawn",
+                param="allowed_token_ids",
+            )
+
+    def renders_elsewhere(self, prompt: Prompt) -> bool:
+        """Whether a process of its own renders the prompt's template, for which a thread waits."""
+        if not isinstance(prompt, ChatPrompt) or self._tokenizer is None:
+            return False
+        return prompt.chat_template is not None or self._tokenizer.runs_template_elsewhere
+
+    async def add_grammar(
+        self, request: GenerationRequest, *, client: str = ""
+    ) -> GenerationRequest:
+        """What `prepare` made, with its grammar; waits for it, holding no thread.
+
+        client: whose turn it takes at the compiler. Raises RequestError."""
+        wanted = request.params.structured_outputs
+        if wanted is None:
+            return request
+        compiler = self._need_grammars(wanted)
+        compiled = compiler.submit(wanted, client=client)
+        waiting = asyncio.wrap_future(compiled)
+        waiting.add_done_callback(_retrieve)
+        try:
+            grammar = await asyncio.wait_for(asyncio.shield(waiting), COMPILE_TIMEOUT_S)
+        except TimeoutError:
+            raise too_busy(wanted) from None
+        except RequestError as error:
+            raise named(error, wanted) from None
+        finally:
+            compiler.leave(compiled)
+        # Not on the loop: a long prompt is copied.
+        return await asyncio.to_thread(replace, request, grammar=grammar)
+
+    def _need_grammars(self, wanted: StructuredOutputsParams) -> GrammarCompiler:
+        """Raises RequestError where there is no vocabulary to constrain."""
+        if self._grammars is None:
+            raise RequestError(
+                "structured outputs need a tokenizer, and this engine runs without one",
+                param=wanted.param,
+            )
+        return self._grammars
+
+    def tokenize(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, has_to_fit: bool = False
+    ) -> list[int]:
+        """The ids `process` would submit for this prompt.
+
+        add_special_tokens: for raw text only; chat templates write their own. has_to_fit: what is
+        longer than the context is an error.
+        """
+        if self._long_texts is not None and is_long(prompt):
+            self._check_size(prompt)
+            return self._long_texts.tokenize(
+                prompt, add_special_tokens=add_special_tokens, has_to_fit=has_to_fit
+            )
+        ids = self._tokenize(prompt, add_special_tokens)
+        if has_to_fit and len(ids) >= self._max_model_len:
+            raise self._too_long(f"{len(ids)} tokens", _param_of(prompt))
+        # A tokenizer may know more tokens than the model has rows.
+        self._check_range(ids, _param_of(prompt))
+        return ids
+
+    def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self._encode_text(prompt, add_special_tokens)
+        elif isinstance(prompt, ChatPrompt):
+            ids = self._encode_chat(prompt)
+        elif isinstance(prompt, FillPrompt):
+            ids = self._encode_fill(prompt)
+        else:
+            ids = self._check_ids(prompt)
+        if not ids:
+            raise RequestError("the prompt is empty", param=_param_of(prompt))
+        return ids
+
+    def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
+        tokenizer = self._need_tokenizer("prompt")
+        self._check_size(text)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _encode_fill(self, prompt: FillPrompt) -> list[int]:
+        tokenizer = self._need_tokenizer("suffix")
+        self._check_size(prompt)
+        return tokenizer.encode_fill(prompt.prefix, prompt.suffix)
+
+    def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        tokenizer = self._need_tokenizer("messages")
+        self._check_size(prompt)
+        variables = _template_variables(prompt.template_kwargs)
+        ids = tokenizer.apply_chat_template(
+            prompt.messages,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
+            chat_template=prompt.chat_template,
+            **variables,
+        )
+        if variables:
+            tokenizer.refuse_unread_variables(variables, prompt.chat_template)
+        return ids
+
+    def _check_ids(self, prompt: Sequence[int]) -> list[int]:
+        if not isinstance(prompt, Sequence):
+            raise RequestError(
+                f"the prompt must be text, token ids or messages, not {type(prompt).__name__}",
+                param="prompt",
+            )
+        for token_id in prompt:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise RequestError(
+                    f"prompt token ids must be integers, not {token_id!r}", param="prompt"
+                )
+        return list(prompt)
+
+    def _check_range(self, ids: Sequence[int], param: str) -> None:
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self._vocab_size:
+            raise RequestError(
+                f"{param}: token id {low if low < 0 else high} is outside the vocabulary of"
+                f" {self._vocab_size}",
+                param=param,
+            )
+
+    def _need_tokenizer(self, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(
+                "this engine runs without a tokenizer: send the prompt as token ids", param=param
+            )
+        return self._tokenizer
+
+    def _check_size(self, prompt: Prompt) -> None:
+        """Refuse text that cannot fit however it is cut into tokens, before spending time on it."""
+        assert isinstance(prompt, (str, ChatPrompt, FillPrompt)), "ids are counted"
+        assert self._tokenizer is not None, "it has been asked for"
+        least = -(-prompt_chars(prompt) // self._tokenizer.max_token_chars)
+        if least >= self._max_model_len:
+            raise self._too_long(f"at least {least} tokens", _param_of(prompt))
+
+    def _complete(
+        self, params: SamplingParams, *, num_prompt: int, param: str, cuts: bool
+    ) -> SamplingParams:
+        """Fill in max_tokens and check what only holds once it is known. cuts: max_tokens, to what
+        the context leaves."""
+        room = self._max_model_len - num_prompt
+        assert room >= 1, "`tokenize` was told that it has to fit"
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > room and cuts:
+            max_tokens = room
+        if max_tokens > room:
+            where = "messages" if param == "messages" else "prompt"
+            raise ContextLengthError(
+                f"This model's maximum context length is {self._max_model_len} tokens. However,"
+                f" you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {where},"
+                f" {max_tokens} in the completion). Please reduce the length of the {where} or"
+                " completion. (context_length_exceeded)",
+                param=param,
+            )
+        if params.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens ({params.min_tokens}) exceeds the {max_tokens} tokens that max_tokens"
+                " and the context leave",
+                param="min_tokens",
+            )
+        return params if params.max_tokens == max_tokens else replace(params, max_tokens=max_tokens)
+
+    def _too_long(self, amount: str, param: str) -> ContextLengthError:
+        where = "messages" if param == "messages" else "prompt"
+        return ContextLengthError(
+            f"This model's maximum context length is {self._max_model_len} tokens. However, you"
+            f" requested {amount} in the {where}, which leaves no room for a completion. Please"
+            f" reduce the length of the {where}. (context_length_exceeded)",
+            param=param,
+        )
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Whoever waited may be gone; an exception that nobody looks at would be logged as a fault."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _check_envelope(request_id: str | None, priority: int, cache_salt: str | None) -> None:
+    if request_id is not None and not (
+        isinstance(request_id, str) and 0 < len(request_id) <= MAX_REQUEST_ID_CHARS
+    ):
+        raise RequestError(
+            f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id"
+        )
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise RequestError(f"priority must be an integer, not {priority!r}", param="priority")
+    if abs(priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}", param="priority"
+        )
+    if cache_salt is not None:
+        check_cache_salt(cache_salt)
+
+
+def _param_of(prompt: Prompt) -> str:
+    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def _template_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
+    for name in variables:
+        if not isinstance(name, str) or name in OPTIONS:
+            raise RequestError(
+                f"{name!r} cannot be set as a chat template variable", param="chat_template_kwargs"
+            )
+    return dict(variables)

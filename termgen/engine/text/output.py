@@ -1,0 +1,369 @@
+"""Step deliveries in, `TokenDelta`s out: the place where tokens become text.
+
+Owns what a front end must remember of each running request: who holds which (slot, epoch), its
+detokenizer, its counters. Runs on the front end's thread (the event loop, or the caller of an
+offline engine), once per step for all rows, so its cost per row is kept small. Knows nothing of
+scheduling; a request that a stop string ended is reported through `take_aborts`, and whatever the
+engine still delivers for it is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from termgen.client import RequestTimings, TokenDelta, TokenLogprob
+from termgen.engine.text.completion import Completion
+from termgen.engine.text.detokenizer import Detokenizer, StopAutomaton
+from termgen.engine.text.request_output import CompletionOutput, RequestOutput, RequestOutputBuilder
+from termgen.errors import RequestError
+from termgen.vocabulary.delivery import FinishedRow, PromptLogprobs, StartedRow, StepDelivery
+from termgen.vocabulary.request import FinishReason, GenerationRequest
+from termgen.vocabulary.step import StepLogprobs
+
+if TYPE_CHECKING:
+    from termgen.engine.text.tokenizer import Tokenizer
+
+__all__ = [
+    "CompletionOutput",
+    "OutputProcessor",
+    "RequestOutput",
+    "RequestOutputBuilder",
+    "fan_out",
+]
+
+
+def fan_out(request: GenerationRequest) -> list[GenerationRequest]:
+    """The engine requests behind one submitted request: itself, or `n` children of it.
+
+    Child `i` is called `<id>-<i>` and, where the request has a seed, draws with `seed + i`. Their
+    prompt is computed once: the first child does, the others find its blocks. So only the first
+    reports log-probabilities of the prompt. Greedy completions would all be alike: one is run, and
+    the output processor copies it.
+    """
+    params = request.params
+    if params.n == 1:
+        return [request]
+    if params.is_greedy:
+        return [replace(request, params=replace(params, n=1))]
+    return [
+        replace(
+            request,
+            request_id=f"{request.request_id}-{index}",
+            params=replace(
+                params,
+                n=1,
+                seed=_child_seed(params.seed, index),
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            ),
+        )
+        for index in range(params.n)
+    ]
+
+
+def _child_seed(seed: int | None, index: int) -> int | None:
+    # wraps within int64, so that the largest allowed seed has children too
+    return None if seed is None else (seed + index + 2**63) % 2**64 - 2**63
+
+
+class OutputProcessor:
+    """Turns what the engine delivers into what callers read. One thread uses it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._names = _TokenNames(tokenizer)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._completions: dict[str, Completion] = {}
+        self._rows: dict[tuple[int, int], Completion] = {}
+        self._children: dict[str, list[str]] = {}
+        self._aborts: list[str] = []
+        self._lingering: set[str] = set()
+        """Ended here, but the engine has not said so yet: what it delivers for them is dropped."""
+
+    def __len__(self) -> int:
+        """Completions that have not ended."""
+        return len(self._completions)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._completions or request_id in self._children
+
+    def expect(self, request: GenerationRequest, arrival_ns: int) -> list[GenerationRequest]:
+        """Take in a submitted request; returns the engine requests to run for it.
+
+        An engine request is named like the submitted one unless the engine still knows that name:
+        deliveries for an earlier bearer of it must not reach this one. All or nothing.
+        """
+        self._refuse_known(request.request_id)
+        completions = [
+            replace(completion, request_id=self._unused(completion.request_id))
+            for completion in fan_out(request)
+        ]
+        for index, completion in enumerate(completions):
+            is_same = completion.request_id == request.request_id
+            parent_id = None if is_same else request.request_id
+            self.add(completion, arrival_ns, index=index, parent_id=parent_id)
+        if len(completions) < request.params.n:
+            self._completions[completions[0].request_id].num_copies = request.params.n
+        return completions
+
+    def add(
+        self,
+        request: GenerationRequest,
+        arrival_ns: int,
+        index: int = 0,
+        parent_id: str | None = None,
+    ) -> None:
+        """Expect deliveries for this engine request. Its deltas carry `parent_id` and `index`."""
+        self._refuse_known(request.request_id)
+        completion = Completion(
+            request,
+            stream_id=parent_id or request.request_id,
+            index=index,
+            arrival_ns=arrival_ns,
+            eos_token_ids=self._eos_token_ids,
+            detokenizer=self._detokenizer(request),
+        )
+        if completion.prompt_logprobs is not None:
+            first = request.prompt_token_ids[0]
+            entry = TokenLogprob(first, *self._names[first], math.nan, rank=0)
+            completion.prompt_logprobs.put(0, [entry])
+        self._completions[request.request_id] = completion
+        if parent_id is not None:
+            self._children.setdefault(parent_id, []).append(request.request_id)
+
+    def process(self, delivery: StepDelivery) -> list[TokenDelta]:
+        """One step's deltas, at most one per completion and copy of it, in row order."""
+        for started in delivery.started:
+            self._start(started)
+        for part in delivery.prompt_logprobs:
+            self._keep_prompt_logprobs(part)
+        finished = {row.request_id: row for row in delivery.finished}
+        self._lingering.difference_update(finished)
+        deltas: list[TokenDelta] = []
+        token_ids: list[int] = delivery.token_ids.tolist()
+        logprobs = _LogprobRows(delivery.logprobs) if delivery.logprobs is not None else None
+        by_token = logprobs is not None and len(logprobs) == len(token_ids)
+        start = 0
+        rows = zip(
+            delivery.slots.tolist(),
+            delivery.epochs.tolist(),
+            delivery.num_tokens.tolist(),
+            strict=True,
+        )
+        for row, (slot, epoch, count) in enumerate(rows):
+            completion = self._rows.get((slot, epoch))
+            if completion is not None and count:
+                entries = None
+                if logprobs is not None and completion.num_logprobs is not None:
+                    first = start if by_token else row
+                    entries = self._logprobs(logprobs, first, count, completion.num_logprobs)
+                ended = finished.pop(completion.request_id, None)
+                tokens = tuple(token_ids[start : start + count])
+                delta = self._advance(completion, tokens, entries, ended, delivery.time_ns)
+                deltas += _copies(delta, completion.num_copies)
+            start += count
+        for ended in finished.values():
+            completion = self._completions.get(ended.request_id)
+            if completion is not None:
+                delta = self._end(completion, (), None, "", ended, delivery.time_ns)
+                deltas += _copies(delta, completion.num_copies)
+        return deltas
+
+    def take_aborts(self) -> list[str]:
+        """Engine requests a stop string ended since the last call, for the engine to abort."""
+        aborts, self._aborts = self._aborts, []
+        return aborts
+
+    def engine_ids(self, request_id: str) -> list[str]:
+        """Unfinished engine requests behind a submitted request."""
+        ids = self._children.get(request_id, [request_id])
+        return [i for i in ids if i in self._completions]
+
+    def cancel(self, request_id: str) -> list[str]:
+        """Forget a request nobody reads any more. Returns the engine requests to abort."""
+        ids = self.engine_ids(request_id)
+        for engine_id in ids:
+            self._forget(self._completions[engine_id])
+        self._lingering.update(ids)
+        return ids
+
+    def _refuse_known(self, request_id: str) -> None:
+        if request_id in self:
+            raise RequestError(f"request id {request_id!r} is already in use", param="request_id")
+
+    def _unused(self, wanted: str) -> str:
+        names = itertools.chain((wanted,), (f"{wanted}~{i}" for i in itertools.count(2)))
+        return next(n for n in names if n not in self and n not in self._lingering)
+
+    def _detokenizer(self, request: GenerationRequest) -> Detokenizer | None:
+        if self._tokenizer is None:
+            return None
+        params = request.params
+        return Detokenizer(
+            self._tokenizer.token_decoder(skip_special_tokens=params.skip_special_tokens),
+            stops=StopAutomaton(params.stop) if params.stop else None,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def _start(self, started: StartedRow) -> None:
+        completion = self._completions.get(started.request_id)
+        if completion is None:
+            return
+        if completion.row is not None:  # resumed after a preemption: the old epoch is dead
+            self._rows.pop(completion.row, None)
+        else:
+            completion.num_cached_tokens = started.num_cached_tokens
+            completion.first_scheduled_ns = started.first_scheduled_ns
+        completion.row = (started.slot, started.epoch)
+        self._rows[completion.row] = completion
+
+    def _keep_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        completion = self._rows.get((part.slot, part.epoch))
+        scores = completion.prompt_logprobs if completion is not None else None
+        if completion is None or scores is None:
+            return
+        rows = _LogprobRows(part.logprobs)
+        scores.put(part.start, self._logprobs(rows, 0, len(rows), scores.num_top))
+
+    def _advance(
+        self,
+        completion: Completion,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...] | None,
+        ended: FinishedRow | None,
+        time_ns: int,
+    ) -> TokenDelta:
+        if not completion.first_token_ns:
+            completion.first_token_ns = time_ns
+        text, used = completion.push(token_ids, ended)
+        detokenizer = completion.detokenizer
+        if detokenizer is not None and detokenizer.stop is not None:
+            if ended is None:
+                self._aborts.append(completion.request_id)
+                self._lingering.add(completion.request_id)
+            ended = FinishedRow(completion.request_id, FinishReason.STOP, None, False)
+            logprobs = logprobs and logprobs[:used]
+            return self._end(completion, token_ids[:used], logprobs, text, ended, time_ns)
+        if ended is not None:
+            return self._end(completion, token_ids, logprobs, text, ended, time_ns)
+        return _delta(completion, text, token_ids, logprobs)
+
+    def _end(
+        self,
+        completion: Completion,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...] | None,
+        text: str,
+        ended: FinishedRow,
+        time_ns: int,
+    ) -> TokenDelta:
+        text += completion.finish(stopped_by_token=ended.stopped_by_token)
+        detokenizer = completion.detokenizer
+        stop = detokenizer.stop if detokenizer is not None else None
+        self._forget(completion)
+        timings = RequestTimings(
+            arrival_ns=completion.arrival_ns,
+            first_scheduled_ns=completion.first_scheduled_ns,
+            first_token_ns=completion.first_token_ns,
+            finished_ns=time_ns,
+        )
+        reason = FinishReason.STOP if stop is not None else ended.reason
+        stop_reason = stop if stop is not None else ended.stop_token_id
+        delta = _delta(completion, text, token_ids, logprobs)
+        return replace(
+            delta,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            timings=timings,
+            error=ended.error,
+        )
+
+    def _forget(self, completion: Completion) -> None:
+        del self._completions[completion.request_id]
+        if completion.row is not None:
+            self._rows.pop(completion.row, None)
+        siblings = self._children.get(completion.stream_id)
+        if siblings is not None:
+            siblings.remove(completion.request_id)
+            if not siblings:
+                del self._children[completion.stream_id]
+
+    def _logprobs(
+        self, rows: _LogprobRows, first: int, count: int, num_top: int
+    ) -> tuple[TokenLogprob, ...]:
+        names, end = self._names, num_top + 1
+        entries = []
+        for row in range(first, first + count):
+            ids, values = rows.token_ids[row][:end], rows.logprobs[row][:end]
+            chosen, *top = [(i, *names[i], v) for i, v in zip(ids, values, strict=True)]
+            entries.append(TokenLogprob(*chosen, rank=rows.ranks[row], top=tuple(top)))
+        return tuple(entries)
+
+
+class _TokenNames(dict[int, tuple[str, bytes]]):
+    """Text and bytes of tokens, found once each: a long prompt names the same ones many times."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> tuple[str, bytes]:
+        tokenizer = self._tokenizer
+        name = ("", b"")
+        if tokenizer is not None:
+            name = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        self[token_id] = name
+        return name
+
+
+class _LogprobRows:
+    """A step's logprobs as plain Python lists: one conversion instead of one per element."""
+
+    __slots__ = ("logprobs", "ranks", "token_ids")
+
+    def __init__(self, logprobs: StepLogprobs) -> None:
+        self.token_ids: list[list[int]] = logprobs.token_ids.tolist()
+        self.logprobs: list[list[float]] = logprobs.logprobs.tolist()
+        self.ranks: list[int] = logprobs.ranks.tolist()
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+
+def _copies(delta: TokenDelta, count: int) -> list[TokenDelta]:
+    """The same news of every completion; what is told of the prompt is told once."""
+    if count == 1:
+        return [delta]
+    bare = replace(delta, prompt_token_ids=None, prompt_logprobs=None)
+    return [delta, *(replace(bare, index=index) for index in range(1, count))]
+
+
+def _delta(
+    completion: Completion,
+    text: str,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprob, ...] | None,
+) -> TokenDelta:
+    prompt_token_ids, completion.prompt_token_ids = completion.prompt_token_ids, None
+    scores = completion.prompt_logprobs
+    prompt_logprobs = scores.take() if scores is not None else None
+    if prompt_logprobs is not None:
+        completion.prompt_logprobs = None
+    return TokenDelta(
+        request_id=completion.stream_id,
+        index=completion.index,
+        text=text,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=None,
+        stop_reason=None,
+        num_prompt_tokens=completion.num_prompt_tokens,
+        num_cached_tokens=completion.num_cached_tokens,
+        num_output_tokens=completion.num_output_tokens,
+        prompt_token_ids=prompt_token_ids,
+        prompt_logprobs=prompt_logprobs,
+    )

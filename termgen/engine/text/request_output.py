@@ -1,0 +1,164 @@
+"""A finished answer as one value, in vLLM's shape, and the builder that adds deltas up to it.
+
+For callers that want the whole answer rather than a stream. No text work happens here: the text is
+the deltas' text, joined. Vocabulary: no torch, no tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from termgen.client import RequestTimings, TokenDelta, TokenLogprob
+from termgen.errors import TermgenError
+from termgen.vocabulary.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate token at one position."""
+
+    logprob: float
+    rank: int
+    """1 = most likely."""
+    decoded_token: str
+
+
+def candidates(entry: TokenLogprob) -> dict[int, Logprob]:
+    """The chosen token first, then the most likely ones, best first."""
+    found = {entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)}
+    for rank, (token_id, token, _, logprob) in enumerate(entry.top, start=1):
+        found.setdefault(token_id, Logprob(logprob, rank, token))
+    return found
+
+
+def prompt_candidates(
+    entries: Sequence[TokenLogprob] | None,
+) -> list[dict[int, Logprob] | None] | None:
+    """The same for every token of a prompt; None for the first, which has no probability."""
+    return None if entries is None else [None, *map(candidates, entries[1:])]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of a request's `n` answers."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    """Sum over `logprobs`; None unless they were asked for."""
+    logprobs: list[dict[int, Logprob]] | None
+    """For each token: candidates by token id, the chosen one first."""
+    finish_reason: FinishReason | None
+    """None while it is still being generated."""
+    stop_reason: int | str | None
+    timings: RequestTimings | None = None
+    error: TermgenError | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request and its answers, ordered by index."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt as text, where the caller gave text."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache, of the answer that found most."""
+    timings: RequestTimings | None = None
+    """Of the answer that finished last."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each token of the prompt: candidates by token id, the prompt's own first. The first
+    token has none."""
+
+
+class _CompletionParts:
+    """What has arrived of one answer."""
+
+    __slots__ = ("last", "logprobs", "texts", "token_ids")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None
+        self.last: TokenDelta | None = None
+
+    def add(self, delta: TokenDelta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs.extend(delta.logprobs)
+        self.last = delta
+
+    def build(self, index: int) -> CompletionOutput:
+        last, logprobs = self.last, self.logprobs
+        return CompletionOutput(
+            index=index,
+            text="".join(self.texts),
+            token_ids=list(self.token_ids),
+            cumulative_logprob=None if logprobs is None else sum(e.logprob for e in logprobs),
+            logprobs=None if logprobs is None else list(map(candidates, logprobs)),
+            finish_reason=last.finish_reason if last else None,
+            stop_reason=last.stop_reason if last else None,
+            timings=last.timings if last else None,
+            error=last.error if last else None,
+        )
+
+
+class RequestOutputBuilder:
+    """Adds up the deltas of one request; `build` may be called at any time."""
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        prompt: str | None = None,
+        prompt_token_ids: Sequence[int] = (),
+        n: int = 1,
+    ) -> None:
+        self.request_id = request_id
+        self._prompt = prompt
+        self._prompt_token_ids = tuple(prompt_token_ids)
+        self._parts = [_CompletionParts() for _ in range(n)]
+        self._prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+        self._num_cached_tokens = 0
+        self._num_unfinished = n
+
+    @property
+    def finished(self) -> bool:
+        """All answers have ended."""
+        return self._num_unfinished == 0
+
+    def add(self, delta: TokenDelta) -> None:
+        assert delta.request_id == self.request_id, "delta of another request"
+        self._parts[delta.index].add(delta)
+        self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
+        if delta.prompt_token_ids is not None:
+            self._prompt_token_ids = delta.prompt_token_ids
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            self._num_unfinished -= 1
+
+    def build(self) -> RequestOutput:
+        outputs = [parts.build(index) for index, parts in enumerate(self._parts)]
+        timings = [o.timings for o in outputs if o.timings is not None]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=list(self._prompt_token_ids),
+            outputs=outputs,
+            finished=self.finished,
+            num_cached_tokens=self._num_cached_tokens,
+            timings=max(timings, key=lambda t: t.finished_ns, default=None),
+            prompt_logprobs=prompt_candidates(self._prompt_logprobs),
+        )

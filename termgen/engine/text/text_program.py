@@ -1,0 +1,41 @@
+"""A program of its own: turns long prompts into tokens. `text_process.py` asks it.
+
+    python -P text_program.py TOKENIZER MAX_MODEL_LEN VOCAB_SIZE
+
+It judges them just as `InputProcessor` does: it has one.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))  # wherever this process was started
+
+from termgen.client import Prompt
+from termgen.engine.text.input_processor import InputProcessor
+from termgen.engine.text.tokenizer import load_tokenizer
+from termgen.helper_process import answer_questions
+
+Asked = tuple[Prompt, bool, bool]
+"""The prompt, whether raw text gets special tokens, and whether it has to fit the context."""
+
+
+def tokenizing(source: str, max_model_len: str, vocab_size: str) -> Callable[[Asked, bytes], bytes]:
+    tokenizer = load_tokenizer(Path(source))
+    processor = InputProcessor(tokenizer, int(max_model_len), int(vocab_size))
+
+    def answer(asked: Asked, _: bytes) -> bytes:
+        prompt, add_special_tokens, has_to_fit = asked
+        ids = processor.tokenize(
+            prompt, add_special_tokens=add_special_tokens, has_to_fit=has_to_fit
+        )
+        return array("I", ids).tobytes()
+
+    return answer
+
+
+if __name__ == "__main__":
+    answer_questions(tokenizing(*sys.argv[1:]))

@@ -1,0 +1,343 @@
+"""Text to token ids and back, and chats to prompts.
+
+`load_tokenizer` reads a model folder or a GGUF file; `Tokenizer` is what the input and output
+processors and the front ends use. Immutable after construction, so any thread may encode. No
+torch, and no transformers on the usual path.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from termgen.client import Message, TokenizerInfo
+from termgen.engine.text.chat_encoding import ChatEncoder
+from termgen.engine.text.detokenizer import BytesDecoder, TokenDecoder, WindowDecoder
+from termgen.engine.text.encode_text import encode_ids
+from termgen.engine.text.fill_in_middle import find_fill_tokens
+from termgen.engine.text.tokenizer_files import TokenizerParts, read_folder
+from termgen.errors import CorruptFileError, ModelError, ModelNotFoundError, RequestError
+
+SPACE_MARK = "\u2581"
+"""How SentencePiece vocabularies write a space."""
+
+BEHIND = "☺"
+"""A character that no token has beside others."""
+
+MAX_VOCAB_SIZE = 1 << 24
+"""Tables with a row for each id are made: a file must not make them huge."""
+
+PROOF_TEXT = "One text, 2 lines:\n\tna\u00efve \u4f60\u597d \U0001f600 it's."
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read the tokenizer of a model folder or of a .gguf file. Raises ModelError.
+
+    It has encoded and decoded a text then: some faults of a file show only in use, and as a panic
+    of the native library, which is no `Exception`.
+    """
+    if not path.is_dir() and not path.is_file():
+        raise ModelNotFoundError(f"no tokenizer: {path} does not exist")
+    try:
+        if path.is_dir():
+            tokenizer = Tokenizer(read_folder(path))
+        else:
+            from termgen.engine.text.gguf_tokenizer import read_gguf
+
+            tokenizer = Tokenizer(read_gguf(path))
+        for add_special_tokens in (True, False):
+            ids = tokenizer.encode(PROOF_TEXT, add_special_tokens=add_special_tokens)
+            tokenizer.decode(ids, skip_special_tokens=False)
+        if not ids:
+            raise ValueError("its vocabulary has no token for a plain text")
+    except ModelError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        file = path / "tokenizer.json"
+        reason = str(error).strip().split("\n", 1)[0][:200]
+        raise CorruptFileError(
+            f"the tokenizer of {file if file.is_file() else path} cannot be used:"
+            f" {reason or 'no reason given'}"
+        ) from None
+    return tokenizer
+
+
+class Tokenizer:
+    """A model's tokenizer with its chat template."""
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        backend = parts.backend
+        added = backend.get_added_tokens_decoder()
+        self._backend = backend
+        self._prefix_ids = parts.prefix_ids
+        self._suffix_ids = parts.suffix_ids
+        self.bos_token_id = parts.bos_token_id
+        self.eos_token_ids = parts.eos_token_ids
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        largest = max({*backend.get_vocab(with_added_tokens=True).values(), *added}, default=-1)
+        if largest >= MAX_VOCAB_SIZE:
+            raise ValueError(f"a token has the id {largest}")
+        self.vocab_size: int = largest + 1
+        self._bytes_of, self._strip_leading_space = _byte_decoding(parts)
+        self._all_bytes = _BytesTable(self._raw_bytes, frozenset())
+        self._text_bytes = _BytesTable(self._raw_bytes, self.special_token_ids)
+        self.info = TokenizerInfo(dict(parts.named_tokens), parts.chat_templates.get("default"))
+        self._max_token_chars: int | None = None
+        self._chat = ChatEncoder(backend, parts)
+        self.chat_templates = parts.chat_templates
+        self.response_template = parts.response_template
+        self.fill_tokens = find_fill_tokens(backend.token_to_id)
+        """How prompts with a gap are written; None: this model fills none."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.chat_templates)
+
+    @property
+    def max_token_chars(self) -> int:
+        """Length of the longest token: a text has at least len(text) / max_token_chars tokens."""
+        if self._max_token_chars is None:
+            self._max_token_chars = max(map(len, self._backend.get_vocab()), default=1) or 1
+        return self._max_token_chars
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of raw text. Text that spells a special token becomes that token."""
+        check_encodable(text, param="prompt")
+        if self._prefix_ids is None and self._suffix_ids is None:
+            return encode_ids(self._backend, text, add_special_tokens=add_special_tokens)
+        ids = encode_ids(self._backend, text, add_special_tokens=False)
+        if not add_special_tokens:
+            return ids
+        return [*(self._prefix_ids or ()), *ids, *(self._suffix_ids or ())]
+
+    def encode_fill(self, prefix: str, suffix: str) -> list[int]:
+        """Token ids of a prompt whose gap the model is to fill. Raises RequestError."""
+        if self.fill_tokens is None:
+            raise RequestError(
+                "suffix needs a model that fills gaps: this one has no tokens for it",
+                param="suffix",
+                code="unsupported_parameter",
+            )
+        check_encodable(suffix, param="suffix")
+        begin = self.encode("")[:1]
+        ids = self.fill_tokens.prompt_ids(
+            self.encode(prefix, add_special_tokens=False), self._encode_behind(suffix)
+        )
+        return [*begin, *ids] if begin == [self.bos_token_id] else ids
+
+    def _encode_behind(self, text: str) -> list[int]:
+        """Ids of text that follows other text: without the space that some put before any text."""
+        ids, mark = (self.encode(t, add_special_tokens=False) for t in (text, BEHIND))
+        if not mark or not self._all_bytes[mark[0]].startswith(b" "):
+            return ids
+        both = self.encode(BEHIND + text, add_special_tokens=False)
+        return both[len(mark) :] if both[: len(mark)] == mark else ids
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation. Nothing in the messages can become a special token.
+
+        `kwargs` are the template's variables (`tools`, `enable_thinking`); `chat_template` is one
+        to be used instead of the model's, in a process of its own. Raises RequestError.
+        """
+        return self._need_chat(chat_template).encode(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=kwargs,
+            chat_template=chat_template,
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text `apply_chat_template` encodes."""
+        return self._need_chat(chat_template).render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=kwargs,
+            chat_template=chat_template,
+        )
+
+    def refuse_unread_variables(
+        self, variables: Mapping[str, Any], chat_template: str | None = None
+    ) -> None:
+        """Raises RequestError for a chat template variable that the template does not read."""
+        self._need_chat(chat_template).refuse_unread(variables, chat_template)
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that all its chat templates read."""
+        return self._chat.template_variables()
+
+    @property
+    def runs_template_elsewhere(self) -> bool:
+        """The model's chat template may never end, so a process of its own renders it."""
+        return self._chat.runs_elsewhere
+
+    def prepare_for_strangers(self) -> None:
+        """Make now what the first message that spells a control token would have to wait for."""
+        self._chat.prepare_for_strangers()
+
+    def close(self) -> None:
+        """End its processes; what needs none goes on."""
+        self._chat.close()
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The full text of `ids`: what a `token_decoder` gives piece by piece."""
+        if self._bytes_of is None:
+            return self._backend_decode(skip_special_tokens)(ids)
+        table = self._table(skip_special_tokens)
+        text = b"".join([table[i] for i in ids]).decode("utf-8", "replace")
+        return text[1:] if self._strip_leading_space and text.startswith(" ") else text
+
+    def token_decoder(self, *, skip_special_tokens: bool = True) -> TokenDecoder:
+        """A fresh incremental decoder for one sequence."""
+        if self._bytes_of is None:
+            return WindowDecoder(self._backend_decode(skip_special_tokens))
+        return BytesDecoder(
+            self._table(skip_special_tokens), strip_leading_space=self._strip_leading_space
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for; special tokens as they are spelled."""
+        return self._all_bytes[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """The token's text, with replacement characters where it is part of a character."""
+        return self._all_bytes[token_id].decode("utf-8", "replace")
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of a special token spelled like this."""
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id if token_id in self.special_token_ids else None
+
+    def to_json(self) -> str:
+        """The backend as the text of a tokenizer.json."""
+        return self._backend.to_str()
+
+    def _need_chat(self, chat_template: str | None) -> ChatEncoder:
+        if chat_template is None and not self.has_chat_template:
+            raise RequestError(
+                "this model has no chat template; send a plain prompt instead", param="messages"
+            )
+        return self._chat
+
+    def _table(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
+        return self._text_bytes if skip_special_tokens else self._all_bytes
+
+    def _backend_decode(self, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
+        def decode(ids: Sequence[int]) -> str:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+        return decode
+
+    def _raw_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) if token_id >= 0 else None
+        if token is None:  # embeddings are often padded beyond the vocabulary
+            return b""
+        if self._bytes_of is not None:
+            return self._bytes_of(token)
+        return token.replace(SPACE_MARK, " ").encode()
+
+
+class _BytesTable(dict[int, bytes]):
+    """token id -> bytes, filled on first use: a lookup in C afterwards, nothing paid at start."""
+
+    def __init__(self, compute: Callable[[int], bytes], silent: frozenset[int]) -> None:
+        super().__init__()
+        self._compute = compute
+        self._silent = silent
+
+    def __missing__(self, token_id: int) -> bytes:
+        value = b"" if token_id in self._silent else self._compute(token_id)
+        self[token_id] = value
+        return value
+
+
+def check_encodable(text: str, *, param: str) -> None:
+    """Refuse text that has no UTF-8 form, such as half of a surrogate pair from JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            "the text contains an unpaired surrogate and is not valid Unicode", param=param
+        ) from None
+
+
+def _byte_decoding(parts: TokenizerParts) -> tuple[Callable[[str], bytes] | None, bool]:
+    """How a token's spelling becomes bytes, and whether a text's first space is dropped.
+
+    (None, False) for decoders that are not a plain concatenation of tokens.
+    """
+    decoder = parts.backend.decoder
+    if decoder is None:
+        return None, False
+    steps = json.loads(decoder.__getstate__())
+    steps = steps["decoders"] if steps["type"] == "Sequence" else [steps]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level_bytes, False
+    strips = kinds[3:] == ["Strip"] and steps[3] == {
+        "type": "Strip",
+        "content": " ",
+        "start": 1,
+        "stop": 0,
+    }
+    if (
+        kinds[:3] == ["Replace", "ByteFallback", "Fuse"]
+        and steps[0].get("pattern") == {"String": SPACE_MARK}
+        and steps[0].get("content") == " "
+        and (strips or len(kinds) == 3)
+    ):
+        return _byte_fallback_bytes, strips
+    return None, False
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one visible character: printable Latin-1 characters stand
+    for themselves, the other bytes are numbered upwards from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    alphabet = {chr(b): b for b in printable}
+    return alphabet | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+BYTE_OF_CHAR: Mapping[str, int] = _byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([BYTE_OF_CHAR[c] for c in token])
+    except KeyError:  # an added token spelled as plain text
+        return token.encode()
+
+
+def _byte_fallback_bytes(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    if byte is not None:
+        return bytes([int(byte[1], 16)])
+    return token.replace(SPACE_MARK, " ").encode()

@@ -1,0 +1,125 @@
+"""What a request is, on its way in and while it lives. Vocabulary: no torch, no scheduler."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from termgen.errors import RequestError
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.token_mask import GrammarState, TokenGrammar
+
+IntArray = npt.NDArray[np.int32]
+
+MAX_PRIORITY = 2**31 - 1
+MAX_BAD_SEQUENCES = 128
+"""Token sequences behind a request's bad words: each word alone and after a space."""
+MAX_BAD_SEQUENCE_TOKENS = 32
+_CACHE_SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """max_tokens or the model's context was reached."""
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One request as a front end submits it, already tokenised and validated."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    """Lower runs first; only the priority policy looks at it."""
+    cache_salt: str | None = None
+    """Prefix-cache entries are shared only between requests with the same salt."""
+    grammar: TokenGrammar | None = field(default=None, compare=False)
+    """What `params.structured_outputs` was compiled to."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """`params.bad_words` as the tokenizer writes them; the last id of a sequence is forbidden
+    where the others have just been generated."""
+    block_hashes: tuple[bytes, ...] = field(default=(), repr=False, compare=False)
+    """Prefix-cache hashes of the prompt's full blocks, or of as many as have been made: the
+    engine's thread, which makes the others, has no time to."""
+    prompt: IntArray = field(init=False, repr=False, compare=False)
+    """The same ids as an array: made here, because the engine's thread has no time to."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", np.asarray(self.prompt_token_ids, np.int32))
+
+    def start_grammar(self) -> GrammarState | None:
+        """The beginning of an answer; None where any text will do. Its matcher is made later."""
+        if self.grammar is None:
+            return None
+        return GrammarState(self.grammar, ends_at_eos=not self.params.ignore_eos)
+
+
+def check_cache_salt(salt: object) -> None:
+    """Refuse what cannot be a salt. None, for no salt, is not for here."""
+    if not isinstance(salt, str) or not _CACHE_SALT.fullmatch(salt):
+        raise RequestError(
+            "cache_salt must have 1 to 128 characters of A-Z, a-z, 0-9, _ and -",
+            param="cache_salt",
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """The scheduler's record of one request. Owned by the engine thread.
+
+    Token history while the request runs lives in the scheduler's slot table, not here:
+    `token_ids` is the prompt until the first preemption or the end, when it is brought up to date.
+    """
+
+    request_id: str
+    token_ids: IntArray
+    """Every known token: the prompt, plus outputs as of the last time the slot was released."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    max_total_tokens: int
+    """prompt + max_tokens, capped by the model's context."""
+    stop_token_ids: frozenset[int]
+    """Ids that end the request: end-of-sequence ids unless ignored, and its own stop ids."""
+    priority: int
+    arrival_ns: int
+    cache_salt: str | None
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    status: RequestStatus = RequestStatus.WAITING
+    slot: int = -1
+    epoch: int = -1
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache when the request was first scheduled."""
+    num_preemptions: int = 0
+    first_scheduled_ns: int = 0
+    finish_reason: FinishReason | None = None
+    grammar: GrammarState | None = None
+    """Of a request that has one: as far as its tokens have landed."""
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it; None for end-of-sequence and length."""
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """The prompt's log-probabilities are wanted and not all out: all of it is to be computed.
+
+        They come with the steps that compute the prompt, so they are out once a token is.
+        """
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and len(self.token_ids) == self.num_prompt_tokens

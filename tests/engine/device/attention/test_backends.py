@@ -1,0 +1,302 @@
+"""Every attention backend against a float64 oracle, with one test set."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import stand_ins
+import torch
+import triton_device
+from attention_case import TOLERANCE, AttentionCase, random_rows
+
+from termgen.config import ATTENTION_BACKENDS
+from termgen.engine.device.attention.base import AttentionBackend
+from termgen.engine.device.attention.registry import (
+    BACKENDS,
+    EXTRAS,
+    backend_class,
+    make_backend,
+    why_not,
+)
+from termgen.errors import ConfigError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+WINDOWS = (None, 1, 3, 5, 16, 17)
+
+
+@dataclass(frozen=True)
+class Where:
+    """A backend, where to run it, and what it is asked for there; the first of each is usual."""
+
+    backend: type[AttentionBackend]
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    head_dims: tuple[int, ...]
+    block_sizes: tuple[int, ...]
+
+
+def on(device: torch.device, *names: str) -> list[object]:
+    marks = [pytest.mark.gpu] if device.type == "cuda" else []
+    return [pytest.param((name, device), id=f"{name}-{device}", marks=marks) for name in names]
+
+
+@pytest.fixture(params=[*on(CPU, *BACKENDS), *on(CUDA, *BACKENDS)])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Where:
+    """On a CPU Triton's kernels are interpreted, and stand-ins take the place of other packages."""
+    name, device = request.param
+    if name in EXTRAS:
+        return where_optional(name, device, monkeypatch)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    if name == "triton":
+        triton_device.require_triton()
+        if device.type == "cpu" and not triton_device.IS_INTERPRETED:
+            pytest.skip("kernels are compiled here")
+        if device.type == "cpu":  # the interpreter multiplies no bfloat16
+            dtypes = (torch.float32, torch.float16)
+    return Where(backend_class(name), device, dtypes, (64, 80, 96, 128), (4, 1, 16))
+
+
+def where_optional(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Where:
+    backend = backend_class(name)
+    block_sizes = tuple(backend.capabilities.block_sizes or (16, 1, 4))
+    if device.type == "cpu":
+        stand_ins.install(monkeypatch, name)
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        return Where(backend, device, dtypes, (64, 128), block_sizes)
+    pytest.importorskip(name)
+    # One type and size: FlashInfer compiles kernels for each, for minutes.
+    return Where(backend, device, (torch.bfloat16,), (128,), block_sizes)
+
+
+def make_case(where: Where, rows: list[tuple[int, int]], **sizes: object) -> AttentionCase:
+    usual = {
+        "dtype": where.dtypes[0],
+        "head_dim": where.head_dims[0],
+        "block_size": where.block_sizes[0],
+    }
+    return AttentionCase(
+        rows,
+        backend=where.backend,
+        device=where.device,
+        windows=WINDOWS,
+        **{**usual, **sizes},  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_ragged_batches_match_the_oracle(seed: int, where: Where) -> None:
+    print("seed", seed)
+    rng = random.Random(seed)
+    block_size = rng.choice(where.block_sizes)
+    num_kv_heads = rng.choice((1, 2, 3))
+    case = make_case(
+        where,
+        random_rows(rng, min(block_size, 64)),
+        num_heads=num_kv_heads * rng.randint(1, 8),
+        num_kv_heads=num_kv_heads,
+        head_dim=rng.choice(where.head_dims),
+        block_size=block_size,
+        seed=seed,
+    )
+    case.check(sliding_window=rng.choice(WINDOWS))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types(dtype: torch.dtype, where: Where) -> None:
+    if dtype not in where.dtypes:
+        pytest.skip(f"{where.backend.name} is not asked for {dtype} on {where.device}")
+    rows = [(15, 1), (16, 1), (17, 1), (0, 9), (16, 5)]
+    case = make_case(where, rows, num_heads=6, dtype=dtype)
+    case.check()
+    case.check(sliding_window=5)
+
+
+FP8 = torch.float8_e4m3fn
+READS_FP8 = [name for name in BACKENDS if name not in EXTRAS]
+with_fp8 = pytest.mark.parametrize(
+    "where", [*on(CPU, *READS_FP8), *on(CUDA, *READS_FP8)], indirect=True
+)
+
+
+@with_fp8
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_fp8_cache(dtype: torch.dtype, head_dim: int, where: Where) -> None:
+    assert FP8 in where.backend.capabilities.kv_cache_dtypes
+    if dtype not in where.dtypes:
+        pytest.skip(f"{where.backend.name} is not asked for {dtype} on {where.device}")
+    rows = [(15, 1), (16, 1), (17, 1), (300, 1), (0, 9), (16, 5), (3, 70)]
+    sizes = {"num_heads": 6, "head_dim": head_dim, "block_size": 16}
+    case = make_case(where, rows, dtype=dtype, kv_cache_dtype=FP8, **sizes)
+    assert case.cache.dtype == FP8
+    case.check()
+    case.check(sliding_window=5)
+
+
+@with_fp8
+def test_an_fp8_cache_is_near_an_exact_one(where: Where) -> None:
+    """Three bits of mantissa: an error of 1/16 at most in each number, 3% or so in the mean."""
+    rows = [(15, 1), (300, 1), (0, 9), (3, 70)]
+    exact = make_case(where, rows).run()
+    rounded = make_case(where, rows, kv_cache_dtype=FP8).run()
+    error = (rounded - exact).norm() / exact.norm()
+    assert 0.01 < error < 0.05
+
+
+def test_one_row_of_each_kind(where: Where) -> None:
+    for rows in ([(0, 1)], [(31, 1)], [(0, 2)], [(0, 33)], [(7, 26)]):
+        make_case(where, rows).check()
+
+
+@pytest.mark.parametrize("with_prefill", [False, True])
+def test_padded_rows_see_nothing_and_spoil_nothing(with_prefill: bool, where: Where) -> None:
+    rows = [(9, 1), (20, 1), (0, 1)] + ([(3, 6), (0, 2)] if with_prefill else [])
+    case = make_case(where, rows)
+    case.metadata.seq_lens[2] = 0
+    case.metadata.slot_mapping[2] = 0
+    case.metadata.block_table[2] = 2**30
+    for sliding_window in (None, 3):
+        actual = case.run(sliding_window=sliding_window)
+        expected = case.expected(sliding_window=sliding_window)
+        others = [token for token in range(actual.shape[0]) if token != 2]
+        tolerance = TOLERANCE[where.dtypes[0]]
+        torch.testing.assert_close(
+            actual[others].double(), expected[others], atol=tolerance, rtol=tolerance
+        )
+        assert not actual[2].isnan().any()
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 3, 4])
+def test_a_step_whose_split_only_the_device_knows(num_decodes: int, where: Where) -> None:
+    """As recorded: rows without tokens, tokens without rows, and no number of decodes."""
+    rows = [(9, 1), (20, 1), (0, 1), (35, 1)][:num_decodes] + [(3, 6), (0, 18), (17, 2)]
+    case = make_case(where, rows, max_num_seqs=16, max_num_tokens=64)
+    real, total, num_rows = case.metadata, case.metadata.num_tokens, len(rows)
+    padded_rows, padded_tokens = 12, total + 7
+
+    def padded(tensor: torch.Tensor, size: int, value: int) -> torch.Tensor:
+        more = tensor.new_full((size - len(tensor), *tensor.shape[1:]), value)
+        return torch.cat((tensor, more))
+
+    case.metadata = dataclasses.replace(
+        real,
+        query_start_loc=padded(real.query_start_loc, padded_rows + 1, total),
+        seq_lens=padded(real.seq_lens, padded_rows, 0),
+        block_table=padded(real.block_table, padded_rows, 2**30),
+        slot_mapping=padded(real.slot_mapping, padded_tokens, 0),
+        num_rows=padded_rows,
+        num_tokens=padded_tokens,
+        num_decodes=None,
+        max_query_len=padded_tokens,
+        max_seq_len=64,
+    )
+    case.queries.append(torch.full_like(case.queries[0][:1], 3.0).repeat(7, 1, 1))
+    assert num_rows < padded_rows
+    for sliding_window in (None, 5):
+        actual = case.run(sliding_window=sliding_window)[:total]
+        expected = case.expected(sliding_window=sliding_window)
+        tolerance = TOLERANCE[where.dtypes[0]]
+        torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_step_of_padding_alone(where: Where) -> None:
+    case = make_case(where, [(0, 1), (0, 1)])
+    case.metadata.seq_lens.zero_()
+    case.metadata.slot_mapping.zero_()
+    assert torch.equal(case.run(), torch.zeros_like(torch.cat(case.queries)))
+
+
+def test_one_backend_serves_step_after_step(where: Where) -> None:
+    case = make_case(where, [(33, 1), (2, 1), (0, 40), (7, 3)])
+    first = case.run(sliding_window=None)
+    case.run(sliding_window=3)
+    assert torch.equal(case.run(sliding_window=None), first)
+
+
+@pytest.mark.parametrize("rows", [[(0, 7)], [(3, 1), (20, 1), (5, 9)]])
+def test_the_result_goes_where_it_is_wanted(rows: list[tuple[int, int]], where: Where) -> None:
+    case = make_case(where, rows)
+    expected = case.run()
+    case.backend.prepare(case.metadata)
+    out = torch.full_like(expected, float("nan"))
+    queries = torch.cat(case.queries)
+    got = case.backend.forward(
+        queries, case.cache, case.metadata, scale=case.scale, sliding_window=None, out=out
+    )
+    assert got.data_ptr() == out.data_ptr()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("where", on(CUDA, "triton", "flash_attn"), indirect=True)
+@pytest.mark.parametrize("num_decodes", [3, 1])
+def test_a_recording_follows_the_lengths(num_decodes: int, where: Where) -> None:
+    """Planned and computed in a CUDA graph: right for the lengths that it finds when replayed."""
+    assert "FULL" in where.backend.capabilities.graph_modes
+    decodes = [(9, 1), (700, 1), (33, 1)][:num_decodes]
+    rows = decodes + [(20, 9), (0, 300)][: 3 - num_decodes]
+    case = make_case(where, rows)
+    metadata = case.metadata
+    full = metadata.seq_lens.clone()
+    expected = {window: case.expected(sliding_window=window) for window in (None, 17)}
+    for window in expected:
+        metadata.seq_lens.copy_(metadata.query_start_loc.diff())  # no context yet
+        case.run(sliding_window=window)  # compiles, which no recording can hold
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            actual = case.run(sliding_window=window)
+        metadata.seq_lens.copy_(full)
+        graph.replay()
+        tolerance = TOLERANCE[where.dtypes[0]]
+        torch.testing.assert_close(
+            actual.double(), expected[window], atol=tolerance, rtol=tolerance
+        )
+
+
+def test_registry_names_are_the_settings_choices() -> None:
+    assert tuple(BACKENDS) == ATTENTION_BACKENDS
+
+
+def test_a_cpu_gets_the_reference_and_is_told_why() -> None:
+    shape = AttentionCase([(0, 1)]).shape
+    backend, settled, passed_over = make_backend(None, shape)
+    assert backend.name == "torch_reference" and "need a CUDA device" in passed_over
+    assert why_not("torch_reference", shape) == "" and settled == shape
+    _, settled, _ = make_backend(None, replace(shape, block_size=None))
+    assert settled == replace(shape, block_size=16)
+    with pytest.raises(ConfigError, match="attention_backend triton: .*; torch_reference runs"):
+        make_backend("triton", shape)
+
+
+def test_an_fp8_cache_is_refused_where_only_a_slow_backend_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    triton_device.require_triton()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    shape = AttentionCase([(0, 1)], kv_cache_dtype=FP8).shape
+    ampere = dataclasses.replace(shape, device=CUDA)
+    needs = "an fp8 KV cache need compute capability 8.9, and NVIDIA A100 has 8.0"
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype fp8: .*{needs}; use .* auto") as error:
+        make_backend(None, ampere)
+    assert error.value.param == "kv_cache_dtype"
+    with pytest.raises(ConfigError, match=f"attention_backend triton: .*{needs}"):
+        make_backend("triton", ampere)
+    assert make_backend("torch_reference", ampere)[0].name == "torch_reference"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert why_not("triton", ampere) == ""
+    assert make_backend(None, shape)[0].name == "torch_reference"  # a CPU
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_triton_unless_the_heads_are_too_large() -> None:
+    shape = AttentionCase([(0, 1)], device=CUDA).shape
+    assert make_backend(None, shape)[0].name == "triton"
+    assert make_backend(None, replace(shape, block_size=None))[1].block_size == 64
+    large = AttentionCase([(0, 1)], device=CUDA, head_dim=512).shape
+    backend, _, passed_over = make_backend(None, large)
+    assert backend.name == "torch_reference" and "heads of size 512" in passed_over
+    with pytest.raises(ConfigError, match="heads of size 512"):
+        make_backend("triton", large)

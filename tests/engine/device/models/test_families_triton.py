@@ -1,0 +1,129 @@
+"""Logits of every family in half types, by the kernels that serve it on a GPU.
+
+The reference is transformers in float32 on the CPU with the same rounded weights, so that what is
+left is the arithmetic. Heads have the sizes of real models; prompts go through prefill in chunks,
+beyond every window, and some decode steps follow. On a CPU the kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton_device
+from paged_model import PagedModel, Row, build
+from transformers import AutoModelForCausalLM
+
+from termgen.engine.device.attention.base import AttentionShape
+from termgen.engine.device.layers.ops import LayerOps
+from termgen.engine.device.loader import open_checkpoint
+from termgen.engine.device.loader.weights import load_weights
+from termgen.engine.device.models.config import ModelConfig
+
+triton_device.require_triton()
+
+from termgen.engine.device.attention.triton_paged import TritonPagedAttention  # noqa: E402
+from termgen.engine.device.kernels.ops import TritonOps  # noqa: E402
+
+TinyModelDir = Callable[..., Path]
+_F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+BLOCK_SIZE = 16
+MAX_RELATIVE_ERROR = {_F32: 2e-5, _F16: 4e-3, _BF16: 3e-2}
+"""Of the logits of one token: the norm of their error over their norm."""
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}),
+    "mistral": ("mistral", {"head_dim": 128, "sliding_window": 24}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2, "hidden_size": 256}),
+    "qwen3": ("qwen3", {"head_dim": 128}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 256,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.06}
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for where in triton_device.DEVICES_AND_DTYPES:
+        device, dtype = where.values
+        # The engine refuses float16 for Gemma. Interpreted kernels are slow: two cases there.
+        families = set(FAMILIES) - ({"gemma3"} if dtype is _F16 else set())
+        if device == "cpu":
+            families = {"qwen3"} if dtype is _F16 else {"gemma3"}
+        for family in sorted(families):
+            name = f"{family}-{where.id}"
+            cases.append(pytest.param(family, device, dtype, marks=where.marks, id=name))
+    return cases
+
+
+def _attention(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> TritonPagedAttention:
+    return TritonPagedAttention(
+        AttentionShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            windows=tuple(dict.fromkeys(config.layer_windows)),
+            block_size=BLOCK_SIZE,
+            max_num_seqs=4,
+            max_num_tokens=128,
+            dtype=dtype,
+            kv_cache_dtype=dtype,
+            device=device,
+        )
+    )
+
+
+def _reference(folder: Path, dtype: torch.dtype, sequences: list[list[int]]) -> list[torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=_F32).eval()
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+        return [model(torch.tensor([tokens])).logits[0] for tokens in sequences]
+
+
+@pytest.mark.parametrize(("family", "device", "dtype"), _cases())
+def test_relative_error_of_logits(
+    family: str, device: str, dtype: torch.dtype, tiny_model_dir: TinyModelDir
+) -> None:
+    model_type, overrides = FAMILIES[family]
+    folder = tiny_model_dir(model_type, **{**SIZES, **overrides})
+    rng = random.Random(family)
+    print("seed", family)
+    long, short = ([rng.randrange(512) for _ in range(n)] for n in (43, 13))
+    checkpoint = open_checkpoint(folder)
+    config = checkpoint.config
+    where = torch.device(device)
+    ops: LayerOps = TritonOps()
+    attention = _attention(config, dtype, where)
+    model = build(config, dtype=dtype, attention=attention, device=where, ops=ops)
+    load_weights(model, checkpoint)
+    checkpoint.close()
+    model.finalize()
+
+    paged = PagedModel(model, num_blocks=16, block_size=BLOCK_SIZE, dtype=dtype)
+    steps = [[Row(0, 0, long[:26])], [Row(0, 26, long[26:40]), Row(1, 0, short[:10])]]
+    steps += [[Row(0, 40 + i, [long[40 + i]]), Row(1, 10 + i, [short[10 + i]])] for i in range(3)]
+    expected = _reference(folder, dtype, [long, short])
+    worst = 0.0
+    for rows in steps:
+        for row, logits in zip(rows, paged.step(rows), strict=True):
+            wanted = expected[row.key][row.computed : row.computed + len(row.tokens)]
+            error = (logits.cpu() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+            assert error.isfinite().all()
+            worst = max(worst, error.max().item())
+    print(f"{family} {dtype}: {worst:.2e}")
+    assert worst < MAX_RELATIVE_ERROR[dtype]

@@ -1,0 +1,404 @@
+"""Models that run through transformers' code: parity with transformers itself, and who is refused.
+
+Small random models in float32, greedy, one request at a time in the reference. The families here
+differ in what matters to the backend: learned positions, partial rotation, layers without any,
+scaled logits, windows in some layers, heads shared by all queries, experts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from termgen.config import EngineConfig
+from termgen.engine.device.loader import load_model_config
+from termgen.engine.device.runner.cuda_graphs import RecordingError
+from termgen.engine.device.runner.dispatch import CudaGraphDispatcher
+from termgen.engine.device.runner.recording import record_steps
+from termgen.engine.loop.engine import SyncEngine
+from termgen.errors import (
+    ConfigError,
+    CorruptFileError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+from termgen.vocabulary.events import StepRecord
+from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.sampling_params import SamplingParams
+
+Overrides = dict[str, Any]
+MakeModel = Callable[..., Path]
+NUM_TOKENS = 12
+PROMPT_LENGTHS = (1, 16, 17, 41, 70)
+
+FAMILIES: dict[str, Overrides] = {
+    "gpt2": {},
+    "phi3": {},
+    "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": 24},
+    "gpt_neox": {},
+    "smollm3": {"num_hidden_layers": 4},
+    "opt": {"ffn_dim": 112, "word_embed_proj_dim": 64},
+    "gpt_bigcode": {},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+}
+OPTIONS: dict[str, Overrides] = {
+    "plain": {},
+    "chunked": {"max_num_batched_tokens": 16},
+    "preempted": {"num_gpu_blocks_override": 9, "max_model_len": 128},
+    "async-no-cache": {"async_scheduling": True, "enable_prefix_caching": False},
+}
+
+
+@pytest.fixture(scope="module")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    made: dict[str, Path] = {}
+
+    def make(model_type: str, **overrides: Any) -> Path:
+        key = repr((model_type, overrides))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(model_type)
+            save_model(made[key], model_type, overrides)
+        return made[key]
+
+    return make
+
+
+def tiny_config(model_type: str, overrides: Overrides) -> Any:
+    settings: Overrides = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": None,
+        "initializer_range": 0.15,
+    }
+    return AutoConfig.for_model(
+        model_type, **{**settings, **FAMILIES.get(model_type, {}), **overrides}
+    )
+
+
+def save_model(folder: Path, model_type: str, overrides: Overrides) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(20)
+        config = tiny_config(model_type, overrides)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                # Born as zeros and ones, which would hide that one was left out.
+                if name.endswith("bias"):
+                    parameter.normal_(std=0.3)
+                elif parameter.dim() == 1:
+                    parameter.uniform_(0.6, 1.4)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[..., SyncEngine]]:
+    """Makes engines, and shuts them down."""
+    made: list[SyncEngine] = []
+
+    def make(folder: Path, **options: Any) -> SyncEngine:
+        settings: Overrides = {
+            "device": "cpu",
+            "dtype": "float32",
+            "threads": 1,
+            "max_num_seqs": 8,
+            "num_gpu_blocks_override": 100,
+            "skip_tokenizer_init": True,
+            **options,
+        }
+        made.append(SyncEngine(EngineConfig(model=str(folder), **settings)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.shutdown()
+
+
+def run(engine: SyncEngine, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens of all prompts, submitted at once."""
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        request = GenerationRequest(
+            request_id=str(i), prompt_token_ids=tuple(prompt), params=params
+        )
+        engine.add(request)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    while engine.has_unfinished:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            outputs[int(delta.request_id)] += delta.token_ids
+        engine.core.scheduler.check_integrity()
+    return outputs
+
+
+def random_prompts() -> list[list[int]]:
+    seed = 5
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 500, n).tolist() for n in PROMPT_LENGTHS]
+
+
+def reference(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.eval().generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_parity_with_transformers(
+    make_model: MakeModel, engines: Callable[..., SyncEngine], model_type: str
+) -> None:
+    folder, prompts = make_model(model_type), random_prompts()
+    expected = reference(folder, prompts)
+    for name, options in OPTIONS.items():
+        engine = engines(folder, **options)
+        assert run(engine, prompts) == expected, name
+        if name == "preempted":
+            assert engine.snapshot().num_preemptions > 0
+        if name == "plain":
+            assert run(engine, prompts) == expected, "again, from the prefix cache"
+            assert engine.snapshot().prefix_hit_tokens > 0
+
+
+def test_both_implementations_of_a_family_give_the_same_tokens(
+    make_model: MakeModel, engines: Callable[..., SyncEngine]
+) -> None:
+    """Two engines at once in one process, from the same files and from the same random weights."""
+    prompts = random_prompts()
+    for load_format in ("auto", "dummy"):
+        folder = make_model("llama")
+        pair = [
+            engines(folder, model_impl=impl, load_format=load_format)
+            for impl in ("auto", "transformers")
+        ]
+        infos = [engine.model.implementation for engine in pair]
+        assert infos == ["termgen", "transformers"]
+        ours, theirs = (run(engine, prompts) for engine in pair)
+        assert ours == theirs
+        assert run(pair[0], prompts) == ours
+
+
+def test_what_the_engine_must_know_is_measured(make_model: MakeModel) -> None:
+    config = load_model_config(make_model("cohere2"))
+    assert config.implementation == "transformers"
+    assert config.layer_windows == (24, 24, 24, None) and config.sliding_window == 24
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
+    assert (config.vocab_size, config.hidden_size, config.eos_token_ids) == (512, 64, (1,))
+    assert load_model_config(make_model("gpt_bigcode")).num_kv_heads == 1
+    tied = load_model_config(make_model("gpt2"))
+    model = AutoModelForCausalLM.from_pretrained(make_model("gpt2"))
+    assert tied.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_rotary_frequencies_do_not_change_with_other_requests(
+    make_model: MakeModel, engines: Callable[..., SyncEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    folder = make_model(
+        "phi3",
+        rope_parameters=rope,
+        max_position_embeddings=512,
+        original_max_position_embeddings=96,
+    )
+    with caplog.at_level(logging.WARNING):
+        config = load_model_config(folder)
+    assert config.max_position_embeddings == 96
+    assert "limited to 96 of 512 positions" in caplog.text
+    prompts = random_prompts()
+    assert run(engines(folder), prompts) == reference(folder, prompts)
+
+
+REFUSED: dict[str, tuple[Overrides, str]] = {
+    "bloom": ({}, "0 of its 2 layers call attention"),
+    "falcon": ({}, "chooses its attention from a list of its own"),
+    "gptj": ({}, "chooses its attention from a list of its own"),
+    "mamba": ({}, "layers of type 'linear_attention'"),
+    "recurrent_gemma": ({}, "layers of type|a state besides keys and values"),
+    "bert": ({}, "not causal"),
+    "bart": ({}, "an encoder and a decoder"),
+    "gemma2": ({"head_dim": 16}, "needs softcap"),
+    "moshi": ({"head_dim": 16}, "sliding windows that its attention is not told of"),
+    "diffllama": ({}, "more than once"),
+    "gemma3n_text": ({}, "does not take its config.json: The set of layer types"),
+    "gemma4_text": ({}, "its code fails in a trial run"),
+    "reformer": ({}, "its code fails in a trial run"),
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_cannot_run_is_refused_with_the_reason(tmp_path: Path, model_type: str) -> None:
+    overrides, said = REFUSED[model_type]
+    config = tiny_config(model_type, overrides)
+    architecture = AutoModelForCausalLM._model_mapping[type(config)].__name__
+    raw = {**json.loads(config.to_json_string(use_diff=False)), "architectures": [architecture]}
+    source = tmp_path / "config.json"
+    source.write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedModelError, match=said) as error:
+        load_model_config(source)
+    assert architecture in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (
+            {"architectures": ["WonderForCausalLM"], "model_type": "wonder"},
+            "no model_type 'wonder'",
+        ),
+        (
+            {"architectures": ["W"], "model_type": "w", "auto_map": {"AutoModel": "w.W"}},
+            "code from its own folder, which is never run",
+        ),
+        ({"architectures": ["GPT2Model"], "model_type": "gpt2"}, "no language model"),
+        (
+            {
+                "architectures": ["GPT2LMHeadModel"],
+                "model_type": "gpt2",
+                "quantization_config": {"quant_method": "gptq"},
+            },
+            "quantization_config asks for gptq",
+        ),
+        (
+            {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 10**9},
+            "1000000000 layers",
+        ),
+    ],
+)
+def test_a_config_that_names_no_usable_model(
+    tmp_path: Path, raw: dict[str, Any], said: str
+) -> None:
+    source = tmp_path / "config.json"
+    source.write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedModelError, match=said):
+        load_model_config(source)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["roberta", "camembert", "xlm-roberta", "data2vec-text", "roberta-prelayernorm"],
+)
+def test_a_model_whose_positions_begin_elsewhere_is_refused(
+    make_model: MakeModel, engines: Callable[..., SyncEngine], model_type: str
+) -> None:
+    folder = make_model(model_type, is_decoder=True, pad_token_id=2)
+    with pytest.raises(UnsupportedModelError, match="positions do not begin at 0"):
+        engines(folder)
+
+
+def test_code_that_mixes_tokens_or_ignores_positions_is_found(
+    make_model: MakeModel, engines: Callable[..., SyncEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Model
+
+    forward = GPT2MLP.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x + x.roll(1, 1)))
+        with pytest.raises(UnsupportedModelError, match="mixes tokens outside attention"):
+            engines(make_model("gpt2"))
+    whole = GPT2Model.forward
+
+    def without_positions(self: Any, **kwargs: Any) -> Any:
+        return whole(self, **{**kwargs, "position_ids": None})
+
+    monkeypatch.setattr(GPT2Model, "forward", without_positions)
+    with pytest.raises(UnsupportedModelError, match="does not go by their positions"):
+        engines(make_model("gpt2"))
+
+
+def test_settings_that_do_not_go_with_it(
+    make_model: MakeModel, engines: Callable[..., SyncEngine], tmp_path: Path
+) -> None:
+    folder = make_model("gpt2")
+    with pytest.raises(ConfigError, match="quantization int8 .* GPT2LMHeadModel"):
+        engines(folder, quantization="int8")
+    with pytest.raises(ConfigError, match="model_impl transformers"):
+        EngineConfig(quantization="int8", model_impl="transformers")
+    with pytest.raises(
+        UnsupportedModelError, match="no code of its own .*'GPT2LMHeadModel'.*leave model_impl"
+    ):
+        engines(folder, model_impl="termgen")
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match="needs a folder with safetensors"):
+        load_model_config(gguf, model_impl="transformers")
+    with pytest.raises(ModelNotFoundError, match="load_format=dummy"):
+        engines(folder / "config.json")
+
+
+def test_weights_that_are_not_those_of_the_config(
+    make_model: MakeModel, engines: Callable[..., SyncEngine], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = make_model("gpt_neox")
+    config, weights = (folder / "config.json").read_text(), load_file(folder / "model.safetensors")
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelNotFoundError, match=r"no model\.safetensors"):
+        engines(tmp_path)
+    name = "gpt_neox.layers.1.attention.dense.weight"
+    for tensors, said in (
+        ({k: v for k, v in weights.items() if k != name}, "lacks tensor .*1.attention.dense"),
+        ({**weights, name: torch.zeros(64, 32)}, "attention.dense.weight|shape|size"),
+    ):
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CorruptFileError, match=said):
+            engines(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 7)
+    with pytest.raises(CorruptFileError, match="truncated"):
+        engines(tmp_path)
+
+
+def test_a_model_that_cannot_be_recorded_runs_without_graphs(
+    make_model: MakeModel, engines: Callable[..., SyncEngine]
+) -> None:
+    engine = engines(make_model("gpt2"))
+    runner = engine.core.executor._runner  # type: ignore[attr-defined]
+    prompts = random_prompts()
+    expected = run(engine, prompts)
+    sizes = CudaGraphDispatcher((1, 2, 4, 8), mixed=(16, 64), max_num_seqs=8)
+    ring = engine.core.bus.subscribe()
+
+    def steps() -> set[tuple[str, str]]:
+        return {(r.graph_mode, r.graph_reason) for r in ring.drain() if isinstance(r, StepRecord)}
+
+    runner.graphs = record_steps(runner, sizes, lambda operations: operations, lambda done: None)
+    assert run(engine, prompts) == expected
+    assert ("FULL", "") in steps()
+
+    def fail(operations: Callable[[], None]) -> Callable[[], None]:
+        operations()
+        raise RecordingError("operation not permitted")
+
+    runner.graphs = record_steps(runner, sizes, fail, lambda done: None)
+    assert run(engine, prompts) == expected
+    assert steps() == {("NONE", "GPT2LMHeadModel cannot be recorded: operation not permitted")}
+    runner = engines(make_model("llama")).core.executor._runner  # type: ignore[attr-defined]
+    with pytest.raises(RecordingError):  # of termgen's own code that is a fault
+        record_steps(runner, sizes, fail, lambda done: None)

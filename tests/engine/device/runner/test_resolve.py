@@ -1,0 +1,69 @@
+"""What a machine's GPU, or the lack of one, makes of the device setting."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from termgen.engine.device.runner import resolve
+from termgen.engine.device.runner.resolve import resolve_device, resolve_wait
+from termgen.errors import ConfigError
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update it."
+
+
+@pytest.fixture
+def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch with CUDA behaves beside a driver that it cannot use."""
+
+    def init() -> None:
+        raise RuntimeError(TOO_OLD)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda self: str(self) == "/dev/nvidia0" or exists(self))
+
+
+@pytest.mark.usefixtures("old_driver")
+def test_a_driver_too_old_is_named_with_the_fallback(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="device cuda: .*too old .*11040.*; use device cpu") as e:
+        resolve_device("cuda")
+    assert e.value.param == "device" and "\n" not in str(e.value)
+    with caplog.at_level(logging.WARNING):
+        assert resolve_device("auto") == torch.device("cpu")
+    assert "too old" in caplog.text and "using the CPU" in caplog.text
+
+
+@pytest.mark.usefixtures("old_driver")
+def test_the_cpu_needs_no_driver(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert resolve_device("cpu") == torch.device("cpu")
+    assert not caplog.text
+
+
+def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match="has no CUDA support; use device cpu"):
+        resolve_device("cuda")
+
+
+def test_a_gpu_is_taken_when_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("wait", "num_cpus", "spins"),
+    [("auto", 3, False), ("auto", 4, True), ("spin", 1, True), ("sleep", 64, False)],
+)
+def test_a_cpu_is_kept_busy_by_waiting_only_where_others_are_left(
+    wait: str, num_cpus: int, spins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "usable_cpus", lambda: range(num_cpus))
+    assert resolve_wait(wait) == spins

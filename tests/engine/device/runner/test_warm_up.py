@@ -1,0 +1,160 @@
+"""Warm-up reaches every kernel variant that serving does, seen without a GPU.
+
+`variants_without_gpu` runs in a process of its own: the interpreter, in which the other tests run
+kernels, has no variants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton_device
+from mixed_load import run_mixed_load
+
+triton_device.require_triton()
+
+from termgen.config import EngineConfig  # noqa: E402
+from termgen.engine.device.runner.dispatch import CudaGraphDispatcher  # noqa: E402
+from termgen.engine.device.runner.warm_up import (  # noqa: E402
+    run_steps,
+    size_classes,
+    warm_up_steps,
+)
+from termgen.engine.loop.engine import SyncEngine  # noqa: E402
+
+MODES = {
+    "none": ["NONE"],
+    "full": ["FULL", "NONE"],
+    "piecewise": ["NONE", "PIECEWISE"],
+    "full_and_piecewise": ["FULL", "NONE", "PIECEWISE"],
+}
+"""How steps run where these graphs were asked for: some are too large for any."""
+PROGRAM = Path(__file__).with_name("variants_without_gpu.py")
+
+
+def reach(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), json.dumps(cases)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def test_serving_reaches_no_variant_that_warm_up_did_not(
+    tiny_model_dir: Callable[[str], Path],
+) -> None:
+    seed = 11
+    print("seed", seed)
+    settings = {"max_num_batched_tokens": 1100, "max_model_len": 512, "skip_tokenizer_init": True}
+    common = {"seed": seed, "graphs": "full"}
+    cases = [
+        {  # odd sizes: nothing that is cut from a buffer by rows stays aligned
+            **common,
+            "folder": str(tiny_model_dir("llama", vocab_size=5001)),
+            "settings": {**settings, "max_num_seqs": 19},
+            "batches": list(range(1, 20)),
+            "num_blocks": 23,
+        },
+        {
+            **common,
+            "folder": str(tiny_model_dir("mistral")),
+            "settings": {**settings, "max_num_seqs": 6},
+            "batches": list(range(1, 7)),
+            "num_blocks": 30,
+            "graphs": "none",
+        },
+        {  # more rows than the plans of attention are compiled for at least
+            **common,
+            "folder": str(tiny_model_dir("qwen3")),
+            "settings": {**settings, "max_num_seqs": 301},
+            "batches": [3, 257, 301],
+            "num_blocks": 330,
+        },
+        {  # pieces beside whole steps; experts cut otherwise for 4096 tokens than below and above
+            **common,
+            "folder": str(tiny_model_dir("qwen3_moe", num_experts=256, num_experts_per_tok=1)),
+            "settings": {**settings, "max_num_seqs": 12, "max_num_batched_tokens": 8200},
+            "batches": [3, 12],
+            "num_blocks": 160,
+            "graphs": "full_and_piecewise",
+        },
+        {  # all steps in pieces, with windows and two rotations
+            **common,
+            "folder": str(tiny_model_dir("gemma3_text")),
+            "settings": {**settings, "max_num_seqs": 7},
+            "batches": [1, 2, 3, 7],
+            "num_blocks": 30,
+            "graphs": "piecewise",
+        },
+    ]
+    results = reach(cases)
+    assert any(found["num_preemptions"] for found in results)
+    for case, found in zip(cases, results, strict=True):
+        assert not found["late"], (case, found["late"])
+        assert found["modes"] == MODES[case["graphs"]]
+        num_kernels = 18 + 3 * ("moe" in case["folder"]) - (case["graphs"] == "piecewise")
+        assert len(found["kernels"]) == num_kernels, found["kernels"]
+        assert found["largest_step"] >= 1024 or case is cases[0]
+        assert found["prefix_hit_tokens"]
+
+
+def test_warm_up_leaves_no_trace(tiny_model_dir: Callable[[str], Path]) -> None:
+    """Its steps run for real, with the kernels interpreted where there is no GPU."""
+
+    def make_engine() -> tuple[SyncEngine, Any]:
+        engine = SyncEngine(
+            EngineConfig(
+                model=str(tiny_model_dir("llama")),
+                device="cpu",
+                threads=1,
+                max_num_seqs=3,
+                max_num_batched_tokens=24,
+                num_gpu_blocks_override=30,
+                max_model_len=20,  # less than a step may hold: its tokens are spread over rows
+                skip_tokenizer_init=True,
+            )
+        )
+        return engine, engine.core.executor._runner  # type: ignore[attr-defined]
+
+    def generate(engine: SyncEngine) -> dict[str, list[int]]:
+        outputs, _ = run_mixed_load(engine, 5, num_requests=6, longest_prompt=9, most_tokens=6)
+        return outputs
+
+    expected = generate(make_engine()[0])
+    engine, runner = make_engine()
+    if triton_device.IS_INTERPRETED:
+        runner.use_fused_sampler(3)
+        runner.state.fused = runner.buffers.fused = True
+    before = {name: t.clone() for name, t in state_tensors(runner).items()}
+    dispatcher = CudaGraphDispatcher((1, 2, 3), mixed=(16,), max_num_seqs=3)
+    num_steps = 0
+    for step in warm_up_steps(runner, dispatcher):
+        run_steps(runner, [step])
+        num_steps += 1
+    assert num_steps > 15
+    for name, tensor in state_tensors(runner).items():
+        assert torch.equal(tensor, before[name]), name
+    assert runner.state.output_counts is None
+    assert generate(engine) == expected
+
+
+def state_tensors(runner: Any) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in vars(runner.state).items() if isinstance(v, torch.Tensor)}
+
+
+def test_size_classes_are_the_powers_of_two_and_the_limit() -> None:
+    assert size_classes(1) == [1]
+    assert size_classes(19) == [1, 2, 4, 8, 16, 19]
+    assert size_classes(64) == [1, 2, 4, 8, 16, 32, 64]

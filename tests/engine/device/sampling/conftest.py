@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from termgen.engine.device.sampling.metadata import SamplingMetadata
+
+MakeMeta = Callable[..., SamplingMetadata]
+
+
+def _rows(value: Any, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.as_tensor(value, dtype=dtype)
+    return tensor.expand(num_rows).clone() if tensor.dim() == 0 else tensor.clone()
+
+
+def _make_meta(
+    num_rows: int,
+    *,
+    temperature: Any = 1.0,
+    top_k: Any = 0,
+    top_p: Any = 1.0,
+    min_p: Any = 0.0,
+    seeds: Any = None,
+    positions: Any = 0,
+    repetition: Any = 1.0,
+    presence: Any = 0.0,
+    frequency: Any = 0.0,
+    output_counts: torch.Tensor | None = None,
+    prompt_mask: torch.Tensor | None = None,
+    stop_token_ids: torch.Tensor | None = None,
+    suppress_stop: Any = False,
+    suppress_any: bool | None = None,
+    max_logprobs: int | None = None,
+    device: str = "cpu",
+) -> SamplingMetadata:
+    """Metadata whose host flags follow from the values, as the scheduler would set them."""
+    float32 = torch.float32
+    tensors = {
+        "temperature": _rows(temperature, num_rows, float32),
+        "top_k": _rows(top_k, num_rows, torch.int32),
+        "top_p": _rows(top_p, num_rows, float32),
+        "min_p": _rows(min_p, num_rows, float32),
+        "seeds": torch.arange(num_rows) if seeds is None else _rows(seeds, num_rows, torch.int64),
+        "positions": _rows(positions, num_rows, torch.int64),
+        "repetition_penalty": _rows(repetition, num_rows, float32),
+        "presence_penalty": _rows(presence, num_rows, float32),
+        "frequency_penalty": _rows(frequency, num_rows, float32),
+        "suppress_stop": _rows(suppress_stop, num_rows, torch.bool),
+        "stop_token_ids": (
+            torch.empty(num_rows, 0, dtype=torch.int64)
+            if stop_token_ids is None
+            else stop_token_ids
+        ),
+    }
+    limited = (
+        (tensors["top_k"] > 0).any() | (tensors["top_p"] < 1).any() | (tensors["min_p"] > 0).any()
+    )
+    return SamplingMetadata(
+        **{name: tensor.to(device) for name, tensor in tensors.items()},
+        output_counts=None if output_counts is None else output_counts.to(device),
+        prompt_mask=None if prompt_mask is None else prompt_mask.to(device),
+        all_greedy=bool((tensors["temperature"] < 1e-5).all()),
+        needs_penalties=output_counts is not None,
+        needs_top_k_top_p=bool(limited),
+        suppress_any=suppress_any,
+        max_logprobs=max_logprobs,
+    )
+
+
+@pytest.fixture
+def make_meta() -> MakeMeta:
+    return _make_meta
+
+
+def _assert_chi_square(counts: torch.Tensor, expected: torch.Tensor) -> None:
+    """Goodness of fit within 6 sigma on both sides, by the Wilson-Hilferty normal approximation."""
+    cells = expected > 0
+    assert not counts[~cells].any(), "something impossible happened"
+    freedom = int(cells.sum()) - 1
+    statistic = float(((counts - expected)[cells] ** 2 / expected[cells]).sum())
+    spread = 2 / (9 * freedom)
+    z = ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    assert abs(z) < 6, (z, statistic, freedom)
+
+
+@pytest.fixture
+def assert_chi_square() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    return _assert_chi_square
+
+
+def _random_logits(
+    num_rows: int, vocab_size: int, *, scale: float = 3.0, seed: int | None = None
+) -> torch.Tensor:
+    if seed is None:
+        seed = random.randrange(2**31)
+        print(f"logits seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, vocab_size, generator=generator) * scale
+
+
+@pytest.fixture
+def random_logits() -> Callable[..., torch.Tensor]:
+    return _random_logits

@@ -1,0 +1,148 @@
+"""The random traffic of `test_async_fuzz` with grammars, whose masks are late at times, or slow.
+
+Rerun one seed with `-k "seed-3008"`; TERMGEN_FUZZ_SCHEDULES=5000 runs more of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher, make_late
+from core_harness import Bearer
+from test_async_fuzz import NUM_SCHEDULES, SCHEDULES_PER_TEST, Schedule
+
+from termgen.errors import CorruptedLogitsError, RequestError
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.token_mask import GrammarState, IntArray
+
+NUM_CONSTRAINED = NUM_SCHEDULES // 2
+FIRST = 3000
+NUM_UNRELIABLE = NUM_SCHEDULES // 6
+FIRST_UNRELIABLE = 9000
+
+
+class ConstrainedSchedule(Schedule):
+    """Three of five requests have a grammar."""
+
+    driver: ConstrainedDriver
+
+    def make_driver(self) -> ConstrainedDriver:
+        driver = ConstrainedDriver(**self.setting)
+        on_time = float(self.rng.choice([0.5, 0.9, 1.0]))
+        self.num_late = make_late(driver.scheduler, self.rng, on_time)
+        return driver
+
+    def submit(self, name: str, prompt: list[int], **params: Any) -> Bearer:
+        if self.rng.random() < 0.4:
+            return super().submit(name, prompt, **params)
+        length, modulus = int(self.rng.integers(1, 20)), int(self.rng.integers(1, 9))
+        return self.driver.constrain(name, prompt, FakeGrammar(length, modulus=modulus), **params)
+
+    def is_complete(self, bearer: Bearer) -> bool:
+        grammar = bearer.request.grammar
+        return isinstance(grammar, FakeGrammar) and len(bearer.tokens) >= grammar.length
+
+    def check_computed(self, bearer: Bearer) -> None:
+        """Of rows with a grammar more is computed: for each late mask once more, and behind a last
+        token that only the grammar knows for the last."""
+        if bearer.request.grammar is None:
+            super().check_computed(bearer)
+
+
+@pytest.mark.parametrize(
+    "first",
+    range(FIRST, FIRST + NUM_CONSTRAINED, SCHEDULES_PER_TEST),
+    ids=lambda seed: f"seed-{seed}",
+)
+def test_random_schedules_with_grammars_give_what_each_request_gives_alone(first: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + SCHEDULES_PER_TEST):
+        schedule = ConstrainedSchedule(seed)
+        print(f"seed={seed} {schedule.setting}")  # pytest shows it when the test fails
+        schedule.run()
+        schedule.check()
+        seen["late"] += sum(schedule.num_late)
+        seen["constrained"] += sum(b.request.grammar is not None for b in schedule.driver.bearers)
+    assert seen["late"] > 0 and seen["constrained"] > 10
+
+
+class Unreliable(FakeGrammar):
+    """Some masks count as slow, whatever they take; one that cannot be filled ends the request."""
+
+    def __init__(self, length: int, *, modulus: int, pace: int, num_masks: int) -> None:
+        """pace: every so many masks are slow. num_masks: how many there are."""
+        super().__init__(length, modulus=modulus)
+        self.pace = pace
+        self.num_masks = num_masks
+
+    def start(self, *, ends_at_eos: bool) -> UnreliableMatcher:
+        return UnreliableMatcher(self)
+
+
+class UnreliableMatcher(FakeMatcher):
+    def __init__(self, grammar: Unreliable) -> None:
+        super().__init__(grammar)
+        self.grammar = grammar
+
+    def fill(self, bits: IntArray) -> None:
+        if len(self.tokens) == self.grammar.num_masks:
+            raise RequestError("the grammar is too complex")
+        super().fill(bits)
+
+
+class UnreliableState(GrammarState):
+    """Counts slow masks by what their grammar says."""
+
+    def note_time(self, *, is_slow: bool) -> None:
+        matcher = self._matcher  # none where the request ended before
+        if isinstance(matcher, UnreliableMatcher):
+            is_slow = len(matcher.tokens) % matcher.grammar.pace == 0
+        super().note_time(is_slow=is_slow)
+
+
+class UnreliableSchedule(ConstrainedSchedule):
+    """Seven of ten requests have an unreliable grammar."""
+
+    def submit(self, name: str, prompt: list[int], **params: Any) -> Bearer:
+        rng = self.rng
+        if rng.random() < 0.3:
+            return self.driver.submit(name, prompt, **params)
+        grammar = Unreliable(
+            int(rng.integers(1, 20)),
+            modulus=int(rng.integers(1, 9)),
+            pace=int(rng.choice([1, 3, 50])),
+            num_masks=int(rng.choice([0, 1, 4, 99, 99])),
+        )
+        return self.driver.constrain(name, prompt, grammar, **params)
+
+    def check_output(self, bearer: Bearer) -> None:
+        grammar, failed_steps = bearer.request.grammar, self.driver.executor.fail_steps
+        if isinstance(grammar, Unreliable) and bearer.reason is FinishReason.ERROR:
+            assert bearer.tokens == self.driver.reference(bearer)[: len(bearer.tokens)]
+            assert bearer.ending is not None
+            is_corrupt = isinstance(bearer.ending.error, CorruptedLogitsError)
+            assert is_corrupt or failed_steps or len(bearer.tokens) == grammar.num_masks
+        else:
+            super().check_output(bearer)
+            assert not isinstance(grammar, Unreliable) or len(bearer.tokens) <= grammar.num_masks
+
+
+@pytest.mark.parametrize(
+    "first",
+    range(FIRST_UNRELIABLE, FIRST_UNRELIABLE + NUM_UNRELIABLE, SCHEDULES_PER_TEST),
+    ids=lambda seed: f"seed-{seed}",
+)
+def test_so_they_do_beside_slow_masks_and_grammars_that_fail(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("termgen.vocabulary.request.GrammarState", UnreliableState)
+    endings: Counter[object] = Counter()
+    for seed in range(first, first + SCHEDULES_PER_TEST):
+        schedule = UnreliableSchedule(seed)
+        print(f"seed={seed} {schedule.setting}")
+        schedule.run()
+        schedule.check()
+        endings.update(bearer.reason for bearer in schedule.driver.bearers)
+    assert endings[FinishReason.ERROR] > 10 and endings[FinishReason.STOP] > 10

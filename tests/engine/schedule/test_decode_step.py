@@ -1,0 +1,191 @@
+"""A decode step planned in a few operations is the step that the scheduler plans row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from constrained_harness import FakeGrammar, names_ahead
+from scheduler_harness import make_request, make_scheduler
+from scripted_device import next_token
+
+from termgen.engine.grammar import mask_filler
+from termgen.engine.schedule.constraints import Constraints
+from termgen.engine.schedule.scheduler import Scheduler
+from termgen.vocabulary.step import StepPlan, StepResult
+from termgen.vocabulary.token_mask import GrammarState, RowMasks
+
+
+def assert_same_plan(one: StepPlan, two: StepPlan) -> None:
+    for name in StepPlan._fields:
+        a, b = getattr(one, name), getattr(two, name)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype and a.tolist() == b.tolist(), name
+        elif name == "added":
+            assert [(row.slot, row.epoch) for row in a] == [(row.slot, row.epoch) for row in b]
+        else:
+            assert a == b, name
+
+
+def assert_same_state(one: Scheduler, two: Scheduler) -> None:
+    a, b = one.slots, two.slots
+    assert a.facts.tolist() == b.facts.tolist()
+    assert a.last_step.tolist() == b.last_step.tolist() and a.running.tolist() == b.running.tolist()
+    assert one.kv.num_registered.tolist() == two.kv.num_registered.tolist()
+    assert one.kv.block_table.tolist() == two.kv.block_table.tolist()
+    assert one.stats == two.stats
+    assert one.kv.pool.num_cached == two.kv.pool.num_cached
+
+
+def assert_same_masks(one: RowMasks, two: RowMasks) -> None:
+    for a, b in ((one.rows, two.rows), (one.late, two.late), *zip(one.bits, two.bits, strict=True)):
+        assert a.tolist() == b.tolist()
+
+
+def result_of(plan: StepPlan, samples: np.ndarray, masks: RowMasks | None) -> StepResult:
+    """A token that depends on its place for each row that is to sample one."""
+    places = zip(plan.slots.tolist(), (plan.num_computed + plan.num_tokens).tolist(), strict=True)
+    tokens = np.asarray([next_token(np.asarray(place)) for place in places], np.int32)
+    if masks is not None:
+        for row, bits in zip(masks.rows.tolist(), masks.bits, strict=True):
+            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+            tokens[row] = allowed[tokens[row] % len(allowed)]
+        samples[masks.late] = False
+    return StepResult(
+        plan.step_id, samples.astype(np.int32), tokens[samples], None, started_ns=0, ended_ns=0
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_both_ways_of_planning_agree_at_every_step(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, _ = compare(seed, monkeypatch)
+    assert any(planned) and not all(planned)
+
+
+def test_they_agree_beside_rows_under_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = [compare(seed, monkeypatch, grammars=0.3)[1] for seed in range(20, 32)]
+    assert sum(beside) > 50, "the quick way is hardly tried"
+
+
+@dataclass(eq=False)
+class InFlight:
+    plans: tuple[StepPlan, StepPlan]
+    samples: np.ndarray
+    """Which rows are to sample."""
+    result: StepResult | None = None
+
+
+class Pair:
+    """Two schedulers that are told the same."""
+
+    def __init__(self, quick: Scheduler, slow: Scheduler, rng: np.random.Generator) -> None:
+        self.quick, self.slow, self.rng = quick, slow, rng
+        self.in_flight: list[InFlight] = []
+        self._late = self._ahead = set[str]()
+        for scheduler in (quick, slow):
+            self._make_late(scheduler.constraints)
+
+    def _make_late(self, constraints: Constraints) -> None:
+        has_mask = constraints._has_mask
+        constraints._has_mask = lambda r: has_mask(r) and r.request_id not in self._late  # type: ignore[method-assign]
+
+    def schedule(self) -> bool:
+        before = self.quick.slots.num_pending.copy()
+        self._ahead = names_ahead(self.quick)
+        ours, theirs = self.quick.schedule(), self.slow.schedule()
+        assert (ours is None) == (theirs is None)
+        if ours is None or theirs is None:
+            return False
+        assert_same_plan(ours, theirs)
+        before[[row.slot for row in ours.added]] = 0
+        samples = (self.quick.slots.num_pending > before)[ours.slots]
+        self.in_flight.append(InFlight((ours, theirs), samples))
+        return True
+
+    def sample(self) -> None:
+        """What the newest step samples; for masks others have to land before. Some are late."""
+        step = self.in_flight[-1] if self.in_flight else None
+        if step is None or step.result is not None:
+            return
+        masks = None
+        if step.plans[0].constrained is not None:
+            self._late = {name for name in sorted(self._ahead) if self.rng.random() < 0.1}
+            while (masks := self.quick.masks_for(step.plans[0])) is None:
+                assert self.slow.masks_for(step.plans[1]) is None
+                self.land()
+            others = self.slow.masks_for(step.plans[1])
+            assert others is not None
+            assert_same_masks(masks, others)
+            self._late = set()
+        step.result = result_of(step.plans[0], step.samples, masks)
+
+    def land(self) -> None:
+        if self.in_flight[0].result is None:
+            self.sample()
+        step = self.in_flight.pop(0)
+        assert step.result is not None
+        one = self.quick.apply(step.plans[0], step.result)
+        two = self.slow.apply(step.plans[1], step.result)
+        assert one.token_ids.tolist() == two.token_ids.tolist()
+        assert one.rows.tolist() == two.rows.tolist()
+        assert one.finished == two.finished
+
+
+def compare(
+    seed: int, monkeypatch: pytest.MonkeyPatch, *, grammars: float = 0.0
+) -> tuple[list[bool], int]:
+    """Whether each step was planned the quick way, and how many of those beside a row under a
+    grammar. grammars: the share of requests that have one. Their masks miss no step here."""
+    rng = np.random.default_rng(seed)
+    settings = {
+        "num_blocks": int(rng.choice([24, 60, 300])),
+        "block_size": int(rng.choice([1, 4, 16])),
+        "max_num_seqs": int(rng.integers(1, 8)),
+        "max_num_batched_tokens": int(rng.choice([8, 100])),
+        "caching": bool(rng.random() < 0.7),
+    }
+    print(f"seed {seed} {settings}")
+    quick, slow = make_scheduler(**settings), make_scheduler(**settings)
+    monkeypatch.setattr(mask_filler, "SLOW_S", 1000.0)
+    for scheduler in (quick, slow):
+        scheduler.constraints.patience_s = scheduler.constraints.idle_patience_s = 10.0
+    num_beside = 0
+    real, planned = quick._decode_step.plan, []
+
+    def counted(step_id: int, released: tuple[int, ...]) -> StepPlan | None:
+        plan = real(step_id, released)
+        planned.append(plan is not None)
+        nonlocal num_beside
+        num_beside += plan is not None and quick.slots.num_constrained > 0
+        return plan
+
+    monkeypatch.setattr(quick._decode_step, "plan", counted)
+    monkeypatch.setattr(slow._decode_step, "plan", lambda step_id, released: None)
+    pair = Pair(quick, slow, rng)
+    for turn in range(150):
+        pair.sample()
+        if rng.random() < 0.3 and len(quick.requests) < 12:
+            room = min(100, quick.kv.capacity_tokens)
+            prompt = rng.integers(0, 40, int(rng.integers(1, max(2, room // 3)))).tolist()
+            stops = tuple(rng.choice(40, int(rng.choice([0, 1, 12])), replace=False).tolist())
+            wanted = {
+                "max_tokens": int(rng.integers(1, max(2, room // 3))),
+                "stop": stops,
+                "logprobs": 1 if rng.random() < 0.1 else None,
+                "temperature": float(rng.choice([0.0, 1.0])),
+            }
+            length = int(rng.integers(1, 20)) if rng.random() < grammars else 0
+            for scheduler in (quick, slow):
+                request = make_request(f"r{turn}", prompt, **wanted)
+                if length:
+                    request.grammar = GrammarState(FakeGrammar(length), ends_at_eos=True)
+                scheduler.add_request(request)
+        was_planned = pair.schedule()
+        if pair.in_flight and (not was_planned or rng.random() < 0.8):
+            pair.land()
+        assert_same_state(quick, slow)
+        quick.check_integrity()
+    return planned, num_beside

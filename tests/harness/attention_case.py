@@ -1,0 +1,134 @@
+"""Random keys, values and queries of a step, for any attention backend, and what must come out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from paged_model import CPU, BlockPool, Row, nan_cache
+
+from termgen.engine.device.attention.base import AttentionBackend, AttentionShape
+from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+class AttentionCase:
+    """Keys and values of whole sequences in random blocks of a cache that is NaN elsewhere."""
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[int, int]],  # (computed, new tokens), decodes first
+        *,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        head_dim: int = 64,
+        block_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+        kv_cache_dtype: torch.dtype | None = None,
+        device: torch.device = CPU,
+        seed: int = 0,
+        backend: type[AttentionBackend] = TorchReferenceAttention,
+        windows: tuple[int | None, ...] = (None,),
+        max_num_seqs: int | None = None,
+        max_num_tokens: int | None = None,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.rows = [Row(key, computed, [0] * new) for key, (computed, new) in enumerate(rows)]
+        self.scale = head_dim**-0.5
+        num_blocks = 2 + sum(-(-(c + n) // block_size) for c, n in rows)
+        self.pool = BlockPool(num_blocks, block_size, seed)
+        self.metadata, _ = self.pool.metadata(self.rows, device)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        kv_dtype = kv_cache_dtype or dtype
+        self.keys, self.values = (
+            # As the cache holds them, so that the oracle sees what the backend does.
+            [normal(c + n, num_kv_heads, head_dim).to(kv_dtype).to(dtype) for c, n in rows]
+            for _ in range(2)
+        )
+        self.queries = [normal(n, num_heads, head_dim) for _, n in rows]
+        self.shape = AttentionShape(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            windows=windows,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs or len(rows),
+            max_num_tokens=max_num_tokens or sum(new for _, new in rows),
+            dtype=dtype,
+            kv_cache_dtype=kv_dtype,
+            device=device,
+        )
+        self.backend = backend(self.shape)
+        self.cache = nan_cache(
+            self.backend,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=kv_dtype,
+            device=device,
+        )
+        for row, key, value in zip(self.rows, self.keys, self.values, strict=True):
+            table = self.pool.tables[row.key]
+            for position in range(row.computed + len(row.tokens)):
+                block, offset = table[position // block_size], position % block_size
+                self.cache[block, offset, 0] = key[position]
+                self.cache[block, offset, 1] = value[position]
+
+    def run(
+        self,
+        *,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        self.backend.prepare(self.metadata)
+        return self.backend.forward(
+            torch.cat(self.queries),
+            self.cache,
+            self.metadata,
+            scale=self.scale,
+            sliding_window=sliding_window,
+        )
+
+    def expected(self, *, sliding_window: int | None = None) -> torch.Tensor:
+        """One request and one head at a time, in float64."""
+        results = []
+        for row, queries, keys, values in zip(
+            self.rows, self.queries[: len(self.rows)], self.keys, self.values, strict=True
+        ):
+            group_size = queries.shape[1] // keys.shape[1]
+            position = torch.arange(len(keys), device=keys.device)
+            distance = position[row.computed :, None] - position  # [new tokens, keys]
+            seen = distance >= 0
+            if sliding_window is not None:
+                seen &= distance < sliding_window
+            out = torch.empty(queries.shape, dtype=torch.float64, device=queries.device)
+            for head in range(queries.shape[1]):
+                k = keys[:, head // group_size].double()
+                v = values[:, head // group_size].double()
+                scores = queries[:, head].double() @ k.T * self.scale
+                out[:, head] = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+            results.append(out)
+        return torch.cat(results)
+
+    def check(self, *, sliding_window: int | None = None) -> None:
+        actual = self.run(sliding_window=sliding_window)
+        expected = self.expected(sliding_window=sliding_window)
+        tolerance = TOLERANCE[actual.dtype]
+        torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def random_rows(rng: random.Random, block_size: int) -> list[tuple[int, int]]:
+    """Decodes first; lengths at and beside block edges as often as anywhere else."""
+
+    def length(least: int) -> int:
+        edge = rng.randint(1, 5) * block_size + rng.randint(-1, 1)
+        return max(least, rng.choice((edge, rng.randint(least, 6 * block_size))))
+
+    decodes = [(length(0), 1) for _ in range(rng.randint(0, 5))]
+    prefills = [(rng.choice((0, length(0))), length(2)) for _ in range(rng.randint(0, 4))]
+    return decodes + prefills or [(0, 3)]

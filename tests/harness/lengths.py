@@ -1,0 +1,15 @@
+"""How long randomised tests run.
+
+Each states a length for every day, and TEST_LENGTH multiplies them:
+TEST_LENGTH=10 pytest tests/engine/device/loader/test_hostile_files.py
+"""
+
+from __future__ import annotations
+
+import os
+
+FACTOR = float(os.environ.get("TEST_LENGTH", "1"))
+
+
+def scaled(usual: int) -> int:
+    return max(1, round(usual * FACTOR))

@@ -1,0 +1,169 @@
+"""A device for tests, in pure numpy, that believes only plans.
+
+It stores each token and its position in a simulated paged KV cache and, to sample, reads the whole
+sequence back through the block table: wrong sharing, early reuse or a missed write changes the
+tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+
+from termgen.engine.schedule.kv_cache import NULL_BLOCK
+from termgen.vocabulary.request import Request
+from termgen.vocabulary.step import CORRUPT_TOKEN, AddedRow, StepPlan, StepResult
+from termgen.vocabulary.token_mask import RowMasks
+
+VOCAB = 40
+NAN = -99
+"""Stands for KV that is not a number: whoever reads it has logits that are none."""
+
+
+def next_token(token_ids: np.ndarray, vocab: int = VOCAB) -> int:
+    """The scripted model: a hash of everything before."""
+    return zlib.crc32(np.ascontiguousarray(token_ids, np.int32).tobytes()) % vocab
+
+
+def is_stop(request: Request | AddedRow, length: int, token: int) -> bool:
+    """Whether `token`, the one that makes the sequence `length` long, ends it."""
+    minimum = request.num_prompt_tokens + request.params.min_tokens
+    return token in request.stop_token_ids and length > minimum
+
+
+def is_token(token: int | None) -> bool:
+    return token is not None and token != CORRUPT_TOKEN
+
+
+class DeviceFailure(Exception):
+    """The scripted device was told to fail."""
+
+
+class ScriptedDevice:
+    """Runs plans in order on its own rows; `stops` says whether it notices stop tokens itself."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        stops: bool = True,
+        vocab: int = VOCAB,
+    ) -> None:
+        self.block_size = block_size
+        self.vocab = vocab
+        self.stops = stops
+        self.kv_tokens = np.full(num_blocks * block_size, -1, np.int32)
+        self.kv_positions = np.full(num_blocks * block_size, -1, np.int32)
+        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_computed = np.zeros(max_num_seqs, np.int32)
+        self.rows: list[AddedRow | None] = [None] * max_num_seqs
+        self.finished = np.zeros(max_num_seqs, np.bool_)
+        self.num_computed_tokens = 0
+        self.next_step = 0
+        self.turns_nan: Callable[[], bool] | None = None
+        """Asked for each row of a step: whether the KV that it writes there is NaN."""
+
+    def execute(
+        self, plan: StepPlan, *, fails: bool = False, masks: RowMasks | None = None
+    ) -> StepResult:
+        """One step. When told to fail it leaves rubbish in the KV it should have written. Of masks
+        it knows only who has none: those rows compute their newest token once more."""
+        assert plan.step_id == self.next_step, "a step was skipped or repeated"
+        self.next_step += 1
+        self._update_rows(plan)
+        pairs = list(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True))
+        for i, (slot, count) in enumerate(pairs):  # every write precedes every read
+            row = self.rows[slot]
+            assert row is not None and row.epoch == plan.epochs[i], "a plan names a stale row"
+            if not self.finished[slot]:
+                assert self.num_computed[slot] == plan.num_computed[i]
+                self._write(slot, count, rubbish=fails)
+                if self.turns_nan is not None and self.turns_nan():
+                    end = int(self.num_computed[slot]) + count
+                    self.kv_tokens[self.slot_mapping(slot, end - 1, end)] = NAN
+            self.num_computed[slot] += count
+            self.num_computed_tokens += count
+        if fails:
+            raise DeviceFailure
+        if masks is not None:
+            self.num_computed[plan.slots[masks.late]] -= 1
+        sampled = [self._sample(slot) for slot, _ in pairs]
+        return StepResult(
+            step_id=plan.step_id,
+            num_sampled=np.asarray([is_token(token) for token in sampled], np.int32),
+            token_ids=np.asarray([token for token in sampled if is_token(token)], np.int32),
+            corrupt=np.flatnonzero([token == CORRUPT_TOKEN for token in sampled]).astype(np.int32),
+            logprobs=None,
+            started_ns=0,
+            ended_ns=0,
+        )
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        for slot in plan.released_slots:
+            self.rows[slot] = None
+        for row in plan.added:
+            slot, count = row.slot, len(row.token_ids)
+            assert self.rows[slot] is None, "a slot was given away before it was released"
+            assert 0 <= row.num_computed_tokens < count < row.max_total_tokens
+            self.rows[slot] = row
+            self.token_ids[slot, :count] = row.token_ids
+            self.num_tokens[slot] = count
+            self.num_computed[slot] = row.num_computed_tokens
+            self.num_blocks[slot] = 0
+            self.block_table[slot] = NULL_BLOCK
+            self.finished[slot] = False
+        blocks = zip(plan.block_slots, plan.block_positions, plan.block_ids, strict=True)
+        for slot, position, block in blocks:
+            assert position == self.num_blocks[slot], "block tables only grow, one by one"
+            assert block != NULL_BLOCK
+            self.block_table[slot, position] = block
+            self.num_blocks[slot] += 1
+
+    def slot_mapping(self, slot: int, start: int, end: int) -> np.ndarray:
+        """Where positions [start, end) of a row live; only blocks the row was given."""
+        positions = np.arange(start, end)
+        assert end <= self.num_blocks[slot] * self.block_size, "computes past its blocks"
+        blocks: np.ndarray = self.block_table[slot, positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
+
+    def _write(self, slot: int, count: int, *, rubbish: bool) -> None:
+        start = int(self.num_computed[slot])
+        end = start + count
+        assert end <= self.num_tokens[slot], "computes a token nobody knows"
+        where = self.slot_mapping(slot, start, end)
+        self.kv_tokens[where] = -7 if rubbish else self.token_ids[slot, start:end]
+        self.kv_positions[where] = -7 if rubbish else np.arange(start, end)
+
+    def _sample(self, slot: int) -> int | None:
+        row, length = self.rows[slot], int(self.num_tokens[slot])
+        assert row is not None
+        if self.finished[slot] or self.num_computed[slot] < length:
+            return None
+        where = self.slot_mapping(slot, 0, length)
+        if (self.kv_tokens[where] == NAN).any():
+            self.finished[slot] = True
+            return CORRUPT_TOKEN
+        positions = self.kv_positions[where]
+        # Wrong positions enter the hash, so they show as a wrong token and not only here.
+        token = next_token(self.kv_tokens[where] + positions - np.arange(length), self.vocab)
+        if length < row.max_total_tokens:  # past its limit only on a device that does not stop
+            self.token_ids[slot, length] = token
+        self.num_tokens[slot] = length + 1
+        if self.stops:
+            self.finished[slot] = is_stop(row, length + 1, token) or (
+                length + 1 >= row.max_total_tokens
+            )
+        return token
+
+    def recover(self, next_step: int) -> None:
+        """After a failed step: no row survives, and steps planned but not run never will be."""
+        self.rows = [None] * len(self.rows)
+        self.next_step = next_step
