@@ -25,10 +25,10 @@ import numpy as np
 from machine import machine_facts
 
 from termgen import LLM, SamplingParams
-from termgen.catalog import resolve_model
 from termgen.engine.grammar.grammar import GrammarCompiler
 from termgen.engine.grammar.mask_filler import MaskFiller
 from termgen.engine.text.tokenizer import load_tokenizer
+from termgen.library.catalog import resolve_model
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 from termgen.vocabulary.token_mask import GrammarState
 

@@ -28,8 +28,8 @@ import numpy as np
 from contestants import CONTESTANTS, MAX_BATCH
 from machine import machine_facts
 
-from termgen.catalog import resolve_model
 from termgen.errors import TermgenError
+from termgen.library.catalog import resolve_model
 
 OURS = "termgen float32"
 PEER = "transformers float32"

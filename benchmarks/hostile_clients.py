@@ -16,7 +16,7 @@ import time
 
 from hostile_kinds import CONNECTIONS, bytes_of
 
-from termgen.turns import take_long_turns
+from termgen.system.turns import take_long_turns
 
 NUM_CONNECTIONS = 4
 ANSWER_TIMEOUT_S = 15.0

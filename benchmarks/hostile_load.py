@@ -30,11 +30,11 @@ from hostile_kinds import ALL, KINDS
 from machine import machine_facts, write_report
 from simulated_gpu import Simulation, installed
 
-from termgen.catalog import resolve_model
 from termgen.config import EngineConfig, ServerConfig
 from termgen.engine.loop.engine import AsyncEngine
+from termgen.library.catalog import resolve_model
 from termgen.server import Server
-from termgen.turns import share_lock_quickly
+from termgen.system.turns import share_lock_quickly
 
 HERE = Path(__file__).parent
 NUM_STREAMS = 4

@@ -25,11 +25,11 @@ from typing import Any
 
 from textual.app import App, ComposeResult
 
+from termgen.system.turns import share_lock_quickly
 from termgen.tui.conversation import AnswerState, Turn
 from termgen.tui.palette import Palette
 from termgen.tui.widgets.entries import AnswerEntry, QuestionEntry
 from termgen.tui.widgets.transcript import Transcript
-from termgen.turns import share_lock_quickly
 
 TABLE = "| name | value | note |\n|---|--:|---|\n" + "".join(
     f"| row {i} | {7 * i} | some `text` of {i} |\n" for i in range(1000)

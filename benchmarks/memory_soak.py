@@ -224,8 +224,8 @@ def _is_whole(asked: Asked, tail: bytes) -> bool:
 
 def write_model(folder: Path) -> Path:
     """The tokenizer and chat template of SmolLM2 on a model that computes next to nothing."""
-    from termgen.catalog import resolve_model
     from termgen.engine.text.tokenizer import load_tokenizer
+    from termgen.library.catalog import resolve_model
 
     tokenizer = load_tokenizer(resolve_model("smollm2-135m", allow_download=True).path)
     model = folder / "tiny"

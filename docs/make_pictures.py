@@ -16,9 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from termgen.bench.serve_options import ServeOptions
-from termgen.bench_command import Subject
-from termgen.bench_watch import BenchWatch, measure_serve
 from termgen.client import ChatPrompt
+from termgen.commands.bench_command import Subject
+from termgen.commands.bench_watch import BenchWatch, measure_serve
 from termgen.config import EngineConfig, UIConfig
 from termgen.engine.loop.engine import AsyncEngine
 from termgen.tui.app import TermgenApp

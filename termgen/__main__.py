@@ -9,7 +9,7 @@ from typing import NoReturn
 def entry() -> NoReturn:
     """What the console script calls."""
     try:
-        from termgen import cli
+        from termgen.commands import cli
     except KeyboardInterrupt:  # Ctrl-C before there is anybody to take it
         sys.exit(130)
     cli.entry()

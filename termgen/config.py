@@ -2,7 +2,7 @@
 
 Each field's metadata carries its help text, its choices and its range; names follow vLLM where
 vLLM has the setting. Constructing a config checks it: `ConfigError` names the field. Where a value
-came from (flag, variable, file) is the business of `termgen.settings`. Standard library only.
+came from (flag, variable, file) is the business of `commands.settings`. Standard library only.
 """
 
 from __future__ import annotations

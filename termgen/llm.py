@@ -19,14 +19,14 @@ from typing import Any, TypeGuard, cast
 from tqdm import tqdm
 
 from termgen.client import ChatPrompt, Message, ModelInfo, Prompt, SleepLevel
+from termgen.commands.launch import find_model
+from termgen.commands.progress import TerminalProgress
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import SyncEngine
 from termgen.engine.text.output import RequestOutput, RequestOutputBuilder
 from termgen.engine.text.tokenizer import Tokenizer
 from termgen.errors import ConfigError, EngineError, RequestError
-from termgen.launch import find_model
-from termgen.progress import TerminalProgress
-from termgen.turns import quick_lock
+from termgen.system.turns import quick_lock
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 

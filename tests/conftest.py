@@ -80,7 +80,7 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct as Q4_1 GGUF, fetched once into the user's cache."""
-    from termgen.catalog import resolve_model
+    from termgen.library.catalog import resolve_model
 
     model = resolve_model("smollm2-135m", allow_download=True)
     assert model.kind == "gguf", f"the tests need the GGUF file; the cache holds {model.path}"

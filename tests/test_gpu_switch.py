@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from termgen.commands.launch import EngineHolder
 from termgen.config import EngineConfig
-from termgen.launch import EngineHolder
 from termgen.vocabulary.memory_ledger import GIB, MIB
 from termgen.vocabulary.sampling_params import SamplingParams
 

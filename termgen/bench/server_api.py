@@ -16,7 +16,7 @@ import httpx
 
 from termgen.bench.words import WORDS
 from termgen.errors import ConfigError
-from termgen.waiting import NotYet, read_loading, wait_for_server, why_unreachable
+from termgen.system.waiting import NotYet, read_loading, wait_for_server, why_unreachable
 
 TIMEOUT_S = 10.0
 COUNTS = {

@@ -39,10 +39,10 @@ from termgen.remote.models import (
 )
 from termgen.remote.stream import AnswerReader
 from termgen.remote.wire import Call, Dialect, build_call, dialect_of, prompt_fields
+from termgen.system.waiting import NotYet, read_loading, wait_for_server, why_unreachable
 from termgen.vocabulary.events import EngineSnapshot, EventRing
 from termgen.vocabulary.grammar_times import GrammarTotals
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.waiting import NotYet, read_loading, wait_for_server, why_unreachable
 
 CONNECT_S = 5.0
 ANSWER_S = 10.0

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from termgen.api.errors import unavailable
 from termgen.errors import RequestError
-from termgen.helper_process import (
+from termgen.system.helper_process import (
     HelperClosed,
     HelperFault,
     HelperProcess,

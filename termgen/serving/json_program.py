@@ -10,8 +10,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # wherever this process was started
 
 from termgen.api.fields import parse_json
-from termgen.helper_process import answer_questions
 from termgen.serving.json_weight import check_weight
+from termgen.system.helper_process import answer_questions
 
 
 def answer(take: Callable[[dict[str, Any]], object], raw: bytes) -> object:

@@ -15,6 +15,7 @@ import httpx
 
 from termgen.config import is_loopback
 from termgen.errors import TermgenError
+from termgen.system.waiting import NotYet, read_loading, wait_for_server, why_unreachable
 from termgen.telemetry import (
     MAX_HZ,
     MAX_SILENCE_S,
@@ -27,7 +28,6 @@ from termgen.telemetry import (
     decode,
 )
 from termgen.tui.feed import StreamFeed
-from termgen.waiting import NotYet, read_loading, wait_for_server, why_unreachable
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_S = 5.0

@@ -76,7 +76,7 @@ def codes_in_the_code() -> set[str]:
     codes = {"invalid_value", "method_not_allowed"}
     makers = {"unavailable", "_refusal"}
     package = PAGE.parents[1] / "termgen"
-    alone = (package / "errors.py", package / "helper_process.py")
+    alone = (package / "errors.py", package / "system" / "helper_process.py")
     for path in (*package.glob("api/*.py"), *package.glob("serving/*.py"), *alone):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):

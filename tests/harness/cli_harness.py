@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from termgen import cli
+from termgen.commands import cli
 
 ENGINE = ["--device", "cpu", "--dtype", "float32", "--max-model-len", "256", "--threads", "1"]
 

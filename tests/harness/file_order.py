@@ -47,7 +47,7 @@ SLOW_FILES = (
     "test_hostile_files",
     "test_tui_sessions",
     "test_gpu_async",
-    "test_model_shelf",
+    "test_local_shelf",
     "test_server_run",
     "test_fetch",
 )

@@ -1,15 +1,36 @@
-"""A real server with a real model in a thread of its own, for clients that block."""
+"""Servers with a model: in the test's loop, or in a thread of its own for clients that block."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncGenerator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+
+import httpx
+from server_harness import serving
 
 from termgen.config import EngineConfig, ServerConfig
 from termgen.engine.loop.engine import AsyncEngine
 from termgen.server import Server
+
+
+@asynccontextmanager
+async def serving_tiny(
+    folder: Path, **config: Any
+) -> AsyncGenerator[tuple[httpx.AsyncClient, AsyncEngine], None]:
+    settings = {"model": str(folder), "device": "cpu", "max_model_len": 256, "kv_cache_gib": 0.01}
+    settings |= config
+    engine = await AsyncEngine.start(EngineConfig(**settings))
+    try:
+        async with serving(engine, served_model_name=("tiny",)) as server:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                yield client, engine
+    finally:
+        await engine.shutdown()
 
 
 class RealServer:

@@ -17,7 +17,7 @@ from fake_engine import FakeEngine
 from server_harness import eventually, serving
 from tui_harness import MODEL, NOW_NS, step
 
-from termgen import top_command
+from termgen.commands import top_command
 from termgen.config import UIConfig
 from termgen.errors import ConfigError
 from termgen.remote.client import RemoteClient

@@ -18,7 +18,7 @@ from fake_engine import FakeEngine, Script
 from foreign_server import chunk, done, foreign_server, model_list
 from tui_harness import ANSWER, pieces
 
-from termgen import cli, inline_command
+from termgen.commands import cli, inline_command
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import EngineError
 from termgen.tui.inline import MarkdownWriter, PlainWriter
@@ -197,8 +197,8 @@ def test_with_an_engine_of_its_own(
         async def stop(self) -> None:
             done.append("stopped")
 
-    monkeypatch.setattr("termgen.launch.EngineHolder", Holder)
-    monkeypatch.setattr("termgen.launch.find_model", lambda *_: done.append("found"))
+    monkeypatch.setattr("termgen.commands.launch.EngineHolder", Holder)
+    monkeypatch.setattr("termgen.commands.launch.find_model", lambda *_: done.append("found"))
     pipe_in(monkeypatch, b"")
     assert cli.main(["chat", "--inline", "why?", "--model", "m"]) == 0
     assert capsys.readouterr().out.startswith("Hello, world!")

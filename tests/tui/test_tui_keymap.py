@@ -14,10 +14,10 @@ from textual.widgets import Footer
 from tui_harness import ANSWER, FrozenApp, ask, chat_engine, pieces, ready, wait_until
 
 import termgen.tui
-from termgen import cli
+from termgen.commands import cli
+from termgen.commands.settings import SettingLayers
 from termgen.config import UIConfig
 from termgen.errors import ConfigError
-from termgen.settings import SettingLayers
 from termgen.tui import actions
 from termgen.tui.app import TermgenApp
 from termgen.tui.keymap import Keymap

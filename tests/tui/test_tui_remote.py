@@ -24,11 +24,11 @@ from tui_harness import (
     wait_until,
 )
 
-from termgen import cli
+from termgen.commands import cli
+from termgen.commands.remote_command import RemoteHolder, RemoteTarget
+from termgen.commands.settings import SettingLayers
 from termgen.config import UIConfig
 from termgen.errors import ConfigError, OverloadedError
-from termgen.remote_command import RemoteHolder, RemoteTarget
-from termgen.settings import SettingLayers
 from termgen.tui.chat_store import ChatStore, Resume
 from termgen.tui.remote_app import RemoteApp
 from termgen.tui.screens.chat import ChatScreen
@@ -169,7 +169,7 @@ def test_flags_that_make_no_sense(
 
 
 def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from termgen.remote_command import read_target
+    from termgen.commands.remote_command import read_target
 
     monkeypatch.setenv("OPENAI_API_KEY", "from there")
     layers = SettingLayers(flags={"model": "m2"}, environ={})
@@ -181,7 +181,7 @@ def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
 
 SCRIPT = """
 import asyncio, sys
-from termgen import cli
+from termgen.commands import cli
 from termgen.tui.remote_app import RemoteApp
 from termgen.tui.screens.chat import ChatScreen
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from termgen import cli
+from termgen.commands import cli
 from termgen.tui import themes_command
 from termgen.tui.palette import ROLES, VARIABLE_PREFIX
 from termgen.tui.themes import load_theme, shipped_folder

@@ -29,7 +29,7 @@ from tui_harness import (
     wait_until,
 )
 
-from termgen import cli, top_command
+from termgen.commands import cli, top_command
 from termgen.config import UIConfig
 from termgen.errors import ConfigError
 from termgen.telemetry import Cache, Opening, encode, encode_events
@@ -435,7 +435,8 @@ def test_a_screen_beside_its_engine_gives_way(
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at Linux's scheduling")
 def test_giving_way_is_the_process_own() -> None:
     program = (
-        "import os; from termgen.top_command import *; before = os.nice(0); let_others_first();"
+        "import os; from termgen.commands.top_command import *;"
+        "before = os.nice(0); let_others_first();"
         "print(os.nice(0) == min(19, before + 10), os.sched_getscheduler(0) == os.SCHED_BATCH)"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

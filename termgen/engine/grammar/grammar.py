@@ -40,9 +40,9 @@ from termgen.engine.grammar.grammar_source import (
 )
 from termgen.engine.grammar.mask_filler import SLOW_S
 from termgen.errors import EngineDeadError, OverloadedError, RequestError
-from termgen.helper_process import HelperClosed, HelperFault, HelperProcess, no_process
 from termgen.system.daemon_threads import DaemonThreads, spare_threads
-from termgen.turns import long_turns
+from termgen.system.helper_process import HelperClosed, HelperFault, HelperProcess, no_process
+from termgen.system.turns import long_turns
 from termgen.vocabulary.grammar_times import GrammarTimes
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 from termgen.vocabulary.token_mask import IntArray, faults_of

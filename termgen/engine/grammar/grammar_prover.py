@@ -41,7 +41,7 @@ from termgen.engine.grammar.grammar_source import (
     source_of,
 )
 from termgen.errors import RequestError
-from termgen.helper_process import answer_questions
+from termgen.system.helper_process import answer_questions
 
 MATCHER_STACK_BYTES = 1 << 20
 """Less than any thread of the engine's process has that fills a mask or drops a matcher."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from termgen.system.daemon_threads import DaemonThreads
-from termgen.turns import long_turns
+from termgen.system.turns import long_turns
 from termgen.vocabulary.token_mask import GrammarState
 
 NUM_THREADS = 2

@@ -30,7 +30,7 @@ from termgen.engine.loop.sync_engine import Settled, SyncEngine
 from termgen.engine.text.prompt_threads import PromptThreads
 from termgen.engine.text.tokenizer import Tokenizer
 from termgen.errors import EngineDeadError, RequestError
-from termgen.turns import take_short_turns
+from termgen.system.turns import take_short_turns
 from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.events import EngineSnapshot, EventRing
 from termgen.vocabulary.grammar_times import GrammarTotals

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from termgen.catalog import CATALOG, LocalModel, resolve_model
 from termgen.client import ModelInfo
 from termgen.config import EngineConfig
 from termgen.engine.grammar.grammar import GrammarCompiler
@@ -26,6 +25,7 @@ from termgen.engine.text.text_process import TextProcess
 from termgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from termgen.engine.text.tool_detection import tool_format
 from termgen.errors import ConfigError, CorruptFileError, RequestError
+from termgen.library.catalog import CATALOG, LocalModel, resolve_model
 from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.grammar_times import GrammarTimes
 from termgen.vocabulary.request import GenerationRequest

@@ -14,7 +14,7 @@ from typing import TypeVar
 from termgen.client import ChatPrompt, Prompt
 from termgen.engine.text.text_process import is_long
 from termgen.errors import EngineDeadError
-from termgen.helper_process import no_process
+from termgen.system.helper_process import no_process
 
 TEMPLATE_THREADS = 2
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from termgen.client import MAX_CHAT_TEMPLATE_CHARS
 from termgen.errors import EngineDeadError, OverloadedError, RequestError
-from termgen.helper_process import no_process
+from termgen.system.helper_process import no_process
 
 MAX_ANSWER_S = 10.0
 """By the clock: a template has used up its share of a processor before, unless that is busy."""

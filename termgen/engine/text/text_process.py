@@ -13,7 +13,7 @@ from pathlib import Path
 
 from termgen.client import ChatPrompt, FillPrompt, Prompt, prompt_chars
 from termgen.errors import EngineDeadError
-from termgen.helper_process import HelperClosed, HelperFault, HelperProcess, refusal
+from termgen.system.helper_process import HelperClosed, HelperFault, HelperProcess, refusal
 
 PROGRAM = Path(__file__).with_name("text_program.py")
 LONG_PROMPT_CHARS = 4096

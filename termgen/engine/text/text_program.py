@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # wherever this process was 
 from termgen.client import Prompt
 from termgen.engine.text.input_processor import InputProcessor
 from termgen.engine.text.tokenizer import load_tokenizer
-from termgen.helper_process import answer_questions
+from termgen.system.helper_process import answer_questions
 
 Asked = tuple[Prompt, bool, bool]
 """The prompt, whether raw text gets special tokens, and whether it has to fit the context."""

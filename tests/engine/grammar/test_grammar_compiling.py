@@ -37,8 +37,8 @@ from termgen.errors import (
     OverloadedError,
     RequestError,
 )
-from termgen.helper_process import HelperProcess
 from termgen.system.daemon_threads import spare_threads
+from termgen.system.helper_process import HelperProcess
 from termgen.vocabulary import structured_outputs
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.structured_outputs import MAX_GBNF_BYTES, StructuredOutputsParams

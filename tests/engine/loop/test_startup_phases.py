@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from termgen.catalog import LocalModel
 from termgen.engine.loop import startup
 from termgen.errors import ConfigError, CorruptFileError
+from termgen.library.catalog import LocalModel
 from termgen.vocabulary.sampling_params import MAX_EOS_IDS
 from termgen.vocabulary.startup_phases import (
     COMPILING_KERNELS,

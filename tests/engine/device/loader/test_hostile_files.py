@@ -24,12 +24,12 @@ from gguf_samples import finish
 from lengths import scaled
 from safetensors.torch import save_file
 
-from termgen.catalog import LocalModel
 from termgen.engine.device.loader import load_generation_config, load_model_config, open_checkpoint
 from termgen.engine.gguf.gguf_file import GGUFFile
 from termgen.engine.loop.startup import sampling_defaults
 from termgen.engine.text.tokenizer import load_tokenizer
 from termgen.errors import ModelError, RequestError
+from termgen.library.catalog import LocalModel
 from termgen.vocabulary.sampling_params import SamplingParams
 
 MAX_PEAK_BYTES = 16 << 20

@@ -1,0 +1,328 @@
+"""The `termgen` command: the composition root. Builds configs, engine and front end, nothing more.
+
+Subcommands import what they need when they run: `termgen --help` loads neither torch nor any of the
+libraries behind the screens and the server. A `TermgenError` is one line on standard error and exit
+code 2, Ctrl-C is 130, SIGTERM 143.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from termgen.bench.options import LatencyOptions, ThroughputOptions, check_seed
+from termgen.bench.serve_options import ServeOptions
+from termgen.bench.sweep_options import SweepOptions
+from termgen.commands.arguments import CHAT_ONLY, build_parser
+from termgen.commands.exit_codes import BROKEN_PIPE, INTERRUPTED, OK, TERMINATED, USAGE_ERROR
+from termgen.commands.settings import SettingLayers, flag_of
+from termgen.config import EngineConfig, ServerConfig, UIConfig
+from termgen.errors import ConfigError, TermgenError
+from termgen.system.turns import share_lock_quickly
+
+ENGINE_THREAD = "termgen-engine"
+"""Name of the thread that `AsyncEngine` starts."""
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What writing to standard output fails with when it is redirected to a file."""
+
+
+def entry() -> NoReturn:
+    """Run the command line this process was started with."""
+    _open_missing_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a model writes what the locale may not have
+            stream.reconfigure(errors="replace")
+    try:
+        code = main()
+    except SystemExit as stop:
+        assert stop.code is None or isinstance(stop.code, int)
+        code = stop.code or OK
+    if any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):
+        # Quit while a model was loading: the thread is somewhere inside torch, and Python ending
+        # around it would abort the process. It has nothing to save.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _open_missing_streams() -> None:
+    """What whoever started us has closed is empty, and not a number for the next file or socket."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    try:
+        code = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except TermgenError as error:
+        # names of files and models, and what servers say, may hold control characters
+        line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(error).split()))
+        print(f"termgen: error: {line}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        _silence_output()  # its reader is gone
+        return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in DISK_ERRORS or error.filename is not None:
+            raise
+        _silence_output()
+        print(f"termgen: error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def _silence_output() -> None:
+    """Keep the interpreter's last flush quiet: what is buffered can no longer be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(argv: Sequence[str]) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    name = getattr(args, "run", None)
+    if name is None:
+        args.help_of.print_help()
+        return OK
+    signal.signal(signal.SIGTERM, _terminate)
+    return COMMANDS[name](args)
+
+
+def _terminate(signum: int, frame: object) -> NoReturn:
+    raise SystemExit(TERMINATED)  # unwinds through every `finally`
+
+
+def _layers(args: argparse.Namespace) -> SettingLayers:
+    return SettingLayers(
+        flags=vars(args),
+        environ=os.environ,
+        config_file=Path(args.config) if args.config is not None else None,
+    )
+
+
+# Each command imports inside: torch costs over a second, Textual and Starlette tenths of one.
+
+
+def chat_command(args: argparse.Namespace) -> int:
+    layers = _layers(args)
+    # who chats alone has moments to spare, and waits for the start
+    plain = args.plain or (not args.inline and _is_dumb_terminal())
+    is_screen = not (args.inline or plain)
+    config = layers.resolve(EngineConfig, capture_in_background=is_screen)
+    ui = layers.resolve(UIConfig)
+    if args.url is None and args.api_key is not None:
+        raise ConfigError("--api-key needs --url: our own engine has no keys", param="api_key")
+    if args.url is None and args.wait is not None:
+        raise ConfigError("--wait needs --url: it waits for a server", param="wait")
+    if args.inline and args.plain:
+        raise ConfigError("--inline and --plain exclude each other", param="plain")
+    if args.inline:
+        return _inline_chat(args, layers, config, ui)
+    if args.question is not None:
+        what = "a question on the command line needs --inline; a model is named with --model"
+        raise ConfigError(what, param="question")
+    if plain:
+        return _plain_chat(args, layers, config, ui)
+    _need_terminal(
+        "termgen chat",
+        "use `termgen generate` for scripts and pipes, --inline for one question, or --plain for a "
+        "chat in lines",
+    )
+    wanted = "" if args.continue_last else args.session
+    given = {name: getattr(ui, name) for name in CHAT_ONLY if layers.given(name) is not None}
+    if args.url is not None:
+        from termgen.commands.remote_command import read_target, run_remote_chat
+
+        target = read_target(args.url, args.api_key, layers, wait_s=args.wait)
+        return run_remote_chat(target, ui, session=wanted, given=given)
+    from termgen.commands.chat import run_chat
+
+    share_lock_quickly()
+    return run_chat(config, ui, session=wanted, given=given)
+
+
+def _inline_chat(
+    args: argparse.Namespace, layers: SettingLayers, config: EngineConfig, ui: UIConfig
+) -> int:
+    from termgen.commands.inline_command import (
+        check_flags,
+        read_question,
+        run_inline,
+        run_remote_inline,
+    )
+
+    check_flags(layers, "--inline")
+    if args.continue_last or args.session is not None:
+        raise ConfigError(
+            "--inline asks one question and keeps no chat: leave --continue and --session out"
+        )
+    if args.url is not None:
+        from termgen.commands.remote_command import read_target
+
+        target = read_target(args.url, args.api_key, layers, wait_s=args.wait)
+        return run_remote_inline(read_question(args.question), target, ui)
+    return run_inline(read_question(args.question), config, ui)
+
+
+def _plain_chat(
+    args: argparse.Namespace, layers: SettingLayers, config: EngineConfig, ui: UIConfig
+) -> int:
+    from termgen.commands.inline_command import check_flags, own_engine, run_plain, server_elsewhere
+
+    check_flags(layers, "--plain")
+    if args.continue_last or args.session is not None:
+        raise ConfigError("--plain keeps no chat: leave --continue and --session out")
+    if args.url is not None:
+        from termgen.commands.remote_command import read_target
+
+        target = read_target(args.url, args.api_key, layers, wait_s=args.wait)
+        return run_plain(*server_elsewhere(target, plain=True), ui)
+    return run_plain(*own_engine(config, plain=True), ui)
+
+
+def serve_command(args: argparse.Namespace) -> int:
+    layers = _layers(args)
+    config, server = layers.resolve(EngineConfig), layers.resolve(ServerConfig)
+    ui = layers.resolve(UIConfig)
+    if server.dashboard:
+        _need_terminal("termgen serve --dashboard", "leave --dashboard out")
+    else:
+        for f in fields(UIConfig):
+            if layers.given(f.name) is not None:
+                raise ConfigError(f"{flag_of(f)} needs --dashboard", param=f.name)
+    from termgen.commands.launch import run_serve
+
+    share_lock_quickly()
+    return run_serve(config, server, ui)
+
+
+def generate_command(args: argparse.Namespace) -> int:
+    from termgen.commands import generate
+
+    layers = _layers(args)
+    return generate.run(args, layers, layers.resolve(EngineConfig))
+
+
+def top_command(args: argparse.Namespace) -> int:
+    ui = _layers(args).resolve(UIConfig)
+    if args.replay is not None:
+        for name in ("url", "record", "admin_key_file", "wait"):
+            if getattr(args, name) is not None:
+                flag = "URL" if name == "url" else "--" + name.replace("_", "-")
+                raise ConfigError(f"--replay FILE needs no {flag}: leave one out", param=name)
+    _need_terminal("termgen top", "read a server's /metrics or /v1/events instead")
+    from termgen.commands.top_command import run_replay, run_top
+
+    if args.replay is not None:
+        return run_replay(Path(args.replay), ui)
+    return run_top(args.url, ui, record=args.record, key_file=args.admin_key_file, wait_s=args.wait)
+
+
+def bench_command(args: argparse.Namespace) -> int:
+    layers = _layers(args)
+    options_class: type[Any] = {"latency": LatencyOptions, "throughput": ThroughputOptions}[
+        args.bench
+    ]
+    options = layers.resolve(options_class)
+    # equal prompts come again in every batch: finding them in the cache would skip the prefill
+    config = layers.resolve(EngineConfig, enable_prefix_caching=False)
+    check_seed(config.seed)
+    from termgen.commands.launch import run_bench
+
+    return run_bench(args.bench, options, config)
+
+
+def load_test_command(args: argparse.Namespace) -> int:
+    from termgen.commands import bench_command
+
+    is_serve, layers = args.bench == "serve", _layers(args)
+    if (layers.resolve(ServeOptions) if is_serve else layers.resolve(SweepOptions)).watch:
+        _need_terminal(f"termgen bench {args.bench} --watch", "leave --watch out in scripts")
+    return (bench_command.run_serve if is_serve else bench_command.run_sweep)(args, layers)
+
+
+def compare_command(args: argparse.Namespace) -> int:
+    from termgen.commands import bench_command
+
+    return bench_command.run_compare(_layers(args))
+
+
+def models_command(args: argparse.Namespace) -> int:
+    from termgen.commands.models_command import list_models
+
+    return list_models(as_json=args.json, words=" ".join(args.words))
+
+
+def themes_command(args: argparse.Namespace) -> int:
+    from termgen.tui import themes_command
+
+    if args.action == "check":
+        themes_command.check_theme(args.file)
+    elif args.action == "new":
+        themes_command.new_theme(args.name, like=args.like)
+    else:
+        themes_command.list_themes()
+    return OK
+
+
+def keys_command(args: argparse.Namespace) -> int:
+    ui = _layers(args).resolve(UIConfig)
+    from termgen.tui.keys_command import list_keys
+
+    list_keys(ui)
+    return OK
+
+
+def pull_command(args: argparse.Namespace) -> int:
+    from termgen.commands.models_command import pull_model
+
+    return pull_model(args.name)
+
+
+def _need_terminal(command: str, instead: str) -> None:
+    if os.environ.get("TEXTUAL_DRIVER"):
+        return  # textual-serve shows the screen in a browser, and speaks to it through pipes
+    # Textual reads standard input and paints on standard error
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        raise ConfigError(f"`{command}` needs a terminal; {instead}")
+    if _is_dumb_terminal():
+        raise ConfigError(
+            f"`{command}` draws a screen, which this terminal (TERM=dumb) cannot show; {instead}"
+        )
+
+
+def _is_dumb_terminal() -> bool:
+    return os.environ.get("TERM") == "dumb" and sys.stdin.isatty()
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "chat": chat_command,
+    "serve": serve_command,
+    "generate": generate_command,
+    "top": top_command,
+    "bench serve": load_test_command,
+    "bench sweep": load_test_command,
+    "bench latency": bench_command,
+    "bench throughput": bench_command,
+    "bench compare": compare_command,
+    "models": models_command,
+    "pull": pull_command,
+    "themes": themes_command,
+    "keys": keys_command,
+}

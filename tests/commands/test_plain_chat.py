@@ -1,0 +1,229 @@
+"""`termgen chat --plain`: a chat in lines, without a single escape sequence."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_harness import nobodys_settings, one_line_error, run
+from fake_engine import FakeEngine, Script
+from server_harness import ANSWER, serving
+from test_generate_remote import in_thread, loading_until_asked
+
+from termgen.commands import inline_command
+from termgen.commands.inline_command import run_plain
+from termgen.config import UIConfig
+from termgen.errors import ContextLengthError, EngineError
+
+
+@pytest.fixture(autouse=True)
+def clean_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with nobodys_settings(monkeypatch, tmp_path):
+        yield
+
+
+def chat(
+    engine: FakeEngine,
+    typed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    **ui: str,
+) -> str:
+    stopped: list[bool] = []
+
+    async def start() -> FakeEngine:
+        return engine
+
+    async def stop() -> None:
+        stopped.append(True)
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    assert run_plain(start, stop, UIConfig(**ui)) == 0
+    assert stopped == [True]
+    shown = capsys.readouterr().out
+    assert all(c.isprintable() or c == "\n" for c in shown)
+    return shown
+
+
+def asked(engine: FakeEngine) -> list[list[tuple[str, str]]]:
+    return [[(m["role"], m["content"]) for m in call.prompt.messages] for call in engine.calls]
+
+
+def test_a_chat_goes_on_and_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine()
+    typed = "one\n\n/help\n two \\\nlines\n/new\nthree\n/quit\nnever\n"
+    shown = chat(engine, typed, monkeypatch, capsys, system_prompt="Be brief.")
+    system = ("system", "Be brief.")
+    first = [system, ("user", "one")]
+    assert asked(engine) == [
+        first,
+        [*first, ("assistant", ANSWER), ("user", " two \nlines")],
+        [system, ("user", "three")],
+    ]
+    assert shown.count(ANSWER + "\n") == 3
+    assert "/quit  leave" in shown and "A new chat." in shown
+
+
+def test_what_is_no_command_is_said_and_paths_are_questions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine()
+    shown = chat(engine, "/qiut\n/etc/passwd?\nlast", monkeypatch, capsys)
+    assert "There is no command /qiut; /help lists them." in shown
+    assert asked(engine)[0] == [("user", "/etc/passwd?")]
+    assert asked(engine)[1][-1] == ("user", "last"), "a last line without its end counts"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (EngineError("a step failed"), "No answer: a step failed"),
+        (ContextLengthError("4097 tokens"), "The chat has filled the model's context: /new"),
+    ],
+)
+def test_a_question_that_fails_is_forgotten_and_the_chat_goes_on(
+    error: Exception,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine = FakeEngine()
+    generate, left = engine.generate, [error]
+
+    def failing(*args: object, **kwargs: object) -> object:
+        if left:
+            raise left.pop()
+        return generate(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine, "generate", failing)
+    shown = chat(engine, "bad\ngood\n", monkeypatch, capsys)
+    assert words in shown and asked(engine) == [[("user", "good")]]
+
+
+def test_what_a_model_writes_drives_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = ["\x1b[2J", "\x1b]0;title\x07", "a\r", "\nb", "\x9b31m", "\u202eabc"]
+    shown = chat(FakeEngine(script=Script(pieces=hostile)), "x\n", monkeypatch, capsys)
+    assert "a\nb" in shown and "\x1b" not in shown and "\u202e" not in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--inline", "x"], "exclude each other"),
+        (["--continue"], "--plain keeps no chat"),
+        (["--session", "a"], "--plain keeps no chat"),
+        (["--theme", "termgen-dark"], "--theme has no effect with --plain"),
+        (["--chat-db", "x"], "--chat-db has no effect with --plain"),
+        (["a question"], "needs --inline"),
+    ],
+)
+def test_mistakes_are_one_line(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in one_line_error(capsys, "chat", "--plain", *flags)
+
+
+def test_piped_lines_are_asked_of_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    with in_thread(lambda: serving(engine)) as url:
+        code, out, err = run(capsys, "chat", "--plain", "--url", url)
+    assert (code, err) == (0, "") and out.count(ANSWER) == 2 and len(engine.calls) == 2
+
+
+class DumbTerminal:
+    """`termgen` in a terminal that takes only lines."""
+
+    def __init__(self, *argv: str) -> None:
+        self._main, side = pty.openpty()
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "termgen", *argv],
+            stdin=side,
+            stdout=side,
+            stderr=side,
+            env=os.environ | {"TERM": "dumb"},
+            start_new_session=True,
+        )
+        os.close(side)
+        self.shown = b""
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def _read(self) -> None:
+        try:
+            while part := os.read(self._main, 4096):
+                self.shown += part
+        except OSError:
+            pass  # the other side is closed
+
+    def type(self, text: str) -> None:
+        os.write(self._main, text.encode())
+
+    def wait_for(self, pattern: bytes) -> None:
+        end = time.monotonic() + 60
+        while not re.search(pattern, self.shown):
+            assert time.monotonic() < end, self.shown
+            time.sleep(0.01)
+
+    def end(self) -> int:
+        code = self.child.wait(timeout=60)
+        self._reading.join(10)
+        os.close(self._main)
+        assert b"\x1b" not in self.shown and b"Traceback" not in self.shown
+        return code
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    engine = FakeEngine(script=Script(pieces=["x"] * 10_000, delay_s=0.005))
+
+    with in_thread(lambda: loading_until_asked(engine)) as url:
+        terminal = DumbTerminal("chat", "--url", url)
+        terminal.wait_for(rb"the server: loading weights")
+        terminal.wait_for(rb"You: $")
+        terminal.type("why\n")
+        terminal.wait_for(rb"Answer:\r\nxxxx")
+        terminal.child.send_signal(signal.SIGINT)
+        terminal.wait_for(rb"x\r\nStopped.\r\nYou: $")
+        terminal.type("\x04")
+        assert terminal.end() == 0
+        terminal = DumbTerminal("chat", "--url", url)
+        terminal.wait_for(rb"You: $")
+        terminal.child.send_signal(signal.SIGINT)
+        assert terminal.end() == 130
+
+
+@pytest.mark.parametrize("argv", [["top"], ["serve", "--dashboard"], ["bench", "serve", "--watch"]])
+def test_screens_are_refused_in_plain_words(argv: list[str]) -> None:
+    terminal = DumbTerminal(*argv)
+    assert terminal.end() == 2
+    assert b"draws a screen, which this terminal (TERM=dumb) cannot show; " in terminal.shown
+    assert terminal.shown.count(b"\n") == 1
+
+
+def test_one_question_on_a_dumb_terminal_is_plain_too() -> None:
+    with in_thread(lambda: serving(FakeEngine(script=Script(pieces=["**a", "** `b`"])))) as url:
+        terminal = DumbTerminal("chat", "--inline", "why", "--url", url)
+        assert terminal.end() == 0
+    assert terminal.shown == b"**a** `b`\r\n"
+
+
+def test_help_names_every_command() -> None:
+    for command in ("/new", "/help", "/quit"):
+        assert command in inline_command.PLAIN_HELP
