@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from textual._context import active_app
 
+from termgen.tui.app import PatientDriver
 from termgen.tui.intake import Intake
-from termgen.tui.patient_driver import PatientDriver
 from termgen.tui.screens.dashboard import DashboardScreen
 from termgen.tui.store import DashboardStore
 from termgen.vocabulary.events import EngineEvent

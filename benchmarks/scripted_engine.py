@@ -25,7 +25,7 @@ from termgen.client import (
     TokenDelta,
     TokenizerInfo,
 )
-from termgen.engine.loop.stream import DeltaStream
+from termgen.engine.loop.engine import DeltaStream
 from termgen.vocabulary.events import EngineSnapshot, EventBus, EventRing
 from termgen.vocabulary.grammar_times import GrammarTotals
 from termgen.vocabulary.request import FinishReason

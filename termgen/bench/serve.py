@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from termgen.bench import report
 from termgen.bench.datasets import check_fits, make_prompts, warmup_prompts
 from termgen.bench.load import LoadPlan
 from termgen.bench.load_process import OnProgress, Stopped, StopSwitch, run_in_process
 from termgen.bench.prompts import Prompt, RequestMaker
-from termgen.bench.schedule import due_times
 from termgen.bench.serve_options import ServeOptions
 from termgen.bench.serve_result import ServeResult, make_result
 from termgen.bench.server_api import ServedModel, ServerApi, choose_model, error_text
@@ -232,3 +233,24 @@ def _difference(
     if before is None or after is None:
         return None
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+# When each request of a bench is due. The same seed gives the same times.
+
+
+def due_times(count: int, rate: float, *, burstiness: float, seed: int) -> list[float]:
+    """Seconds after the start, [count], rising; all 0 for an infinite rate.
+
+    Times between requests are of a gamma distribution with mean 1 / rate. As in vLLM they are then
+    scaled so that the last request is due after exactly count / rate seconds: runs of one rate
+    stay comparable however few their requests are.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    rng = np.random.default_rng([seed, 1])
+    gaps = rng.gamma(burstiness, 1.0 / (rate * burstiness), size=count)  # [count]
+    times = np.cumsum(gaps)
+    total = float(times[-1])
+    if total > 0:
+        times *= count / rate / total
+    return [float(t) for t in times]

@@ -11,17 +11,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
-from termgen.serving.grammar_metrics import GrammarMetrics
 from termgen.serving.request_metrics import RequestMetrics
 from termgen.serving.step_metrics import StepMetrics
-from termgen.serving.vllm_metrics import VLLMNames
 from termgen.vocabulary.events import EngineEvent, EngineSnapshot, StepRecord
-from termgen.vocabulary.grammar_times import GrammarTotals
+from termgen.vocabulary.grammar_times import BOUNDS_S, GrammarTotals
 from termgen.vocabulary.memory_ledger import MemoryLedger
 from termgen.vocabulary.startup_phases import StartupPhase
 
@@ -266,3 +267,82 @@ class ServerMetrics:
     def render(self) -> bytes:
         """Prometheus text."""
         return b"".join(generate_latest(registry) for registry in self._shown)
+
+
+# Prometheus metrics of compiling grammars, read from the engine when somebody asks.
+
+
+class GrammarMetrics(Collector):
+    def __init__(self, model: str, totals: Callable[[], GrammarTotals]) -> None:
+        self._model = model
+        self._totals = totals
+
+    def collect(self) -> Iterator[Metric]:
+        totals = self._totals()
+        times = HistogramMetricFamily(
+            "termgen_grammar_compile_seconds",
+            "Compiling what answers must look like; what is cached is not compiled again",
+            labels=["model"],
+        )
+        names = [*map(floatToGoString, BOUNDS_S), "+Inf"]
+        buckets = list(zip(names, accumulate(totals.counts), strict=True))
+        times.add_metric([self._model], buckets, totals.seconds)
+        yield times
+        failures = CounterMetricFamily(
+            "termgen_grammar_compile_failures",
+            "Grammars that did not compile, by the code of the error",
+            labels=["model", "reason"],
+        )
+        for reason, count in sorted(totals.failures.items()):
+            failures.add_metric([self._model, reason], count)
+        yield failures
+
+
+# The metrics again, under the names vLLM has for them: for routers and dashboards made for those.
+#
+# Only what such programs read, and only what means the same here. Nothing is counted twice: values
+# are taken from our own metrics at the moment somebody asks.
+
+SAME_NAMES = frozenset(
+    {
+        *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason"),
+        "kv_cache_usage_perc",
+        *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+        "corrupted_requests",
+        *("prompt_tokens", "prompt_tokens_cached", "prompt_tokens_by_source"),
+        *("generation_tokens", "request_success", "iteration_tokens_total"),
+        *("time_to_first_token_seconds", "inter_token_latency_seconds"),
+        *("e2e_request_latency_seconds", "request_time_per_output_token_seconds"),
+        *("request_queue_time_seconds", "request_inference_time_seconds"),
+        *("request_prefill_time_seconds", "request_decode_time_seconds"),
+        *("request_prompt_tokens", "request_generation_tokens"),
+        "request_max_num_generation_tokens",
+        *("request_prefill_kv_computed_tokens", "request_params_n", "request_params_max_tokens"),
+        *("cache_config_info", "engine_sleep_state"),
+    }
+)
+"""`termgen_NAME` is `vllm:NAME`."""
+
+OURS, THEIRS = "termgen_", "vllm:"
+
+
+class VLLMNames(Collector):
+    """Reads one registry and belongs to another."""
+
+    def __init__(self, source: CollectorRegistry) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._source.collect():
+            name = family.name.removeprefix(OURS)
+            if name not in SAME_NAMES:
+                continue
+            renamed = Metric(THEIRS + name, family.documentation, family.type)
+            renamed.samples = [_renamed(sample) for sample in family.samples]
+            yield renamed
+
+
+def _renamed(sample: Sample) -> Sample:
+    labels = {k: v for k, v in sample.labels.items() if k != "model"}
+    labels = {"model_name": sample.labels["model"], "engine": "0", **labels}
+    return sample._replace(name=THEIRS + sample.name.removeprefix(OURS), labels=labels)

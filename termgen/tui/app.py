@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
+import termios
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.dom import DOMNode
 from textual.driver import Driver
+from textual.drivers.linux_driver import LinuxDriver
 from textual.screen import Screen
 from textual.theme import Theme
 from textual.widgets import TextArea
@@ -28,7 +32,6 @@ from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import TermgenError
 from termgen.tui import actions, themes
-from termgen.tui.alt_digits import let_alt_digits_through
 from termgen.tui.chat_store import ChatStore, Resume
 from termgen.tui.commands import COMMANDS as SLASH_COMMANDS
 from termgen.tui.commands import SlashCommand
@@ -48,10 +51,92 @@ from termgen.tui.screens.loading import LoadingScreen, StartupProgress
 from termgen.tui.screens.models import ModelScreen
 from termgen.tui.screens.silent import SilentScreen
 from termgen.tui.screens.theme_chooser import ThemeChooser
-from termgen.tui.theme_shelf import ThemeShelf
+from termgen.tui.themes import ThemeError, load_all, theme_files
 from termgen.tui.widgets.prompt import Prompt
 from termgen.tui.widgets.session_panel import SessionList
 from termgen.tui.widgets.transcript import Transcript
+
+# The themes of some folders, read again when their files change.
+#
+# The app polls it, from a thread as disks can be slow. A file that is broken is told of once, and
+# what was read from it before stays.
+
+
+class ThemeShelf:
+    """Not for two threads at once."""
+
+    def __init__(self, *folders: Path) -> None:
+        self._folders = folders
+        self._stamps: dict[Path, tuple[int, int]] = {}
+        self._themes: dict[str, Theme] = {}
+        self._told: set[str] = set()
+
+    def poll(self) -> tuple[list[Theme], list[ThemeError]]:
+        """Themes that are new or changed since the last time, and errors not told before."""
+        stamps = {path: _stamp(path) for path in theme_files(*self._folders)}
+        if stamps == self._stamps:
+            return [], []
+        self._stamps = stamps
+        themes, errors = load_all(*self._folders)
+        fresh = [theme for name, theme in themes.items() if self._themes.get(name) != theme]
+        self._themes |= themes
+        untold = [error for error in errors if str(error) not in self._told]
+        self._told = {str(error) for error in errors}
+        return fresh, untold
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Time and size; a file that has just gone is read, which says so."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_size
+
+
+# A terminal that nobody reads must not stop the engine.
+#
+# Textual writes to the terminal in a thread, and its loop waits once thirty writes are queued
+# there. That loop is the engine's too: a window that is held with Ctrl-S, a suspended `tmux`, or a
+# slow connection would hold up every answer. This driver never waits. While the queue is long it
+# throws frames away, and `TermgenApp` draws the whole screen again once there is room.
+
+MOST_QUEUED = 20
+"""Writes. A start and an end take ten or so at once, and a frame two or three."""
+
+LONGEST_CLOSE_S = 2.0
+
+
+class PatientDriver(LinuxDriver):
+    """LinuxDriver whose `write` returns at once."""
+
+    has_dropped = False
+    """Whether what is on the screen is not what was drawn last."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the terminal does not take what it is given."""
+        writer = self._writer_thread
+        return writer is not None and writer._queue.qsize() >= MOST_QUEUED
+
+    def write(self, data: str) -> None:
+        if self.is_behind:
+            self.has_dropped = True
+        else:
+            super().write(data)
+
+    def close(self) -> None:
+        """Write out what is queued, as far as that does not take long: the thread ends with us."""
+        writer = self._writer_thread
+        if writer is None:
+            return
+        if not self.is_behind:
+            writer._queue.put(None)
+            writer.join(LONGEST_CLOSE_S)
+        if writer.is_alive() and self.attrs_before is not None:
+            with suppress(termios.error):
+                termios.tcsetattr(self.fileno, termios.TCSANOW, self.attrs_before)
+
 
 StartEngine = Callable[[Callable[[str, float], None]], Awaitable[EngineClient]]
 StopEngine = Callable[[], Awaitable[None]]
@@ -172,7 +257,7 @@ class TermgenApp(KeyedApp):
             return chosen
         from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 
-        from termgen.tui.patient_driver import PatientDriver  # its module needs a Unix
+        from termgen.tui.app import PatientDriver  # its module needs a Unix
 
         let_alt_digits_through(ANSI_SEQUENCES_KEYS)
         return PatientDriver
@@ -430,3 +515,17 @@ class TermgenApp(KeyedApp):
             self.set_timer(PALETTE_CLOSES_S, self.action_screenshot)
         else:
             await self.run_action(action, node)
+
+
+# Alt with a digit as a key on terminals that send it as escape and digit.
+#
+# Textual takes these sequences for what Option and a digit type on a Mac, `¡` for 1. Elsewhere they
+# are alt and the digit, as xterm, tmux and most Linux terminals send them.
+
+
+def let_alt_digits_through(sequences: Mapping[str, object]) -> None:
+    """Take the nine out of Textual's table of key sequences, unless this is a Mac."""
+    assert isinstance(sequences, dict)
+    if sys.platform != "darwin":
+        for digit in "123456789":
+            sequences.pop("\x1b" + digit, None)

@@ -17,9 +17,9 @@ from termgen.errors import ChatStoreError, RequestError
 from termgen.tui.attachments import Attachment, with_name
 from termgen.tui.conversation import AnswerState, AnswerStats, Conversation, Turn
 from termgen.tui.thoughts import Thought
-from termgen.tui.turn_extras import MAX_TIME_S, extras_of, plain_text, restore_extras, seconds
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 _DETAILS = re.compile(r"<(?=/?details\b)", re.IGNORECASE)
 """What would end the fold, or begin another."""
@@ -336,3 +336,74 @@ def _folded_thought(thought: Thought) -> str:
 def _folded(summary: str, text: str) -> str:
     shown = html.escape(" ".join(summary.split()), quote=False)
     return f"<details>\n<summary>{shown}</summary>\n\n{text}\n\n</details>"
+
+
+# What a turn holds beside its question and answer, as plain data for the store, and back.
+
+MAX_TIME_S = 1e11
+"""No calendar goes farther."""
+
+
+def extras_of(turn: Turn) -> dict[str, Any]:
+    """Thoughts, files, form and where it was branched, those that there are."""
+    extras: dict[str, Any] = {}
+    thought, form = turn.thought, turn.form
+    if thought.text:
+        extras["thought"] = {
+            "text": thought.text,
+            "tokens": thought.num_tokens,
+            "seconds": thought.seconds,
+        }
+    if turn.attachments:
+        extras["files"] = [{"name": file.name, "text": file.text} for file in turn.attachments]
+    if form is not None:
+        extras["form"] = {form.kind: form.value}
+    if turn.num_kept_tokens:
+        extras["kept_tokens"] = turn.num_kept_tokens
+    return extras
+
+
+def restore_extras(turn: Turn, extras: Mapping[str, Any]) -> None:
+    """Of a turn that has ended. Raises ValueError or TypeError for what `extras_of` never gave."""
+    thought = dict(extras.get("thought") or {})
+    turn.thought = Thought(
+        _text(thought.get("text", "")),
+        int(thought.get("tokens") or 0),
+        seconds(thought.get("seconds") or 0.0),
+        is_over=True,
+    )
+    files = [dict(file) for file in extras.get("files") or ()]
+    turn.attachments = tuple(
+        Attachment(_text(file.get("name")), _text(file.get("text"))) for file in files
+    )
+    form = extras.get("form")
+    if form is not None:
+        values: dict[str, Any] = dict(form)
+        if isinstance(values.get("choice"), list):
+            values["choice"] = tuple(values["choice"])
+        try:
+            turn.form = StructuredOutputsParams(**values)
+        except RequestError as error:
+            raise ValueError(str(error)) from None
+    kept = extras.get("kept_tokens", 0)
+    if type(kept) is not int or kept < 0:
+        raise ValueError("kept_tokens is no number of tokens")
+    turn.num_kept_tokens = kept
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a thought or a file is not text")
+    return plain_text(value)
+
+
+def plain_text(text: str) -> str:
+    """Half of a pair of code units, which could not be sent, copied or written, is escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def seconds(value: Any) -> float:
+    number = float(value)
+    if not 0 <= number < MAX_TIME_S:
+        raise ValueError(f"{number:g} is no number of seconds")
+    return number

@@ -13,7 +13,7 @@ from fake_engine import FakeEngine, Script
 from real_server import serving_tiny
 from server_harness import app_client, chat_body, eventually, read_events, serving, socket_client
 
-from termgen.engine.loop import pulse
+from termgen.engine.loop import engine as engine_module
 from termgen.engine.loop.engine import AsyncEngine
 
 COUNTING = {"prompt": [5, 6, 7, 8], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -102,7 +102,7 @@ def _tiny(folder: Path) -> Any:
 async def test_health_is_the_engines_pulse(
     tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulse, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(engine_module, "ANSWER_SECONDS", 0.05)
     async with serving_tiny(tiny_llama_dir) as (client, engine):
         assert (await client.get("/health")).json() == {"status": "ok"}
         free = threading.Event()
@@ -112,7 +112,7 @@ async def test_health_is_the_engines_pulse(
             for _ in range(3):  # a slow step looks the same: no alarm yet
                 assert (await client.get("/health")).status_code == 200
             assert len(core._inbox) <= 1, "one question is open, however often it is asked"
-            monkeypatch.setattr(pulse, "STALL_SECONDS", 0.0)
+            monkeypatch.setattr(engine_module, "STALL_SECONDS", 0.0)
             stuck = await client.get("/health")
             assert stuck.status_code == 503
             assert stuck.json()["status"] == "engine_dead"

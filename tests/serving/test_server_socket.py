@@ -16,7 +16,7 @@ from server_harness import chat_body, chat_text, eventually, read_events, servin
 
 from termgen.client import TokenDelta
 from termgen.config import ServerConfig
-from termgen.engine.loop.stream import DeltaStream
+from termgen.engine.loop.engine import DeltaStream
 from termgen.errors import ConfigError, EngineError
 from termgen.server import Server
 

@@ -10,7 +10,7 @@ from textual import _ansi_sequences, _xterm_parser
 from textual.constants import ESCAPE_DELAY
 from textual.events import Key
 
-from termgen.tui.alt_digits import let_alt_digits_through
+from termgen.tui.app import let_alt_digits_through
 
 
 @pytest.mark.parametrize(("platform", "key"), [("linux", "alt+1"), ("darwin", "¡")])

@@ -20,8 +20,7 @@ from termgen.tui.render.chat import question_rows
 from termgen.tui.spans import Row, row_text
 from termgen.tui.widgets import entries, thoughts
 from termgen.tui.widgets.entries import AnswerEntry, QuestionEntry
-from termgen.tui.widgets.layout_work import AT_ONCE
-from termgen.tui.widgets.transcript import Transcript
+from termgen.tui.widgets.transcript import AT_ONCE, Transcript
 
 TABLE = "| name | value | note |\n|---|--:|---|\n" + "".join(
     f"| row {i} | {7 * i} | some `text` of {i}, longer than before |\n" for i in range(300)

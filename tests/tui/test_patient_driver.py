@@ -11,7 +11,7 @@ from textual.drivers._writer_thread import WriterThread
 from textual.drivers.linux_driver import LinuxDriver
 from tui_harness import FrozenApp, chat_engine
 
-from termgen.tui.patient_driver import MOST_QUEUED, PatientDriver
+from termgen.tui.app import MOST_QUEUED, PatientDriver
 
 LIMIT_S = 20.0
 

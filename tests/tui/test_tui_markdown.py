@@ -8,8 +8,7 @@ import pytest
 from tui_harness import in_pieces
 
 from termgen.tui import code_panel, markdown
-from termgen.tui.code_panel import COPY_ROLE, CodeBlock
-from termgen.tui.highlight import highlight
+from termgen.tui.code_panel import COPY_ROLE, CodeBlock, highlight
 from termgen.tui.markdown import code_blocks, render
 from termgen.tui.markdown_stream import StreamingMarkdown
 from termgen.tui.spans import Row, row_text, row_width

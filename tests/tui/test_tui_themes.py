@@ -11,6 +11,7 @@ from tui_harness import shipped_themes
 
 from termgen.errors import ConfigError
 from termgen.tui import themes
+from termgen.tui.app import ThemeShelf
 from termgen.tui.colour_check import (
     BLINDNESS,
     HIGH,
@@ -23,7 +24,6 @@ from termgen.tui.colour_check import (
 )
 from termgen.tui.palette import ROLES, Palette
 from termgen.tui.spans import Row
-from termgen.tui.theme_shelf import ThemeShelf
 from termgen.tui.themes import ThemeError, load_all, load_theme, parse_theme
 
 MINIMAL = {

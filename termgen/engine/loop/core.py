@@ -7,6 +7,7 @@ append to the inbox. Whatever the steps produce goes out through `on_delivery` a
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -21,16 +23,14 @@ import numpy as np
 from termgen.engine.loop.control import EngineControl, end_failed, finish_all
 from termgen.engine.loop.event_publisher import EventPublisher, StepTimes
 from termgen.engine.loop.executor import Executor, StepHandle
-from termgen.engine.loop.mail import Abort, Call, Mail, Submit
-from termgen.engine.loop.run_ahead import RunAhead
 from termgen.engine.loop.snapshot import StateCopy, copy_state
 from termgen.engine.schedule.scheduler import Scheduler
 from termgen.engine.schedule.scheduler_types import AppliedStep
 from termgen.errors import EngineError, RequestError, StepError, TermgenError
 from termgen.vocabulary.delivery import FinishedRow, PromptLogprobs, StartedRow, StepDelivery
 from termgen.vocabulary.events import EventBus, StepRecord
-from termgen.vocabulary.request import FinishReason, GenerationRequest
-from termgen.vocabulary.step import StepLogprobs, StepPlan
+from termgen.vocabulary.request import FinishReason, GenerationRequest, Request
+from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT, StepLogprobs, StepPlan, StepResult
 from termgen.vocabulary.token_mask import RowMasks
 
 
@@ -396,3 +396,106 @@ class EngineCore:
     def _idle_plan(self) -> StepPlan | None:
         """The newest plan while its requests still run; screens show it between two steps."""
         return self._last_plan if self.scheduler.has_requests else None
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    request: GenerationRequest
+    arrival_ns: int
+
+    def to_request(self, max_model_len: int, eos: frozenset[int], seeds: Random) -> Request:
+        """As the scheduler takes it. seeds: for one that brings none."""
+        submitted, params = self.request, self.request.params
+        num_prompt = len(submitted.prompt_token_ids)
+        stops = frozenset(params.stop_token_ids)
+        room = max_model_len - num_prompt
+        return Request(
+            request_id=submitted.request_id,
+            token_ids=submitted.prompt,
+            num_prompt_tokens=num_prompt,
+            params=params,
+            seed=params.seed if params.seed is not None else seeds.getrandbits(63),
+            max_total_tokens=num_prompt + min(room, params.max_tokens or room),
+            stop_token_ids=stops if params.ignore_eos else stops | eos,
+            priority=submitted.priority,
+            arrival_ns=self.arrival_ns,
+            cache_salt=submitted.cache_salt,
+            grammar=submitted.start_grammar(),
+            bad_token_ids=submitted.bad_token_ids,
+            block_hashes=list(submitted.block_hashes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_id: str
+
+
+# What other threads ask of the engine's thread: it reads its mail between two steps.
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    function: Callable[[], Any]
+    future: Future[Any]
+
+
+Mail = Submit | Abort | Call
+
+
+# How many steps may be in flight: two, or more while nobody waits and nobody joins the batch.
+#
+# A process that holds the GIL, or a screen that draws, stops the engine thread; what is queued on
+# the device runs meanwhile. Each queued step is also a step that a new request waits for, and one
+# that computes for nobody if a stop token turns up before it. So the queue grows by one step at a
+# time while only decodes run, lasts about `run_ahead_ms`, and is given up at once when something
+# waits. Used by the core, on the engine thread; knows plans, times and no clock.
+
+NEWEST_WEIGHT = 0.25
+"""Of the newest step in the mean time of a step."""
+
+
+class RunAhead:
+    """The depth that is allowed now."""
+
+    def __init__(self, base: int, run_ahead_ms: float) -> None:
+        """base: the depth at other times; at 1 (synchronous) it is the only one."""
+        self._base = base
+        self._run_ahead_ns = run_ahead_ms * 1e6 if base > 1 else 0.0
+        self._depth = base
+        self._is_steady = False
+        self._step_ns = 0.0
+        self._last_ended_ns = 0
+
+    def planned(self, plan: StepPlan) -> None:
+        """See whether a step only goes on with rows that decode. Some may have left."""
+        if not self._run_ahead_ns:
+            return
+        self._is_steady = not plan.added and plan.total_tokens == plan.num_rows
+        if not self._is_steady:
+            self._depth = self._base
+
+    def landed(self, plan: StepPlan, result: StepResult) -> None:
+        """Measure a step, and let the queue grow by one step if nothing speaks against it."""
+        if not self._run_ahead_ns:
+            return
+        started_ns = max(result.started_ns, self._last_ended_ns)
+        self._last_ended_ns = result.ended_ns
+        if plan.total_tokens > plan.num_rows:
+            return  # a prompt says nothing about the decodes to come
+        step_ns = max(0, result.ended_ns - started_ns)
+        weight = NEWEST_WEIGHT if self._step_ns else 1.0
+        self._step_ns += weight * (step_ns - self._step_ns)
+        if self._is_steady:
+            self._depth = min(self._depth + 1, self._most())
+
+    def allowed(self, *, is_wanted: bool) -> int:
+        """Steps that may be in flight. is_wanted: nothing waits, and there is room for more."""
+        if not is_wanted:
+            self._depth = self._base
+        return self._depth
+
+    def _most(self) -> int:
+        """The step that runs, and as many behind it as last for the time asked for."""
+        behind = math.ceil(min(self._run_ahead_ns / max(self._step_ns, 1.0), MAX_STEPS_IN_FLIGHT))
+        return max(self._base, min(1 + behind, MAX_STEPS_IN_FLIGHT))

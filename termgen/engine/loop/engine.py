@@ -18,24 +18,81 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from termgen.client import ModelInfo, PauseMode, Prompt, SleepLevel, TokenDelta, TokenizerInfo
+from termgen.client import (
+    ModelInfo,
+    PauseMode,
+    Prompt,
+    SleepLevel,
+    TokenDelta,
+    TokenizerInfo,
+    merge_deltas,
+)
 from termgen.config import EngineConfig
 from termgen.engine.loop.control import EngineControl, check_level
-from termgen.engine.loop.pulse import Pulse
+from termgen.engine.loop.core import EngineCore
 from termgen.engine.loop.sleep import fall_asleep, wake_up
 from termgen.engine.loop.snapshot import StateCopy
 from termgen.engine.loop.startup import EngineParts, Progress, build_engine
-from termgen.engine.loop.stream import DeltaStream
 from termgen.engine.loop.sync_engine import Settled, SyncEngine
 from termgen.engine.text.prompt_threads import PromptThreads
 from termgen.engine.text.tokenizer import Tokenizer
-from termgen.errors import EngineDeadError, RequestError
+from termgen.errors import EngineDeadError, EngineError, RequestError
 from termgen.system.turns import take_short_turns
 from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.events import EngineSnapshot, EventRing
 from termgen.vocabulary.grammar_times import GrammarTotals
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
+
+# A request's deltas on their way to one reader, merged while the reader is behind.
+
+MERGE_AT = 64
+"""Merging copies all tokens that wait, so it is not done for every single one."""
+
+
+class DeltaStream:
+    """What waits is bounded by the request itself, and is merged into few deltas.
+
+    `push` never waits, so a slow reader gets larger deltas instead of holding anybody up. Event
+    loop only.
+    """
+
+    def __init__(self, num_completions: int) -> None:
+        self._waiting: dict[int, list[TokenDelta]] = {}
+        """By completion."""
+        self._open = num_completions
+        self._news = asyncio.Event()
+        self._error: EngineDeadError | None = None
+
+    def push(self, delta: TokenDelta) -> None:
+        waiting = self._waiting.setdefault(delta.index, [])
+        waiting.append(delta)
+        if len(waiting) >= MERGE_AT:
+            waiting[:] = [merge_deltas(waiting)]
+        self._news.set()
+
+    def fail(self, error: EngineDeadError) -> None:
+        """End the stream with an error, after what is still waiting."""
+        self._error = error
+        self._news.set()
+
+    def __aiter__(self) -> DeltaStream:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        while not self._waiting:
+            if not self._open:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error.again()
+            self._news.clear()
+            await self._news.wait()
+        index = next(iter(self._waiting))
+        delta = merge_deltas(self._waiting.pop(index))
+        if delta.finish_reason is not None:
+            self._open -= 1
+        return delta
+
 
 __all__ = ["AsyncEngine", "SyncEngine"]
 
@@ -403,3 +460,42 @@ def _death_of(cause: BaseException) -> EngineDeadError:
     death = EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")
     death.__cause__ = cause
     return death
+
+
+# The engine's heartbeat, felt from the event loop: is it stepping, or idle and responsive?
+#
+# A busy engine proves that it lives by the steps that land. An idle one is asked to do nothing at
+# all, between two steps: a question it does not answer counts as work that makes no progress.
+
+STALL_SECONDS = 60.0
+"""Work queued and no step landed for this long: the engine counts as stuck."""
+
+ANSWER_SECONDS = 0.5
+"""How long a question may wait: a step in flight comes first, and may take longer."""
+
+
+class Pulse:
+    """One engine's. Never more than one question is open, however often it is felt."""
+
+    def __init__(self) -> None:
+        self._question: Future[None] | None = None
+
+    def why_stuck(self, core: EngineCore) -> str | None:
+        """By what is known without asking."""
+        silent_s = (time.perf_counter_ns() - core.last_progress_ns) / 1e9
+        is_asked = self._question is not None and not self._question.done()
+        if not (core.has_work or is_asked) or silent_s < STALL_SECONDS:
+            return None
+        return f"the engine stands still: nothing has come of its work for {silent_s:.0f} s"
+
+    async def feel(self, core: EngineCore) -> str | None:
+        """Why the engine can serve nobody; None when it answers, or has lately made progress."""
+        if self._question is None or self._question.done():
+            self._question = core.call(lambda: None)
+        answer = asyncio.wrap_future(self._question)
+        await asyncio.wait((answer,), timeout=ANSWER_SECONDS)
+        if not answer.done():
+            answer.add_done_callback(lambda late: late.cancelled() or late.exception())
+            return self.why_stuck(core)
+        error = None if answer.cancelled() else answer.exception()
+        return str(error) if isinstance(error, EngineError) else None

@@ -13,13 +13,13 @@ the scheduler, on the engine thread.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 
 import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.grammar.grammar import named
 from termgen.engine.grammar.mask_filler import MaskFiller
-from termgen.engine.schedule.at_odds import fault_of
 from termgen.engine.schedule.slot_table import SlotTable
 from termgen.errors import EngineError, RequestError, TermgenError
 from termgen.vocabulary.request import FinishReason, IntArray, Request
@@ -226,3 +226,32 @@ def _error(request: Request, cause: BaseException | None) -> TermgenError:
     error = EngineError(f"the grammar failed: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
+
+
+# Tells when a request's parameters leave its grammar no token to draw.
+#
+# Where nothing may be drawn the device draws something all the same: what the mask forbids, or what
+# those parameters do. Asked by `constraints` for each token that lands; most requests under a
+# grammar have no such parameter, and cost three looks.
+
+
+def fault_of(request: Request, answer: IntArray, mask: IntArray) -> RequestError | None:
+    """What is wrong with the newest token of the answer [N], drawn under mask [num_words]."""
+    params, token = request.params, int(answer[-1])
+    names = [name for name in ("allowed_token_ids", "bad_words") if getattr(params, name)]
+    if len(answer) <= params.min_tokens:
+        names.append("min_tokens")
+    if not names:
+        return None
+    fits = int(mask[token // 32]) >> token % 32 & 1
+    if params.allowed_token_ids is not None:
+        place = bisect_left(params.allowed_token_ids, token)
+        fits = fits and params.allowed_token_ids[place : place + 1] == (token,)
+    is_bad = any(tuple(answer[-len(ids) :].tolist()) == ids for ids in request.bad_token_ids)
+    if fits and not is_bad:
+        return None
+    return RequestError(
+        f"{' and '.join(names)}: token {len(answer)} of the answer cannot be both what this allows"
+        " and what the grammar does",
+        param=names[0],
+    )

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from termgen.engine.schedule.constraints import Constraints
 from termgen.engine.schedule.decode_step import DecodeStep
 from termgen.engine.schedule.fence import Fence
-from termgen.engine.schedule.integrity import check_scheduler
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.plan_builder import PlanBuilder
 from termgen.engine.schedule.request_queue import (
@@ -444,3 +443,40 @@ class Scheduler:
     def check_integrity(self) -> None:
         """AssertionError if any block or slot is lost, shared by mistake or miscounted."""
         check_scheduler(self)
+
+
+# The scheduler's invariants, checked from scratch: at idle, and by tests after every step.
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """AssertionError if any block or slot is lost, shared by mistake or miscounted."""
+    table, kv = scheduler.slots, scheduler.kv
+    running = set(table.running.tolist())
+    fenced_slots = {slot for _, slot, _ in scheduler.fence}
+    assert len(running) == len(table.running)
+    assert running == {s for s, r in enumerate(table.requests) if r is not None}
+    assert sorted([*running, *fenced_slots, *scheduler.free_slots]) == list(
+        range(scheduler.config.max_num_seqs)
+    ), "a slot is lost or held twice"
+    users: dict[int, int] = {}
+    held = [kv.block_table[s, : kv.num_blocks[s]].tolist() for s in running]
+    for blocks in [*held, *(b for _, _, b in scheduler.fence)]:
+        for block in blocks:
+            users[block] = users.get(block, 0) + 1
+    kv.pool.check_integrity(users)
+    assert scheduler.fence.num_blocks == sum(len(b) for _, _, b in scheduler.fence)
+    for slot in set(range(scheduler.config.max_num_seqs)) - running:
+        assert kv.num_blocks[slot] == kv.num_registered[slot] == 0, "an empty slot holds blocks"
+    for slot in running:
+        request = table.request_at(slot)
+        tokens, pending = int(table.num_tokens[slot]), int(table.num_pending[slot])
+        computed = int(table.num_computed[slot])
+        assert request.status is RequestStatus.RUNNING and request.slot == slot
+        assert 0 <= computed <= tokens + pending <= request.max_total_tokens
+        assert computed <= int(kv.num_blocks[slot]) * kv.block_size
+        registered = int(kv.num_registered[slot]) * kv.block_size
+        assert registered <= min(computed, tokens), "a block is findable before it is computed"
+        assert scheduler.requests[request.request_id] is request
+    waiting = [r for r in scheduler.waiting]
+    assert all(r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for r in waiting)
+    assert len(waiting) + len(running) == len(scheduler.requests)

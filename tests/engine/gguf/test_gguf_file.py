@@ -298,7 +298,7 @@ def test_bad_value_is_reported_when_it_is_read(case: str, write: Callable[[bytes
 def test_many_small_arrays_share_one_budget(
     write: Callable[[bytes], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("termgen.engine.gguf.gguf_bytes.MAX_ARRAY_ELEMENTS", 100)
+    monkeypatch.setattr("termgen.engine.gguf.gguf_file.MAX_ARRAY_ELEMENTS", 100)
     texts = U32.pack(STRING) + U64.pack(60) + U64.pack(0) * 60
     raw = document(pairs=(pair("a", ARRAY, texts), pair("b", ARRAY, texts)))
     with pytest.raises(CorruptFileError, match="more than 100 elements, up to 'b'"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scheduler_harness import make_request, make_scheduler
 
-from termgen.engine.loop.run_ahead import RunAhead
+from termgen.engine.loop.core import RunAhead
 from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT, StepPlan, StepResult
 
 MS = 1_000_000

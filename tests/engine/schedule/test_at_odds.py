@@ -7,7 +7,7 @@ from constrained_harness import ConstrainedDriver, FakeGrammar
 from scheduler_harness import make_request
 from scripted_device import VOCAB
 
-from termgen.engine.schedule.at_odds import fault_of
+from termgen.engine.schedule.constraints import fault_of
 from termgen.errors import RequestError
 from termgen.vocabulary.request import FinishReason
 

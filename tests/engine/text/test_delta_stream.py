@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from termgen.client import TokenDelta
-from termgen.engine.loop import stream as stream_module
-from termgen.engine.loop.stream import MERGE_AT, DeltaStream
+from termgen.engine.loop import engine as stream_module
+from termgen.engine.loop.engine import MERGE_AT, DeltaStream
 from termgen.vocabulary.request import FinishReason
 
 
