@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 import termgen
 
 ROOT = Path(__file__).resolve().parents[1]
+APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+"""SHA-256 of LICENSE-2.0.txt."""
 
 
 def test_all_is_the_whole_surface_and_every_name_is_there() -> None:
@@ -38,6 +41,13 @@ def test_unknown_names_are_attribute_errors() -> None:
 def test_version_is_that_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert termgen.__version__ == project["version"]
+
+
+def test_the_licence_is_the_one_that_the_project_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE"]
+    digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
+    assert digest == APACHE_2, "LICENSE is not the unchanged text of apache.org"
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
