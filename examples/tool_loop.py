@@ -1,7 +1,7 @@
 """Let a model call a Python function, through a server and OpenAI's client.
 
 Start `termgen serve` first. The first call is required, so that a small model makes it; its name
-and arguments are held to the schema. After it the model is free to call again or to answer.
+and arguments are held to the schema. With --again the model may call until it answers.
 """
 
 import argparse
@@ -17,6 +17,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="none", help="the server's --api-key, if it has one")
+    parser.add_argument("--again", action="store_true", help="for models above a billion weights")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent)
     options = parser.parse_args()
 
@@ -31,7 +32,8 @@ def main() -> None:
     model = client.models.list().data[0].id
     messages = [{"role": "user", "content": f"How large is the file {min(sizes)}?"}]
     for turn in range(MAX_TURNS):
-        choice = ("required", "auto")[turn > 0] if turn < MAX_TURNS - 1 else "none"
+        may_call = options.again and turn < MAX_TURNS - 1
+        choice = "required" if turn == 0 else "auto" if may_call else "none"
         answer = client.chat.completions.create(
             model=model,
             messages=messages,

@@ -106,8 +106,12 @@ async def test_openai_client(examples: Examples, tiny_llama_dir: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("options", [(), ("--again",)])
 async def test_tool_loop(
-    examples: Examples, tiny_model_dir: Callable[..., Path], tmp_path: Path
+    options: tuple[str, ...],
+    examples: Examples,
+    tiny_model_dir: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     sizes = {"a.txt": 12, "b.txt": 345}
     for name, size in sizes.items():
@@ -115,7 +119,7 @@ async def test_tool_loop(
     # Its tokenizer knows few words, so that tools take many tokens.
     folder = tiny_model_dir("llama", max_position_embeddings=1536)
     async with serving_tiny(folder, max_model_len=1536) as (client, _):
-        arguments = ("--url", str(client.base_url) + "/v1", "--folder", str(tmp_path))
+        arguments = ("--url", str(client.base_url) + "/v1", "--folder", str(tmp_path), *options)
         shown = await asyncio.to_thread(examples.run, "tool_loop.py", *arguments)
     call, _, answer = shown.partition("\n")
     assert call in [f"size_of({name!r}) = {size}" for name, size in sizes.items()]
