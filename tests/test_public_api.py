@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import termgen
 
@@ -93,3 +94,12 @@ def test_ci_installs_and_tests_what_the_readme_says() -> None:
     ci = ci.replace("--quiet ", "").replace("--silent ", "")
     assert install in ci and others in ci and "npm install --prefix tests/node" in ci
     assert re.search(r'CLIENTS_PYTHON="\$clients/bin/python" .*/python" -m pytest', ci)
+
+
+def test_the_public_ci_runs_the_same_script_on_the_oldest_python() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    steps = workflow["jobs"]["check"]["steps"]
+    assert steps[-1]["run"] == "bash .ci/run"
+    [python] = [s["with"] for s in steps if s.get("uses", "").startswith("actions/setup-python")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">={python['python-version']}"
