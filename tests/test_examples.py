@@ -1,4 +1,4 @@
-"""The programs of examples/, run as they stand on a tiny model; what they print is checked."""
+"""The programs of examples/ and of the README, run on a tiny model; what they print is checked."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from test_server_engine import serving_tiny
 from termgen import LLM, SamplingParams
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
+README = FOLDER.parent / "README.md"
 QUESTIONS = ("Hello, how are you today?", "What is the capital of France?")
 
 
@@ -80,6 +81,14 @@ def test_batch(examples: Examples, tiny_llama_dir: Path) -> None:
     assert lines == [f"{q!r} -> {text!r}" for q, text in zip(QUESTIONS, texts, strict=True)]
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     assert re.fullmatch(rf"{num_tokens} tokens in \d+\.\d s, [\d.]+ tokens/s", last)
+
+
+def test_the_readme_runs(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert code.count('"smollm2-135m"') == 1
+    exec(compile(code.replace('"smollm2-135m"', repr(str(tiny_llama_dir))), README, "exec"), {})
+    shown = capsys.readouterr().out
+    assert shown.startswith("The capital of France is ->") and "\nWater boils at ->" in shown
 
 
 def test_structured_output(examples: Examples, tiny_llama_dir: Path) -> None:
