@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -9,10 +10,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import termgen
 
 ROOT = Path(__file__).resolve().parents[1]
+APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+"""SHA-256 of LICENSE-2.0.txt."""
 
 
 def test_all_is_the_whole_surface_and_every_name_is_there() -> None:
@@ -38,6 +42,13 @@ def test_unknown_names_are_attribute_errors() -> None:
 def test_version_is_that_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert termgen.__version__ == project["version"]
+
+
+def test_the_licence_is_the_one_that_the_project_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE"]
+    digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
+    assert digest == APACHE_2, "LICENSE is not the unchanged text of apache.org"
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
@@ -83,3 +94,12 @@ def test_ci_installs_and_tests_what_the_readme_says() -> None:
     ci = ci.replace("--quiet ", "").replace("--silent ", "")
     assert install in ci and others in ci and "npm install --prefix tests/node" in ci
     assert re.search(r'CLIENTS_PYTHON="\$clients/bin/python" .*/python" -m pytest', ci)
+
+
+def test_the_public_ci_runs_the_same_script_on_the_oldest_python() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    steps = workflow["jobs"]["check"]["steps"]
+    assert steps[-1]["run"] == "bash .ci/run"
+    [python] = [s["with"] for s in steps if s.get("uses", "").startswith("actions/setup-python")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">={python['python-version']}"

@@ -398,6 +398,9 @@ class EngineCore:
         return self._last_plan if self.scheduler.has_requests else None
 
 
+# What other threads ask of the engine's thread: it reads its mail between two steps.
+
+
 @dataclass(frozen=True, slots=True)
 class Submit:
     request: GenerationRequest
@@ -429,9 +432,6 @@ class Submit:
 @dataclass(frozen=True, slots=True)
 class Abort:
     request_id: str
-
-
-# What other threads ask of the engine's thread: it reads its mail between two steps.
 
 
 @dataclass(frozen=True, slots=True)
