@@ -1,9 +1,8 @@
-"""Open a model's files: a folder of safetensors or one .gguf file, behind one `Checkpoint`.
+"""Describe a model's files: the `Checkpoint` that readers implement, and the configuration.
 
-The engine calls `open_checkpoint` for weights, `load_model_config` when a model is to be built
-without them, and `load_generation_config` for what the model's makers advise for sampling. Both
-kinds of file speak Hugging Face names from here on: in the configuration and in tensor names. This
-module reads JSON and GGUF metadata only; torch is imported when a checkpoint is opened.
+`load_model_config` serves a model that is built without weights, `load_generation_config` tells
+what the model's makers advise for sampling. Both kinds of file speak Hugging Face names from here
+on: in the configuration and in tensor names. This module reads JSON and GGUF metadata only.
 """
 
 from __future__ import annotations
@@ -51,23 +50,6 @@ class Checkpoint(Protocol):
     def close(self) -> None: ...
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a folder with config.json and safetensors, or a .gguf file."""
-    path = Path(path)
-    if path.is_dir():
-        from termgen.engine.device.loader.safetensors_file import FolderCheckpoint
-
-        return FolderCheckpoint(path)
-    _check_exists(path)
-    if path.suffix.lower() == ".json":
-        raise ModelNotFoundError(f"{path} describes a model without weights: use load_format=dummy")
-    if path.suffix.lower() in (".safetensors", *PICKLE_SUFFIXES):
-        raise ModelNotFoundError(f"{path} is not a whole model: give the folder it is in")
-    from termgen.engine.device.loader.gguf_checkpoint import GGUFCheckpoint
-
-    return GGUFCheckpoint(path)
-
-
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -80,7 +62,7 @@ def load_model_config(path: Path | str, *, model_impl: str = "auto") -> ModelCon
     if path.is_dir() or path.suffix.lower() == ".json":
         source = path / "config.json" if path.is_dir() else path
         return parse_config(read_config(source), source, model_impl=model_impl)
-    _check_exists(path)
+    check_exists(path)
     if model_impl == "transformers":
         raise ConfigError(
             f"model_impl transformers needs a folder with safetensors, and {path.name} is a file",
@@ -199,6 +181,6 @@ def read_json(source: Path, *, limit: int) -> dict[str, Any]:
     return value
 
 
-def _check_exists(path: Path) -> None:
+def check_exists(path: Path) -> None:
     if not path.exists():
         raise ModelNotFoundError(f"{path}: no such file or folder")
