@@ -59,6 +59,27 @@ class PromptSpan(NamedTuple):
     num_tokens: int
 
 
+class SamplingNeeds(NamedTuple):
+    """What the rows of one step ask of the sampler, all together; the rest is not launched."""
+
+    all_greedy: bool = False
+    filters: bool = False
+    """Top-k, top-p or min-p."""
+    grammar: bool = False
+    penalties: bool = False
+    min_tokens: bool = False
+    edits: bool = False
+    """A logit bias, allowed ids or bad words."""
+    max_logprobs: int | None = None
+    """Most alternatives any row asks for; the device computes that many for all. 0 reports the
+    sampled token alone, None nothing."""
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether the sampling kernels serve, once single logits are edited."""
+        return not (self.penalties or self.min_tokens or self.max_logprobs is not None)
+
+
 class StepPlan(NamedTuple):
     """What one step does. Arrays are read-only; rows are in batch order.
 
@@ -87,20 +108,9 @@ class StepPlan(NamedTuple):
     """[num_new_blocks] index in that row's block table."""
     block_ids: IntArray
     """[num_new_blocks] physical block."""
-    needs_logprobs: bool
-    max_logprobs: int
-    """Most alternatives any row asks for; the device computes that many for all."""
-    needs_penalties: bool
-    needs_sampling: bool
-    """False when every row is greedy."""
-    needs_top_k_top_p: bool
-    """True when some row limits by top-k, top-p or min-p."""
-    needs_min_tokens: bool
-    """True when some row asks for a minimum length."""
+    sampling: SamplingNeeds
     constrained: IntArray | None = None
     """[num_constrained] rows that sample under a grammar: masks follow while the model runs."""
-    needs_logit_edits: bool = False
-    """True when some row has a logit bias, allowed ids or bad words."""
     prompt_spans: tuple[PromptSpan, ...] = ()
     """Where log-probabilities of prompt tokens are wanted."""
     max_prompt_logprobs: int = 0

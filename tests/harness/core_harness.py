@@ -147,9 +147,9 @@ class ScriptedHandle:
 
 def with_logprobs(plan: StepPlan, result: StepResult) -> StepResult:
     """Rows whose every number tells the slot and, as rank, the epoch they belong to."""
-    if not plan.needs_logprobs:
+    if plan.sampling.max_logprobs is None:
         return result
-    ids = np.repeat(plan.slots[:, None], 1 + plan.max_logprobs, axis=1)
+    ids = np.repeat(plan.slots[:, None], 1 + plan.sampling.max_logprobs, axis=1)
     logprobs = StepLogprobs(ids, -ids.astype(np.float32), plan.epochs.copy())
     return result._replace(logprobs=logprobs)
 

@@ -14,10 +14,10 @@ import numpy as np
 from termgen.engine.schedule.constraints import may_all_run_ahead, rows_with_grammar
 from termgen.engine.schedule.fence import Fence
 from termgen.engine.schedule.kv_cache import KVCacheManager
-from termgen.engine.schedule.plan_builder import PlanBuilder, SamplingDemands
+from termgen.engine.schedule.plan_builder import PlanBuilder, sampling_needs
 from termgen.engine.schedule.slot_table import SlotTable
 from termgen.vocabulary.request import IntArray
-from termgen.vocabulary.step import StepPlan
+from termgen.vocabulary.step import SamplingNeeds, StepPlan
 
 NEVER = 1 << 62
 
@@ -33,7 +33,7 @@ class DecodeStep:
         """The batch that the rest belongs to. Whoever joins or leaves it makes a new array."""
         self._constrained: IntArray | None = None
         """Which of them have a grammar."""
-        self._demands: SamplingDemands | None = None
+        self._sampling: SamplingNeeds | None = None
         self._ones = self._zeros = self._epochs = self._rows
         self._computed: IntArray = self._rows
         """[num_rows] tokens computed before the next step."""
@@ -48,7 +48,7 @@ class DecodeStep:
         """The next step, counted as run; None, and nothing done, where it is not such a step."""
         table = self._table
         if table.running is not self._rows:
-            self._rows, self._demands, self._steps_left = table.running, None, 0
+            self._rows, self._sampling, self._steps_left = table.running, None, 0
         rows = self._rows
         if not (len(rows) and may_all_run_ahead(table)):
             return None
@@ -63,7 +63,7 @@ class DecodeStep:
             num_decode_rows = int(np.count_nonzero(self._computed >= table.num_prompt[rows]))
         else:
             num_decode_rows = len(rows)  # each of them was in a step like this before
-        assert self._demands is not None
+        assert self._sampling is not None
         num_computed = self._computed
         self._computed = num_computed + 1
         self._steps_left -= 1
@@ -75,7 +75,7 @@ class DecodeStep:
             self._publish(rows)
         return builder.freeze(
             step_id,
-            self._demands,
+            self._sampling,
             slots=rows,
             epochs=self._epochs,
             num_tokens=self._ones,
@@ -110,9 +110,9 @@ class DecodeStep:
         self._steps_left = min(steps, int(np.minimum.reduce(room)))
         self._computed, self._epochs = num_computed, epochs
         self._look_at_step = self._fence.landed_step if kv.enable_prefix_caching else NEVER
-        if self._demands is None:
-            self._demands = SamplingDemands.of(table, rows)
+        if self._sampling is None:
             self._constrained = rows_with_grammar(table, rows)
+            self._sampling = sampling_needs(table, rows, self._constrained)
             self._ones, self._zeros = np.ones_like(rows), np.zeros_like(rows)
         return True
 

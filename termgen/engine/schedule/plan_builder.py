@@ -6,37 +6,30 @@ One builder lives for one `Scheduler.schedule()` call, on the engine thread.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from termgen.engine.schedule.constraints import rows_with_grammar
 from termgen.engine.schedule.slot_table import SlotTable
 from termgen.vocabulary.request import IntArray, Request
-from termgen.vocabulary.step import AddedRow, PromptSpan, StepPlan
+from termgen.vocabulary.step import AddedRow, PromptSpan, SamplingNeeds, StepPlan
 
 
-class SamplingDemands(NamedTuple):
-    """What rows ask of the sampler, all together."""
-
-    max_logprobs: int
-    """-1: nobody asks for any."""
-    penalties: bool
-    sampling: bool
-    top_k_top_p: bool
-    min_tokens: bool
-    logit_edits: bool
-
-    @classmethod
-    def of(cls, table: SlotTable, slots: IntArray) -> SamplingDemands:
-        return cls(
-            max_logprobs=int(table.num_logprobs[slots].max()),
-            penalties=bool(table.has_penalties[slots].any()),
-            sampling=bool(table.is_random[slots].any()),
-            top_k_top_p=bool(table.has_filter[slots].any()),
-            min_tokens=bool(table.has_minimum[slots].any()),
-            logit_edits=bool(table.has_edits[slots].any()),
-        )
+def sampling_needs(
+    table: SlotTable, slots: IntArray, constrained: IntArray | None
+) -> SamplingNeeds:
+    """What these rows ask of the sampler, all together. constrained: those that sample under a
+    grammar; a chunk of a prompt that is not its last has no need of one."""
+    max_logprobs = int(table.num_logprobs[slots].max())
+    return SamplingNeeds(
+        all_greedy=not table.is_random[slots].any(),
+        filters=bool(table.has_filter[slots].any()),
+        grammar=constrained is not None,
+        penalties=bool(table.has_penalties[slots].any()),
+        min_tokens=bool(table.has_minimum[slots].any()),
+        edits=bool(table.has_edits[slots].any()),
+        max_logprobs=None if max_logprobs < 0 else max_logprobs,
+    )
 
 
 @dataclass(slots=True)
@@ -93,9 +86,10 @@ class PlanBuilder:
         spans = _prompt_spans(table, slots, counts) if max_prompt_logprobs >= 0 else ()
         num_computed = table.num_computed[slots] - counts
         is_decode = (counts == 1) & (num_computed >= table.num_prompt[slots])
+        constrained = rows_with_grammar(table, slots)
         return self.freeze(
             step_id,
-            SamplingDemands.of(table, slots),
+            sampling_needs(table, slots, constrained),
             slots=slots,
             epochs=table.epoch[slots],
             num_tokens=counts,
@@ -103,7 +97,7 @@ class PlanBuilder:
             num_computed=num_computed,
             num_decode_rows=int(np.count_nonzero(is_decode)),
             released=released,
-            constrained=rows_with_grammar(table, slots),
+            constrained=constrained,
             prompt_spans=spans,
             max_prompt_logprobs=max(0, max_prompt_logprobs),
         )
@@ -111,7 +105,7 @@ class PlanBuilder:
     def freeze(
         self,
         step_id: int,
-        demands: SamplingDemands,
+        sampling: SamplingNeeds,
         *,
         slots: IntArray,
         epochs: IntArray,
@@ -138,14 +132,8 @@ class PlanBuilder:
             block_slots=_ids(self.block_slots),
             block_positions=_ids(self.block_positions),
             block_ids=_ids(self.block_ids),
-            needs_logprobs=demands.max_logprobs >= 0,
-            max_logprobs=max(0, demands.max_logprobs),
-            needs_penalties=demands.penalties,
-            needs_sampling=demands.sampling,
-            needs_top_k_top_p=demands.top_k_top_p,
-            needs_min_tokens=demands.min_tokens,
+            sampling=sampling,
             constrained=constrained,
-            needs_logit_edits=demands.logit_edits,
             prompt_spans=prompt_spans,
             max_prompt_logprobs=max_prompt_logprobs,
         )

@@ -159,19 +159,21 @@ def test_a_plan_says_what_its_rows_need() -> None:
 
     def needs(**params: object) -> set[str]:
         plan = plan_of(make_request("x", [1], **{"temperature": 0.0, **params}))  # type: ignore[arg-type]
-        values = plan._asdict().items()
-        return {name for name, value in values if name.startswith("needs_") and value is True}
+        return {name for name, value in plan.sampling._asdict().items() if value is True}
 
-    assert needs() == set()
-    assert needs(temperature=0.5) == {"needs_sampling"}
-    assert needs(top_k=3) == needs(top_p=0.5) == needs(min_p=0.1) == {"needs_top_k_top_p"}
-    assert needs(presence_penalty=0.1) == {"needs_penalties"}
-    assert needs(repetition_penalty=1.1) == needs(frequency_penalty=1.0) == {"needs_penalties"}
-    assert needs(min_tokens=2) == {"needs_min_tokens"}
-    assert needs(logprobs=0) == {"needs_logprobs"}
-    assert plan_of(make_request("x", [1], logprobs=5)).max_logprobs == 5
-    assert plan_of(make_request("x", [1] * 3, logprobs=5)).max_logprobs == 5, "not the first row"
-    assert plan_of(make_request("x", [1])).max_logprobs == 0
+    assert needs() == {"all_greedy"}
+    assert needs(temperature=0.5) == set()
+    greedy = {"all_greedy"}
+    assert needs(top_k=3) == needs(top_p=0.5) == needs(min_p=0.1) == {"filters", *greedy}
+    assert needs(presence_penalty=0.1) == {"penalties", *greedy}
+    assert needs(repetition_penalty=1.1) == needs(frequency_penalty=1.0) == {"penalties", *greedy}
+    assert needs(min_tokens=2) == {"min_tokens", *greedy}
+    assert needs(logit_bias={3: 1.0}) == {"edits", *greedy}
+    assert plan_of(make_request("x", [1], logprobs=0)).sampling.max_logprobs == 0
+    assert plan_of(make_request("x", [1], logprobs=5)).sampling.max_logprobs == 5
+    later_row = plan_of(make_request("x", [1] * 3, logprobs=5))
+    assert later_row.sampling.max_logprobs == 5, "not the first row"
+    assert plan_of(make_request("x", [1])).sampling.max_logprobs is None
 
 
 def test_added_rows_carry_the_request() -> None:

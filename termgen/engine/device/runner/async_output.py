@@ -6,9 +6,7 @@ The only place of the step path where device values become host values.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +22,8 @@ class StepTensors:
     """A step's results on the device."""
 
     tokens: torch.Tensor  # [B] int32, -1 for a row that sampled none, or CORRUPT_TOKEN
-    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # [B,1+K], [B,1+K], [B]
+    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """[B, 1 + K], [B, 1 + K] and [B], as in `LogprobTensors`."""
     prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     """The same for the N prompt tokens of the plan's spans."""
 
@@ -39,30 +38,29 @@ def make_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-class RecordedOutput:
-    """A step whose tokens need no copy: a recording that writes them to memory of the host."""
+@dataclass(slots=True)
+class Launch:
+    """One step's launch: all that its result says besides what was sampled."""
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        tokens: IntArray,
-        dispatch: Dispatch,
-        started_ns: int,
-        *,
-        device_start: DeviceStart | None = None,
-        num_late_compiles: int = 0,
-        model_span_ns: tuple[int, int] = (0, 0),
-    ) -> None:
-        """tokens: [padded rows], written when the step has ended. started_ns: when the host began
-        the step; told only where there is no `device_start`."""
-        self._plan = plan
+    plan: StepPlan
+    dispatch: Dispatch
+    started_ns: int
+    """perf_counter_ns when the host began it; reported only where there is no `device_start`."""
+    device_start: DeviceStart | None = None
+    model_span_ns: tuple[int, int] = (0, 0)
+    """As in `StepResult`."""
+    num_late_compiles: int = 0
+
+
+class RecordedOutput:
+    """A step whose tokens need no copy: a recording writes them to memory of the host."""
+
+    def __init__(self, launch: Launch, tokens: IntArray) -> None:
+        """tokens: [padded rows], written when the step has ended."""
+        self._launch = launch
         self._tokens = tokens
-        self._dispatch = dispatch
-        self._started_ns = started_ns
-        self._device_start = device_start
-        self._device_end = device_start.clock.end() if device_start is not None else None
-        self._num_late_compiles = num_late_compiles
-        self._model_span_ns = model_span_ns
+        start = launch.device_start
+        self._device_end = start.clock.end() if start is not None else None
 
     def result(self) -> StepResult:
         """Wait for the end of the step, with the GIL released, and hand out plain arrays."""
@@ -78,12 +76,13 @@ class RecordedOutput:
         *,
         was_waited_for: bool,
     ) -> StepResult:
-        started_ns, ended_ns = self._started_ns, time.perf_counter_ns()
+        launch = self._launch
+        started_ns, ended_ns = launch.started_ns, time.perf_counter_ns()
         seen_ns = ended_ns if was_waited_for else 0
-        if self._device_start is not None and self._device_end is not None:
-            start = self._device_start
-            started_ns, ended_ns = start.clock.read(start.mark, self._device_end, ended_ns)
-        plan = self._plan
+        if launch.device_start is not None and self._device_end is not None:
+            clock, mark = launch.device_start
+            started_ns, ended_ns = clock.read(mark, self._device_end, ended_ns)
+        plan, dispatch = launch.plan, launch.dispatch
         tokens = tokens[: plan.num_rows].copy()  # the memory is written again
         num_sampled, corrupt = plan.num_tokens, None
         if not plan.is_decode or np.minimum.reduce(tokens, initial=0) < 0:  # some row sampled none
@@ -97,14 +96,14 @@ class RecordedOutput:
             logprobs=logprobs,
             started_ns=started_ns,
             ended_ns=ended_ns,
-            graph_mode=self._dispatch.mode.value,
-            graph_reason=self._dispatch.reason,
-            num_padded_tokens=self._dispatch.num_padded(plan.total_tokens),
-            num_late_compiles=self._num_late_compiles,
+            graph_mode=dispatch.mode.value,
+            graph_reason=dispatch.reason,
+            num_padded_tokens=dispatch.num_padded(plan.total_tokens),
+            num_late_compiles=launch.num_late_compiles,
             prompt_logprobs=prompt_logprobs,
             corrupt=corrupt if corrupt is not None and len(corrupt) else None,
             seen_ns=seen_ns,
-            model_span_ns=self._model_span_ns,
+            model_span_ns=launch.model_span_ns,
         )
 
 
@@ -116,29 +115,12 @@ class AsyncOutput(RecordedOutput):
     """
 
     def __init__(
-        self,
-        plan: StepPlan,
-        tensors: StepTensors,
-        dispatch: Dispatch,
-        started_ns: int,
-        copy_stream: torch.cuda.Stream | None,
-        *,
-        device_start: DeviceStart | None = None,
-        num_late_compiles: int = 0,
-        model_span_ns: tuple[int, int] = (0, 0),
+        self, launch: Launch, tensors: StepTensors, copy_stream: torch.cuda.Stream | None
     ) -> None:
         self._tensors = tensors
         self._host = tensors.all()
         self._event: torch.cuda.Event | None = None
-        super().__init__(
-            plan,
-            np.zeros(0, np.int32),
-            dispatch,
-            started_ns,
-            device_start=device_start,
-            num_late_compiles=num_late_compiles,
-            model_span_ns=model_span_ns,
-        )
+        super().__init__(launch, np.zeros(0, np.int32))
         if copy_stream is None:
             return
         compute = torch.cuda.current_stream()
@@ -162,25 +144,3 @@ class AsyncOutput(RecordedOutput):
             of_prompts = StepLogprobs(*arrays[-3:])
         is_waited_for = self._event is not None
         return self._make_result(tokens, logprobs, of_prompts, was_waited_for=is_waited_for)
-
-
-def output_of(
-    plan: StepPlan,
-    dispatch: Dispatch,
-    started_ns: int,
-    results: StepTensors | torch.Tensor | IntArray,
-    *,
-    copy_stream: torch.cuda.Stream | None,
-    device_start: DeviceStart | None,
-    num_late_compiles: Callable[[], int],
-    model_span_ns: tuple[int, int] = (0, 0),
-) -> RecordedOutput:
-    """Of a step that has been launched as a whole. results: all of them, or tokens [B] alone, on
-    the device or where it writes them in the host's memory."""
-    options: Any = {"device_start": device_start, "num_late_compiles": num_late_compiles()}
-    options["model_span_ns"] = model_span_ns
-    if isinstance(results, np.ndarray):
-        return RecordedOutput(plan, results, dispatch, started_ns, **options)
-    tensors = StepTensors(results, None) if isinstance(results, torch.Tensor) else results
-    with torch.inference_mode():
-        return AsyncOutput(plan, tensors, dispatch, started_ns, copy_stream, **options)

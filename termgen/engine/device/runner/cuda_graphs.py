@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from termgen.engine.device.runner.address_check import AddressCheck
+from termgen.engine.device.runner.async_output import StepTensors
 from termgen.engine.device.runner.capture_order import (
     next_larger,
     split_by_use,
@@ -29,8 +30,8 @@ from termgen.engine.device.runner.dispatch import (
     CudaGraphDispatcher,
     Dispatch,
     GraphMode,
-    SamplingNeeds,
     SamplingVariant,
+    variant_of,
 )
 from termgen.engine.device.runner.input_batch import InputBatch
 from termgen.engine.device.runner.memory import is_out_of_memory
@@ -171,8 +172,9 @@ class FullGraphs:
         num_recorded = len(self._replays) + len(self.pieces.recorded)
         return GraphStatus(num_recorded, num_recorded + self.num_waiting)
 
-    def dispatch(self, plan: StepPlan, needs: SamplingNeeds) -> Dispatch:
-        kind = (plan.num_rows, plan.total_tokens, needs.variant, bool(plan.prompt_spans))
+    def dispatch(self, plan: StepPlan) -> Dispatch:
+        sampling = variant_of(plan.sampling)
+        kind = (plan.num_rows, plan.total_tokens, sampling, bool(plan.prompt_spans))
         if self._last is None or self._last[0] != kind:
             self._last = kind, self._dispatch(*kind)
         return self._last[1]
@@ -287,7 +289,7 @@ class FullGraphs:
         with self._rehearsing():
             self.run_padding(descriptor)
 
-    def replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> torch.Tensor | IntArray:
+    def replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> StepTensors | IntArray:
         """Run a recorded step. Returns where its tokens [rows] will be; see `pushed`."""
         self._replay(descriptor, plan)
         return self.pushed(plan.num_rows)
@@ -319,13 +321,14 @@ class FullGraphs:
         self._replays[sampling]()
         return True
 
-    def pushed(self, num_rows: int) -> torch.Tensor | IntArray:
+    def pushed(self, num_rows: int) -> StepTensors | IntArray:
         """Where the tokens [num_rows] are that the step launched last pushes to the ring, for
         RING_SIZE steps: the host's memory, or else the device's."""
         row = self._next_ring_row
         self._next_ring_row = (row + 1) % RING_SIZE
-        rows = self.ring.tokens if self.ring.host is None else self.ring.host
-        return rows[row, :num_rows]
+        if self.ring.host is None:
+            return StepTensors(self.ring.tokens[row, :num_rows])
+        return self.ring.host[row, :num_rows]
 
     def replay_pieces(self, size: int, plan: StepPlan) -> tuple[InputBatch, torch.Tensor]:
         """Run the model on a step; see `PiecewiseGraphs.replay`."""

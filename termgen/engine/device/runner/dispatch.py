@@ -10,10 +10,9 @@ import enum
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from termgen.vocabulary.sampling_params import MAX_LOGPROBS
-from termgen.vocabulary.step import StepPlan
+from termgen.vocabulary.step import SamplingNeeds
 
 
 class GraphMode(enum.StrEnum):
@@ -27,7 +26,7 @@ class GraphMode(enum.StrEnum):
 
 
 class SamplingVariant(enum.StrEnum):
-    """Which sampling a full graph contains."""
+    """The sampling that a full graph contains, part of its key."""
 
     PLAIN = "plain"
     """Greedy rows and rows with a temperature."""
@@ -39,42 +38,11 @@ class SamplingVariant(enum.StrEnum):
     """Only that: what a step of the kind before left out, with rows under a grammar and filters."""
 
 
-class SamplingNeeds(NamedTuple):
-    """What a step's rows ask of the sampler; what nobody asks for is not launched."""
-
-    all_greedy: bool = False
-    filters: bool = False
-    """Top-k, top-p or min-p."""
-    grammar: bool = False
-    penalties: bool = False
-    min_tokens: bool = False
-    edits: bool = False
-    """A logit bias, allowed ids or bad words."""
-    max_logprobs: int | None = None
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> SamplingNeeds:
-        return cls(
-            all_greedy=not plan.needs_sampling,
-            filters=plan.needs_top_k_top_p,
-            grammar=plan.constrained is not None,
-            penalties=plan.needs_penalties,
-            min_tokens=plan.needs_min_tokens,
-            edits=plan.needs_logit_edits,
-            max_logprobs=plan.max_logprobs if plan.needs_logprobs else None,
-        )
-
-    @property
-    def is_simple(self) -> bool:
-        """Nothing that kernels do not sample with, once single logits are changed."""
-        return not (self.penalties or self.min_tokens or self.max_logprobs is not None)
-
-    @property
-    def variant(self) -> SamplingVariant:
-        """The recording that fits."""
-        if self.grammar or self.edits or not self.is_simple:
-            return SamplingVariant.OUTSIDE
-        return SamplingVariant.FILTERED if self.filters else SamplingVariant.PLAIN
+def variant_of(needs: SamplingNeeds) -> SamplingVariant:
+    """The sampling of the recordings that fit."""
+    if needs.grammar or needs.edits or not needs.is_simple:
+        return SamplingVariant.OUTSIDE
+    return SamplingVariant.FILTERED if needs.filters else SamplingVariant.PLAIN
 
 
 NEEDS = {

@@ -11,7 +11,6 @@ from termgen.engine.device.attention.base import AttentionMetadata
 from termgen.engine.device.runner.dispatch import EVERYTHING
 from termgen.engine.device.runner.input_batch import InputBatch
 from termgen.engine.device.runner.model_runner import ModelRunner
-from termgen.engine.device.runner.sampling_inputs import sampling_metadata
 
 
 def run_largest_steps(runner: ModelRunner) -> None:
@@ -72,7 +71,7 @@ def heaviest_run(runner: ModelRunner) -> None:
     state.make_penalty_tables()
     state.make_edit_tables()
     try:
-        metadata = sampling_metadata(state, slots, batch.num_tokens, EVERYTHING)
+        metadata = state.sampling_metadata(slots, batch.num_tokens, EVERYTHING)
         runner.sampler(runner.forward(batch).float(), metadata)
     finally:
         state.drop_tables()

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,10 +29,11 @@ from termgen.engine.device.models.decoder import CausalDecoder, one_layer_of_eac
 from termgen.engine.device.models.transformers_backend import TransformersDecoder
 from termgen.engine.device.runner.address_check import AddressCheck, NamedTensor, tensors_of
 from termgen.engine.device.runner.async_output import (
+    AsyncOutput,
+    Launch,
     RecordedOutput,
     StepTensors,
     make_copy_stream,
-    output_of,
 )
 from termgen.engine.device.runner.cuda_graphs import RING_SIZE, FullGraphs
 from termgen.engine.device.runner.device_clock import DeviceClock, cuda_event
@@ -41,25 +42,52 @@ from termgen.engine.device.runner.dispatch import (
     BatchDescriptor,
     CudaGraphDispatcher,
     Dispatch,
-    SamplingNeeds,
     SamplingVariant,
 )
 from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs
-from termgen.engine.device.runner.prompt_logprobs import prompt_logprobs
 from termgen.engine.device.runner.request_state import RequestState
 from termgen.engine.device.runner.row_header import RowHeader
-from termgen.engine.device.runner.sampling_inputs import sampling_metadata
 from termgen.engine.device.runner.token_ring import TokenRing
-from termgen.engine.device.runner.unsampled_step import ModelOutput, UnsampledStep
+from termgen.engine.device.sampling.logprobs import LogprobTensors, gather_logprobs
 from termgen.engine.device.sampling.sampler import Sampler
 from termgen.vocabulary.request import IntArray
-from termgen.vocabulary.step import StepPlan
+from termgen.vocabulary.step import SamplingNeeds, StepPlan, StepResult
 from termgen.vocabulary.token_mask import RowMasks
 
 if TYPE_CHECKING:
     from termgen.engine.device.kernels.compilation import CompileCounter
     from termgen.engine.device.sampling.fused import FusedSampler
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """The model's part of a step of B rows."""
+
+    slots: torch.Tensor  # [B] int64
+    num_tokens: torch.Tensor  # [B] int64
+    hidden: torch.Tensor  # [B, hidden], normed, of each row's last token
+    prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """As in `StepTensors`."""
+    span_ns: tuple[int, int] = (0, 0)
+    """On a CPU, perf_counter_ns when the model began and when it had ended. A GPU runs the model
+    later than the host calls it."""
+
+
+class UnsampledStep:
+    """A step whose model has been launched and whose constrained rows wait for their masks."""
+
+    def __init__(self, runner: ModelRunner, launch: Launch, output: ModelOutput) -> None:
+        self._runner = runner
+        self._launch = launch
+        self._output = output
+
+    def sample(self, masks: RowMasks | None) -> RecordedOutput:
+        """Launch the rest. To be called once, before the next step is launched."""
+        return self._runner.sample(self._launch, self._output, masks)
+
+    def result(self) -> StepResult:
+        raise AssertionError("nothing is sampled before the masks are there")
 
 
 class ModelRunner:
@@ -244,43 +272,38 @@ class ModelRunner:
         return made_one
 
     def execute(self, plan: StepPlan) -> RecordedOutput | UnsampledStep:
-        """Launch one step, but with constrained rows no sampling. On CUDA it returns before the
-        device is done.
+        """Launch one step; with constrained rows all of it but sampling. On CUDA it returns before
+        the device is done.
 
         Between two steps of the same rows lies no more than this, so it calls little of torch.
         """
+        launch = self._begin(plan)
+        recording = launch.dispatch.descriptor
+        if recording is not None and recording.sampling is not SamplingVariant.OUTSIDE:
+            return self._land(launch, self.graphs.replay(recording, plan))  # compiles nothing
+        with torch.inference_mode(), self.watch_compiles():
+            output = self._run_model(plan, launch.dispatch)
+        launch.model_span_ns = output.span_ns
+        step = UnsampledStep(self, launch, output)
+        return step.sample(None) if plan.constrained is None else step
+
+    def _begin(self, plan: StepPlan) -> Launch:
+        """Bring the rows up to the plan and choose the recording. A busy device comes to the rows
+        without a pause; for one at rest the step begins behind them."""
         started_ns = time.perf_counter_ns()
-        # A busy device comes to the rows without a pause; one at rest begins with the step.
         clock = self._clock
         start = None
         if plan.changes_rows:
             start = clock.start() if clock is not None and clock.is_busy else None
             with torch.inference_mode(), self.watch_compiles():
                 self.state.update(plan)
-        needs = SamplingNeeds.of(plan)
-        dispatch = self.graphs.dispatch(plan, needs)
+        dispatch = self.graphs.dispatch(plan)
         if clock is not None and start is None:
             start = clock.start()
-        finish = partial(
-            output_of,
-            plan,
-            dispatch,
-            started_ns,
-            copy_stream=self._copy_stream,
-            device_start=start,
-            num_late_compiles=lambda: self.num_late_compiles,
-        )
-        descriptor = dispatch.descriptor
-        if descriptor is not None and descriptor.sampling is not SamplingVariant.OUTSIDE:
-            return finish(self.graphs.replay(descriptor, plan))  # which compiles nothing
-        with torch.inference_mode(), self.watch_compiles():
-            output = self._run_model(plan, dispatch)
-        finish = partial(finish, model_span_ns=output.span_ns)
-        sample = partial(self._sample_step, plan, dispatch, needs, output, finish)
-        return sample(None) if plan.constrained is None else UnsampledStep(sample)
+        return Launch(plan, dispatch, started_ns, start)
 
     def _run_model(self, plan: StepPlan, dispatch: Dispatch) -> ModelOutput:
-        """Of a step that no recording samples."""
+        """Launch the model on a step that no recording samples."""
         if dispatch.descriptor is not None:
             return ModelOutput(*self.graphs.replay_model(dispatch.descriptor, plan))
         if dispatch.padded_tokens is not None:
@@ -297,16 +320,10 @@ class ModelRunner:
         hidden = batch.last_tokens(hidden)
         return ModelOutput(batch.slots, batch.num_tokens, hidden, of_prompts, span_ns)
 
-    def _sample_step(
-        self,
-        plan: StepPlan,
-        dispatch: Dispatch,
-        needs: SamplingNeeds,
-        output: ModelOutput,
-        finish: Callable[[StepTensors | torch.Tensor | IntArray], RecordedOutput],
-        masks: RowMasks | None,
-    ) -> RecordedOutput:
-        """What is left of a step whose model has been launched. masks: where rows need them."""
+    def sample(self, launch: Launch, output: ModelOutput, masks: RowMasks | None) -> RecordedOutput:
+        """Launch what is left of a step behind its model. masks: for the plan's constrained rows,
+        None where it has none."""
+        plan, needs = launch.plan, launch.plan.sampling
         with torch.inference_mode(), self.watch_compiles():
             num_tokens = output.num_tokens
             if masks is not None:
@@ -315,16 +332,26 @@ class ModelRunner:
                     is_late = np.zeros(plan.num_rows, np.int64)
                     is_late[masks.late] = 1
                     num_tokens = num_tokens - self.state.upload(is_late)
-                elif needs.is_simple and not needs.edits and self.graphs.replay_sampling(dispatch):
-                    return finish(self.graphs.pushed(plan.num_rows))
+                elif needs.is_simple and not needs.edits:
+                    if self.graphs.replay_sampling(launch.dispatch):
+                        return self._land(launch, self.graphs.pushed(plan.num_rows))
             of_prompts = output.prompt_logprobs
             is_plain = needs.is_simple and of_prompts is None
             ring = self.graphs.ring if is_plain else None  # tokens alone need no copy
             logits = self.model.compute_logits(output.hidden)
             sampled = self._sample(output.slots, num_tokens, logits, needs, ring)
         if is_plain:
-            return finish(self.graphs.pushed(plan.num_rows))
-        return finish(replace(sampled, prompt_logprobs=of_prompts))
+            return self._land(launch, self.graphs.pushed(plan.num_rows))
+        return self._land(launch, replace(sampled, prompt_logprobs=of_prompts))
+
+    def _land(self, launch: Launch, results: StepTensors | IntArray) -> RecordedOutput:
+        """Hand over a step that has been launched as a whole. results: tensors to be copied, or
+        tokens [B] where the device writes them in the host's memory."""
+        launch.num_late_compiles = self.num_late_compiles
+        if not isinstance(results, StepTensors):
+            return RecordedOutput(launch, results)
+        with torch.inference_mode():
+            return AsyncOutput(launch, results, self._copy_stream)
 
     def _kernels_for(self, needs: SamplingNeeds) -> FusedSampler | None:
         """The kernels that sample such a step; None where `sampler` does."""
@@ -381,17 +408,9 @@ class ModelRunner:
         if kernels := self._kernels_for(needs):
             if needs.edits:
                 logits = self.state.edit_logits(slots, logits)
-            token_ids = kernels(
-                logits,
-                slots,
-                num_tokens,
-                self.state,
-                filters=needs.filters,
-                grammar=needs.grammar,
-                edited=needs.edits,
-            )
+            token_ids = kernels(logits, slots, num_tokens, self.state, needs)
         else:
-            meta = sampling_metadata(self.state, slots, num_tokens, needs)
+            meta = self.state.sampling_metadata(slots, num_tokens, needs)
             output = self.sampler(logits.float(), meta)
             token_ids, logprobs = output.token_ids, output.logprobs
         return StepTensors(self.state.append_sampled(slots, num_tokens, token_ids, ring), logprobs)
@@ -406,3 +425,34 @@ class ModelRunner:
         context = ForwardContext(batch.metadata, self.kv_caches, wanted)
         hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, context)
         return hidden
+
+
+def prompt_logprobs(
+    plan: StepPlan,
+    hidden: torch.Tensor,  # [T, H]
+    state: RequestState,
+    compute_logits: Callable[[torch.Tensor], torch.Tensor],  # [N, H] -> [N, V]
+) -> LogprobTensors:
+    """Log-probabilities of the prompt tokens behind those in the plan's spans, in their order.
+
+    Such a step is never a replay: recordings keep the hidden states of each row's last token alone.
+    Never more rows of logits are in memory than a step may have rows: memory is planned for those.
+    """
+    chunk_size = state.pad_row
+    ends = np.cumsum(plan.num_tokens)
+    parts = []
+    for row, start, count in plan.prompt_spans:
+        steps = np.arange(count, dtype=np.int64)
+        indices = ends[row] - plan.num_tokens[row] + steps
+        parts.append(np.stack((indices, np.full(count, plan.slots[row]), start + 1 + steps)))
+    indices, slots, positions = state.upload(np.concatenate(parts, axis=1).astype(np.int64))
+    targets = state.token_ids[slots, positions].long()
+    chunks = [
+        gather_logprobs(
+            compute_logits(hidden[indices[at : at + chunk_size]]).float(),
+            targets[at : at + chunk_size],
+            plan.max_prompt_logprobs,
+        )
+        for at in range(0, len(targets), chunk_size)
+    ]
+    return LogprobTensors(*(torch.cat(columns) for columns in zip(*chunks, strict=True)))

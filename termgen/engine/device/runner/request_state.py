@@ -8,6 +8,7 @@ Row `max_num_seqs` belongs to nobody; padded batch rows point to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,9 +17,10 @@ from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.runner.logit_edit_tables import LogitEditTables
 from termgen.engine.device.runner.token_ring import TokenRing
 from termgen.engine.device.sampling.logit_edits import edit_logits as edit_gathered
+from termgen.engine.device.sampling.metadata import SamplingMetadata
 from termgen.engine.device.sampling.token_mask import TokenMasks
 from termgen.vocabulary.sampling_params import MAX_STOP_TOKEN_IDS
-from termgen.vocabulary.step import AddedRow, StepPlan
+from termgen.vocabulary.step import AddedRow, SamplingNeeds, StepPlan
 from termgen.vocabulary.token_mask import RowMasks
 
 
@@ -118,6 +120,36 @@ class RequestState:
     def masks_of(self, slots: torch.Tensor) -> TokenMasks:
         """slots: [B] int64."""
         return TokenMasks(slots, self.has_grammar, self.token_masks)
+
+    def sampling_metadata(
+        self,
+        slots: torch.Tensor,  # [B] int64
+        num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
+        needs: SamplingNeeds,
+    ) -> SamplingMetadata:
+        """Gather what the sampler in torch reads, for steps that kernels do not sample."""
+        output_counts = prompt_mask = None
+        if needs.penalties:
+            assert self.output_counts is not None and self.prompt_mask is not None
+            output_counts, prompt_mask = self.output_counts[slots], self.prompt_mask[slots]
+        return SamplingMetadata(
+            temperature=self.temperature[slots],
+            top_k=self.top_k[slots],
+            top_p=self.top_p[slots],
+            min_p=self.min_p[slots],
+            seeds=self.seeds[slots],
+            positions=self.num_computed[slots] + num_tokens,
+            repetition_penalty=self.repetition_penalty[slots],
+            presence_penalty=self.presence_penalty[slots],
+            frequency_penalty=self.frequency_penalty[slots],
+            output_counts=output_counts,
+            prompt_mask=prompt_mask,
+            stop_token_ids=self.stop_ids[slots],
+            suppress_stop=self.total_len[slots] < self.min_total[slots],
+            needs=needs,
+            edit=partial(self.edit_logits, slots) if needs.edits else None,
+            token_masks=self.masks_of(slots) if needs.grammar else None,
+        )
 
     def upload(self, values: np.ndarray) -> torch.Tensor:
         """Host array to device without waiting."""

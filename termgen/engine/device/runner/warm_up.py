@@ -27,11 +27,10 @@ from termgen.engine.device.runner.dispatch import (
     SamplingVariant,
 )
 from termgen.engine.device.runner.logit_edit_tables import LogitEditTables
-from termgen.engine.device.runner.model_runner import ModelRunner
+from termgen.engine.device.runner.model_runner import ModelRunner, UnsampledStep
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs
-from termgen.engine.device.runner.unsampled_step import UnsampledStep
 from termgen.vocabulary.request import IntArray
-from termgen.vocabulary.step import StepPlan
+from termgen.vocabulary.step import SamplingNeeds, StepPlan
 from termgen.vocabulary.token_mask import RowMasks
 
 MOST_TOKENS = 2048
@@ -171,12 +170,12 @@ def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool) -> StepPlan:
         block_slots=nothing,
         block_positions=nothing,
         block_ids=nothing,
-        needs_logprobs=logprobs,
-        max_logprobs=1 if logprobs else 0,
-        needs_penalties=False,
-        needs_sampling=True,
-        needs_top_k_top_p=filters,
-        needs_min_tokens=logprobs,
+        sampling=SamplingNeeds(
+            filters=filters,
+            grammar=filters,
+            min_tokens=logprobs,
+            max_logprobs=1 if logprobs else None,
+        ),
         constrained=_FIRST_ROW if filters else None,
     )
 

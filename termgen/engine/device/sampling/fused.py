@@ -15,6 +15,7 @@ from termgen.engine.device.kernels.sample import SampleWorkspace, sample
 from termgen.engine.device.kernels.token_mask import mask_tokens_
 from termgen.engine.device.kernels.top_k_top_p import CutWorkspace, cut_threshold
 from termgen.engine.device.sampling.random import Stream
+from termgen.vocabulary.step import SamplingNeeds
 
 
 class SlotParams(Protocol):
@@ -51,18 +52,14 @@ class FusedSampler:
         slots: torch.Tensor,  # [B] int64
         num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
         params: SlotParams,
-        *,
-        filters: bool,
-        grammar: bool = False,
-        edited: bool = False,
+        needs: SamplingNeeds,
     ) -> torch.Tensor:  # [B] int64
-        """filters: some row may limit by top-k, top-p or min-p. grammar: some row may have one.
-        edited: tokens may have been hidden before. CORRUPT_TOKEN for a row whose logits are not
+        """needs: simple ones; edits have been made. CORRUPT_TOKEN for a row whose logits are not
         numbers."""
-        if grammar:
+        if needs.grammar:
             mask_tokens_(logits, slots, has_grammar=params.has_grammar, bits=params.host_masks)
         threshold = None
-        if filters:
+        if needs.filters:
             threshold = cut_threshold(
                 logits,
                 slots,
@@ -82,5 +79,5 @@ class FusedSampler:
             seeds=params.seeds,
             threshold=threshold,
             stream=self._stream,
-            may_be_empty=grammar or edited,
+            may_be_empty=needs.grammar or needs.edits,
         )

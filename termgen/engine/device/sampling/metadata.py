@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from termgen.engine.device.sampling.token_mask import TokenMasks
+from termgen.vocabulary.step import SamplingNeeds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,22 +39,16 @@ class SamplingMetadata:
     frequency_penalty: torch.Tensor
     """[B] float32; 0 is off. Looks at output only."""
     output_counts: torch.Tensor | None
-    """[B, V] int32: how often each id was generated so far. Needed with `needs_penalties`."""
+    """[B, V] int32: how often each id was generated so far. Given where rows need penalties."""
     prompt_mask: torch.Tensor | None
-    """[B, V] bool: ids of the prompt. Needed with `needs_penalties`."""
+    """[B, V] bool: ids of the prompt, likewise."""
     stop_token_ids: torch.Tensor
     """[B, K] int64, padded with -1; K may be 0."""
     suppress_stop: torch.Tensor
     """[B] bool: `min_tokens` is not reached yet, so no stop id may be drawn."""
-    all_greedy: bool
-    needs_penalties: bool
-    needs_top_k_top_p: bool
-    """Some row limits by top-k, top-p or min-p."""
+    needs: SamplingNeeds
+    """Decided with the plan on the host, so that reading them costs no device sync."""
     edit: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Logits [B, V] to new ones with allowed ids, biases and bad words; None: no row has any."""
-    suppress_any: bool | None = None
-    """False: no row of `suppress_stop` is set. None: the host does not know."""
     token_masks: TokenMasks | None = None
     """Of the rows under a grammar, if there may be any."""
-    max_logprobs: int | None = None
-    """Alternatives to report per row; 0 reports the chosen token alone, None reports nothing."""

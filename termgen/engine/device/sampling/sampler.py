@@ -7,7 +7,7 @@ Owns the order of operations, which is part of the output and pinned by a test:
 
 Log-probabilities are taken from the logits as they came. The runner calls this once per step with
 one row per token to draw; the host half never sees it. What no row of a step asks for is skipped
-whole, by the host flags of the metadata.
+whole, as `needs` of the metadata says.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Sampler:
         drawn = self._draw(_process(logits, meta), meta)
         # Judged by the model's own logits: a tiny repetition penalty makes infinities of its own.
         token_ids = mark_corrupt(drawn, logits, may_be_empty=_may_be_empty(meta))
-        if meta.max_logprobs is None:
+        if meta.needs.max_logprobs is None:
             return SamplerOutput(token_ids, None)
-        return SamplerOutput(token_ids, gather_logprobs(logits, drawn, meta.max_logprobs))
+        return SamplerOutput(token_ids, gather_logprobs(logits, drawn, meta.needs.max_logprobs))
 
     def _draw(self, logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
-        if meta.all_greedy:
+        if meta.needs.all_greedy:
             return logits.argmax(dim=-1)
         if logits.device.type != "cpu":
             return self._draw_rows(logits, meta, slice(None))
@@ -71,7 +71,7 @@ class Sampler:
         greedy = temperature < GREEDY_EPSILON
         logits = logits / temperature.masked_fill(greedy, 1.0).unsqueeze(1)
         threshold = None
-        if meta.needs_top_k_top_p:
+        if meta.needs.filters:
             threshold = cut_threshold(
                 logits, min_p=meta.min_p[rows], top_k=meta.top_k[rows], top_p=meta.top_p[rows]
             )
@@ -87,8 +87,7 @@ class Sampler:
 
 def _may_be_empty(meta: SamplingMetadata) -> bool:
     """Whether masks may have hidden every token of some row."""
-    is_masked = meta.token_masks is not None or meta.edit is not None
-    return is_masked or meta.suppress_any is not False
+    return meta.token_masks is not None or meta.edit is not None or meta.needs.min_tokens
 
 
 def _process(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
@@ -97,9 +96,9 @@ def _process(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
         logits = mask_tokens(logits, meta.token_masks)
     if meta.edit is not None:
         logits = meta.edit(logits)
-    if meta.suppress_any is not False:
+    if meta.needs.min_tokens:
         logits = mask_stop_tokens(logits, meta.stop_token_ids, meta.suppress_stop)
-    if meta.needs_penalties:
+    if meta.needs.penalties:
         assert meta.prompt_mask is not None and meta.output_counts is not None
         logits = apply_penalties(
             logits,

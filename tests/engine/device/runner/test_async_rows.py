@@ -14,13 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from termgen.engine.device.runner.async_output import AsyncOutput, RecordedOutput, StepTensors
+from termgen.engine.device.runner.async_output import (
+    AsyncOutput,
+    Launch,
+    RecordedOutput,
+    StepTensors,
+)
 from termgen.engine.device.runner.dispatch import Dispatch, GraphMode
 from termgen.engine.device.runner.request_state import RequestState
 from termgen.engine.device.sampling.metadata import SamplingMetadata
 from termgen.engine.device.sampling.sampler import Sampler
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.step import CORRUPT_TOKEN, AddedRow, StepPlan
+from termgen.vocabulary.step import CORRUPT_TOKEN, AddedRow, SamplingNeeds, StepPlan
 
 
 def plan(num_rows: int, *, added: tuple[AddedRow, ...] = ()) -> StepPlan:
@@ -40,12 +45,7 @@ def plan(num_rows: int, *, added: tuple[AddedRow, ...] = ()) -> StepPlan:
         block_slots=nothing,
         block_positions=nothing,
         block_ids=nothing,
-        needs_logprobs=False,
-        max_logprobs=0,
-        needs_penalties=True,
-        needs_sampling=False,
-        needs_top_k_top_p=False,
-        needs_min_tokens=False,
+        sampling=SamplingNeeds(all_greedy=True, penalties=True),
     )
 
 
@@ -98,7 +98,7 @@ def test_a_result_on_its_way_holds_its_device_memory_until_it_was_read(
     alive = weakref.ref(tokens)
     dispatch = Dispatch(GraphMode.NONE, reason="nothing is recorded")
     copy_stream: Any = stream
-    output = AsyncOutput(plan(4), StepTensors(tokens, None), dispatch, 0, copy_stream)
+    output = AsyncOutput(Launch(plan(4), dispatch, 0), StepTensors(tokens), copy_stream)
     tokens.arrive()
     del tokens
     gc.collect()
@@ -154,11 +154,7 @@ def test_penalties_of_the_next_step_count_the_token_that_no_host_has_seen() -> N
             prompt_mask=state.prompt_mask[slots],
             stop_token_ids=state.stop_ids[slots],
             suppress_stop=state.total_len[slots] < state.min_total[slots],
-            all_greedy=True,
-            needs_penalties=True,
-            needs_top_k_top_p=False,
-            suppress_any=False,
-            max_logprobs=None,
+            needs=SamplingNeeds(all_greedy=True, penalties=True),
         )
         sampled = sampler(logits.clone(), metadata).token_ids
         drawn += state.append_sampled(slots, ones, sampled).tolist()
@@ -170,6 +166,6 @@ def test_a_result_read_keeps_its_tokens_when_the_ring_comes_round() -> None:
     """A reader may be many steps behind: what it holds is not the ring's memory."""
     tokens = np.asarray([7, 8], np.int32)
     dispatch, decodes = Dispatch(GraphMode.FULL), plan(2)._replace(num_decode_rows=2)
-    result = RecordedOutput(decodes, tokens, dispatch, 0).result()
+    result = RecordedOutput(Launch(decodes, dispatch, 0), tokens).result()
     tokens[:] = 30
     assert result.token_ids.tolist() == [7, 8]

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from termgen.config import EngineConfig
-from termgen.engine.device.runner.async_output import AsyncOutput, StepTensors
+from termgen.engine.device.runner.async_output import AsyncOutput, Launch, StepTensors
 from termgen.engine.device.runner.device_clock import DeviceClock, DeviceStart, TimingEvent
 from termgen.engine.device.runner.dispatch import Dispatch, GraphMode
 from termgen.engine.loop.engine import SyncEngine
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.step import StepPlan, StepResult
+from termgen.vocabulary.step import SamplingNeeds, StepPlan, StepResult
 
 US, MS, SECOND = 1e3, 1e6, 1e9
 
@@ -119,7 +119,7 @@ def test_marks_are_used_again_once_they_have_been_read() -> None:
 
 def test_without_a_device_clock_a_step_begins_when_the_host_began_it() -> None:
     before = time.perf_counter_ns()
-    result = AsyncOutput(make_plan(), make_tensors("cpu"), DISPATCH, 123, None).result()
+    result = AsyncOutput(Launch(make_plan(), DISPATCH, 123), make_tensors("cpu"), None).result()
     assert result.started_ns == 123
     assert before <= result.ended_ns <= time.perf_counter_ns()
 
@@ -137,12 +137,7 @@ def test_steps_queued_on_a_gpu_begin_when_the_one_before_them_ends() -> None:
         torch.cuda._sleep(20_000_000)  # about 10 ms
         outputs.append(
             AsyncOutput(
-                make_plan(),
-                tensors,
-                DISPATCH,
-                time.perf_counter_ns(),
-                copy_stream,
-                device_start=start,
+                Launch(make_plan(), DISPATCH, time.perf_counter_ns(), start), tensors, copy_stream
             )
         )
     launched = time.perf_counter_ns()
@@ -192,7 +187,7 @@ DISPATCH = Dispatch(GraphMode.NONE, None, None, "test")
 
 
 def make_tensors(device: str) -> StepTensors:
-    return StepTensors(torch.tensor([7], dtype=torch.int32, device=device), None)
+    return StepTensors(torch.tensor([7], dtype=torch.int32, device=device))
 
 
 def make_plan() -> StepPlan:
@@ -210,10 +205,5 @@ def make_plan() -> StepPlan:
         block_slots=none,
         block_positions=none,
         block_ids=none,
-        needs_logprobs=False,
-        max_logprobs=0,
-        needs_penalties=False,
-        needs_sampling=False,
-        needs_top_k_top_p=False,
-        needs_min_tokens=False,
+        sampling=SamplingNeeds(all_greedy=True),
     )

@@ -18,12 +18,13 @@ from termgen.engine.device.runner.dispatch import (
     BatchDescriptor,
     CudaGraphDispatcher,
     GraphMode,
-    SamplingNeeds,
     SamplingVariant,
     decode_sizes,
     mixed_sizes,
+    variant_of,
 )
 from termgen.engine.device.runner.resolve import Limits
+from termgen.vocabulary.step import SamplingNeeds
 
 STEPS = (SamplingVariant.PLAIN, SamplingVariant.FILTERED, SamplingVariant.OUTSIDE)
 
@@ -69,12 +70,12 @@ def test_every_other_step_replays_nothing_and_says_why() -> None:
 
 
 def test_unusual_sampling_is_left_outside_the_recording() -> None:
-    assert SamplingNeeds().variant is SamplingVariant.PLAIN
-    assert SamplingNeeds(all_greedy=True).variant is SamplingVariant.PLAIN
-    assert SamplingNeeds(filters=True).variant is SamplingVariant.FILTERED
+    assert variant_of(SamplingNeeds()) is SamplingVariant.PLAIN
+    assert variant_of(SamplingNeeds(all_greedy=True)) is SamplingVariant.PLAIN
+    assert variant_of(SamplingNeeds(filters=True)) is SamplingVariant.FILTERED
     for need in ("grammar", "penalties", "min_tokens", "edits"):
-        assert SamplingNeeds(filters=True, **{need: True}).variant is SamplingVariant.OUTSIDE
-    assert SamplingNeeds(max_logprobs=0).variant is SamplingVariant.OUTSIDE
+        assert variant_of(SamplingNeeds(filters=True, **{need: True})) is SamplingVariant.OUTSIDE
+    assert variant_of(SamplingNeeds(max_logprobs=0)) is SamplingVariant.OUTSIDE
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(4, 16), (32, 300), (256, 8192)])

@@ -11,7 +11,7 @@ import torch
 from termgen.engine.device.runner.input_batch import InputBuffers
 from termgen.engine.device.runner.request_state import RequestState
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.step import AddedRow, StepPlan
+from termgen.vocabulary.step import AddedRow, SamplingNeeds, StepPlan
 
 BLOCK = 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -74,12 +74,7 @@ def plan(
         block_slots=new[0],
         block_positions=new[1],
         block_ids=new[2],
-        needs_logprobs=False,
-        max_logprobs=0,
-        needs_penalties=False,
-        needs_sampling=False,
-        needs_top_k_top_p=False,
-        needs_min_tokens=False,
+        sampling=SamplingNeeds(all_greedy=True),
     )
 
 

@@ -44,7 +44,7 @@ from termgen.engine.device.runner.dispatch import (
     piecewise_sizes,
 )
 from termgen.engine.device.runner.largest_steps import dummy_run
-from termgen.engine.device.runner.unsampled_step import UnsampledStep
+from termgen.engine.device.runner.model_runner import UnsampledStep
 from termgen.engine.loop.core import EngineCore
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import Scheduler

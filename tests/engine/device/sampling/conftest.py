@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from termgen.engine.device.sampling.metadata import SamplingMetadata
+from termgen.vocabulary.step import SamplingNeeds
 
 MakeMeta = Callable[..., SamplingMetadata]
 
@@ -34,7 +35,7 @@ def _make_meta(
     prompt_mask: torch.Tensor | None = None,
     stop_token_ids: torch.Tensor | None = None,
     suppress_stop: Any = False,
-    suppress_any: bool | None = None,
+    min_tokens: bool = True,
     max_logprobs: int | None = None,
     device: str = "cpu",
 ) -> SamplingMetadata:
@@ -64,11 +65,13 @@ def _make_meta(
         **{name: tensor.to(device) for name, tensor in tensors.items()},
         output_counts=None if output_counts is None else output_counts.to(device),
         prompt_mask=None if prompt_mask is None else prompt_mask.to(device),
-        all_greedy=bool((tensors["temperature"] < 1e-5).all()),
-        needs_penalties=output_counts is not None,
-        needs_top_k_top_p=bool(limited),
-        suppress_any=suppress_any,
-        max_logprobs=max_logprobs,
+        needs=SamplingNeeds(
+            all_greedy=bool((tensors["temperature"] < 1e-5).all()),
+            filters=bool(limited),
+            penalties=output_counts is not None,
+            min_tokens=min_tokens,
+            max_logprobs=max_logprobs,
+        ),
     )
 
 

@@ -138,13 +138,13 @@ def test_minus_infinity_is_never_drawn(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}])
-@pytest.mark.parametrize("is_masked", [False, None])
+@pytest.mark.parametrize("is_masked", [False, True])
 def test_rows_that_are_no_numbers_are_marked_and_harm_no_other(
     random_logits: RandomLogits,
     make_meta: MakeMeta,
     temperature: float,
     filters: Any,
-    is_masked: bool | None,
+    is_masked: bool,
 ) -> None:
     logits = random_logits(6, 1001)
     healthy = logits[5:].clone()
@@ -154,11 +154,11 @@ def test_rows_that_are_no_numbers_are_marked_and_harm_no_other(
     logits[3, 7] = torch.nan
     logits[4, 8] = torch.inf
     meta = make_meta(6, temperature=temperature, seeds=3, max_logprobs=4, **filters)
-    meta.suppress_any = is_masked
+    meta.needs = meta.needs._replace(min_tokens=is_masked)
     output = Sampler()(logits, meta)
     corrupt = (output.token_ids == CORRUPT_TOKEN).tolist()
     # Masks of the request's own may leave a row nothing but -inf.
-    assert corrupt == [True, is_masked is False, True, True, True, False]
+    assert corrupt == [True, not is_masked, True, True, True, False]
     assert output.logprobs is not None
     assert 0 <= int(output.logprobs.token_ids.min()) <= int(output.logprobs.token_ids.max()) < 1001
     assert not output.logprobs.logprobs[5].isnan().any()
@@ -177,7 +177,6 @@ def test_an_infinity_of_the_requests_own_making_is_no_fault(
         output_counts=torch.ones(2, 50, dtype=torch.int32),
         prompt_mask=torch.zeros(2, 50, dtype=torch.bool),
     )
-    meta.needs_penalties = True
     assert (Sampler()(logits, meta).token_ids >= 0).all()
 
 
@@ -235,11 +234,11 @@ def test_a_draw_does_not_depend_on_the_batch(
         one = torch.tensor([row])
         alone = rows_of(meta, one)
         # Alone, the host flags say exactly what this row needs.
-        alone.all_greedy = float(alone.temperature) < 1e-5
-        alone.needs_top_k_top_p = (
-            int(alone.top_k) > 0 or float(alone.top_p) < 1 or float(alone.min_p) > 0
+        alone.needs = alone.needs._replace(
+            all_greedy=float(alone.temperature) < 1e-5,
+            filters=int(alone.top_k) > 0 or float(alone.top_p) < 1 or float(alone.min_p) > 0,
+            min_tokens=bool(alone.suppress_stop),
         )
-        alone.suppress_any = bool(alone.suppress_stop)
         assert int(Sampler()(logits[one], alone).token_ids) == int(together[row]), row
 
 
@@ -304,7 +303,7 @@ def test_suppressed_stops_are_not_drawn(random_logits: RandomLogits, make_meta: 
         meta = make_meta(4, temperature=temperature, stop_token_ids=stop, suppress_stop=suppress)
         drawn = Sampler()(logits, meta).token_ids
         assert torch.equal(drawn == 7, ~suppress)
-        meta.suppress_any = False
+        meta.needs = meta.needs._replace(min_tokens=False)
         assert (Sampler()(logits, meta).token_ids == 7).all()
 
 
@@ -313,7 +312,7 @@ def test_cuda_draws_the_same_tokens(random_logits: RandomLogits, make_meta: Make
     rows, vocab = 512, 4999
     logits = random_logits(rows, vocab, scale=2.5)
     meta = mixed_batch(make_meta, rows, vocab)
-    meta.max_logprobs = 5
+    meta.needs = meta.needs._replace(max_logprobs=5)
     tensors = {
         name: getattr(meta, name).cuda()
         for name in SamplingMetadata.__slots__
@@ -338,7 +337,7 @@ def test_cuda_step_never_waits_for_the_device(
         for name in SamplingMetadata.__slots__
         if isinstance(getattr(meta, name), torch.Tensor)
     }
-    meta = replace(meta, **tensors, max_logprobs=5)
+    meta = replace(meta, **tensors, needs=meta.needs._replace(max_logprobs=5))
     Sampler()(logits, meta)
     torch.cuda.set_sync_debug_mode("error")
     try:
