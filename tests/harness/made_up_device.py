@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from termgen.config import EngineConfig
-from termgen.engine.device.runner.memory import MemoryAccount
-from termgen.engine.device.runner.memory_meter import HostMeter
+from termgen.engine.device.runner.memory import HostMeter, MemoryAccount
 from termgen.errors import ConfigError
 from termgen.vocabulary.memory_ledger import GIB, MIB, MemoryLedger
 

@@ -21,7 +21,7 @@ from termgen.engine.device.sampling.logit_edits import NOTHING
 from termgen.engine.device.sampling.logit_edits import edit_logits as edit_gathered
 
 if TYPE_CHECKING:
-    from termgen.engine.device.runner.logit_edit_tables import LogitEditTables
+    from termgen.engine.device.sampling.logit_edits import LogitEditTables
 
 _BLOCK = 4096
 _BIASES = 256

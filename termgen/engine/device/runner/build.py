@@ -1,34 +1,47 @@
-"""Builds a ready model runner from a configuration: resolve, load, measure, allocate, warm up."""
+"""Builds a ready model runner from a configuration; `build_runner` is a start from top to bottom.
+
+Resolve, load, compile, measure, allocate, record: the model's files become tensors on one device,
+and the memory that is left becomes the KV cache.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from termgen.config import EngineConfig
-from termgen.engine.device.attention.base import AttentionShape
+from termgen.engine.device.attention.base import AttentionBackend, AttentionShape
 from termgen.engine.device.attention.registry import make_backend
-from termgen.engine.device.loader import load_model_config
+from termgen.engine.device.kernels import why_unusable
+from termgen.engine.device.layers.ops import LayerOps, TorchOps
+from termgen.engine.device.loader import load_model_config, open_checkpoint
+from termgen.engine.device.loader.dummy import load_dummy
+from termgen.engine.device.loader.weights import load_weights
 from termgen.engine.device.models.config import ModelConfig
+from termgen.engine.device.models.decoder import CausalDecoder
+from termgen.engine.device.models.registry import build_model, check_memory
+from termgen.engine.device.models.transformers_backend import (
+    TransformersDecoder,
+    build_transformers_model,
+)
 from termgen.engine.device.quantization.kv_cache import kv_cache_dtype
 from termgen.engine.device.runner import resolve
-from termgen.engine.device.runner.choose_graphs import choose_graphs
 from termgen.engine.device.runner.cuda_graphs import CudaRecorder
-from termgen.engine.device.runner.largest_steps import dummy_run, run_largest_steps
-from termgen.engine.device.runner.load_model import load_model
-from termgen.engine.device.runner.memory import MemoryAccount, weight_bytes
-from termgen.engine.device.runner.memory_meter import MemoryMeter, make_meter
+from termgen.engine.device.runner.memory import MemoryAccount, MemoryMeter, make_meter, weight_bytes
 from termgen.engine.device.runner.model_runner import ModelRunner
 from termgen.engine.device.runner.recording import (
+    choose_graphs,
     expect_recordings,
     log_implementation,
     record_steps,
 )
-from termgen.engine.device.runner.warm_up import warm_up
+from termgen.engine.device.runner.warm_up import dummy_run, run_largest_steps, warm_up
+from termgen.errors import ConfigError, ModelNotFoundError
 from termgen.vocabulary.memory_ledger import MemoryLedger
 from termgen.vocabulary.sampling_params import MAX_EOS_IDS
 from termgen.vocabulary.startup_phases import (
@@ -54,7 +67,10 @@ def build_runner(
     *,
     meter_for: Callable[[torch.device], MemoryMeter] = make_meter,
 ) -> tuple[ModelRunner, DeviceInfo]:
-    """Load the model at `path` and size everything around it. Raises ConfigError or ModelError."""
+    """Load the model at `path` and size everything around it. Raises ConfigError or ModelError.
+
+    What steps and graphs take is measured before the KV cache gets the rest.
+    """
     on_progress(READING_CONFIG, 0.0)
     device = resolve.resolve_device(config.device)
     if device.type == "cpu":
@@ -68,38 +84,59 @@ def build_runner(
         attention, shape, passed_over = make_backend(
             config.attention_backend, _attention_shape(config, model_config, limits, dtype, device)
         )
-    assert shape.block_size is not None
     if passed_over and device.type == "cuda":  # on a CPU nothing else is expected
         logger.warning("%s; using %s", passed_over, attention.name)
-    on_progress(LOADING_WEIGHTS, 0.0)
+
+    def report(phase: str) -> Callable[[float], None]:
+        on_progress(phase, 0.0)
+        return partial(on_progress, phase)
+
+    progress = report(LOADING_WEIGHTS)
     with memory.loading_weights(str(dtype).removeprefix("torch.")):
-        model = load_model(
-            config,
-            path,
-            model_config,
-            attention,
-            shape,
-            lambda done: on_progress(LOADING_WEIGHTS, done),
-        )
+        model = load_model(config, path, model_config, attention, shape, progress)
     memory.weights = weight_bytes(model)
     with memory.making("workspace"):
-        runner = ModelRunner(
-            model,
-            model_config,
-            attention,
-            dtype=dtype,
-            kv_cache_dtype=shape.kv_cache_dtype,
-            device=device,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_model_len=limits.max_model_len,
-            block_size=shape.block_size,
-            num_eos_ids=MAX_EOS_IDS,
-            spins=resolve.resolve_wait(config.device_wait),
-            debug=config.debug,
-        )
-    info = _size_and_warm_up(config, runner, limits, memory, on_progress)
-    logger.info("%s", info.memory)
+        runner = _make_runner(config, model, model_config, attention, shape, limits)
+        runner.init_kv_cache(2)  # enough for steps that compute nothing
+    dispatcher = choose_graphs(
+        config, limits, device_type=device.type, attention=attention, model=model
+    )
+    if runner.uses_kernels:
+        progress = report(COMPILING_KERNELS)
+        with memory.making("activations"):
+            warm_up(runner, dispatcher, progress)
+
+    report(SIZING_CACHE)
+    memory.measure_activations(partial(run_largest_steps, runner))
+    recorder = None
+    if not dispatcher.is_empty:
+        recorder = CudaRecorder(device)
+        dispatcher = expect_recordings(runner, dispatcher, recorder, memory)
+    num_blocks, max_model_len = _size_kv_cache(runner, limits.max_model_len, memory)
+    kv_bytes = num_blocks * runner.bytes_per_block()
+    with memory.making_kv(kv_bytes):
+        runner.init_kv_cache(num_blocks)
+
+    if recorder is None or dispatcher.is_empty:
+        runner.graphs = runner.make_graphs(dispatcher)
+        dummy_run(runner, 1)
+    else:
+        progress = partial(on_progress, RECORDING_GRAPHS)
+        with memory.recording_graphs():
+            in_background = config.capture_in_background
+            runner.graphs = record_steps(
+                runner, dispatcher, recorder, progress, in_background=in_background
+            )
+        with memory.making("activations"):
+            run_largest_steps(runner)  # the first real steps find their memory in place again
+    log_implementation(runner)
+    ledger = memory.ledger(
+        kv_bytes=kv_bytes,
+        kv_tokens=(num_blocks - 1) * runner.block_size,
+        are_graphs_made=not runner.graphs.num_waiting,
+    )
+    logger.info("%s", ledger)
+    info = _describe(config, runner, limits, ledger, num_blocks, max_model_len)
     runner.be_ready()
     on_progress(READY, 1.0)
     return runner, info
@@ -126,58 +163,30 @@ def _attention_shape(
     )
 
 
-def _size_and_warm_up(
+def _make_runner(
     config: EngineConfig,
-    runner: ModelRunner,
+    model: CausalDecoder | TransformersDecoder,
+    model_config: ModelConfig,
+    attention: AttentionBackend,
+    shape: AttentionShape,
     limits: resolve.Limits,
-    memory: MemoryAccount,
-    on_progress: Progress,
-) -> DeviceInfo:
-    """What steps and graphs take is measured before the KV cache gets the rest."""
-    dispatcher = choose_graphs(
-        config,
-        limits,
-        device_type=runner.device.type,
-        attention=runner.attention,
-        model=runner.model,
+) -> ModelRunner:
+    assert shape.block_size is not None
+    return ModelRunner(
+        model,
+        model_config,
+        attention,
+        dtype=shape.dtype,
+        kv_cache_dtype=shape.kv_cache_dtype,
+        device=shape.device,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        block_size=shape.block_size,
+        num_eos_ids=MAX_EOS_IDS,
+        spins=resolve.resolve_wait(config.device_wait),
+        debug=config.debug,
     )
-    with memory.making("workspace"):
-        runner.init_kv_cache(2)
-    if runner.uses_kernels:
-        on_progress(COMPILING_KERNELS, 0.0)
-        with memory.making("activations"):
-            warm_up(runner, dispatcher, lambda done: on_progress(COMPILING_KERNELS, done))
-    on_progress(SIZING_CACHE, 0.0)
-    memory.measure_activations(partial(run_largest_steps, runner))
-    recorder = None
-    if not dispatcher.is_empty:
-        recorder = CudaRecorder(runner.device)
-        dispatcher = expect_recordings(runner, dispatcher, recorder, memory)
-    num_blocks, max_model_len = _size_kv_cache(runner, limits.max_model_len, memory)
-    kv_bytes = num_blocks * runner.bytes_per_block()
-    with memory.making_kv(kv_bytes):
-        runner.init_kv_cache(num_blocks)
-    if recorder is None or dispatcher.is_empty:
-        runner.graphs = runner.make_graphs(dispatcher)
-        dummy_run(runner, 1)
-    else:
-        with memory.recording_graphs():
-            runner.graphs = record_steps(
-                runner,
-                dispatcher,
-                recorder,
-                lambda done: on_progress(RECORDING_GRAPHS, done),
-                in_background=config.capture_in_background,
-            )
-        with memory.making("activations"):
-            run_largest_steps(runner)  # the first real steps find their memory in place again
-    log_implementation(runner)
-    ledger = memory.ledger(
-        kv_bytes=kv_bytes,
-        kv_tokens=(num_blocks - 1) * runner.block_size,
-        are_graphs_made=not runner.graphs.num_waiting,
-    )
-    return _describe(config, runner, limits, ledger, num_blocks, max_model_len)
 
 
 def _size_kv_cache(
@@ -232,3 +241,79 @@ def _describe(
         num_threads=torch.get_num_threads() if device.type == "cpu" else 0,
         num_cores=len(resolve.usable_cpus()),
     )
+
+
+def load_model(
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    attention: AttentionBackend,
+    shape: AttentionShape,
+    on_progress: Callable[[float], None],
+) -> CausalDecoder | TransformersDecoder:
+    """A model that is ready to run, by termgen's own code or by transformers'.
+
+    Raises ModelError or ConfigError.
+    """
+    if model_config.transformers is not None:
+        return _load_transformers_model(config, path, model_config, attention, shape)
+    with ExitStack() as stack:
+        checkpoint = None
+        if config.load_format != "dummy":
+            # Opened first: it refuses a config.json whose sizes are not those of the tensors,
+            # before anything of those sizes is allocated.
+            checkpoint = stack.enter_context(closing(open_checkpoint(path)))
+        model = build_model(
+            model_config,
+            dtype=shape.dtype,
+            device=shape.device,
+            quantization=config.quantization,
+            attention=attention,
+            ops=_make_ops(shape),
+        )
+        if checkpoint is None:
+            load_dummy(model, config.seed)
+        else:
+            load_weights(model, checkpoint, progress=on_progress)
+    model.finalize()
+    return model
+
+
+def _load_transformers_model(
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    attention: AttentionBackend,
+    shape: AttentionShape,
+) -> TransformersDecoder:
+    if config.quantization is not None:
+        raise ConfigError(
+            f"quantization {config.quantization} is for the models that termgen's own code runs, "
+            f"and {model_config.architecture} runs through transformers; leave it out",
+            param="quantization",
+        )
+    is_dummy = config.load_format == "dummy"
+    if not is_dummy and not path.is_dir():
+        raise ModelNotFoundError(f"{path} describes a model without weights: use load_format=dummy")
+    if shape.device.type == "cpu":
+        check_memory(model_config.num_parameters * shape.dtype.itemsize)
+    model = build_transformers_model(
+        model_config,
+        folder=None if is_dummy else path,
+        dtype=shape.dtype,
+        device=shape.device,
+        attention=attention,
+        ops=_make_ops(shape),
+    )
+    if is_dummy:
+        load_dummy(model, config.seed)
+    model.finalize()
+    return model
+
+
+def _make_ops(shape: AttentionShape) -> LayerOps:
+    if why_unusable(shape.device, dtype=shape.kv_cache_dtype):
+        return TorchOps()
+    from termgen.engine.device.kernels.ops import TritonOps  # triton may be missing elsewhere
+
+    return TritonOps()

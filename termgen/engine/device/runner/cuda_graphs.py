@@ -11,20 +11,15 @@ from __future__ import annotations
 import gc
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from termgen.engine.device.runner.address_check import AddressCheck
 from termgen.engine.device.runner.async_output import StepTensors
-from termgen.engine.device.runner.capture_order import (
-    next_larger,
-    split_by_use,
-    split_pieces_by_use,
-)
 from termgen.engine.device.runner.dispatch import (
     BatchDescriptor,
     CudaGraphDispatcher,
@@ -33,13 +28,52 @@ from termgen.engine.device.runner.dispatch import (
     SamplingVariant,
     variant_of,
 )
-from termgen.engine.device.runner.input_batch import InputBatch
+from termgen.engine.device.runner.input_batch import InputBatch, RowHeader
 from termgen.engine.device.runner.memory import is_out_of_memory
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs, Recorder
-from termgen.engine.device.runner.row_header import RowHeader
-from termgen.engine.device.runner.token_ring import TokenRing
+from termgen.engine.device.sampling.token_ring import TokenRing
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT, GraphStatus, StepPlan
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+def tensors_of(owner: str, holder: Any) -> list[NamedTensor]:
+    """The tensors among an object's attributes, named `owner.attribute`."""
+    return [
+        (f"{owner}.{name}", value)
+        for name, value in vars(holder).items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+class AddressCheck:
+    """Checks that what recordings read still lies where it was when they were made. For debugging.
+
+    A graph holds addresses, not tensors: one that was allocated anew since is read where it used to
+    lie, without an error. Used with the setting `debug`; costs some microseconds a tensor.
+    `tensors` gives what recordings read, by name; one that does not exist yet when a recording is
+    made is not read by it.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[NamedTensor]]) -> None:
+        self._tensors = tensors
+        self._recorded: dict[Hashable, dict[str, int]] = {}
+
+    def note(self, recording: Hashable) -> None:
+        """A recording was just made."""
+        self._recorded[recording] = self._addresses()
+
+    def check(self, recording: Hashable) -> None:
+        """Before its replay."""
+        now = self._addresses()
+        recorded = self._recorded[recording]
+        moved = [name for name, address in recorded.items() if now.get(name) != address]
+        assert not moved, f"moved since {recording} was recorded: {', '.join(moved)}"
+
+    def _addresses(self) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in self._tensors()}
+
 
 logger = logging.getLogger(__name__)
 
@@ -335,3 +369,66 @@ class FullGraphs:
         if self._check is not None:
             self._check.check(size)
         return self.pieces.replay(size, plan)
+
+
+# The order of recordings. All share one memory pool, so the largest of each kind comes first: the
+# pool then has its full size, and every later recording fits into it, whatever the order. With
+# capture in the background serving waits only for the most useful sizes.
+
+USEFUL_DECODES = 8
+"""Rows up to which decodes are recorded before anything is served: a conversation, or a few."""
+USEFUL_TOKENS = 128
+"""Likewise the tokens of steps that hold prompts: most chat messages."""
+
+
+def split_by_use(
+    descriptors: Sequence[BatchDescriptor],
+) -> tuple[list[BatchDescriptor], list[BatchDescriptor]]:
+    """(those to record before serving, those for idle moments), each in the order to make them."""
+    largest: dict[tuple[bool, object], BatchDescriptor] = {}
+    for descriptor in descriptors:
+        kind = (descriptor.is_decode, descriptor.sampling)
+        if kind not in largest or descriptor.num_tokens > largest[kind].num_tokens:
+            largest[kind] = descriptor
+    first = sorted(largest.values(), key=lambda d: (-d.num_tokens, -d.num_rows))
+    others = [d for d in _by_use(descriptors) if d not in first]
+    useful = [d for d in others if _is_useful(d)]
+    return first + useful, [d for d in others if not _is_useful(d)]
+
+
+def split_pieces_by_use(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The same of recordings cut at attention. A power of two stands in for those down to its half,
+    so the small ones serve all short steps."""
+    ordered = sorted(sizes)
+    small = [n for n in ordered[:-1] if n <= USEFUL_TOKENS and n & (n - 1) == 0]
+    first = ordered[-1:] + small
+    return first, [n for n in ordered if n not in first]
+
+
+def _is_useful(descriptor: BatchDescriptor) -> bool:
+    most = USEFUL_DECODES if descriptor.is_decode else USEFUL_TOKENS
+    return descriptor.num_tokens <= most
+
+
+def _by_use(descriptors: Sequence[BatchDescriptor]) -> list[BatchDescriptor]:
+    """Smallest first: few requests run at once far more often than many."""
+    return sorted(descriptors, key=lambda d: (d.num_tokens, not d.is_decode))
+
+
+def next_larger(
+    wanted: BatchDescriptor, recorded: Sequence[BatchDescriptor], *, most_padding: int
+) -> BatchDescriptor | None:
+    """The smallest recording that can stand in for one that is not made yet.
+
+    A decode reads the weights whatever its size, so any size will do; a step with prompts costs
+    its tokens, so not one of more than `most_padding` times as many.
+    """
+    fits = [
+        d
+        for d in recorded
+        if (d.is_decode, d.sampling) == (wanted.is_decode, wanted.sampling)
+        and d.num_tokens >= wanted.num_tokens
+        and d.num_rows >= wanted.num_rows
+        and (d.is_decode or d.num_tokens <= most_padding * wanted.num_tokens)
+    ]
+    return min(fits, key=lambda d: d.num_tokens, default=None)

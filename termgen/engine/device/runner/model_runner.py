@@ -27,7 +27,6 @@ from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.models.config import ModelConfig
 from termgen.engine.device.models.decoder import CausalDecoder, one_layer_of_each_kind
 from termgen.engine.device.models.transformers_backend import TransformersDecoder
-from termgen.engine.device.runner.address_check import AddressCheck, NamedTensor, tensors_of
 from termgen.engine.device.runner.async_output import (
     AsyncOutput,
     Launch,
@@ -35,7 +34,13 @@ from termgen.engine.device.runner.async_output import (
     StepTensors,
     make_copy_stream,
 )
-from termgen.engine.device.runner.cuda_graphs import RING_SIZE, FullGraphs
+from termgen.engine.device.runner.cuda_graphs import (
+    RING_SIZE,
+    AddressCheck,
+    FullGraphs,
+    NamedTensor,
+    tensors_of,
+)
 from termgen.engine.device.runner.device_clock import DeviceClock, cuda_event
 from termgen.engine.device.runner.dispatch import (
     NEEDS,
@@ -44,13 +49,12 @@ from termgen.engine.device.runner.dispatch import (
     Dispatch,
     SamplingVariant,
 )
-from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers
+from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers, RowHeader
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs
 from termgen.engine.device.runner.request_state import RequestState
-from termgen.engine.device.runner.row_header import RowHeader
-from termgen.engine.device.runner.token_ring import TokenRing
 from termgen.engine.device.sampling.logprobs import LogprobTensors, gather_logprobs
 from termgen.engine.device.sampling.sampler import Sampler
+from termgen.engine.device.sampling.token_ring import TokenRing
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import SamplingNeeds, StepPlan, StepResult
 from termgen.vocabulary.token_mask import RowMasks

@@ -24,9 +24,8 @@ import torch
 from termgen.engine.device.attention.base import AttentionBackend, AttentionMetadata, ForwardContext
 from termgen.engine.device.models.config import ModelConfig
 from termgen.engine.device.models.pieces import Carried, PiecewiseModel
-from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers
+from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers, RowHeader
 from termgen.engine.device.runner.request_state import RequestState
-from termgen.engine.device.runner.row_header import RowHeader
 from termgen.vocabulary.step import StepPlan
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]

@@ -19,9 +19,7 @@ import torch
 from termgen.engine.device.sampling.gumbel import gumbel_argmax, mark_corrupt
 from termgen.engine.device.sampling.logprobs import LogprobTensors, gather_logprobs
 from termgen.engine.device.sampling.metadata import SamplingMetadata
-from termgen.engine.device.sampling.penalties import apply_penalties
 from termgen.engine.device.sampling.random import Stream
-from termgen.engine.device.sampling.stop_mask import mask_stop_tokens
 from termgen.engine.device.sampling.token_mask import mask_tokens
 from termgen.engine.device.sampling.top_k_top_p import cut_threshold
 from termgen.vocabulary.sampling_params import GREEDY_EPSILON
@@ -109,3 +107,45 @@ def _process(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
             presence_penalty=meta.presence_penalty,
         )
     return logits
+
+
+def apply_penalties(
+    logits: torch.Tensor,
+    *,
+    prompt_mask: torch.Tensor,
+    output_counts: torch.Tensor,
+    repetition_penalty: torch.Tensor,
+    frequency_penalty: torch.Tensor,
+    presence_penalty: torch.Tensor,
+) -> torch.Tensor:
+    """Penalise ids that were seen; a new tensor. Rows with neutral values come out unchanged.
+
+    logits, prompt_mask, output_counts [B, V]; the penalties [B]. Repetition looks at prompt and
+    output and scales towards less likely (it divides a positive logit and multiplies a negative
+    one, as transformers does); frequency and presence then look at the output alone and subtract,
+    as OpenAI documents them.
+    """
+    generated = output_counts > 0
+    repetition = repetition_penalty.unsqueeze(1)
+    scaled = torch.where(logits < 0, logits * repetition, logits / repetition)
+    penalised = torch.where(prompt_mask | generated, scaled, logits)
+    penalised -= frequency_penalty.unsqueeze(1) * output_counts
+    penalised -= presence_penalty.unsqueeze(1) * generated
+    return penalised
+
+
+def mask_stop_tokens(
+    logits: torch.Tensor, stop_token_ids: torch.Tensor, suppress: torch.Tensor
+) -> torch.Tensor:
+    """-inf at the stop ids of the rows that suppress them; a new tensor.
+
+    logits [B, V], stop_token_ids [B, K] int64 padded with -1, suppress [B] bool.
+    """
+    if stop_token_ids.shape[1] == 0:
+        return logits
+    largest = stop_token_ids.amax(dim=1, keepdim=True)
+    # Padding repeats a real id of its row: then two writes to one place always write the same.
+    ids = torch.where(stop_token_ids < 0, largest.clamp(min=0), stop_token_ids)
+    masked = suppress.unsqueeze(1) & (largest >= 0)  # [B, 1]
+    values = logits.gather(1, ids).masked_fill(masked, -torch.inf)
+    return logits.scatter(1, ids, values)

@@ -12,7 +12,7 @@ from triton_device import DEVICES_AND_DTYPES, normal, require_triton
 require_triton()
 
 from termgen.engine.device.kernels.edit_logits import edit_logits, edit_logits_reference  # noqa: E402
-from termgen.engine.device.runner.logit_edit_tables import LogitEditTables  # noqa: E402
+from termgen.engine.device.sampling.logit_edits import LogitEditTables  # noqa: E402
 
 devices_and_dtypes = pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
 ROWS = 7

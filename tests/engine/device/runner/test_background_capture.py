@@ -12,14 +12,14 @@ import torch
 from mixed_load import run_mixed_load
 
 from termgen.config import EngineConfig
-from termgen.engine.device.runner.capture_order import (
+from termgen.engine.device.runner.cuda_graphs import (
     USEFUL_DECODES,
     USEFUL_TOKENS,
+    RecordingError,
     next_larger,
     split_by_use,
     split_pieces_by_use,
 )
-from termgen.engine.device.runner.cuda_graphs import RecordingError
 from termgen.engine.device.runner.dispatch import (
     BatchDescriptor,
     CudaGraphDispatcher,

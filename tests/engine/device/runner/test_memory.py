@@ -15,10 +15,9 @@ from made_up_device import BLOCK, Device, Graphs, account, refusal, start
 
 from termgen.config import EngineConfig
 from termgen.engine.device.runner.build import build_runner
-from termgen.engine.device.runner.largest_steps import heaviest_run
-from termgen.engine.device.runner.memory import weight_bytes
-from termgen.engine.device.runner.memory_meter import HostMeter
+from termgen.engine.device.runner.memory import HostMeter, weight_bytes
 from termgen.engine.device.runner.model_runner import ModelRunner
+from termgen.engine.device.runner.warm_up import heaviest_run
 from termgen.engine.loop.engine import SyncEngine
 from termgen.vocabulary.memory_ledger import GIB, MIB, MemoryLedger, size
 from termgen.vocabulary.step import DeviceInfo

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from termgen.config import EngineConfig
-from termgen.engine.device.runner.memory import weight_bytes
-from termgen.engine.device.runner.memory_meter import CudaMeter
+from termgen.engine.device.runner.memory import CudaMeter, weight_bytes
 from termgen.engine.loop.engine import SyncEngine
 from termgen.errors import ConfigError, ModelError
 from termgen.vocabulary.memory_ledger import GIB, MIB

@@ -43,8 +43,8 @@ from termgen.engine.device.runner.dispatch import (
     mixed_sizes,
     piecewise_sizes,
 )
-from termgen.engine.device.runner.largest_steps import dummy_run
 from termgen.engine.device.runner.model_runner import UnsampledStep
+from termgen.engine.device.runner.warm_up import dummy_run
 from termgen.engine.loop.core import EngineCore
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import Scheduler

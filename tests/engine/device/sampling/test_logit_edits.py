@@ -9,8 +9,7 @@ import pytest
 import torch
 from logit_edit_rows import LENGTH, added, edited_by_hand, random_row
 
-from termgen.engine.device.runner.logit_edit_tables import LogitEditTables
-from termgen.engine.device.sampling.logit_edits import edit_logits
+from termgen.engine.device.sampling.logit_edits import LogitEditTables, edit_logits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS, VOCAB = 6, 67

@@ -13,8 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from termgen.engine.device.sampling.penalties import apply_penalties
-from termgen.engine.device.sampling.stop_mask import mask_stop_tokens
+from termgen.engine.device.sampling.sampler import apply_penalties, mask_stop_tokens
 from termgen.engine.device.sampling.top_k_top_p import (
     cut_threshold,
     cut_threshold_cpu,
