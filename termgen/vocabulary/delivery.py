@@ -54,7 +54,8 @@ class PromptLogprobs:
 
     @classmethod
     def of_step(cls, plan: StepPlan, result: StepResult) -> tuple[PromptLogprobs, ...]:
-        """Of every row of the plan: what it says of one that has lost its slot is still true."""
+        """Log-probabilities of every row of the plan: what it says of one that has lost its slot is
+        still true."""
         values = result.prompt_logprobs
         if values is None:
             return ()

@@ -68,7 +68,8 @@ class StepRecord(NamedTuple):
     """How long the device had nothing to run before this step, although there was work."""
     prefill_ids: tuple[str, ...] = ()
     """Requests with a part of their prompt, or of what they compute again, in this step, as it was
-    planned: some may be over when it lands. All other rows decode. Empty when nobody listened."""
+    planned: some may be over when it lands. All other rows decode. Empty when there was no
+    listener."""
     prefill_tokens: tuple[int, ...] = ()
     """How many tokens of each."""
     num_evictions: int = 0
@@ -177,7 +178,7 @@ class BlockState(enum.IntEnum):
 
     FREE = 0
     CACHED = 1
-    """Holds a reusable prefix, nobody uses it now."""
+    """Holds a reusable prefix and is not in use."""
     ACTIVE = 2
     SHARED = 3
     """Used by more than one request."""

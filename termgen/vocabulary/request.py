@@ -111,7 +111,7 @@ class Request:
     first_scheduled_ns: int = 0
     finish_reason: FinishReason | None = None
     grammar: GrammarState | None = None
-    """Of a request that has one: as far as its tokens have landed."""
+    """The state of its grammar, as far as its tokens have landed."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it; None for end-of-sequence and length."""
 

@@ -65,7 +65,7 @@ class SamplingParams:
     """What the answer must look like. It ends where nothing more can follow, `min_tokens` or not.
     """
     prompt_logprobs: int | None = None
-    """As `logprobs`, for the tokens of the prompt. The first has none: nothing comes before it."""
+    """The same for the tokens of the prompt. The first has none: nothing comes before it."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     """Added to the logits of these ids. Kept as pairs, sorted by id."""
     allowed_token_ids: tuple[int, ...] | None = None

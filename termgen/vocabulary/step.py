@@ -176,7 +176,8 @@ class StepResult(NamedTuple):
     corrupt: IntArray | None = None
     """[num_corrupt] rows whose logits held a NaN or an infinity where a token was to be drawn."""
     seen_ns: int = 0
-    """perf_counter_ns when whoever waited for the step went on; 0: when it had this result."""
+    """perf_counter_ns when the thread that waited for the step went on; 0: when it had this
+    result."""
     model_span_ns: tuple[int, int] = (0, 0)
     """On a CPU, perf_counter_ns when the model began and had ended; zeros elsewhere."""
 
@@ -214,7 +215,7 @@ class DeviceInfo:
     max_in_flight: int
     """Steps that may be planned before the oldest one's result is read; 1 is synchronous."""
     eos_token_ids: tuple[int, ...]
-    """As the model's own config.json has them."""
+    """Those of the model's own config.json."""
     memory: MemoryLedger
     implementation: str = "termgen"
     """Whose code runs the model: one of config.MODEL_IMPLS."""

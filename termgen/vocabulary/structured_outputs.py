@@ -18,7 +18,7 @@ from typing import Any, cast
 from termgen.errors import RequestError
 
 MAX_TEXT_BYTES = 65_536
-"""Of a schema, a regular expression, all choices together or a grammar."""
+"""Size of a schema, a regular expression, all choices together or a grammar."""
 MAX_GBNF_BYTES = 8_192
 """GBNF is turned into Lark by Python, which takes seconds for more."""
 MAX_SCHEMA_DEPTH = 64
@@ -30,7 +30,7 @@ _LARK_LINE = re.compile(r"%llguidance\b|start\s*:(?!:=)")
 
 MAX_INT64 = 2**63 - 1
 MAX_MULTIPLE = (2**32 - 10) // 10
-"""Of `multipleOf`, without its decimal point: ten times this and a digit fit into 32 bits."""
+"""Largest `multipleOf` without its decimal point: ten times this and a digit fit into 32 bits."""
 _BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 """Keywords, and the side on which rounding would allow what the schema does not."""
 

@@ -62,8 +62,8 @@ class TokenGrammar(Protocol):
 class GrammarState:
     """How far one answer is in its grammar, and the mask of its next token.
 
-    It takes turns: whoever fills masks has it until `is_ready`, and the engine's thread from then
-    on, until it asks for the mask behind the next token.
+    It takes turns: the thread that fills masks has it until `is_ready`, and the engine's thread
+    from then on, until it asks for the mask behind the next token.
     """
 
     __slots__ = (
@@ -91,7 +91,8 @@ class GrammarState:
         self.is_ready = False
         """The mask is filled, or there is an error."""
         self.is_slow = grammar.is_slow
-        """The newest mask took long: nobody waits for the next one, which is filled elsewhere."""
+        """The newest mask took long: the engine does not wait for the next one, which is filled
+        elsewhere."""
 
     @property
     def mask(self) -> IntArray:

@@ -34,7 +34,8 @@ class ToolFormat:
     """What is known of one model's tool calls."""
 
     style: ToolStyle = ToolStyle.HERMES
-    """Of the model's own calls, or, where its template knows no tools, of those it is told of."""
+    """Format of the model's own calls, or, where its template knows no tools, of those its prompt
+    describes."""
     knows_tools: bool = False
     """The chat template shows tools to the model."""
     special_tokens: Mapping[str, int] = field(default_factory=dict)

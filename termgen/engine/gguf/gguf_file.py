@@ -252,7 +252,7 @@ class GGUFTensor:
     """Outermost dimension first, as torch has it; GGUF stores the reverse."""
     type: GGMLType
     offset: int
-    """Of the first byte, from the start of the file."""
+    """Offset of the first byte, from the start of the file."""
     nbytes: int
     _map: mmap.mmap = field(repr=False, compare=False)
 

@@ -407,7 +407,7 @@ class GrammarCompiler:
 
     def prepare_for_strangers(self) -> None:
         """Read the vocabulary now, here and in the program that proves grammars; if it cannot be,
-        whoever asks for a grammar is told."""
+        requests with a grammar get the error."""
         with contextlib.suppress(RequestError):
             self._vocabulary_of_model()
             with contextlib.suppress(RuntimeError):
@@ -431,7 +431,7 @@ class GrammarCompiler:
         return self._queue.num_open
 
     def submit(self, wanted: StructuredOutputsParams, *, client: str = "") -> Compilation:
-        """The grammar, or the `RequestError` it ends in. Whoever asks says `leave` in the end.
+        """The grammar, or the `RequestError` it ends in. Every caller calls `leave` in the end.
 
         client: clients take turns; one with too many grammars under way is refused."""
         key = _key(wanted)
@@ -458,14 +458,14 @@ class GrammarCompiler:
         return future
 
     def _evict(self) -> None:
-        """Of the half that nobody has asked for longest, what took least. Many that are made in a
-        moment, as somebody may send, do not displace what others have waited for; and freeing what
-        took long holds Python's lock for milliseconds."""
+        """Drop, of the half unused for longest, the grammar that took least to compile. Many that
+        are made in a moment, as one client may send, do not displace what others have waited for;
+        and freeing what took long holds Python's lock for milliseconds."""
         oldest = islice(self._cache, MAX_CACHED // 2)
         del self._cache[min(oldest, key=lambda key: self._cache[key].took_s)]
 
     def leave(self, future: Compilation) -> None:
-        """Waits no longer. What nobody waits for is not begun: others are served first who have
+        """Wait no longer. What no request waits for is not begun: others are served first who have
         not gone meanwhile."""
         with self._lock:
             future.num_waiting -= 1
@@ -502,7 +502,7 @@ class GrammarCompiler:
             is_begun = self._begin(job)
             if is_begun:
                 grammar = self._compile(job)
-        except BaseException as error:  # goes to whoever waits for the grammar
+        except BaseException as error:  # raised where the grammar is awaited
             raised = error
         took_s = time.perf_counter() - began
         job.spent_s += took_s
@@ -534,7 +534,7 @@ class GrammarCompiler:
             return False
 
     def _forget(self, job: _Job) -> None:
-        """Whoever asks next tries again. Under the lock."""
+        """Let the next request try again. Under the lock."""
         if self._cache.get(_key(job.wanted)) is job.future:
             del self._cache[_key(job.wanted)]
 
@@ -587,7 +587,7 @@ class GrammarCompiler:
             proof: Proof = prover.ask(task, (data,), limit_s=limit_s)
         except HelperClosed:
             raise EngineDeadError("the engine was shut down") from None
-        except HelperFault:  # for lack of memory, as a rule: whoever asks next tries again
+        except HelperFault:  # for lack of memory, as a rule: the next request tries again
             raise no_process("grammar", "tried out") from None
         return proof
 

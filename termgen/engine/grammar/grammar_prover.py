@@ -48,7 +48,7 @@ MATCHER_STACK_BYTES = 1 << 20
 NUM_STEPS = 4
 """Tokens that are taken in behind the first mask."""
 EXIT_S = 1.0
-"""For a worker that is told to end."""
+"""Seconds for a worker that is asked to end."""
 
 
 class Prover:

@@ -22,8 +22,8 @@ MAX_ITEMS_IN_GRAMMAR_ROW = 2000
 """The same where the client wrote the rules: then all of them may be about the same text. Taking in
 a token holds Python's lock, and takes the longer the more there are of those."""
 MAX_ITEMS_IN_MASK = 8000
-"""Of all rows that a mask goes through, the next one among them as a rule: that there are too many
-is found out without the lock then."""
+"""Items of all rows that a mask goes through, usually the next one among them: too many are then
+found without the lock."""
 LIMITS: dict[str, Any] = {
     "verbose_errors": False,
     "max_lexer_states": MAX_LEXER_STATES,
@@ -43,7 +43,8 @@ PROOF_STACK_BYTES = COMPILE_STACK_BYTES // 2
 """What fits here fits there."""
 MAX_PROOF_BYTES = 2 << 30
 MAX_PROOF_WALL_S = 20.0
-"""By the clock: a worker may be given no core. What a grammar may need is counted in CPU time."""
+"""Wall-clock limit: a worker may be given no core. What a grammar may need is counted in CPU
+time."""
 QUICK_CPU_S = 0.2
 """CPU time of the first try. What needs more is tried once more behind everything that does not."""
 SLOW_CPU_S = 2.0

@@ -20,7 +20,7 @@ from termgen.vocabulary.token_mask import GrammarState
 NUM_THREADS = 2
 NUM_SLOW_THREADS = 2
 MANY = 8
-"""Of so many rows that land together the masks are filled all at once."""
+"""When so many rows land together, their masks are filled all at once."""
 SLOW_S = 0.005
 """A mask that takes longer is slow. Most take some microseconds."""
 

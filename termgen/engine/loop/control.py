@@ -30,7 +30,7 @@ class _Reset:
 
 
 class EngineControl:
-    """What the engine was told to hold back, and who waits for it to come to rest."""
+    """What the engine holds back, and the callers that wait for it to come to rest."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class EngineControl:
         return done
 
     def resume(self) -> None:
-        """Go on. Whoever still waits for a pause to take effect is told that it will not."""
+        """Go on. Callers that still wait for a pause to take effect get an error."""
         self._check_awake()
         self._mode = None
         self._scheduler.admits_new = True
@@ -86,7 +86,7 @@ class EngineControl:
         self._fail_pauses(EngineError("the engine was resumed before it had come to rest"))
 
     def lie_down(self, level: int) -> None:
-        """The device is about to lose its KV cache: nobody's keys and values count any more."""
+        """The device is about to lose its KV cache: no keys and values count any more."""
         self._check_awake()
         if not self.is_resting:
             raise EngineError("the engine was resumed before it could sleep")
@@ -113,9 +113,9 @@ class EngineControl:
         return reset.done
 
     def settle(self) -> None:
-        """A turn of the loop is over and its news delivered: answer whoever waited for that.
+        """A turn of the loop is over and its news delivered: answer the callers that waited.
 
-        With nothing in flight and nothing running nobody is left waiting, so the loop may sleep.
+        With nothing in flight and nothing running no caller is left waiting, so the loop may sleep.
         """
         landed = self._scheduler.fence.landed_step
         if self._resets:
@@ -135,7 +135,7 @@ class EngineControl:
                     done.set_result(None)
 
     def close(self, error: EngineError) -> None:
-        """No step will follow: whoever waits is told."""
+        """End the callers that wait with an error: no step will follow."""
         self._fail_pauses(error)
         resets, self._resets = self._resets, []
         for reset in resets:

@@ -172,7 +172,7 @@ class EngineCore:
         return is_busy
 
     def _allowed_depth(self) -> int:
-        """Only two steps or one if something waits, or if more would preempt somebody. A step with
+        """Only two steps or one if something waits, or if more would preempt a request. A step with
         a row under a grammar is the newest until the one before has landed."""
         scheduler = self.scheduler
         room = scheduler.kv.pool.num_free >= scheduler.num_running
@@ -185,7 +185,7 @@ class EngineCore:
 
     def drain(self) -> None:
         """The last turn: wait for steps in flight and end every request; nothing is held then.
-        Nobody is told of the endings here: `close` comes next."""
+        The endings are not delivered here: `close` comes next."""
         self._run_out()
         self.scheduler.land_all()
         finish_all(self.scheduler)
@@ -275,7 +275,7 @@ class EngineCore:
         self._deliver_finished()
 
     def _run_out(self) -> None:
-        """Wait for the steps in flight; nobody reads what they computed."""
+        """Wait for the steps in flight and drop what they computed."""
         while self._in_flight:
             step = self._in_flight.popleft()
             if step.awaits_masks:
@@ -285,7 +285,7 @@ class EngineCore:
                 )
             try:
                 step.handle.result()
-            except Exception:  # of a step behind a failed one, whose cause is told, or of the last
+            except Exception:  # behind a failed step, whose cause is reported, or in the last one
                 continue
 
     def _tell_preempted(self, why: str) -> None:
@@ -312,10 +312,10 @@ class EngineCore:
         while self._calls:
             call = self._calls.popleft()
             if not call.future.set_running_or_notify_cancel():
-                continue  # whoever asked has given up waiting
+                continue  # the caller has given up waiting
             try:
                 call.future.set_result(call.function())
-            except Exception as error:  # goes to whoever waits on the future
+            except Exception as error:  # raised where the future is awaited
                 call.future.set_exception(error)
 
     def _admit(self, mail: Submit) -> None:
@@ -407,7 +407,7 @@ class Submit:
     arrival_ns: int
 
     def to_request(self, max_model_len: int, eos: frozenset[int], seeds: Random) -> Request:
-        """As the scheduler takes it. seeds: for one that brings none."""
+        """The request as the scheduler takes it. seeds: for one that brings none."""
         submitted, params = self.request, self.request.params
         num_prompt = len(submitted.prompt_token_ids)
         stops = frozenset(params.stop_token_ids)
@@ -443,16 +443,16 @@ class Call:
 Mail = Submit | Abort | Call
 
 
-# How many steps may be in flight: two, or more while nobody waits and nobody joins the batch.
+# How many steps may be in flight: two, or more while no request waits or joins the batch.
 #
 # A process that holds the GIL, or a screen that draws, stops the engine thread; what is queued on
 # the device runs meanwhile. Each queued step is also a step that a new request waits for, and one
-# that computes for nobody if a stop token turns up before it. So the queue grows by one step at a
+# that is computed in vain if a stop token turns up before it. So the queue grows by one step at a
 # time while only decodes run, lasts about `run_ahead_ms`, and is given up at once when something
 # waits. Used by the core, on the engine thread; knows plans, times and no clock.
 
 NEWEST_WEIGHT = 0.25
-"""Of the newest step in the mean time of a step."""
+"""Weight of the newest step in the mean time of a step."""
 
 
 class RunAhead:

@@ -59,7 +59,7 @@ class DeltaStream:
 
     def __init__(self, num_completions: int) -> None:
         self._waiting: dict[int, list[TokenDelta]] = {}
-        """By completion."""
+        """Keyed by completion."""
         self._open = num_completions
         self._news = asyncio.Event()
         self._error: EngineDeadError | None = None
@@ -156,7 +156,7 @@ class AsyncEngine:
         return engine
 
     def _begin_turns(self) -> None:
-        """Of this thread: the engine's, or that of the loop."""
+        """Shorten this thread's scheduler slices (engine thread and event loop)."""
         if self.model.device != "cpu":
             take_short_turns()
 
@@ -350,7 +350,7 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             parts = self._build(on_delivery=self._hand_over, on_progress=self._report)
-        except BaseException as error:  # told to whoever awaits start()
+        except BaseException as error:  # raised by start()
             if self._ready.set_running_or_notify_cancel():
                 self._ready.set_exception(error)
             return
@@ -367,7 +367,7 @@ class AsyncEngine:
         try:
             self._serve(parts)
             parts.core.drain()
-        except BaseException as cause:  # thread top: every stream is told, health turns red
+        except BaseException as cause:  # top of the thread: ends every stream, health turns red
             death = _death_of(cause)
         finally:
             gc.enable()
@@ -409,7 +409,7 @@ class AsyncEngine:
         self._deliveries.append(delivery)
         self._wake_loop()
         while len(self._deliveries) > MOST_BEHIND and not self._nobody_listens:
-            time.sleep(HOLD_S)  # tokens that nobody can turn into text would only pile up
+            time.sleep(HOLD_S)  # tokens that cannot be turned into text would only pile up
 
     @property
     def _nobody_listens(self) -> bool:
@@ -421,7 +421,7 @@ class AsyncEngine:
             self._post(self._take_deliveries)
 
     def _post(self, function: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to be told
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no listener is left
             self._loop.call_soon_threadsafe(function)
 
     # -- event loop ------------------------------------------------------------------------
@@ -481,7 +481,7 @@ class Pulse:
         self._question: Future[None] | None = None
 
     def why_stuck(self, core: EngineCore) -> str | None:
-        """By what is known without asking."""
+        """Known without asking the engine thread."""
         silent_s = (time.perf_counter_ns() - core.last_progress_ns) / 1e9
         is_asked = self._question is not None and not self._question.done()
         if not (core.has_work or is_asked) or silent_s < STALL_SECONDS:
@@ -489,7 +489,7 @@ class Pulse:
         return f"the engine stands still: nothing has come of its work for {silent_s:.0f} s"
 
     async def feel(self, core: EngineCore) -> str | None:
-        """Why the engine can serve nobody; None when it answers, or has lately made progress."""
+        """Why the engine cannot serve; None when it answers, or has lately made progress."""
         if self._question is None or self._question.done():
             self._question = core.call(lambda: None)
         answer = asyncio.wrap_future(self._question)

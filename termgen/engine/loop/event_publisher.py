@@ -43,7 +43,7 @@ class StepTimes:
 
 
 class EventPublisher:
-    """Where every event of one engine comes from. Makes none where nobody listens."""
+    """Makes every event of one engine; none while there is no listener."""
 
     def __init__(self, bus: EventBus, scheduler: Scheduler) -> None:
         self._bus = bus
@@ -71,7 +71,8 @@ class EventPublisher:
             self._tell_ended(row, RequestEventKind.FINISHED, time_ns, row.reason.value)
 
     def prefills(self, plan: StepPlan) -> Prefills:
-        """Whose prompts a new plan computes, and how much of them; nothing when nobody listens.
+        """Whose prompts a new plan computes, and how much of them; nothing while there is no
+        listener.
 
         Asked when planned: a request may be over, and its slot another's, when the step lands.
         """

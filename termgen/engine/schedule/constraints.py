@@ -5,9 +5,9 @@ joins a step whose token before is in flight still; while the model runs that to
 fill the mask, and then the step is sampled. No other step is submitted before that, so two are in
 flight at most. A row whose mask is late sits the sampling out and computes its token once more. A
 row whose masks take long joins only when all its tokens have landed and its mask is filled, so that
-it holds nobody up. Only landed tokens ever reach a matcher, so preemption and dropped steps need no
-way back. A grammar that fails, in a mask or on a token, ends its own request and no other. Owned by
-the scheduler, on the engine thread.
+it makes no other row wait. Only landed tokens ever reach a matcher, so preemption and dropped steps
+need no way back. A grammar that fails, in a mask or on a token, ends its own request and no other.
+Owned by the scheduler, on the engine thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from termgen.vocabulary.token_mask import GrammarState, RowMasks
 
 PATIENCE_S = 0.001
 """While there is something else to compute, masks are waited for this long; a row whose mask takes
-longer misses the step, so that it holds nobody up."""
+longer misses the step, so that no other row waits for it."""
 IDLE_PATIENCE_S = 0.01
 """The same for a step of constrained rows alone. Rows that go on together share their steps."""
 
@@ -108,9 +108,9 @@ class Constraints:
     def masks_for(
         self, table: SlotTable, plan: StepPlan, *, runs_until_s: float = 0.0
     ) -> RowMasks | None:
-        """Of a step whose model runs, waited for a little. Rows whose mask is late are counted as
-        if they had not been in the step. None while a token that the masks need is in flight.
-        runs_until_s: perf_counter before which nothing else could be computed anyway."""
+        """Masks of a step whose model runs, waited for a little. Rows whose mask is late are
+        counted as if they had not been in the step. None while a token that the masks need is in
+        flight. runs_until_s: perf_counter before which nothing else could be computed anyway."""
         assert plan.constrained is not None
         rows = plan.constrained
         slots = plan.slots[rows]

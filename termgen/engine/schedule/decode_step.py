@@ -30,7 +30,7 @@ class DecodeStep:
         self._kv = kv
         self._fence = fence
         self._rows: IntArray = table.running
-        """The batch that the rest belongs to. Whoever joins or leaves it makes a new array."""
+        """The batch that the rest belongs to. A request that joins or leaves makes a new array."""
         self._constrained: IntArray | None = None
         """Which of them have a grammar."""
         self._sampling: SamplingNeeds | None = None
@@ -38,7 +38,8 @@ class DecodeStep:
         self._computed: IntArray = self._rows
         """[num_rows] tokens computed before the next step."""
         self._next_step = -1
-        """The step that what is known here holds for; another one was planned by somebody else."""
+        """The step that what is known here holds for; any other one was planned by the
+        scheduler."""
         self._steps_left = 0
         """Steps in which no row needs a block or reaches its limit."""
         self._look_at_step = NEVER
@@ -87,7 +88,7 @@ class DecodeStep:
         )
 
     def forget(self) -> None:
-        """Counts of rows were changed by somebody else."""
+        """Look again: counts of rows were changed elsewhere."""
         self._steps_left = 0
 
     def _look(self, builder: PlanBuilder) -> bool:

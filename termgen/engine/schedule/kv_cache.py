@@ -89,9 +89,9 @@ class BlockPool:
         self._is_hashed = bytearray(num_blocks)
         self._by_hash: dict[bytes, list[int]] = {}
         self.num_free = num_blocks - 1
-        """Blocks nobody uses, cached ones included."""
+        """Blocks that no request uses, cached ones included."""
         self.num_cached = 0
-        """Blocks nobody uses that hold a findable prefix."""
+        """Blocks that no request uses and that hold a findable prefix."""
         self.num_evictions = 0
         self._evicted = array("i", bytes(4 * EVICTED_KEPT))
         """Blocks whose prefix was forgotten, the n-th at n % EVICTED_KEPT."""
@@ -145,13 +145,14 @@ class BlockPool:
             self._by_hash.setdefault(block_hash, []).append(block)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Nobody finds what these blocks hold any more; those who use them keep them."""
+        """Make what these blocks hold unfindable; requests that use them keep them."""
         for block in blocks:
             if self._hashes[block] is not None:
                 self._forget(block)
 
     def forget_idle(self) -> bool:
-        """Drop the hashes of blocks nobody uses; whether `lookup` finds nothing any more."""
+        """Drop the hashes of blocks that no request uses; whether `lookup` finds nothing any
+        more."""
         for blocks in list(self._by_hash.values()):
             for block in list(blocks):
                 if self.is_free(block):
@@ -166,7 +167,7 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody uses, the null block left out."""
+        """Blocks in use, the null block left out."""
         return self.num_blocks - 1 - self.num_free
 
     def check_integrity(self, users: dict[int, int]) -> None:
@@ -266,7 +267,7 @@ class KVCacheManager:
     def can_admit(self, num_tokens: int, cached: Sequence[int]) -> bool:
         """Whether all of a request's known tokens fit, given its cached blocks.
 
-        Cached blocks that nobody uses count as needed: taking them shortens the free list.
+        Cached blocks that no request uses count as needed: taking them shortens the free list.
         """
         idle = sum(self.pool.is_free(b) for b in cached)
         return self.blocks_for(num_tokens) - len(cached) + idle <= self.pool.num_free
@@ -319,7 +320,7 @@ class KVCacheManager:
         self.num_registered[slot] = full
 
     def forget(self, slot: int) -> None:
-        """Nobody finds the slot's blocks any more, those it shares with others among them."""
+        """Make the slot's blocks unfindable, those it shares with others among them."""
         self.pool.forget(self.block_table[slot, : self.num_blocks[slot]].tolist())
 
     def take_all(self, slot: int) -> list[int]:

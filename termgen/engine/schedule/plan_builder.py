@@ -118,7 +118,7 @@ class PlanBuilder:
         prompt_spans: tuple[PromptSpan, ...] = (),
         max_prompt_logprobs: int = 0,
     ) -> StepPlan:
-        """The plan of these columns, which nobody changes from now on."""
+        """The plan of these columns, which must not change from now on."""
         return StepPlan(
             step_id=step_id,
             slots=slots,

@@ -193,7 +193,7 @@ class Scheduler:
             if self.kv.pool.num_free < need:
                 num_new[i] = 0
                 continue
-            # Nobody is preempted for a row less deserving than itself: what is given stays given.
+            # No row is preempted for one less deserving than itself: what is given stays given.
             self._append_blocks(slot, need, builder)
         return self.stats.num_preemptions > before
 
@@ -337,7 +337,7 @@ class Scheduler:
         return applied
 
     def _forget_corrupt(self, plan: StepPlan, rows: IntArray) -> None:
-        """Nobody may find KV of these rows: it holds NaN from a block on that is not known. A row
+        """Make KV of these rows unfindable: it holds NaN from a block on that is not known. A row
         that was released has its blocks held back until this step has landed."""
         slots, epochs = plan.slots[rows], plan.epochs[rows]
         is_current = self.slots.epoch[slots] == epochs
@@ -377,7 +377,8 @@ class Scheduler:
         self._land(self.newest_step)
 
     def recompute_all(self) -> None:
-        """Preempt whoever runs and forget every prefix. Call it when no step runs any more."""
+        """Preempt all running requests and forget every prefix. Call it when no step runs any
+        more."""
         self.land_all()
         for slot in self.slots.running[::-1].tolist():
             self._preempt(slot)
@@ -385,7 +386,7 @@ class Scheduler:
         assert is_empty, "a block is in use, but nothing runs"
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes that nobody uses; whether those were all."""
+        """Forget cached prefixes that no request uses; whether those were all."""
         return self.kv.pool.forget_idle()
 
     def _finished(

@@ -57,7 +57,7 @@ RESERVED_VARIABLES = (
 
 Template = ChatTemplate | RequestTemplate
 NUM_KEPT_TEMPLATES = 16
-"""Of those that came with requests."""
+"""Compiled templates kept of those that came with requests."""
 
 STANDARD_VARIABLES = frozenset({"tools", "documents"})
 """What callers of any template may give it; a template that reads neither is no mistake of theirs.
@@ -130,7 +130,7 @@ class ChatEncoder:
 
     def prepare_for_strangers(self) -> None:
         """Make now what the first message that spells a control token would have to wait for.
-        What is wrong with a template, whoever uses it is told."""
+        A fault of the template is reported to the requests that use it."""
         for name in self._sources:
             with contextlib.suppress(RequestError):
                 self._guard_of(name).text_backend()
@@ -301,7 +301,7 @@ class _Guard:
         ids = encoding.ids
         found = []
         for i in hits:
-            # Not `offsets`: it makes a pair for every token, and lets nobody else run meanwhile.
+            # Not `offsets`: it makes a pair for every token and holds the GIL meanwhile.
             place = encoding.token_to_chars(i)
             assert place is not None, "every token has a place"
             found.append(_Control(ids[i], *place))

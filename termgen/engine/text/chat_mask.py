@@ -19,7 +19,7 @@ UNMASKABLE = frozenset('"\\')
 """Serialising to JSON escapes these, so replacing them would change lengths."""
 
 PIECE_CHARS = 2**14
-"""Of a long text that is gone through: nobody else runs until a piece is done."""
+"""Characters of a piece of a long text; the GIL is held until a piece is done."""
 
 Table = Mapping[int, str]
 

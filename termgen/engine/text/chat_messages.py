@@ -18,7 +18,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names a message's reasoning travels under; templates read the first or the second."""
 
 MAX_DEPTH = 64
-"""Of nested values in messages and template variables."""
+"""Levels of nested values in messages and template variables."""
 
 
 def _fault(message: str) -> RequestError:

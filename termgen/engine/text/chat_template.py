@@ -41,7 +41,7 @@ TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What running somebody's template can raise."""
+"""What running a template can raise."""
 
 
 def template_error(message: str) -> RequestError:
@@ -185,7 +185,7 @@ BOUNDED_METHODS = frozenset(
 )
 BOUNDED_FUNCTIONS = frozenset("dict namespace raise_exception strftime_now".split())
 MAX_CONSTANT = 10_000
-"""Of any number in a bounded template."""
+"""Largest number in a bounded template."""
 UNRELATED = "?"
 """Stands for a loop over the tools within another."""
 MAX_LOOPS = 4

@@ -43,7 +43,8 @@ SPLITS: Mapping[str, str | None] = {
     "default": GPT2_SPLIT,
     "gpt-2": GPT2_SPLIT,
     "gpt2": GPT2_SPLIT,
-    # As transformers reads it. Digits are single tokens here anyway: no merge joins two of them.
+    # The form that transformers reads. Digits are single tokens here anyway: no merge joins two of
+    # them.
     "smollm": GPT2_SPLIT,
     "llama-bpe": LLAMA3_SPLIT,
     "llama3": LLAMA3_SPLIT,

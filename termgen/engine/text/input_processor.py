@@ -32,7 +32,7 @@ from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 MAX_REQUEST_ID_CHARS = 256
 OPTIONS = ("add_generation_prompt", "chat_template", "continue_final_message")
-"""Of a chat prompt: no variables of its template."""
+"""Keys of a chat prompt that are not variables of its template."""
 
 
 class Envelope(TypedDict, total=False):
@@ -372,7 +372,7 @@ class InputProcessor:
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Whoever waited may be gone; an exception that nobody looks at would be logged as a fault."""
+    """The waiter may be gone; an exception that is never read would be logged as a fault."""
     if not future.cancelled():
         future.exception()
 

@@ -183,7 +183,7 @@ class OutputProcessor:
         return [i for i in ids if i in self._completions]
 
     def cancel(self, request_id: str) -> list[str]:
-        """Forget a request nobody reads any more. Returns the engine requests to abort."""
+        """Forget a request that is no longer read. Returns the engine requests to abort."""
         ids = self.engine_ids(request_id)
         for engine_id in ids:
             self._forget(self._completions[engine_id])
@@ -335,7 +335,7 @@ class _LogprobRows:
 
 
 def _copies(delta: TokenDelta, count: int) -> list[TokenDelta]:
-    """The same news of every completion; what is told of the prompt is told once."""
+    """The same delta for every completion; what concerns the prompt comes once."""
     if count == 1:
         return [delta]
     bare = replace(delta, prompt_token_ids=None, prompt_logprobs=None)

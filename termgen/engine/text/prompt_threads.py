@@ -22,7 +22,7 @@ Made = TypeVar("Made")
 
 
 class PromptThreads:
-    """Of one engine."""
+    """One engine's threads for templates and long texts."""
 
     def __init__(self) -> None:
         self._template = ThreadPoolExecutor(TEMPLATE_THREADS, "termgen-template")

@@ -74,7 +74,7 @@ class RequestOutput:
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache, of the answer that found most."""
     timings: RequestTimings | None = None
-    """Of the answer that finished last."""
+    """Times of the answer that finished last."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each token of the prompt: candidates by token id, the prompt's own first. The first
     token has none."""

@@ -23,7 +23,7 @@ from termgen.errors import EngineDeadError, OverloadedError, RequestError
 from termgen.system.helper_process import no_process
 
 MAX_ANSWER_S = 10.0
-"""By the clock: a template has used up its share of a processor before, unless that is busy."""
+"""Wall-clock limit: a template has used up its share of a processor before, unless that is busy."""
 MAX_START_S = 60.0
 WORKER = "termgen.engine.text.template_worker"
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")

@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """Of a template: what it reads and may write; with `variables`, the text it makes of them."""
+    """The names a template reads and the text it may write; with `variables`, what it renders."""
     try:
         template = ChatTemplate(asked["source"], whose=asked["whose"])
         if "variables" not in asked:

@@ -20,7 +20,7 @@ LONG_PROMPT_CHARS = 4096
 """Shorter ones take a millisecond or two, which is what asking takes."""
 LIMIT_S = 60.0
 """Where a core is free, a megabyte takes a second at worst, and a body has eight at most unless the
-server is told otherwise."""
+server is set otherwise."""
 
 
 def is_long(prompt: Prompt) -> bool:

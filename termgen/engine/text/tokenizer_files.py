@@ -41,7 +41,7 @@ class TokenizerParts:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     chat_templates: Mapping[str, str] = field(default_factory=dict)
-    """By name; `default` is the usual one, `tool_use` serves requests with tools."""
+    """Templates by name; `default` is the usual one, `tool_use` serves requests with tools."""
     response_template: Mapping[str, Any] | None = None
     """How transformers is to parse what the model says."""
     prefix_ids: tuple[int, ...] | None = None

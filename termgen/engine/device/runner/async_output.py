@@ -48,7 +48,7 @@ class Launch:
     """perf_counter_ns when the host began it; reported only where there is no `device_start`."""
     device_start: DeviceStart | None = None
     model_span_ns: tuple[int, int] = (0, 0)
-    """As in `StepResult`."""
+    """See `StepResult`."""
     num_late_compiles: int = 0
 
 

@@ -157,7 +157,7 @@ class CudaRecorder:
         with suppress(RuntimeError):
             graph.capture_end()  # which says again that it failed, unless it was ended before
         with suppress(RuntimeError):
-            # The allocator keeps memory for the capture until it is told: capture_end fails first.
+            # The allocator keeps memory for the capture until this call: capture_end fails first.
             torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
         torch.cuda.synchronize(self._stream.device)
 
@@ -189,7 +189,7 @@ class FullGraphs:
         self._rehearsing = rehearsing
         self._replays: dict[BatchDescriptor, Callable[[], None]] = {}
         self._waiting: deque[Recording] = deque()
-        """To be recorded in idle moments."""
+        """Left to be recorded in idle moments."""
         self._recorder: Recorder | None = None
         self._why_missing = "not recorded yet"
         self._next_ring_row = 0
@@ -315,7 +315,7 @@ class FullGraphs:
 
     def run_padding(self, descriptor: BatchDescriptor) -> None:
         """The operations of a recording. Their rows are those of the last upload, at first padding:
-        run like this, a step computes for nobody."""
+        run like this, a step computes for no request."""
         slots, num_tokens = self.header.rows(descriptor.num_rows)
         self._device_step(slots, num_tokens, descriptor, self.ring, self.hidden)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 REFERENCE_MS = 4096.0
-"""After so long another event is the reference: times between events are told as float32, which
+"""After so long another event is the reference: times between events are float32, which
 this far apart still counts quarters of a microsecond."""
 
 
@@ -34,7 +34,7 @@ class TimingEvent(Protocol):
 
 
 def cuda_event(*, spins: bool = False) -> TimingEvent:
-    """spins: whoever waits for it keeps a core busy instead of going to sleep."""
+    """spins: the thread that waits for it keeps a core busy instead of going to sleep."""
     return torch.cuda.Event(enable_timing=True, blocking=not spins)  # type: ignore[no-untyped-call]
 
 

@@ -152,7 +152,7 @@ class CudaGraphDispatcher:
 
     @property
     def num_recordings(self) -> int:
-        """Of steps: one that is cut at attention counts once."""
+        """Recordings of steps: one that is cut at attention counts once."""
         return len(self.descriptors()) + len(self.piecewise)
 
     @property

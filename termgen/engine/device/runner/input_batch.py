@@ -87,7 +87,7 @@ class InputBuffers:
     ) -> InputBatch:
         """Inputs of a step with any number of tokens per row, padded rows and tokens included.
 
-        total: at least the sum of num_tokens; what is above it is padding, computed for nobody.
+        total: at least the sum of num_tokens; what is above it is padding, computed for no request.
         num_decodes: None where only the device knows. All else is read from device memory.
         """
         num_rows = slots.shape[0]
@@ -236,7 +236,7 @@ class RowHeader:
     """
 
     def __init__(self, size: int, *, pad_row: int, device: torch.device) -> None:
-        """size: the most rows of any recording; pad_row: the slot that is nobody's."""
+        """size: the most rows of any recording; pad_row: the slot that no request has."""
         self.tensor = torch.zeros((2, size), dtype=torch.int64, device=device)
         self.tensor[0] = pad_row
         self.num_uploads = 0

@@ -38,7 +38,7 @@ class MemoryMeter(Protocol):
     """A large tensor takes a multiple of this."""
 
     def free_and_total(self) -> tuple[int, int]:
-        """Bytes nobody uses, and bytes there are."""
+        """Free bytes, and all bytes."""
         ...
 
     def allocated(self) -> int:
@@ -106,7 +106,7 @@ class HostMeter:
         return 0
 
     def release(self) -> None:
-        """The C library keeps freed pages of up to 32 MiB for itself until it is told."""
+        """The C library keeps freed pages of up to 32 MiB for itself until it is asked."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
         if trim is not None:  # glibc's
             trim(0)
@@ -461,7 +461,7 @@ def held_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Of all that the model's modules hold."""
+    """Bytes of all tensors that the model's modules hold."""
     return sum(tensor.numel() * tensor.element_size() for tensor in held_tensors(model))
 
 

@@ -72,7 +72,7 @@ class ModelOutput:
     num_tokens: torch.Tensor  # [B] int64
     hidden: torch.Tensor  # [B, hidden], normed, of each row's last token
     prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    """As in `StepTensors`."""
+    """See `StepTensors`."""
     span_ns: tuple[int, int] = (0, 0)
     """On a CPU, perf_counter_ns when the model began and when it had ended. A GPU runs the model
     later than the host calls it."""

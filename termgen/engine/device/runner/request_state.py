@@ -2,7 +2,7 @@
 
 Rows change only through operations on the one compute stream, so their order is the stream's
 order: a step launched later sees what every earlier step wrote, and the host need not wait.
-Row `max_num_seqs` belongs to nobody; padded batch rows point to it.
+Row `max_num_seqs` belongs to no request; padded batch rows point to it.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class RequestState:
         )
 
     def make_penalty_tables(self) -> None:
-        # Gigabytes for a large vocabulary and many slots, so only once somebody asks.
+        # Gigabytes for a large vocabulary and many slots, so only once a request asks.
         shape = (len(self.total_len), self.vocab_size)
         self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
@@ -233,7 +233,7 @@ class RequestState:
         return edit_gathered(logits.float(), edits).to(logits.dtype)
 
     def drop_tables(self) -> None:
-        """Of penalties and of logit edits."""
+        """Drop the tables of penalties and of logit edits."""
         self.output_counts = self.prompt_mask = self.edits = None
 
     def _count_tokens(self, row: AddedRow) -> None:

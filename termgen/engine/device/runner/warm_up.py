@@ -150,7 +150,7 @@ def _prompt_steps(runner: ModelRunner) -> Iterator[Step]:
 def _execute(
     runner: ModelRunner, num_tokens: list[int], *, filters: bool = False, logprobs: bool = False
 ) -> None:
-    """A step that is not recorded, over rows that belong to nobody."""
+    """A step that is not recorded, over rows that belong to no request."""
     step = runner.execute(_plan(num_tokens, filters=filters, logprobs=logprobs))
     if isinstance(step, UnsampledStep):
         step = step.sample(_unused_mask(runner.state.vocab_size))
@@ -256,7 +256,7 @@ def dummy_run(runner: ModelRunner, num_tokens: int) -> None:
 
 @torch.inference_mode()
 def heaviest_run(runner: ModelRunner) -> None:
-    """As many rows and tokens as a step may have, with a sampler asked for all it can do. Every
+    """Run as many rows and tokens as a step may have, with a sampler asked for all it can do. Every
     row is padding."""
     state, buffers, device = runner.state, runner.buffers, runner.device
     size = len(buffers.seq_lens)

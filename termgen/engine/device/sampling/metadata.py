@@ -1,8 +1,8 @@
 """What one step needs to know to draw its tokens.
 
 The runner gathers these device tensors from its permanent per-slot rows, once per step, and hands
-them to the `Sampler`. The flags are host bools decided with the plan, so that a step in which
-nobody asks for a thing never launches the work for it, and reading them costs no device sync.
+them to the `Sampler`. A step launches no work that its rows do not
+need.
 """
 
 from __future__ import annotations
@@ -51,4 +51,4 @@ class SamplingMetadata:
     edit: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Logits [B, V] to new ones with allowed ids, biases and bad words; None: no row has any."""
     token_masks: TokenMasks | None = None
-    """Of the rows under a grammar, if there may be any."""
+    """Masks of the rows under a grammar, if there may be any."""

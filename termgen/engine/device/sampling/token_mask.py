@@ -1,7 +1,7 @@
 """Keep what a grammar does not allow from being drawn.
 
 Masks have a bit per token: bit i % 32 of word i // 32 stands for token i. On CUDA a kernel does the
-same in place (`kernels.token_mask`) where nobody needs the logits as they came.
+same in place (`kernels.token_mask`) where the logits as they came are not needed.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class TokenRing:
         self.index = torch.zeros(1, dtype=torch.int64, device=device)
         """The row that the next step writes."""
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
-        """Of the fused kernel: rows of its launch that are done. 0 between launches."""
+        """Count of the fused kernel: rows of its launch that are done. 0 between launches."""
 
     def push(self, tokens: torch.Tensor) -> None:
         """Write the tokens [B] int32 of a step."""

@@ -5,7 +5,7 @@ stays if its logit is not below it. The most likely token always stays. Ties at 
 which of two equal logits a sort puts first differs between devices, and a draw must not.
 
 The reference sorts every row once and never waits for the device. The CPU form gives the same
-thresholds; it may look at values on the host, so it skips what nobody asks for and sorts only as
+thresholds; it may look at values on the host, so it skips what no row asks for and sorts only as
 many of the largest logits as it takes.
 """
 
