@@ -34,7 +34,7 @@ from termgen.config import EngineConfig, ServerConfig
 from termgen.engine.loop.engine import AsyncEngine
 from termgen.library.catalog import resolve_model
 from termgen.server import Server
-from termgen.system.turns import share_lock_quickly
+from termgen.system.cpu_slices import share_lock_quickly
 
 HERE = Path(__file__).parent
 NUM_STREAMS = 4
@@ -101,7 +101,7 @@ async def serving(step_ms: float) -> AsyncGenerator[tuple[AsyncEngine, Server, i
     simulation = Simulation(step_ms, num_blocks=8192, max_num_seqs=64, vocab_size=49_152)
     with installed(simulation):
         config = EngineConfig(model=str(model), max_model_len=8192)
-        engine = await AsyncEngine.start(config, for_strangers=True)
+        engine = await AsyncEngine.start(config, prewarm=True)
     server = Server(engine, ServerConfig(port=0))
     task = asyncio.create_task(server.serve())
     await server.started()

@@ -339,7 +339,7 @@ class EngineClient(Protocol):
         ...
 
     async def why_unhealthy(self) -> str | None:
-        """Feel the engine's pulse: why it can serve nobody, None when it answers or makes progress.
+        """Probe the engine: why it cannot serve, None when it answers or makes progress.
 
         Unlike `is_healthy` it finds an idle engine that no longer reacts.
         """

@@ -51,11 +51,11 @@ def find_model(config: EngineConfig, on_progress: Progress | None = None) -> Non
 class EngineHolder:
     """The one engine of this process, as the start and stop functions that front ends take."""
 
-    def __init__(self, config: EngineConfig, *, for_strangers: bool = False) -> None:
-        """for_strangers: start-up takes a moment longer, and no request holds up others by being
+    def __init__(self, config: EngineConfig, *, prewarm: bool = False) -> None:
+        """prewarm: start-up takes a moment longer, so that no request holds up others by being
         the first of its kind."""
         self.config = config
-        self._for_strangers = for_strangers
+        self._prewarm = prewarm
         self._engine: Any = None
 
     @property
@@ -70,7 +70,7 @@ class EngineHolder:
         # importing torch takes over a second; a loading screen must be able to paint meanwhile
         module = await asyncio.to_thread(importlib.import_module, "termgen.engine.loop.engine")
         self._engine = await module.AsyncEngine.start(
-            self.config, on_progress=on_progress, for_strangers=self._for_strangers
+            self.config, on_progress=on_progress, prewarm=self._prewarm
         )
         client: EngineClient = self._engine
         return client
@@ -97,7 +97,7 @@ def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -
         TermgenApp.check_settings(ui)
     with _progress() as progress:
         find_model(config, progress)
-    holder = EngineHolder(config, for_strangers=True)
+    holder = EngineHolder(config, prewarm=True)
     from termgen.server import Server, run_server
 
     if not server_config.dashboard:

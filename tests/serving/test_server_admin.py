@@ -99,9 +99,7 @@ def _tiny(folder: Path) -> Any:
     return EngineConfig(model=str(folder), device="cpu", max_model_len=256, kv_cache_gib=0.01)
 
 
-async def test_health_is_the_engines_pulse(
-    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_health_is_the_engines(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "ANSWER_SECONDS", 0.05)
     async with serving_tiny(tiny_llama_dir) as (client, engine):
         assert (await client.get("/health")).json() == {"status": "ok"}

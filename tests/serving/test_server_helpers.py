@@ -52,7 +52,7 @@ async def test_helpers_that_are_killed_and_stopped_hurt_only_who_needs_them(
     print("seed", seed)
     config = EngineConfig(model=str(tiny_llama_dir), device="cpu", threads=1, kv_cache_gib=0.02)
     before, others = resources(), own_threads()  # of what tests of this worker share
-    engine = await AsyncEngine.start(config, for_strangers=True)
+    engine = await AsyncEngine.start(config, prewarm=True)
     try:
         async with serving(engine) as server:
             texts = engine.parts.input_processor._long_texts

@@ -69,7 +69,7 @@ class EngineCore:
         self._eos_token_ids = eos_token_ids
         self._seeds = random.Random(seed)
         self._on_delivery = on_delivery
-        self._inbox: deque[Mail] = deque()
+        self._inbox: deque[InboxItem] = deque()
         self._calls: deque[Call] = deque()
         self._closed: EngineError | None = None
         self._wake = threading.Event()
@@ -126,7 +126,7 @@ class EngineCore:
         self._wake.wait(timeout)
         self._wake.clear()
 
-    def _post(self, item: Mail) -> None:
+    def _post(self, item: InboxItem) -> None:
         if not self.has_work:
             # An idle time is neither a stall nor one in which the device should have worked.
             self.last_progress_ns = self._busy_since_ns = time.perf_counter_ns()
@@ -134,10 +134,10 @@ class EngineCore:
         self._wake.set()
 
     def _fail_calls(self, error: EngineError) -> None:
-        for mail in (self._calls, self._inbox):
-            while mail:
+        for queue in (self._calls, self._inbox):
+            while queue:
                 try:
-                    item = mail.popleft()
+                    item = queue.popleft()
                 except IndexError:  # another thread was quicker
                     break
                 if isinstance(item, Call) and item.future.set_running_or_notify_cancel():
@@ -147,7 +147,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Requests that are not paused, steps in flight, mail, or news not yet delivered."""
+        """Requests that are not paused, steps in flight, an inbox, or news not yet delivered."""
         is_due = self.scheduler.has_requests and not self.control.is_resting
         return bool(is_due or self._in_flight or self._inbox or self._finished)
 
@@ -298,8 +298,8 @@ class EngineCore:
     def _read_inbox(self) -> None:
         while self._inbox:
             match self._inbox.popleft():
-                case Submit() as mail:
-                    self._admit(mail)
+                case Submit() as submitted:
+                    self._admit(submitted)
                 case Abort(request_id):
                     finished = self.scheduler.finish(request_id, FinishReason.ABORT)
                     if finished is not None:
@@ -318,8 +318,8 @@ class EngineCore:
             except Exception as error:  # raised where the future is awaited
                 call.future.set_exception(error)
 
-    def _admit(self, mail: Submit) -> None:
-        request = mail.to_request(self._max_model_len, self._eos_token_ids, self._seeds)
+    def _admit(self, submitted: Submit) -> None:
+        request = submitted.to_request(self._max_model_len, self._eos_token_ids, self._seeds)
         num_prompt = request.num_prompt_tokens
         try:
             if not 0 < num_prompt < self._max_model_len:
@@ -398,7 +398,7 @@ class EngineCore:
         return self._last_plan if self.scheduler.has_requests else None
 
 
-# What other threads ask of the engine's thread: it reads its mail between two steps.
+# The inbox: what other threads ask of the engine thread, which reads it between two steps.
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,7 +440,7 @@ class Call:
     future: Future[Any]
 
 
-Mail = Submit | Abort | Call
+InboxItem = Submit | Abort | Call
 
 
 # How many steps may be in flight: two, or more while no request waits or joins the batch.

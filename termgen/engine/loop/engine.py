@@ -37,7 +37,7 @@ from termgen.engine.loop.sync_engine import Settled, SyncEngine
 from termgen.engine.text.prompt_threads import PromptThreads
 from termgen.engine.text.tokenizer import Tokenizer
 from termgen.errors import EngineDeadError, EngineError, RequestError
-from termgen.system.turns import take_short_turns
+from termgen.system.cpu_slices import take_short_slices
 from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.events import EngineSnapshot, EventRing
 from termgen.vocabulary.grammar_times import GrammarTotals
@@ -114,10 +114,10 @@ class AsyncEngine:
     """The in-process `EngineClient`: an engine thread behind one asyncio loop."""
 
     def __init__(
-        self, config: EngineConfig, on_progress: Progress | None, for_strangers: bool = False
+        self, config: EngineConfig, on_progress: Progress | None, prewarm: bool = False
     ) -> None:
         """Use `start`. The loop that is running now is the one every coroutine belongs to."""
-        self._build = partial(build_engine, config, for_strangers=for_strangers)
+        self._build = partial(build_engine, config, prewarm=prewarm)
         self._loop = asyncio.get_running_loop()
         self._on_progress = on_progress
         self._deliveries: deque[StepDelivery] = deque()
@@ -129,7 +129,7 @@ class AsyncEngine:
         self._parts: EngineParts | None = None
         self._stopping = False
         self._death: EngineDeadError | None = None
-        self._pulse = Pulse()
+        self._health = Health()
         self._prompt_threads = PromptThreads()
         self._thread = threading.Thread(target=self._run, name="termgen-engine", daemon=True)
 
@@ -139,26 +139,26 @@ class AsyncEngine:
         config: EngineConfig,
         *,
         on_progress: Progress | None = None,
-        for_strangers: bool = False,
+        prewarm: bool = False,
     ) -> AsyncEngine:
         """Load the model on the engine's thread. `on_progress` is called on the loop.
 
-        for_strangers: see `build_engine`. Raises ConfigError or ModelError.
+        prewarm: see `build_engine`. Raises ConfigError or ModelError.
         """
-        engine = cls(config, on_progress, for_strangers)
+        engine = cls(config, on_progress, prewarm)
         engine._thread.start()
         try:
             await asyncio.wrap_future(engine._ready)
         except asyncio.CancelledError:
             engine._stop()  # loading ends at its next report
             raise
-        engine._begin_turns()
+        engine._shorten_slices()
         return engine
 
-    def _begin_turns(self) -> None:
+    def _shorten_slices(self) -> None:
         """Shorten this thread's scheduler slices (engine thread and event loop)."""
         if self.model.device != "cpu":
-            take_short_turns()
+            take_short_slices()
 
     async def shutdown(self) -> None:
         """Stop the engine thread; whatever still runs or waits ends with `EngineDeadError`."""
@@ -334,11 +334,11 @@ class AsyncEngine:
 
     @property
     def is_healthy(self) -> bool:
-        return self._why_dead() is None and self._pulse.why_stuck(self.parts.core) is None
+        return self._why_dead() is None and self._health.why_stuck(self.parts.core) is None
 
     async def why_unhealthy(self) -> str | None:
         """See `EngineClient.why_unhealthy`."""
-        return self._why_dead() or await self._pulse.feel(self.parts.core)
+        return self._why_dead() or await self._health.probe(self.parts.core)
 
     def _why_dead(self) -> str | None:
         if self._death is not None:
@@ -361,7 +361,7 @@ class AsyncEngine:
         gc.collect()
         gc.freeze()  # what start-up made lives on; later collections need not walk it
         self._parts = parts
-        self._begin_turns()
+        self._shorten_slices()
         self._ready.set_result(None)
         death = EngineDeadError("the engine was shut down")
         try:
@@ -462,7 +462,7 @@ def _death_of(cause: BaseException) -> EngineDeadError:
     return death
 
 
-# The engine's heartbeat, felt from the event loop: is it stepping, or idle and responsive?
+# The engine's health, probed from the event loop: is it stepping, or idle and responsive?
 #
 # A busy engine proves that it lives by the steps that land. An idle one is asked to do nothing at
 # all, between two steps: a question it does not answer counts as work that makes no progress.
@@ -474,8 +474,8 @@ ANSWER_SECONDS = 0.5
 """How long a question may wait: a step in flight comes first, and may take longer."""
 
 
-class Pulse:
-    """One engine's. Never more than one question is open, however often it is felt."""
+class Health:
+    """Health of one engine. Never more than one question is open, however often it is probed."""
 
     def __init__(self) -> None:
         self._question: Future[None] | None = None
@@ -488,7 +488,7 @@ class Pulse:
             return None
         return f"the engine stands still: nothing has come of its work for {silent_s:.0f} s"
 
-    async def feel(self, core: EngineCore) -> str | None:
+    async def probe(self, core: EngineCore) -> str | None:
         """Why the engine cannot serve; None when it answers, or has lately made progress."""
         if self._question is None or self._question.done():
             self._question = core.call(lambda: None)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from termgen.client import ModelInfo
 from termgen.config import EngineConfig
 from termgen.engine.grammar.grammar import GrammarCompiler
 from termgen.engine.loop.core import EngineCore
-from termgen.engine.loop.executor import Executor, LocalExecutor
+from termgen.engine.loop.executor import LocalExecutor
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import Scheduler
 from termgen.engine.schedule.scheduler_types import SchedulerConfig
@@ -34,6 +34,7 @@ from termgen.vocabulary.startup_phases import (
     LOADING_TOKENIZER,
     READING_VOCABULARY,
     PhaseClock,
+    StartupPhase,
     describe_startup,
 )
 from termgen.vocabulary.step import DeviceInfo
@@ -70,61 +71,47 @@ def build_engine(
     *,
     on_delivery: Callable[[StepDelivery], None],
     on_progress: Progress | None = None,
-    for_strangers: bool = False,
+    prewarm: bool = False,
 ) -> EngineParts:
-    """Start everything in the calling thread. Raises ConfigError or ModelError.
+    """Start everything in the calling thread, in this order. Raises ConfigError or ModelError.
 
-    for_strangers: no request is to hold up others by being the first of its kind.
-
-    The model must already be on disk: fetching is `termgen pull`'s business.
+    prewarm: make lazily created tables now, so that no first request pays for them. The model must
+    already be on disk: fetching is `termgen pull`'s business.
     """
     progress = PhaseClock(on_progress or (lambda phase, fraction: None))
-    local = resolve_model(config.model)
-    tokenizer, source = None, local
+    local = source = resolve_model(config.model)
+    tokenizer = None
     if not config.skip_tokenizer_init:
         progress(LOADING_TOKENIZER, 0.0)
         source = resolve_model(config.tokenizer) if config.tokenizer else local
         tokenizer = load_tokenizer(source.path)
     executor = LocalExecutor(config, local.path)
-    info = executor.start(progress)
+    info = executor.start(progress)  # the device half: see `build_runner`
     try:
-        parts = _assemble(config, local, tokenizer, executor, info, on_delivery)
-        if for_strangers:
-            progress(READING_VOCABULARY, 0.0)
-            texts = TextProcess(source.path, info.max_model_len, info.vocab_size)
-            parts.input_processor.prepare_for_strangers(texts)
-    except BaseException:
-        executor.shutdown()
-        raise
-    model = replace(parts.model, startup=progress.stop())
-    ahead = f"; runs up to {model.run_ahead_ms:g} ms ahead" if model.run_ahead_ms else ""
-    logger.info("%s%s", describe_startup(model.startup), ahead)
-    return replace(parts, model=model)
+        from termgen.engine.device.loader import load_generation_config  # torch is loaded by now
 
-
-def _assemble(
-    config: EngineConfig,
-    local: LocalModel,
-    tokenizer: Tokenizer | None,
-    executor: Executor,
-    info: DeviceInfo,
-    on_delivery: Callable[[StepDelivery], None],
-) -> EngineParts:
-    """Everything that a started executor still lacks."""
-    if tokenizer is not None:
-        _check_vocabulary(tokenizer, info)
-    generation_config = _generation_config(local)
-    eos = _eos_token_ids(info, tokenizer, generation_config)
-    core = _build_core(config, executor, info, eos, on_delivery)
-    grammars = None
-    if tokenizer is not None:
-        grammars = GrammarCompiler(tokenizer, vocab_size=info.vocab_size, eos_token_ids=tuple(eos))
-    return EngineParts(
-        core=core,
-        info=info,
-        model=_model_info(config, local, info, tokenizer, generation_config),
-        tokenizer=tokenizer,
-        input_processor=InputProcessor(
+        if tokenizer is not None:
+            _check_vocabulary(tokenizer, info)
+        recommended = load_generation_config(local.path)
+        defaults = sampling_defaults(local, recommended)
+        eos = _eos_token_ids(info, tokenizer, recommended)
+        scheduler = _make_scheduler(config, info)
+        core = EngineCore(
+            executor,
+            scheduler,
+            max_in_flight=info.max_in_flight,
+            run_ahead_ms=config.run_ahead_ms,
+            max_model_len=info.max_model_len,
+            eos_token_ids=eos,
+            seed=config.seed,
+            on_delivery=on_delivery,
+        )
+        grammars = None
+        if tokenizer is not None:
+            grammars = GrammarCompiler(
+                tokenizer, vocab_size=info.vocab_size, eos_token_ids=tuple(eos)
+            )
+        input_processor = InputProcessor(
             tokenizer,
             info.max_model_len,
             info.vocab_size,
@@ -132,11 +119,22 @@ def _assemble(
             has_priorities=config.scheduling_policy == "priority",
             clamps_max_tokens=config.clamp_max_tokens,
             grammars=grammars,
-            hash_block_size=core.scheduler.kv.hash_block_size,
-        ),
-        output_processor=OutputProcessor(tokenizer, tuple(eos)),
-        grammar_times=GrammarTimes() if grammars is None else grammars.times,
-    )
+            hash_block_size=scheduler.kv.hash_block_size,
+        )
+        output_processor = OutputProcessor(tokenizer, tuple(eos))
+        if prewarm:
+            progress(READING_VOCABULARY, 0.0)
+            texts = TextProcess(source.path, info.max_model_len, info.vocab_size)
+            input_processor.prewarm(texts)
+    except BaseException:
+        executor.shutdown()
+        raise
+    startup = progress.stop()
+    model = _describe(config, local, info, tokenizer, defaults, startup)
+    ahead = f"; runs up to {model.run_ahead_ms:g} ms ahead" if model.run_ahead_ms else ""
+    logger.info("%s%s", describe_startup(startup), ahead)
+    times = GrammarTimes() if grammars is None else grammars.times
+    return EngineParts(core, info, model, tokenizer, input_processor, output_processor, times)
 
 
 def _check_vocabulary(tokenizer: Tokenizer, info: DeviceInfo) -> None:
@@ -154,13 +152,7 @@ def _check_vocabulary(tokenizer: Tokenizer, info: DeviceInfo) -> None:
         )
 
 
-def _build_core(
-    config: EngineConfig,
-    executor: Executor,
-    info: DeviceInfo,
-    eos: frozenset[int],
-    on_delivery: Callable[[StepDelivery], None],
-) -> EngineCore:
+def _make_scheduler(config: EngineConfig, info: DeviceInfo) -> Scheduler:
     kv = KVCacheManager(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
@@ -175,22 +167,7 @@ def _build_core(
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         policy=config.scheduling_policy,
     )
-    return EngineCore(
-        executor,
-        Scheduler(limits, kv),
-        max_in_flight=info.max_in_flight,
-        run_ahead_ms=config.run_ahead_ms,
-        max_model_len=info.max_model_len,
-        eos_token_ids=eos,
-        seed=config.seed,
-        on_delivery=on_delivery,
-    )
-
-
-def _generation_config(local: LocalModel) -> dict[str, Any]:
-    from termgen.engine.device.loader import load_generation_config  # device half: late
-
-    return load_generation_config(local.path)
+    return Scheduler(limits, kv)
 
 
 def _eos_token_ids(
@@ -217,12 +194,13 @@ def _eos_token_ids(
     return usable
 
 
-def _model_info(
+def _describe(
     config: EngineConfig,
     local: LocalModel,
     info: DeviceInfo,
     tokenizer: Tokenizer | None,
-    generation_config: dict[str, Any],
+    default_params: dict[str, Any],
+    startup: tuple[StartupPhase, ...],
 ) -> ModelInfo:
     return ModelInfo(
         model_id=local.name,
@@ -238,7 +216,7 @@ def _model_info(
         block_size=info.block_size,
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
         created=int(time.time()),
-        default_params=sampling_defaults(local, generation_config),
+        default_params=default_params,
         implementation=info.implementation,
         tool_format=ToolFormat() if tokenizer is None else tool_format(tokenizer),
         memory=info.memory,
@@ -246,6 +224,7 @@ def _model_info(
         run_ahead_ms=config.run_ahead_ms if info.max_in_flight > 1 else 0.0,
         num_threads=info.num_threads,
         num_cores=info.num_cores,
+        startup=startup,
     )
 
 

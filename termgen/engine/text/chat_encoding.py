@@ -128,7 +128,7 @@ class ChatEncoder:
                 return guard.encode_guarded(text, masked, mask)
         return guard.encode_compared(chat, encoding, controls, masked)
 
-    def prepare_for_strangers(self) -> None:
+    def prewarm(self) -> None:
         """Make now what the first message that spells a control token would have to wait for.
         A fault of the template is reported to the requests that use it."""
         for name in self._sources:

@@ -71,16 +71,16 @@ class InputProcessor:
         self._hash_block_size = hash_block_size
         self._long_texts: TextProcess | None = None
 
-    def prepare_for_strangers(self, texts: TextProcess | None = None) -> None:
+    def prewarm(self, texts: TextProcess | None = None) -> None:
         """Make now what is made once, for the first message that spells a control token and the
         first answer under a grammar: each holds Python's lock for a third of a second. And have
         long prompts tokenised elsewhere, from now on."""
         if texts is not None and self._tokenizer is not None and texts.start():
             self._long_texts = texts
         if self._tokenizer is not None:
-            self._tokenizer.prepare_for_strangers()
+            self._tokenizer.prewarm()
         if self._grammars is not None:
-            self._grammars.prepare_for_strangers()
+            self._grammars.prewarm()
 
     def close(self) -> None:
         """No request comes any more."""

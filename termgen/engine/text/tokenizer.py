@@ -198,9 +198,9 @@ class Tokenizer:
         """The model's chat template may never end, so a process of its own renders it."""
         return self._chat.runs_elsewhere
 
-    def prepare_for_strangers(self) -> None:
+    def prewarm(self) -> None:
         """Make now what the first message that spells a control token would have to wait for."""
-        self._chat.prepare_for_strangers()
+        self._chat.prewarm()
 
     def close(self) -> None:
         """End its processes; what needs none goes on."""

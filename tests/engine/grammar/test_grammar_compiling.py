@@ -401,7 +401,7 @@ def test_slow_grammars_of_some_delay_only_their_own(compiler: GrammarCompiler) -
     def slow(i: int) -> StructuredOutputsParams:
         return StructuredOutputsParams(regex="a?" * 20_000 + str(i))
 
-    compiler.prepare_for_strangers()
+    compiler.prewarm()
     compiler.compile(StructuredOutputsParams(regex="warm"))
     for round_, (bad, good) in enumerate([("one", "two"), ("two", "one")]):
         hostile = [compiler.submit(slow(10 * round_ + i), client=bad) for i in range(4)]

@@ -1,4 +1,4 @@
-"""What is made once for all requests is made before the first one, where strangers are served."""
+"""What is made once for all requests is made before the first one where the engine is prewarmed."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ def test_the_first_request_of_a_kind_finds_everything_made(monkeypatch: pytest.M
     size = tokenizer.vocab_size
     grammars = GrammarCompiler(tokenizer, vocab_size=size, eos_token_ids=(0,))
     processor = InputProcessor(tokenizer, 512, size, grammars=grammars)
-    processor.prepare_for_strangers()
+    processor.prewarm()
     forbid(monkeypatch)
     assert processor.process(FORGED, HELD).grammar is not None
 
 
 def test_a_broken_template_is_no_reason_not_to_start() -> None:
     tokenizer = make_tokenizer("{% for %}")
-    tokenizer.prepare_for_strangers()
+    tokenizer.prewarm()
 
 
-@pytest.mark.parametrize("for_strangers", [False, True])
+@pytest.mark.parametrize("prewarm", [False, True])
 def test_start_up_has_a_phase_for_it(
-    tiny_model_dir: Callable[..., Path], for_strangers: bool, monkeypatch: pytest.MonkeyPatch
+    tiny_model_dir: Callable[..., Path], prewarm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(
         model=str(tiny_model_dir("llama")), device="cpu", num_gpu_blocks_override=8
     )
-    parts = build_engine(config, on_delivery=lambda news: None, for_strangers=for_strangers)
+    parts = build_engine(config, on_delivery=lambda news: None, prewarm=prewarm)
     try:
         names = [phase.name for phase in parts.model.startup]
-        assert ("vocabulary" in names) is for_strangers
-        if for_strangers:
+        assert ("vocabulary" in names) is prewarm
+        if prewarm:
             forbid(monkeypatch)
             assert parts.input_processor.process("a", HELD).grammar is not None
     finally:

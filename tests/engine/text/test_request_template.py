@@ -289,7 +289,7 @@ async def test_a_models_endless_template_costs_only_its_chats(
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": LOOPS}))
     engine = await AsyncEngine.start(
         EngineConfig(model=str(folder), device="cpu", threads=1, kv_cache_gib=0.02),
-        for_strangers=True,
+        prewarm=True,
     )
     began = time.monotonic()
 

@@ -161,9 +161,9 @@ def test_only_long_prompts_go_there(
     assert not is_long(own), "that has processes of its own"
 
 
-async def test_an_engine_for_strangers_has_one_and_ends_it(tiny_llama_dir: Path) -> None:
+async def test_a_prewarmed_engine_has_one_and_ends_it(tiny_llama_dir: Path) -> None:
     config = EngineConfig(model=str(tiny_llama_dir), device="cpu", max_model_len=512)
-    engine = await AsyncEngine.start(config, for_strangers=True)
+    engine = await AsyncEngine.start(config, prewarm=True)
     processor = engine.parts.input_processor
     assert processor._long_texts is not None
     process = processor._long_texts._helper.start()
@@ -195,7 +195,7 @@ def test_without_a_process_prompts_are_tokenised_here(
     here: InputProcessor, sizes: tuple[Path, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", no_process)
-    here.prepare_for_strangers(TextProcess(*sizes))
+    here.prewarm(TextProcess(*sizes))
     assert len(here.tokenize("ab " * LONG_PROMPT_CHARS)) > 10
 
 

@@ -1,11 +1,11 @@
-"""How long a thread computes before others have their turn, at Python's lock and at its core.
+"""Slices of time that a thread computes before others run, at Python's lock and at its core.
 
-An engine wakes up every few milliseconds, does a little, and must not wait for whoever computes
+An engine wakes up every few milliseconds, does a little, and must not wait for threads that compute
 for long. At Python's lock that is a setting. At a core, Linux (6.12 and newer) gives every thread
 the same share in slices of some milliseconds, and a thread may ask for shorter ones: its share
 stays what it is, but it runs sooner after it has waked up. A lower priority of the others would not
-do: they hold Python's lock at times, and whoever holds it must not wait for a core. Threads and
-processes inherit their slices from who starts them. On other systems, and older ones, only the
+do: they hold Python's lock at times, and its holder must not wait for a core. Threads and processes
+inherit their slices from the thread that starts them. On other systems, and older ones, only the
 lock's setting has an effect.
 """
 
@@ -46,19 +46,20 @@ class _Attributes(ctypes.Structure):
 
 
 def share_lock_quickly() -> None:
-    """For a program that has an engine."""
+    """Let the lock go round quickly, in a program that has an engine."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
-def take_short_turns() -> None:
-    """For a thread that wakes up often and does little, and for those that it starts from now on.
-    Not where a core computes the model: its threads would interrupt each other."""
+def take_short_slices() -> None:
+    """Shorten the slices of a thread that wakes up often and does little, and of those that it
+    starts from now on. Not where a core computes the model: its threads would interrupt each
+    other."""
     _set_slice(SHORT_SLICE_NS)
 
 
 @contextmanager
 def quick_lock() -> Iterator[None]:
-    """For a library in a program that has a setting of its own: the lock goes round quickly."""
+    """Let the lock go round quickly for a while, in a program that has a setting of its own."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH_INTERVAL_S))
     try:
@@ -67,16 +68,17 @@ def quick_lock() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def take_long_turns() -> None:
-    """For a process that computes for long, and that nobody waits for."""
+def take_long_slices() -> None:
+    """Give a process that computes for long, and that no request waits for, the usual slices."""
     _set_slice(_USUAL_NS)
 
 
 @contextmanager
-def long_turns() -> Iterator[None]:
-    """While this thread computes without Python's lock: whoever has short turns goes first."""
+def long_slices() -> Iterator[None]:
+    """Give the usual slices to a thread that computes without Python's lock for a while: threads
+    with short ones go first."""
     before = slice_ns()
-    take_long_turns()
+    take_long_slices()
     try:
         yield
     finally:
@@ -85,7 +87,7 @@ def long_turns() -> Iterator[None]:
 
 
 def slice_ns() -> int | None:
-    """Of this thread; None where the system does not tell, and 0 where it knows none."""
+    """Slice of this thread; None where the system does not tell, and 0 where it knows none."""
     attributes = _read()
     return None if attributes is None else int(attributes.runtime_ns)
 
@@ -93,7 +95,7 @@ def slice_ns() -> int | None:
 def _set_slice(nanoseconds: int) -> None:
     attributes = _read()
     if attributes is None or attributes.policy not in _WITH_SLICES:
-        return  # somebody gave this process another class, which has no slices
+        return  # this process was given another class, which has no slices
     attributes.runtime_ns = nanoseconds
     _call(0, ctypes.byref(attributes), 0)  # where a sandbox forbids it, all stays as it is
 
@@ -105,7 +107,7 @@ def _read() -> _Attributes | None:
 
 
 def _call(which: int, *arguments: object) -> bool:
-    """Of the calling thread."""
+    """Make a system call about the calling thread; whether it succeeded."""
     calls = _CALLS.get(platform.machine())
     if calls is None or not sys.platform.startswith("linux"):
         return False
