@@ -1,8 +1,8 @@
-"""What `gpu_async.py` measures of the engine's loop alone, with nobody reading the tokens.
+"""The parts of `gpu_async.py` that measure the engine's loop alone, without a reader.
 
 One engine serves every cell: `core.run_ahead` is set anew for each, so that one step at a time, two
-in flight and a queue of 20 ms take turns on the same recordings and the same memory. Each cell
-decodes requests of its own, whose prompts are equally long.
+in flight and a queue of 20 ms alternate on the same recordings and the same memory. Each cell
+decodes requests of its own, with prompts of equal length.
 """
 
 from __future__ import annotations

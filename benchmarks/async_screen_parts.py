@@ -36,7 +36,7 @@ HZ = 10.0
 ROWS, COLUMNS = 48, 160
 SETTLE_S = 0.5
 STALLED_S = 5.0
-"""After so long a terminal that is not read has stopped whoever draws on it."""
+"""After this time a terminal that is not read blocks the thread that writes to it."""
 BEGIN_TIMEOUT_S = 60.0
 LEAST_STEPS = 8
 
@@ -238,7 +238,8 @@ async def dashboard(
 async def screen_part(
     engine: AsyncEngine, sizes: FrontSizes, *, stalls: bool
 ) -> list[dict[str, Any]]:
-    """Cells without and with the dashboard, in turns; with `stalls`, on a terminal nobody reads."""
+    """Cells without and with the dashboard, alternating; with `stalls`, on a terminal that is not
+    read."""
     watch, terminal, cells = Watch(engine, sizes), Terminal(), []
     settle_s = STALLED_S if stalls else SETTLE_S
     try:

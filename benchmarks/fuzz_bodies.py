@@ -161,7 +161,7 @@ def dumps(value: Any) -> str:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Of every part of a body."""
+    """Paths of every part of a body."""
     found = [path] if path else []
     items = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list):

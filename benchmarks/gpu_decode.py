@@ -133,7 +133,7 @@ def drain_timed(engine: SyncEngine) -> tuple[float, dict[str, float]]:
 
 
 def decode_cell(engine: SyncEngine, batch: int, params: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds per step, by the clock of whoever takes the tokens."""
+    """Milliseconds per step, by the clock of the thread that reads the tokens."""
     for index in range(batch):
         add(engine, index, PROMPT, STEPS + 3 * WARM_STEPS + 64, **params)
     ring: EventRing = engine.core.bus.subscribe()

@@ -49,7 +49,7 @@ def parse_args() -> argparse.Namespace:
 
 def make_scheduler(batch_size: int, context: int, steps: int) -> Scheduler:
     """A scheduler whose `batch_size` requests have all landed their prompt of `context` tokens."""
-    # The first row decodes while the last one's prompt is read; nobody may finish on the way.
+    # The first row decodes while the last one's prompt is read; no request may finish meanwhile.
     max_tokens = 2 * steps + batch_size * context // PREFILL_TOKENS
     max_model_len = context + max_tokens
     kv = KVCacheManager(

@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--pause", type=float, required=True, help="seconds after each answer")
     args = parser.parse_args()
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # whoever serves goes first
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # the server has precedence
     os.nice(10)
     take_long_turns()
     for line in sys.stdin:

@@ -46,7 +46,7 @@ SETTLE_S = 0.1
 class Kind:
     name: str
     windows: dict[bool, list[tuple[int, int]]]
-    """By whether it was hostile: from, to."""
+    """(from, to) of each window, by whether the load was hostile."""
     held_ms: float = 0.0
     held_by: str = ""
     answers: dict[str, int] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class LoopWatch:
 
 
 def _name(handle: Any) -> str:
-    """Of a task the function it stands in, else of the callback."""
+    """The function in which a task is suspended; for any other handle, its callback."""
     callback = handle._callback
     owner = getattr(callback, "__self__", None)
     if isinstance(owner, asyncio.Task):

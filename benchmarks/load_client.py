@@ -30,7 +30,7 @@ class StreamReader(asyncio.Protocol):
         self._rest = b""
         self._taken_at = 0
         self.gaps = array("q")
-        """Between two arrivals, as whoever reads along sees it."""
+        """Times between two arrivals, as a reader of the stream sees them."""
         self.next_token = 0
         self.num_chunks = 0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -48,10 +48,10 @@ SCHEMA_SHARE = 0.2
 LEAVES_SHARE = 0.15
 KINDS = {"chat": 60, "completion": 20, "responses": 10, "messages": 10}
 TAIL_BYTES = 1 << 16
-"""Of an answer, kept to see how it ends."""
+"""The kept end of an answer, which shows how it ended."""
 START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 300.0
-"""For a whole answer; one that takes longer counts as a fault."""
+"""Limit for a whole answer; a slower one counts as a fault."""
 
 _URL = re.compile(r"serves at (http://\S+)")
 
@@ -286,8 +286,8 @@ async def watch(
 
 
 def growth(samples: Sequence[dict[str, Any]], value: Any) -> dict[str, float]:
-    """Of the second half, in per cent: along a line of least squares, and from the median of its
-    first third to that of its last."""
+    """Growth over the second half, in per cent: along a least-squares line, and from the median of
+    its first third to that of its last."""
     half = samples[len(samples) // 2 :]
     times, sizes = [one["seconds"] for one in half], [value(one) for one in half]
     if len(half) < 3 or not sizes[0]:

@@ -4,7 +4,7 @@
 
 dashboard-4, dashboard-10   the dashboard in the engine's process, at 4 and at 10 Hz
 chat                        an answer at 200 tokens/s in the chat
-stalled                     the dashboard at 10 Hz on a terminal that nobody reads
+stalled                     the dashboard at 10 Hz on a terminal that is not read
 attached                    `termgen top` at 4 Hz in a process of its own; the server is there
                             without it too
 memory                      an hour of steps of 5 ms with 64 requests through the dashboard
@@ -13,11 +13,11 @@ The simulated engine is the real one over a device that computes nothing: steps 
 requests, 100,000 KV blocks; `--run-ahead-ms 0` keeps two steps in flight. smollm2 is the real model
 on this machine's cores, with 4 requests, which share them with the screen.
 
-A step is the time between two landings. Every part tells how much of its speed without a screen
-the engine keeps, and mean, 99th percentile and longest step with and without; the device's idle
-time shows whether the wait was the device's too. A frame of the dashboard is told in processor time
-of the screen's thread, with its drawing apart, and in bytes that the terminal gets. beside-N: every
-page at N frames a second beside the engine; pages-N: and of one that computes nothing.
+A step is the time between two landings. Every part reports the share of its speed that the engine
+keeps with the screen, and mean, 99th percentile and longest step with and without it; the device's
+idle time shows whether the device waited too. A dashboard frame is reported in processor time of
+the screen's thread, with drawing apart, and in bytes sent to the terminal. beside-N: every page at
+N frames a second beside the engine; pages-N: every page for an engine that computes nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ READ_EVERY_S = 0.25
 MOST_WAIT_S = 60.0
 """For all requests to decode."""
 STALLED_S = 5.0
-"""After so long a terminal that is not read has stopped whoever draws on it."""
+"""After this time a terminal that is not read blocks the thread that writes to it."""
 CHAT_STEP_MS = 5.0  # 200 tokens/s
 VOCAB = 2048
 PAGE_FRAMES = 60
@@ -141,7 +141,7 @@ class Bench:
     async def _cell(self, settle_s: float, frames: Counter | None) -> dict[str, Any]:
         """The steps of a while in which every request decodes."""
         await asyncio.sleep(settle_s)
-        async with asyncio.timeout(MOST_WAIT_S):  # why they do not decode is told by `reading`
+        async with asyncio.timeout(MOST_WAIT_S):  # `reading` reports why they do not decode
             while not self._steps():
                 await asyncio.sleep(0.02)
         cpu_s, began_s = time.thread_time(), time.perf_counter()

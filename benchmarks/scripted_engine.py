@@ -65,7 +65,7 @@ class ScriptedEngine:
     """Every `step_s` each running request gets one token, until `max_tokens` of them."""
 
     def __init__(self, step_s: float, *, min_running: int = 1) -> None:
-        """Nobody gets a token before `min_running` requests are there."""
+        """No request gets a token before `min_running` requests are there."""
         self._step_s = step_s
         self._min_running = min_running
         self.has_begun = False

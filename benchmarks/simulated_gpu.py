@@ -103,7 +103,7 @@ class SimulatedGpu:
         return SimulatedStep(result, plan)
 
     def sample(self, step: StepHandle, masks: RowMasks) -> SimulatedStep:
-        """Of what a grammar allows, the last. Late masks make the device idle."""
+        """Sample the last allowed token. Late masks leave the device idle."""
         assert isinstance(step, SimulatedStep)
         plan, result = step.plan, step.answer
         tokens = result.by_row()

@@ -56,7 +56,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "min_tokens": ("max_tokens", "max_output_tokens"),
     "stream": ("sse_ping_interval",),
 }
-"""Fields that a wrong value of another is told of: the two do not go together."""
+"""Fields that an error about another field may name, because the two are incompatible."""
 
 scalars = (
     st.none()

@@ -205,7 +205,7 @@ NOT_OPENED = "<user><think>?<assistant>"
 
 
 def opening(prompts: list[Sequence[int]]) -> dict[str, Any]:
-    """A parser that is told the prompt as characters; `prompts` gets what it was told."""
+    """A parser whose prefix is the prompt as characters; `prompts` collects the prompts it gets."""
 
     def new(prompt_ids: Sequence[int]) -> ResponseParser:
         prompts.append(prompt_ids)

@@ -80,7 +80,8 @@ def _check_counts(run: ServeRun, seen: list[Seen]) -> None:
 
 
 def _differences(run: ServeRun, seen: list[Seen]) -> list[float]:
-    """Of mean TTFT, mean ITL and mean latency, as shares of the second client's."""
+    """Differences in mean TTFT, mean ITL and mean latency, as shares of the second client's
+    means."""
     first = statistics.mean(s.texts[0] - s.asked for s in seen)
     gaps = statistics.mean(b - a for s in seen for a, b in zip(s.texts, s.texts[1:], strict=False))
     whole = statistics.mean(s.texts[-1] - s.asked for s in seen)

@@ -157,7 +157,7 @@ class Terminal:
         return self.child.returncode
 
     def vanish(self) -> None:
-        """As a window that is closed."""
+        """Close the terminal, as closing its window does."""
         if self._main is not None:
             os.close(self._main)
         self._main = None

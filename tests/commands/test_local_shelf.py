@@ -204,7 +204,7 @@ async def test_fetching_can_be_stopped(machine: Path, monkeypatch: pytest.Monkey
 
 
 async def text_of(deltas: AsyncGenerator[TokenDelta, None]) -> str:
-    """Of all of them: how many tokens come in one is a matter of who was slow."""
+    """The text of all deltas: how many tokens a delta holds depends on timing."""
     return "".join([delta.text async for delta in deltas])
 
 

@@ -15,7 +15,7 @@ __all__ = ["environment", "terminal"]
 
 Open = Callable[..., Terminal]
 CLICKS = "".join(f"\x1b[<0;{x};{y}M\x1b[<0;{x};{y}m" for x, y in ((30, 4), (50, 5), (60, 12)))
-"""Of the left button, on a transcript."""
+"""Clicks of the left button, on a transcript."""
 CTRL_C, CTRL_Q, UP, ESC = "\x03", "\x11", "\x1b[A", "\x1b"
 
 

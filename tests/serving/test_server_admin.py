@@ -154,7 +154,7 @@ async def test_cancel_by_the_answers_id_and_by_the_request_id() -> None:
 
 
 async def test_only_a_whole_name_cancels() -> None:
-    """What many ids begin with is nobody's name."""
+    """A common prefix of several ids is no id."""
     engine = FakeEngine(script=Script(hold_after=1))
     async with app_client(engine) as client:
 

@@ -290,7 +290,7 @@ async def test_large_bodies_are_checked_in_the_process(monkeypatch: pytest.Monke
 
 
 async def test_functions_that_only_exist_here_come_back(process: JSONProcess) -> None:
-    """As a model's own parser of answers does, which is part of how a body is checked."""
+    """A model's own answer parser returns such functions, as part of checking a body."""
 
     def local() -> str:
         return "here"

@@ -284,7 +284,7 @@ async def test_logits_that_are_no_numbers_end_one_request_with_an_error(
             error = failed.json()["error"]
             assert (failed.status_code, error["code"]) == (500, "corrupted_logits"), failed.text
             assert error["type"] == "server_error" and "not finite" in error["message"]
-        # Of two prompts in one request the other's choice is lost with it: there is one answer.
+        # A request with two prompts has one answer, so the good prompt's choice is lost too.
         assert (await complete(prompt=[good, bad])).status_code == 500
         assert (await complete(prompt=bad, stream=True)).status_code == 500  # before any token
         late = await complete(prompt=good, stream=True, logit_bias={"10": 100})  # after the first

@@ -1,4 +1,4 @@
-"""/v1/events over a socket: what is told, resuming, slowness, limits, the server's end."""
+"""/v1/events over a socket: contents, resuming, slow readers, limits, the server's end."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ async def _ask_while_killing(
                 child.process.send_signal(signal.SIGSTOP if is_stopped else signal.SIGKILL)
         await asyncio.gather(*callers)
         print(outcomes)
-        for body in asked:  # one may have been stopped when nobody needed it any more
+        for body in asked:  # a helper may have been stopped while no request needed it
             await ask(body)
     assert outcomes["answered"]
     assert [await ask(body) for body in asked] == expected

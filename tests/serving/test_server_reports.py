@@ -1,4 +1,4 @@
-"""What is told of requests that are over: a log line, a trace, vLLM's metrics. Never text."""
+"""Reports of finished requests: a log line, a trace, vLLM's metrics. They never hold text."""
 
 from __future__ import annotations
 

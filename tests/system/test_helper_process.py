@@ -71,7 +71,7 @@ def write_program(folder: Path, text: str = PROGRAM) -> Path:
 
 @pytest.fixture
 def helper(tmp_path: Path) -> Iterator[HelperProcess]:
-    """It gives back what it is told."""
+    """A helper that echoes its questions."""
     helper = HelperProcess(write_program(tmp_path))
     yield helper
     helper.close()

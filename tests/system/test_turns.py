@@ -155,7 +155,7 @@ def test_a_helper_has_long_turns(usual_ns: int, tmp_path: Path) -> None:
 
 
 class TellingGrammar:
-    """Its masks note the slice of whoever fills them."""
+    """Its masks record the time slice of the thread that fills them."""
 
     num_words = 1
     is_ended = False

@@ -1,4 +1,4 @@
-"""A terminal that nobody reads holds up neither the loop nor the end, and is drawn anew later."""
+"""A terminal that is not read delays neither the event loop nor the exit, and is redrawn later."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The dashboard tells a terminal what differs from what it shows. Whatever happens between two
-frames, the terminal shows the picture; and what is told is little."""
+"""The dashboard sends a terminal only what differs from its contents. Whatever happens between two
+frames, the terminal shows the right picture, and the updates stay small."""
 
 from __future__ import annotations
 
@@ -230,8 +230,8 @@ MOST_CALLS = {
     **{"overview": 2_850, "timeline": 1_800, "batch": 1_970, "blocks": 850},
     **{"request": 1_120, "graphs": 1_010},
 }
-"""Of Python, to draw one frame of a busy engine: a quarter more than it takes. The log has as many
-lines as this process has logged."""
+"""Python calls to draw one frame of a busy engine: a quarter more than measured. The log page is
+left out, as it has as many lines as this process has logged."""
 
 
 @pytest.mark.parametrize("page", MOST_CALLS)

@@ -108,7 +108,7 @@ def test_a_strip_is_whole_where_its_place_was_taken(
 
 
 def test_a_strip_that_was_never_drawn_is_not_followed() -> None:
-    """Two pictures in one frame; and a chain that nobody draws does not grow."""
+    """Two pictures in one frame; and a chain of undrawn strips does not grow."""
     palette = Palette({})
     strips = [palette.strip(((f"a long row, {i}", "text"),), 13) for i in range(9)]
     first = strips[0]

@@ -204,7 +204,7 @@ async def test_no_proxy_is_asked_for_a_server_of_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # a closed port
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     async with serving(FakeEngine()) as server:

@@ -36,7 +36,7 @@ def drawn(app: FrozenApp) -> str:
 
 
 def keys(app: FrozenApp, *names: str) -> None:
-    """All at once, as from somebody who types ahead."""
+    """Post all keys at once, like a user who types ahead."""
     for name in names:
         app.post_message(events.Key(name, name if len(name) == 1 else "\r"))
 

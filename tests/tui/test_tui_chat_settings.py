@@ -94,7 +94,7 @@ async def test_a_chat_that_set_nothing_takes_what_the_model_has_now(tmp_path: Pa
 
 
 def old_chat(path: Path, talk: Conversation) -> Resume:
-    """As an older termgen kept it: every value, also those that nobody had set."""
+    """Store a chat as older versions did: with every value, even those that the user never set."""
     database = ChatDatabase(path)
     keep(database, talk)
     params = '{"temperature": 0.6, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 7}'

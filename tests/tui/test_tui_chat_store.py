@@ -66,7 +66,7 @@ def test_any_tree_comes_back_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_turns_that_are_above_each_other_are_a_tree_all_the_same(order: tuple[int, ...]) -> None:
-    """As a failing disk or an export made by hand may have them. None is left out."""
+    """A failing disk or an export made by hand may hold such turns. None is left out."""
     talk = talk_of("one", "two", "three")
     records = [turn_record(talk, turn) for turn in talk.turns]
     records[0] = replace(records[0], parent_id=records[2].turn_id)
@@ -211,7 +211,7 @@ async def test_text_is_saved_while_it_streams(tmp_path: Path) -> None:
         keeper.asked(talk, turn, PARAMS)
 
         async def on_disk() -> str:
-            """As another process sees it, for a terminal that is killed now."""
+            """The answer as another process reads it, were the terminal killed now."""
             await store.read(lambda _database: None)
             other = ChatDatabase(store.path)
             answer = loaded(other, talk.session_id).turns[0].answer

@@ -80,7 +80,7 @@ def entry(binding: Binding) -> str:
 
 
 async def help_text(app: TermgenApp, pilot: Pilot[Any]) -> str:
-    """As the screen shows it, lines that go on joined."""
+    """The help screen's text, with wrapped lines joined."""
     await pilot.press("f1")
     await wait_until(pilot, lambda: isinstance(app.screen, HelpScreen))
     await pilot.pause()

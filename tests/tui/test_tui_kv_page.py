@@ -78,7 +78,8 @@ def test_the_cursor_never_leaves_the_blocks_or_the_view() -> None:
 @pytest.mark.parametrize("num_blocks", [1, 3, 16, 40, 150, 326, 1000, 4000])
 @pytest.mark.parametrize("size", [(80, 21), (140, 37)])
 def test_few_blocks_have_large_cells(num_blocks: int, size: tuple[int, int]) -> None:
-    """As large as they may be with all of them in view, so that little of the page is empty."""
+    """Cells are as large as possible with all of them in view, so that little of the page is
+    empty."""
     width, height = size
     states = np.array([BlockState.NULL] + [BlockState.ACTIVE] * num_blocks, np.uint8)
     view, cursor = view_of(states, np.array([-1] + [0] * num_blocks, np.int32)), KvCursor()

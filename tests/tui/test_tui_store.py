@@ -304,8 +304,8 @@ def test_the_times_of_a_fast_engine_go_back_as_far_as_those_of_a_slow_one() -> N
 
 
 def test_times_between_tokens_are_those_of_every_request() -> None:
-    """Each row that decodes waited since the step before, whatever that did; a step that was not
-    told of counts for nobody."""
+    """Each row that decodes waited since the step before, whatever that step did; an unreported
+    step counts for no request."""
     store, end, expected = make_store(), NOW_NS - 20 * SECOND, list[float]()
     rng = random.Random(5)
     for i in range(200):

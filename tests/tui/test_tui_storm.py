@@ -49,7 +49,7 @@ def sizes(rng: random.Random) -> Iterator[tuple[int, int]]:
 
 
 def resize(app: FrozenApp, size: tuple[int, int]) -> None:
-    """As a terminal does: without waiting for what becomes of it."""
+    """Resize as a terminal does: without waiting for the effect."""
     assert isinstance(app._driver, HeadlessDriver)
     app._driver._size = size
     app.post_message(Resize(Size(*size), Size(*size)))

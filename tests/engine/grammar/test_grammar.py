@@ -187,7 +187,7 @@ def test_a_limit_reached_in_a_mask_is_an_error_and_no_end_of_the_answer(
 
 
 def test_masks_filled_at_once_are_those_of_each_alone(compiler: GrammarCompiler) -> None:
-    """Of several grammars, with and without an end, one of which reaches a limit on the way."""
+    """The batch has several grammars, with and without an end; one reaches a limit on the way."""
     wanted: list[dict[str, Any]] = [
         {"json_object": True},
         {"regex": "[ab]*"},
@@ -236,7 +236,7 @@ def test_the_largest_that_are_taken_can_be_followed(
 def test_what_goes_on_in_too_many_ways_is_refused_before_it_begins(
     compiler: GrammarCompiler, tokenizer: Tokenizer, kind: str
 ) -> None:
-    """To take in a token of these would take half a second, in which nobody else runs."""
+    """Taking in one of these tokens would hold the GIL for half a second."""
     texts = map(tokenizer.token_text, range(2, tokenizer.vocab_size))
     letter = next(t[0] for t in texts if len(t) == 2 and t[0] == t[1] and t.isalpha())
     if kind == "alternatives":

@@ -396,7 +396,8 @@ def test_who_gives_up_is_told_to_come_back_and_finds_the_grammar(
 
 
 def test_slow_grammars_of_some_delay_only_their_own(compiler: GrammarCompiler) -> None:
-    """Whoever came first; the client with slow ones and the other change roles."""
+    """The client with slow grammars and the other one change roles: arrival order does not
+    matter."""
 
     def slow(i: int) -> StructuredOutputsParams:
         return StructuredOutputsParams(regex="a?" * 20_000 + str(i))
@@ -540,7 +541,7 @@ async def test_waiting_on_the_loop_ends_as_waiting_in_a_thread_does(
     monkeypatch: pytest.MonkeyPatch,
     gate: threading.Event,
 ) -> None:
-    """And nobody complains of errors that nobody waits for any more."""
+    """And an error that no task awaits any more is not reported as unhandled."""
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
     processor = InputProcessor(tokenizer, 50, VOCAB, grammars=compiler)

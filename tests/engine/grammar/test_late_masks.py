@@ -54,7 +54,8 @@ def wait_for(condition: Callable[[], bool]) -> bool:
 def test_slow_masks_hold_up_neither_free_rows_nor_other_constrained_ones(
     make_driver: Callable[..., ConstrainedDriver],
 ) -> None:
-    """As many of them as there are threads; they say what they always say once theirs are there."""
+    """There are as many slow rows as threads; they give their usual tokens once their masks are
+    there."""
     driver, gate = make_driver(depth=2), Gate()
     free = driver.submit("free", [5, 6], max_tokens=60)
     slow = [
@@ -183,7 +184,7 @@ def test_whoever_waits_for_a_mask_is_looked_at_once_in_a_step(
 
 
 def test_masks_are_waited_for_as_long_as_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks of 30 ms, which nobody has patience for, are in time for steps of 20 s."""
+    """Masks of 30 ms, without any patience, are in time for steps of 20 s."""
     monkeypatch.setattr("termgen.engine.grammar.mask_filler.SLOW_S", 60.0)
     driver, grammar = ConstrainedDriver(depth=2), FakeGrammar(9)
     constraints = driver.scheduler.constraints
@@ -246,7 +247,8 @@ def test_an_abort_while_the_mask_is_filled(
 def test_masks_of_aborted_requests_are_not_filled(
     make_driver: Callable[..., ConstrainedDriver],
 ) -> None:
-    """All threads have begun one when they are aborted; the others must keep nobody waiting."""
+    """Every thread is filling one when the requests are aborted; the other masks must delay
+    nothing."""
     filled: list[str] = []
 
     class Noting(FakeGrammar):
@@ -272,7 +274,7 @@ def test_masks_of_aborted_requests_are_not_filled(
 
 
 class Panic(BaseException):
-    """As libraries written in Rust raise it."""
+    """The exception type that libraries written in Rust raise."""
 
 
 class Breaking(FakeGrammar):

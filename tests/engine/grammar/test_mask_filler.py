@@ -14,7 +14,7 @@ from termgen.vocabulary.token_mask import GrammarState, IntArray
 
 
 class Panic(BaseException):
-    """As libraries written in Rust raise it."""
+    """The exception type that libraries written in Rust raise."""
 
 
 class Counting(FakeGrammar):

@@ -72,7 +72,7 @@ class Schedule:
         self.cuts: dict[Bearer, int] = {}
         """Requests whose reader gives up at a token of its own choice, as for a stop string."""
         self.answers: list[tuple[str, Future[Future[Any]]]] = []
-        """Of pauses and resets, by the name of the command."""
+        """Futures of pauses and resets, by the name of the command."""
         self.in_flight_at_rest: list[int] = []
         """Steps in flight when a pause was said to have taken effect."""
         self.driver.executor.on_result = lambda _: self.meanwhile()
@@ -208,7 +208,7 @@ class Schedule:
         assert bearer.ending.stop_token_id == (tokens[-1] if own else None), name
 
     def is_complete(self, bearer: Bearer) -> bool:
-        """By what its answer must look like."""
+        """Whether the answer satisfies its grammar."""
         return False
 
     def check_computed(self, bearer: Bearer) -> None:

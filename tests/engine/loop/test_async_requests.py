@@ -101,7 +101,7 @@ def test_a_forced_preemption_drops_exactly_the_tokens_in_flight(depth: int) -> N
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 8])
 def test_a_cache_reset_with_steps_in_flight_drops_nothing(depth: int, force: bool) -> None:
-    """Forced, it lets them land first: whoever is preempted then has nothing in flight."""
+    """A forced reset lets them land first, so preempted requests have nothing in flight."""
     driver = CoreDriver(depth=depth)
     first = driver.submit("first", [5] * 9, max_tokens=20)
     for _ in range(4):
@@ -213,7 +213,8 @@ def test_endings_without_a_next_step_are_told_and_free_everything(depth: int) ->
 
 @pytest.mark.parametrize("depth", [2, 4, 8])
 def test_seats_of_ended_requests_in_flight_come_back_to_those_who_wait(depth: int) -> None:
-    """All seats are held back by the fence and nobody runs: the next in line is admitted yet."""
+    """The fence holds back all slots and no request runs: the next in the queue is still
+    admitted."""
     driver = CoreDriver(depth=depth, max_num_seqs=2)
     for i in range(12):
         driver.submit(f"r{i}", [i, 1, 2], max_tokens=40)

@@ -45,8 +45,8 @@ class ConstrainedSchedule(Schedule):
         return isinstance(grammar, FakeGrammar) and len(bearer.tokens) >= grammar.length
 
     def check_computed(self, bearer: Bearer) -> None:
-        """Of rows with a grammar more is computed: for each late mask once more, and behind a last
-        token that only the grammar knows for the last."""
+        """Rows with a grammar compute more: one token for each late mask, and one behind a last
+        token that only the grammar knows to be the last."""
         if bearer.request.grammar is None:
             super().check_computed(bearer)
 

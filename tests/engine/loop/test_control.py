@@ -54,7 +54,7 @@ class Loop:
         return self.ask(lambda control: control.reset_prefix_cache(force))
 
     def settle(self) -> None:
-        """As the engine's thread: until there is nothing to do."""
+        """Run the engine's loop until there is nothing to do."""
         run(self.core)
 
     def resume(self) -> None:
@@ -132,7 +132,7 @@ def test_wait_lets_what_has_begun_end_and_starts_nothing(depth: int, policy: str
 @DEPTHS
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_wait_also_waits_for_those_that_were_preempted(depth: int, policy: str) -> None:
-    """Though somebody more urgent, who has not begun, is before them in the queue."""
+    """A more urgent request that has not begun is ahead of them in the queue."""
     loop = Loop(depth, policy=policy, num_blocks=15)
     urgent = GenerationRequest(
         request_id="urgent",

@@ -101,7 +101,7 @@ class Waited(FakeExecutor):
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_every_step_in_flight_is_waited_for_once_also_behind_a_failure(depth: int) -> None:
-    """Nobody may be given a slot or a block again while a step can still write there."""
+    """No request may get a slot or a block while a step can still write there."""
     executor = Waited()
     core = make_core(executor, [], depth=depth)
     executor.fail_steps = {2: ValueError("device on fire"), 3: ValueError("and still")}

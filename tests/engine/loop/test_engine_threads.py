@@ -42,7 +42,7 @@ def token_ids(deltas: list[TokenDelta]) -> list[int]:
 
 
 async def test_giving_up_on_a_snapshot_does_no_harm(engine: AsyncEngine) -> None:
-    """As a metrics page does when the engine is in a long step."""
+    """A metrics page gives up like this when the engine is in a long step."""
     stream = engine.generate(PROMPT, LONG)
     await anext(stream)
     for _ in range(20):
@@ -218,6 +218,6 @@ async def test_a_start_that_was_given_up_ends_its_thread(
         await asyncio.to_thread(engine._thread.join)
     missing = AsyncEngine(EngineConfig(model=str(tmp_path / "nothing-here")), None)
     missing._ready.cancel()
-    missing._run()  # nobody is there to be told
+    missing._run()  # no caller waits for the failure
     with pytest.raises(ModelNotFoundError):
         await AsyncEngine.start(EngineConfig(model=str(tmp_path / "nothing-here")))

@@ -79,7 +79,7 @@ class InFlight:
 
 
 class Pair:
-    """Two schedulers that are told the same."""
+    """Two schedulers that get the same calls."""
 
     def __init__(self, quick: Scheduler, slow: Scheduler, rng: np.random.Generator) -> None:
         self.quick, self.slow, self.rng = quick, slow, rng

@@ -77,7 +77,7 @@ def test_a_preempted_request_continues_with_the_same_tokens(depth: int, caching:
 
 
 def test_a_resumed_request_finds_its_own_blocks() -> None:
-    """Preempted with nobody to evict its blocks, it recomputes only what was not full."""
+    """Preempted while no request evicts its blocks, it recomputes only the last, partial block."""
     driver = Driver(make_scheduler(num_blocks=10, max_num_seqs=3))
     driver.add(*(make_request(f"r{i}", p, max_tokens=8) for i, p in enumerate(prompts(12, 11, 8))))
     driver.run()
@@ -144,7 +144,7 @@ def test_the_least_urgent_request_preempts_itself() -> None:
     driver.add(make_request("calm", calm, priority=9, max_tokens=8))
     driver.add(make_request("urgent", urgent, priority=0, max_tokens=8))
     driver.step()
-    plan = driver.step()  # calm needs a block, and nobody is less urgent
+    plan = driver.step()  # calm needs a block, and no request is less urgent
     assert plan is not None and set(driver.scheduled(plan)) == {"urgent"}
     assert driver.records["calm"].num_preemptions == 1
     driver.run()
@@ -236,7 +236,7 @@ def test_requests_outside_the_failed_step_are_preempted_in_order() -> None:
     driver.add(*(make_request(n, p, max_tokens=20) for n, p in zip(names, shorts, strict=True)))
     driver.step()
     driver.step()
-    # Everybody runs; a plan made of nobody but `long` fails.
+    # Every request runs; a plan of `long` alone fails.
     driver.add(make_request("long", long, max_tokens=2))
     plan = driver.launch(fails=True)
     assert plan is not None

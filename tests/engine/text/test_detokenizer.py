@@ -79,7 +79,7 @@ class TestTokenDecoders:
             if whole == text and "\ufffd" not in text:
                 num_exact += 1
                 assert not any("\ufffd" in piece for piece in pieces), (SEED, text)
-        assert num_exact > 400  # the vocabulary lacks a few bytes of characters nobody uses
+        assert num_exact > 400  # the vocabulary lacks a few bytes of unused characters
 
     def test_unfinished_character_at_the_end_is_one_replacement(self, smollm2: Tokenizer) -> None:
         ids = smollm2.encode("a👋")[:-1]

@@ -181,7 +181,7 @@ class TestRows:
     ) -> None:
         a, b, c = smollm2.encode("a b c")
         processor.add(request(), 0)
-        assert processor.process(delivery([(0, 0, [a])])) == []  # nobody started there
+        assert processor.process(delivery([(0, 0, [a])])) == []  # no request has that slot
         first = processor.process(
             delivery([(3, 5, [a])], started=[start(slot=3, epoch=5, cached=16)])
         )

@@ -171,7 +171,8 @@ def test_padded_rows_see_nothing_and_spoil_nothing(with_prefill: bool, where: Wh
 
 @pytest.mark.parametrize("num_decodes", [0, 1, 3, 4])
 def test_a_step_whose_split_only_the_device_knows(num_decodes: int, where: Where) -> None:
-    """As recorded: rows without tokens, tokens without rows, and no number of decodes."""
+    """A recorded step has rows without tokens, tokens without rows, and no host count of
+    decodes."""
     rows = [(9, 1), (20, 1), (0, 1), (35, 1)][:num_decodes] + [(3, 6), (0, 18), (17, 2)]
     case = make_case(where, rows, max_num_seqs=16, max_num_tokens=64)
     real, total, num_rows = case.metadata, case.metadata.num_tokens, len(rows)

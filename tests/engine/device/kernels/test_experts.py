@@ -25,7 +25,7 @@ TILES = {
     "64": ExpertTiles(64, Tile(64, 32, 4, 3, 8), Tile(64, 32, 4, 2, 1), chunk=32, scan=128),
 }
 cuts = pytest.mark.parametrize("tiles", TILES.values(), ids=TILES.keys())
-# Of the types on a GPU the one that models have: every other one is as many kernels to compile.
+# A GPU runs only the models' type: each further type compiles as many kernels again.
 devices_and_dtypes = pytest.mark.parametrize(
     ("device", "dtype"), [p for p in DEVICES_AND_DTYPES if p.id not in ("cuda-f32", "cuda-f16")]
 )

@@ -119,7 +119,8 @@ def test_a_row_does_not_see_the_others(device: str, config: SmallGemmConfig) -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_workspace_serves_many(device: str) -> None:
-    """Of different shapes, one after the other; what an earlier one left is never added."""
+    """Products of different shapes run one after the other; no leftover of an earlier one is
+    added."""
     cut = [CONFIGS[name] for name in ("mma16-cut2", "mma64-cut8", "mma32-cut3")]
     workspace = SmallGemmWorkspace(
         torch.device(device),

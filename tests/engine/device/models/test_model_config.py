@@ -116,7 +116,7 @@ def test_qwen3_says_its_own_head_size() -> None:
     assert qwen3.head_dim == 128 and qwen3.qk_norm and not qwen3.qkv_bias
 
 
-# As gemma-3-1b has it: what is the class's default is left out.
+# config.json of gemma-3-1b, which leaves out the class's defaults.
 GEMMA: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -141,7 +141,7 @@ GEMMA: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 262144,
 }
-# As gemma-3-27b has it.
+# config.json of gemma-3-27b.
 GEMMA_WITH_VISION: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "model_type": "gemma3",

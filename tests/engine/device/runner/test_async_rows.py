@@ -71,7 +71,7 @@ class Event:
 
 
 class DeviceTensor:
-    """Stands for memory on a device, which a later step would get if nobody held it."""
+    """Stands for device memory, which a later step would reuse if nothing held it."""
 
     def __init__(self, values: list[int], log: list[str]) -> None:
         self._values = values

@@ -121,7 +121,7 @@ def test_steps_are_right_before_during_and_after(tiny_model_dir: ModelDir) -> No
     def recorder(operations: Callable[[], None]) -> Callable[[], None]:
         nonlocal made
         made += 1
-        operations()  # as the real one does: it must touch nobody's rows
+        operations()  # as the real recorder does: it must touch no request's rows
         return operations
 
     engine = make_engine(folder, recorder, asynchronous=True)

@@ -97,7 +97,7 @@ def run(engine: SyncEngine, bad: int, spoilt: set[int]) -> tuple[Answers, list[S
 def check(
     engine: SyncEngine, expected: Answers, bad: int, *, is_exact: bool = True
 ) -> list[StepRecord]:
-    """Every second request turns NaN; then its blocks are somebody else's. is_exact: tokens do not
+    """Turn every second request NaN; then other requests reuse its blocks. is_exact: tokens do not
     depend on what else is in a step."""
     spoil(engine, bad)
     spoilt = {0, 3, 4, 6, 9}

@@ -58,7 +58,7 @@ class ScriptedEvent:
 def errors_of_a_run(
     world: World, clock: DeviceClock, rng: random.Random, count: int, *, most_rest_s: float
 ) -> tuple[list[float], list[float]]:
-    """Of each step, how far off the told end and the told duration are, in ns."""
+    """For each step: the errors of the reported end and of the reported duration, in ns."""
     ends, durations = [], []
     for _ in range(count):
         world.now += rng.uniform(0, most_rest_s) * SECOND

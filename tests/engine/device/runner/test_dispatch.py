@@ -126,7 +126,7 @@ def test_a_disabled_dispatcher_gives_its_reason() -> None:
 
 
 class InPieces:
-    """As much of a `PiecewiseModel` as is looked at."""
+    """The part of `PiecewiseModel` that dispatch uses."""
 
     num_attentions = 1
 

@@ -17,7 +17,7 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040).\nP
 
 @pytest.fixture
 def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch with CUDA behaves beside a driver that it cannot use."""
+    """Make torch behave as its CUDA build does with a driver that it cannot use."""
 
     def init() -> None:
         raise RuntimeError(TOO_OLD)

@@ -1,12 +1,12 @@
-"""A program: which kernel variants warm-up and serving reach, found without a GPU.
+"""A program that lists the kernel variants reached by warm-up and by serving, without a GPU.
 
-Triton is told of a GPU that is not there. Every launcher then binds its arguments as it would on
-one, alignment and divisibility included, and asks for the variant they choose; instead of a launch,
-the request is written down. What the kernels should have computed stays as it was, so the steps are
-those of a real scheduler whose tokens are made up.
+It gives Triton a simulated GPU. Every launcher then binds its arguments as it would on a real one,
+alignment and divisibility included, and asks for the variant they choose; the request is recorded
+instead of launched. The kernels' outputs stay unwritten, so the steps are those of a real scheduler
+with made-up tokens.
 
-Argument: a JSON list of cases. Prints a JSON list: for each case what was reached, and as `late`
-the variants that serving reached and warm-up had not, with the step that did.
+Argument: a JSON list of cases. Prints a JSON list: for each case the variants reached, and as
+`late` those that serving reached and warm-up had not, with the step that reached them.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def make_core(runner: model_runner.ModelRunner, executor: PlanExecutor, blocks: 
 
 
 def choose_sizes(mode: str, most_rows: int, most_tokens: int) -> CudaGraphDispatcher:
-    """As `choose_graphs` does, but for fewer whole steps, so that some of both kinds miss them."""
+    """`choose_graphs` with fewer whole steps, so that some steps of both kinds miss them."""
     if mode == "none":
         return CudaGraphDispatcher((), disabled_reason="--enforce-eager")
     return CudaGraphDispatcher(
