@@ -216,7 +216,7 @@ def _changed_words(changes: Sequence[str], shown: int) -> str:
 
 
 def _right_end(model: ModelInfo, status: ChatStatus, room: int) -> list[Span]:
-    """As many figures as fit; the share of the context in use is dropped last."""
+    """The figures that fit; the share of the context in use is dropped last."""
     behind: list[Span] = [("↓ more below  ", "warn")] if status.behind else []
     speed, ttft = _speed(status), _ttft(status)
     context = _context(status, model.max_model_len)
