@@ -20,8 +20,10 @@ from textwrap import fill
 from types import FrameType
 from typing import Any, NamedTuple
 
+import termgen
+
 ROOT = Path(__file__).resolve().parents[2]
-PREFIX = str(ROOT / "termgen") + "/"
+PREFIX = f"{Path(termgen.__file__).parent}/"
 NUM_RUNS = 3
 QUIET_S, MOST_WAIT_S = 0.05, 1.0
 BODY: dict[str, Any] = {
