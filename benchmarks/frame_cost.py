@@ -35,7 +35,7 @@ class FrameCost:
 
 
 class FrameCosts:
-    """Counts while it is entered. The newest of `frames` is under way."""
+    """Counts while it is entered. The newest of `frames` is unfinished."""
 
     def __init__(self) -> None:
         self.frames = [FrameCost()]

@@ -41,7 +41,7 @@ from made_up_model import TINY, write_tiny, write_tokenizer
 from termgen.system.turns import share_lock_quickly
 
 ENGINE_PARTS = ("host", "sync", "hold", "idle")
-"""In this order: once torch's profiler has run, every launch takes five times as long."""
+"""The order matters: once torch's profiler has run, every launch takes five times as long."""
 SCREEN_PARTS = ("dashboard", "terminal", "sse")
 NEEDED = {
     "dashboard": ("textual",),
@@ -153,7 +153,7 @@ def run_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for part in args.parts:
             try:
                 found[part] = works[part]()
-            except Exception as error:  # told with the others' figures, which took minutes
+            except Exception as error:  # reported with the others' figures, which took minutes
                 found[part] = {"failed": repr(error)}
     return found
 

@@ -1,6 +1,6 @@
 """The client of `server_load.py`: many streams in one process of low priority, little work a token.
 
-Run as a program by the benchmark; prints one JSON object. Checks that every stream has every token
+Run as a program by the benchmark; prints one JSON object. Checks that every stream gets every token
 once and in order, and measures from the end of the engine's step to the arrival here.
 """
 

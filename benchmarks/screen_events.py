@@ -117,7 +117,7 @@ class EventfulEngine(ScriptedEngine):
         )
 
     def _num_used_blocks(self) -> int:
-        """Grows by what the requests write, and begins again."""
+        """Grows with the requests' tokens, and wraps around."""
         return NUM_BLOCKS // 4 + self.num_steps * self._rows_running // 16 % (NUM_BLOCKS // 4)
 
     def _replace(self, old: str, new: str) -> None:
@@ -219,7 +219,7 @@ def hour_of_events(num_steps: int, *, rows: int) -> dict[str, Any]:
 
 
 async def _pages(hz: float, num_frames: int, rows: int) -> dict[str, Any]:
-    """Steps of 1 ms by a clock that no other program slows down, and so many frames a second."""
+    """Steps of 1 ms by a clock that no other program slows down, and `hz` frames a second."""
     engine, terminal = EventfulEngine(rows, 1_000_000, 24_000), Terminal(40, 120)
 
     async def start(progress: object) -> Any:

@@ -1,8 +1,8 @@
-"""An engine whose every token is known beforehand: what remains to be measured is the server.
+"""An engine with predetermined tokens, so that only the server is measured.
 
-`ScriptedEngine` is an `EngineClient` with an engine thread, one step every so often, one wake-up of
-the event loop a step, as the real one. Each token says its number and when its step ended, so that
-a client can tell lost tokens, wrong order and delay.
+`ScriptedEngine` is an `EngineClient` with an engine thread, a step at fixed intervals and one
+wake-up of the event loop a step, like the real one. Each token carries its number and the time when
+its step ended, so that a client can detect lost tokens, wrong order and delay.
 """
 
 from __future__ import annotations
