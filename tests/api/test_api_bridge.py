@@ -1,4 +1,4 @@
-"""/v1/messages without a server: bodies in, news of a chat out. Any body at all, for both."""
+"""/v1/messages without a server: bodies in, chat news out. Then random bodies, for both bridges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Any value in any field: taken, or an error that names the field. Nothing else, at once."""
+"""Any value in any field is accepted, or an error names the field. Nothing else happens, and
+fast."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ ODD = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | s
 )
 @quick
 def test_sampling_params_take_a_value_or_name_it(fields: dict[str, Any]) -> None:
-    """From Python anything can come, NaN included."""
+    """Python callers can pass anything, NaN included."""
     try:
         params = SamplingParams(**fields)
         params.validate_for(vocab_size=VOCAB)

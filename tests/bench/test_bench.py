@@ -1,4 +1,4 @@
-"""The benches over a scripted engine: what is submitted, what is counted, what is written."""
+"""The benches over a scripted engine: requests, counts and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints, where errors go, exit codes."""
+"""The command line: output, errors, exit codes."""
 
 from __future__ import annotations
 

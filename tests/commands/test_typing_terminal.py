@@ -25,7 +25,7 @@ def questions(environment: dict[str, str]) -> list[str]:
 
 
 def answered(environment: dict[str, str]) -> list[str]:
-    """Those whose answer has ended: ctrl+c would stop one that has not."""
+    """Questions whose answer has ended: ctrl+c would stop a running one."""
     wanted = "SELECT question FROM turns WHERE state = 'done' ORDER BY number"
     with closing(sqlite3.connect(environment["TERMGEN_CHAT_DB"])) as database:
         return [row[0] for row in database.execute(wanted)]

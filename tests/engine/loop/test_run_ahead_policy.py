@@ -1,4 +1,4 @@
-"""How many steps may be queued, from what they took: the policy alone, without a loop."""
+"""The policy for the number of queued steps, from their measured times, without a loop."""
 
 from __future__ import annotations
 

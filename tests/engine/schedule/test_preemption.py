@@ -1,4 +1,5 @@
-"""Who loses its blocks, who waits, and what is computed again, also after a failed step.
+"""Preemption: which request loses its blocks, which waits, and what is computed again, also after a
+failed step.
 
 Over a scripted device, see scheduler_harness.py.
 """
@@ -88,7 +89,7 @@ def test_a_resumed_request_finds_its_own_blocks() -> None:
 
 @pytest.mark.parametrize("depth", [2, 3, 6])
 def test_a_preemption_with_tokens_in_flight_samples_them_again(depth: int) -> None:
-    """What lands for the old residency must not count; the new one gives the same tokens."""
+    """Results of the old residency must not count; the new one gives the same tokens."""
     driver = Driver(make_scheduler(num_blocks=10, max_num_seqs=3), depth=depth)
     driver.add(
         *(make_request(f"r{i}", p, max_tokens=16) for i, p in enumerate(prompts(12, 11, 11)))
@@ -152,7 +153,7 @@ def test_the_least_urgent_request_preempts_itself() -> None:
 
 
 def test_the_last_free_block_goes_to_the_most_urgent() -> None:
-    """Whatever their places in the batch; the one that goes without is not in the plan at all."""
+    """Their places in the batch do not matter; the other request is not in the plan at all."""
     driver = Driver(make_scheduler(num_blocks=8, max_num_seqs=2, policy="priority"))
     calm, urgent = prompts(12, 12)
     driver.add(make_request("calm", calm[:11], priority=5, max_tokens=8))

@@ -69,7 +69,7 @@ class TestText:
     def test_early_stop_token_the_engine_passes_over_is_text(
         self, processor: OutputProcessor, smollm2: Tokenizer
     ) -> None:
-        # min_tokens is the engine's business: here only its verdict counts
+        # the engine handles min_tokens: only its decision counts here
         ids = [EOS, *smollm2.encode("on")]
         processor.add(request(skip_special_tokens=False, min_tokens=2), 0)
         deltas = feed(processor, ids, end=finish())

@@ -1,7 +1,7 @@
 """Logits of every family in half types, by the kernels that serve it on a GPU.
 
-The reference is transformers in float32 on the CPU with the same rounded weights, so that what is
-left is the arithmetic. Heads have the sizes of real models; prompts go through prefill in chunks,
+The reference is transformers in float32 on the CPU with the same rounded weights, so that only the
+arithmetic differs. Heads have the sizes of real models; prompts go through prefill in chunks,
 beyond every window, and some decode steps follow. On a CPU the kernels are interpreted.
 """
 

@@ -1,4 +1,4 @@
-"""What sets Gemma 3 apart outside of its arithmetic: files with a vision part, types, tokens."""
+"""Gemma 3 apart from its arithmetic: files with a vision part, types, tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine's GPU, or the lack of one, makes of the device setting."""
+"""The effect of a machine's GPU, or of its absence, on the device setting."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_memory_is_free_and_steps_are_recorded_again(
         held = torch.cuda.memory_allocated()
         engine.sleep(level)
         free, _ = torch.cuda.mem_get_info()
-        # Large tensors lie in segments of their own, so that what is freed is given back whole.
+        # Large tensors have segments of their own, so freed memory is returned completely.
         wanted = ledger.kv_cache_bytes + ledger.weights_bytes
         assert free - awake > 0.95 * wanted, (level, (free - awake) / MIB, wanted / MIB)
         assert held - torch.cuda.memory_allocated() > 0.99 * wanted

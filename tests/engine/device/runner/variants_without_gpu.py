@@ -68,7 +68,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 class AnyToken:
-    """A grammar and its own matcher, of answers without end."""
+    """A grammar and its own matcher, for endless answers."""
 
     num_words = 200
     is_slow = False
@@ -89,7 +89,7 @@ class AnyToken:
 
 
 def pretend_a_gpu() -> None:
-    """Triton compiles for a Hopper GPU; our own code takes the CPU for one with kernels."""
+    """Make Triton compile for a Hopper GPU, and our own code take the CPU for one with kernels."""
     driver.set_active(
         SimpleNamespace(
             get_current_device=lambda: 0,
@@ -104,7 +104,7 @@ def pretend_a_gpu() -> None:
 
 
 def small_gemm_choice(num_rows: int, spec: LinearSpec) -> SmallGemmConfig | None:
-    """One configuration for each class of rows, as the measured table has."""
+    """One configuration for each class of rows, like the measured table."""
     rows = 1 << (num_rows - 1).bit_length()
     if rows <= 4:
         return SmallGemmConfig("gemv", rows, 4, 1024, 4)
@@ -118,7 +118,7 @@ NUM_REQUESTS = 35
 
 
 class PlanExecutor:
-    """Runs every plan and makes up its tokens. Keeps count of what rows have and have computed."""
+    """Runs every plan and makes up its tokens. Tracks the known and computed tokens of rows."""
 
     def __init__(self, runner: model_runner.ModelRunner, missing: Missing) -> None:
         self._runner = runner
@@ -196,8 +196,8 @@ def make_runner(config: EngineConfig, folder: Path) -> model_runner.ModelRunner:
 
 
 def serve(core: EngineCore, seed: int, *, longest: int, batches: list[int]) -> None:
-    """Batches of these sizes, a burst of long prompts, then requests of all kinds that come, are
-    cut off and share text."""
+    """Batches of these sizes, a burst of long prompts, then requests of all kinds that arrive, are
+    aborted and share text."""
     rng = np.random.default_rng(seed)
     count = 0
 
