@@ -1,4 +1,4 @@
-"""Over a socket: tokens and back, health, and what steers the engine."""
+"""Tokenising, health, and the control of the engine, over a socket."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_health_is_the_engines_pulse(
         assert (await client.get("/health")).json() == {"status": "ok"}
         free = threading.Event()
         core = engine.parts.core
-        held = core.call(lambda: free.wait(20))  # idle, and it does not react
+        held = core.call(lambda: free.wait(20))  # idle, and it does not answer the probe
         try:
             for _ in range(3):  # a slow step looks the same: no alarm yet
                 assert (await client.get("/health")).status_code == 200
@@ -269,7 +269,7 @@ async def test_wrong_options_change_nothing() -> None:
             ("/reset_prefix_cache?force=yes", "force"),
             ("/pause?mood=wait", "mood"),
             ("/resume?mode=wait", "mode"),
-            ("/wake_up?tags=weights", "tags"),  # vLLM's, which wakes a part of the engine
+            ("/wake_up?tags=weights", "tags"),  # vLLM's option, which wakes a part of the engine
         ):
             answer = await client.post(path)
             assert answer.status_code == 400 and answer.json()["error"]["param"] == param

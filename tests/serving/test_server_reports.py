@@ -90,7 +90,7 @@ async def test_how_a_request_ended_is_told(caplog: pytest.LogCaptureFixture) -> 
 
 
 class Spans:
-    """An exporter that keeps what it is given."""
+    """An exporter that keeps its spans."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []

@@ -1,4 +1,4 @@
-"""Strips in few bytes: they show what Textual's own show."""
+"""Compact strips: they look the same as Textual's own."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_writes_never_wait() -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     driver.write("last\n")
-    driver.close()  # now it does wait for what is queued
+    driver.close()  # now it waits for the queued output
     lines = file.getvalue().splitlines()
     assert lines[0] == "frame 0" and lines[-1] == "last"
     assert MOST_QUEUED <= len(lines) <= MOST_QUEUED + 3

@@ -1,4 +1,4 @@
-"""Chats on disk: what is written is there again, whatever happens to the file meanwhile."""
+"""Chats on disk: everything written is read again, whatever happens to the file meanwhile."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_migrations_bring_an_old_file_up_to_date(tmp_path: Path) -> None:
     failing = (*newer, ("CREATE TABLE half (x)", "NONSENSE"))
     with pytest.raises(sqlite3.Error):
         ChatDatabase(path, migrations=failing)
-    database = ChatDatabase(path, migrations=newer)  # nothing half done
+    database = ChatDatabase(path, migrations=newer)  # no partial state
     assert [s.title for s in database.sessions()] == ["one"]
     database.close()
 
@@ -261,7 +261,7 @@ def test_export_and_import() -> None:
 
 
 async def test_text_that_is_not_quite_text_is_kept_escaped(tmp_path: Path) -> None:
-    """A model cannot write this, but a file to import can hold it."""
+    """A model cannot write this, but an imported file can hold it."""
     talk = talk_of("half \ud83d a pair")
     text = as_json(session_record(talk, PARAMS), [turn_record(talk, t) for t in talk.turns])
     again = conversation_of(*from_json(text))

@@ -123,7 +123,7 @@ def test_every_block_of_the_view_has_its_cell() -> None:
     view, cursor = many_blocks(20_000), KvCursor(wanted_per_cell=2)
     rows = kv_page(view, cursor, 104, 27, COLOUR_GLYPHS, boxed=True)  # 100 x 22 cells of two
     active = sum(len(t) for row in rows[1:-4] for t, role in row if role == "kv-active-alt")
-    assert active + 1 == 2200  # the cursor stands on one; 5000 blocks fill more than the view
+    assert active + 1 == 2200  # the cursor is on one; 5000 blocks exceed the view
     cursor.move(rows=24)
     rows = kv_page(view, cursor, 104, 27, COLOUR_GLYPHS, boxed=True)
     assert cursor.first == 2 * 100 * (24 - 11)
@@ -157,7 +157,8 @@ def test_hits_and_evictions_tick_by_step() -> None:
 
 
 def test_blocks_that_were_just_evicted_stand_out() -> None:
-    """For a second, in the whole map, in a part of it, and in cells of several blocks."""
+    """They are marked for a second, in the whole map, in a part of it, and in cells of several
+    blocks."""
     states = np.array([BlockState.NULL] + [BlockState.ACTIVE] * 400, np.uint8)
     owners = np.array([-1] + [0] * 400, np.int32)
     view = view_of(states, owners)

@@ -1,4 +1,4 @@
-"""`termgen chat --url`: a chat with a server elsewhere, and what its engine screen shows."""
+"""`termgen chat --url`: a chat with a remote server, and its engine screen."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_a_termgen_server_is_chatted_with_and_watched() -> None:
         app = remote_app(server.url)
         async with app.run_test(size=SIZE) as pilot:
             chat = await chat_of(app, pilot)
-            # told by the event stream: more than the list of models has
+            # from the event stream: more than the list of models has
             assert "smollm2-135m float32 is ready" in chat.transcript.plain_text
             assert "2.0k tokens of context" in chat.transcript.plain_text
             await ask(chat, pilot, "why?")

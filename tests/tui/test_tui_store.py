@@ -294,7 +294,7 @@ def test_step_times_are_those_of_the_window() -> None:
 
 
 def test_the_times_of_a_fast_engine_go_back_as_far_as_those_of_a_slow_one() -> None:
-    """More steps than are kept one by one."""
+    """There are more steps than the store keeps individually."""
     store, number = DashboardStore(started_ns=NOW_NS - 60 * SECOND), 5 * STEP_HISTORY
     store.apply(step(i, end_ns=NOW_NS - (number - i) * 4 * MS, ms=2.0) for i in range(number))
     late = [step(number + i, end_ns=NOW_NS - MS, ms=50.0) for i in range(number // 25)]
