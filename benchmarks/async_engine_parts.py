@@ -1,8 +1,8 @@
-"""What `gpu_async.py` measures of the engine's loop alone, with nobody reading the tokens.
+"""The parts of `gpu_async.py` that measure the engine's loop alone, without a reader.
 
 One engine serves every cell: `core.run_ahead` is set anew for each, so that one step at a time, two
-in flight and a queue of 20 ms take turns on the same recordings and the same memory. Each cell
-decodes requests of its own, whose prompts are equally long.
+in flight and a queue of 20 ms alternate on the same recordings and the same memory. Each cell
+decodes requests of its own, with prompts of equal length.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ NUM_PROFILED = 28
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a cell decodes."""
+    """The batch of a cell."""
 
     batches: tuple[int, ...]
     host_batches: tuple[int, ...]
     prompt: int
     seconds: float
-    """How long a cell is timed, in steps of the speed it warmed up with."""
+    """How long a cell is timed, given the step time measured in warm-up."""
     most_steps: int
     rounds: int
     job_requests: int
@@ -64,7 +64,7 @@ def engine_core(config: EngineConfig) -> Iterator[EngineCore]:
 
 
 def depth(name: str, ms: float) -> RunAhead:
-    """The policy called sync, two steps, or run ahead."""
+    """The policy for `sync`, two steps, or run ahead."""
     return {"sync": RunAhead(1, 0.0), "two": RunAhead(2, 0.0), "ahead": RunAhead(2, ms)}[name]
 
 
@@ -81,7 +81,7 @@ def submit(core: EngineCore, name: str, prompt: int, output: int, vocab: int) ->
 
 
 class Decode:
-    """A batch of requests that decodes until it is left."""
+    """A batch of requests that decodes until the block is left."""
 
     def __init__(self, core: EngineCore, batch: int, sizes: Sizes, policy: RunAhead) -> None:
         self._core, self._batch, self._sizes = core, batch, sizes
@@ -106,7 +106,7 @@ class Decode:
         return self
 
     def run(self, num_steps: int | None = None) -> list[StepRecord]:
-        """Records of so many steps, or of as many as the time of a cell."""
+        """Records of `num_steps` steps, or of as many as fit into the time of a cell."""
         if num_steps is None:
             num_steps = int(self._sizes.seconds / max(self.step_s, 1e-6))
             num_steps = min(self._sizes.most_steps, max(32, num_steps))
@@ -140,7 +140,7 @@ def steps_per_s(records: Sequence[StepRecord]) -> float:
 
 
 def gaps_us(records: Sequence[StepRecord]) -> list[float]:
-    """From the end of a step on the device to the begin of the next."""
+    """Times from the end of a step on the device to the start of the next."""
     pairs = zip(records, records[1:], strict=False)
     return [(two.started_ns - one.ended_ns) / 1e3 for one, two in pairs]
 
@@ -215,8 +215,8 @@ def profiled_gaps(work: Callable[[], object]) -> dict[str, float]:
 
 
 def gaps_between_replays(events: Sequence[dict[str, Any]], *, skip: int = 0) -> dict[str, float]:
-    """events: of the device, by their begin; `ts` and `dur` in microseconds. skip: so many replays
-    at the begin, for nothing is launched while a profiler starts."""
+    """events: the device's, by start; `ts` and `dur` in microseconds. skip: replays to ignore at
+    the beginning, because nothing is launched while a profiler starts."""
     replays: dict[int | None, list[float]] = {}
     for event in events:
         begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
@@ -245,8 +245,8 @@ def gaps_between_replays(events: Sequence[dict[str, Any]], *, skip: int = 0) -> 
 def host(core: EngineCore, sizes: Sizes, ms: float) -> dict[str, Any]:
     """Time of the loop per step, and the line through it.
 
-    Every cell is run in turn with the others, and its quickest run counts: others on the machine
-    can only add to it, and on a shared one they double it for seconds.
+    Cells alternate, and the quickest run of each counts: other processes can only add to it, and on
+    a shared machine they double it for seconds.
     """
     found: dict[int, list[dict[str, float]]] = {batch: [] for batch in sizes.host_batches}
     for _ in range(sizes.rounds):
@@ -270,7 +270,7 @@ def host(core: EngineCore, sizes: Sizes, ms: float) -> dict[str, Any]:
 def compare(
     core: EngineCore, sizes: Sizes, ms: float, *, names: Sequence[str], holds: bool = False
 ) -> list[dict[str, Any]]:
-    """Tokens per second of each policy, in turns; medians. With `holds`, quiet and disturbed."""
+    """Tokens per second of each policy, alternating; medians. With `holds`, quiet and disturbed."""
     cells = []
     for batch in sizes.batches:
         found: dict[str, list[float]] = {}

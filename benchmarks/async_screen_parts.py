@@ -1,7 +1,7 @@
-"""What `gpu_async.py` measures with a front end in the engine's process, switched on and off.
+"""The parts of `gpu_async.py` with a front end in the engine's process, switched on and off.
 
-The whole program as it is run: the engine's thread, and one asyncio loop that turns tokens into
-text. Without a front end a task per request reads them. What is timed are the engine's steps.
+The whole program runs: the engine's thread, and one asyncio loop that turns tokens into text.
+Without a front end a task per request reads them. Only the engine's steps are timed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HZ = 10.0
 ROWS, COLUMNS = 48, 160
 SETTLE_S = 0.5
 STALLED_S = 5.0
-"""After so long a terminal that is not read has stopped whoever draws on it."""
+"""After this time a terminal that is not read blocks the thread that writes to it."""
 BEGIN_TIMEOUT_S = 60.0
 LEAST_STEPS = 8
 
@@ -52,7 +52,7 @@ class FrontSizes:
 
 
 class Watch:
-    """Times steps from a thread of its own: the loop may stand still meanwhile."""
+    """Times steps in a thread of its own: the loop may be blocked meanwhile."""
 
     def __init__(self, engine: AsyncEngine, sizes: FrontSizes) -> None:
         self._ring = engine.events(200_000)
@@ -61,8 +61,8 @@ class Watch:
         self._loop = asyncio.get_running_loop()
 
     async def cell(self, settle_s: float, stalled: Terminal | None = None) -> dict[str, Any]:
-        """What the steps of a while show, `settle_s` after all streams have begun to decode: with
-        every token steps take longer, so cells that are compared wait equally long.
+        """The steps of a cell, `settle_s` after all streams have begun to decode: steps take longer
+        with every token, so cells that are compared wait equally long.
 
         stalled: a terminal that is not read meanwhile.
         """
@@ -92,13 +92,13 @@ class Watch:
         }
 
     def _stands_still(self) -> bool:
-        """Whether the loop does nothing."""
+        """Whether the loop is blocked."""
         answer = threading.Event()
         self._loop.call_soon_threadsafe(answer.set)
         return not answer.wait(0.5)
 
     def _collect(self, *, least: int) -> list[StepRecord]:
-        """Steps since the last call, after waiting for so many if need be."""
+        """Steps since the last call, after waiting for at least `least`."""
         deadline, records = time.monotonic() + BEGIN_TIMEOUT_S, self._full()
         while len(records) < least:
             if time.monotonic() > deadline:
@@ -125,8 +125,8 @@ class Watch:
 async def reading(
     engine: AsyncEngine, sizes: FrontSizes, *, every_s: float = 0.0
 ) -> AsyncIterator[None]:
-    """One task per request that reads its tokens and does nothing with them: as they come, or all
-    that have come once in so many seconds."""
+    """One task per request that reads its tokens and drops them: as they arrive, or in batches
+    every `every_s` seconds."""
 
     async def read(index: int) -> None:
         rng = random.Random(f"{index} {sizes.prompt}")
@@ -147,7 +147,7 @@ async def reading(
 
 
 class Terminal:
-    """A terminal in place of this process's own, and a program that reads what is drawn on it."""
+    """A terminal that replaces this process's own, and a program that reads what is drawn on it."""
 
     def __init__(self, rows: int = ROWS, columns: int = COLUMNS) -> None:
         self._rows, self._columns = rows, columns
@@ -157,8 +157,8 @@ class Terminal:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Textual reads descriptor 0 and writes to descriptor 2. The size it takes from descriptor
-        1, which is another terminal or none, unless the environment tells it."""
+        """Textual reads descriptor 0 and writes to descriptor 2. It takes the size from descriptor
+        1, which is another terminal or none, unless the environment gives it."""
         saved = os.dup(0), os.dup(2)
         sizes = {"COLUMNS": str(self._columns), "LINES": str(self._rows)}
         before = {name: os.environ.get(name) for name in sizes}
@@ -193,7 +193,7 @@ class Terminal:
 async def dashboard(
     engine: AsyncEngine, terminal: Terminal, hz: float = HZ, *, page: str = "overview"
 ) -> AsyncIterator[Callable[[], int]]:
-    """The app with a page of its dashboard, on the loop of the engine. Yields how many frames were
+    """The app with a page of its dashboard, on the engine's loop. Yields the number of frames
     drawn."""
     from termgen.tui.app import TermgenApp
     from termgen.tui.screens.dashboard import DashboardScreen
@@ -238,7 +238,8 @@ async def dashboard(
 async def screen_part(
     engine: AsyncEngine, sizes: FrontSizes, *, stalls: bool
 ) -> list[dict[str, Any]]:
-    """Cells without and with the dashboard, in turns; with `stalls`, on a terminal nobody reads."""
+    """Cells without and with the dashboard, alternating; with `stalls`, on a terminal that is not
+    read."""
     watch, terminal, cells = Watch(engine, sizes), Terminal(), []
     settle_s = STALLED_S if stalls else SETTLE_S
     try:
@@ -259,7 +260,7 @@ async def screen_part(
 
 
 async def sse_part(engine: AsyncEngine, sizes: FrontSizes) -> list[dict[str, Any]]:
-    """Cells with readers in this process, and with a server whose clients are in another."""
+    """Cells with readers in this process, and with a server whose clients run in another."""
     from termgen.server import Server
 
     server = Server(engine, ServerConfig(port=0))
@@ -295,7 +296,7 @@ async def clients(url: str, sizes: FrontSizes) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        told, _ = await process.communicate(b"")  # closes its standard input: it leaves
+        told, _ = await process.communicate(b"")  # it exits when its standard input closes
     if told.strip() != b"left":
         raise RuntimeError(f"the clients ended before they were told to: {told!r}")
 
@@ -310,7 +311,7 @@ async def _run(parts: list[str], config: EngineConfig, sizes: FrontSizes) -> dic
                     found[part] = await sse_part(engine, sizes)
                 else:
                     found[part] = await screen_part(engine, sizes, stalls=part == "terminal")
-            except Exception as error:  # told with the others' figures, which took minutes
+            except Exception as error:  # reported with the others' figures, which took minutes
                 found[part] = {"failed": repr(error)}
     finally:
         await engine.shutdown()

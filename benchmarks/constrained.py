@@ -1,14 +1,14 @@
-"""What structured outputs cost: compiling, masks, and tokens/s beside free text.
+"""The cost of structured outputs: compiling, masks, and tokens/s beside free text.
 
     python benchmarks/constrained.py [--model NAME_OR_PATH] [--parts compile,masks,decode]
-                                     [--output-json FILE]
+        [--output-json FILE]
 
-compile: one grammar at a time, not from the cache; medians. The first one of an engine also waits
-for the vocabulary. masks: time from asking for the masks of a step until all are there, and to take
-in its tokens, while 1 or 32 answers go through the same document, each from a place of its own.
-decode: tokens/s of the same prompts, alternating between free text and a grammar that allows as
-many tokens, on this CPU; and the processor time of a token, which says more where other programs
-run.
+compile: one grammar at a time, without the cache; medians. The first one of an engine also waits
+for the vocabulary. masks: time from requesting the masks of a step until all are there, and to
+consume its tokens, while 1 or 32 answers go through the same document, each from a position of its
+own. decode: tokens/s of the same prompts, alternating between free text and a grammar that allows
+as many tokens, on this CPU; and the processor time of a token, which is more reliable on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def measure_masks(model: Path) -> dict[str, Any]:
                 for i in range(batch):
                     answers[i].accept(tokens[places[i]])
                     places[i] += 1
-                    if places[i] == len(tokens):  # the next answer takes its place
+                    if places[i] == len(tokens):  # the next answer takes its slot
                         answers[i], places[i] = GrammarState(grammar, ends_at_eos=True), 0
                 accept_s = time.perf_counter() - start
                 if repeat:  # the first pass fills the grammar's own caches
@@ -149,7 +149,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def measure_decode(model: str, num_tokens: int, rounds: int, threads: int) -> dict[str, Any]:
-    """Free text and constrained text of the same length, in turns."""
+    """Free text and constrained text of the same length, alternating."""
     json_text = {"type": "array", "items": {"type": "string", "minLength": 4 * num_tokens}}
     kinds = {
         "free": None,

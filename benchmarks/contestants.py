@@ -95,7 +95,7 @@ def llama_cpp(model: Path, threads: int) -> Generate:
         params.n_gpu_layers = 0
         params.cpuparams.n_threads = threads
         params.cpuparams_batch.n_threads = threads
-        server = xllamacpp.Server(params)  # has read the file when it returns
+        server = xllamacpp.Server(params)  # the file has been read when this returns
 
     def complete(prompt: list[int], num_tokens: int, results: dict[int, Any], index: int) -> None:
         results[index] = server.handle_completions(
@@ -122,7 +122,7 @@ def llama_cpp(model: Path, threads: int) -> Generate:
             worker.join()
         counts = [results[i]["usage"]["completion_tokens"] for i in range(len(prompts))]
         assert counts == [num_tokens] * len(prompts), results
-        return []  # its weights are other numbers, so its tokens say nothing
+        return []  # its weights differ, so its tokens are not comparable
 
     return generate
 
@@ -173,7 +173,7 @@ CONTESTANTS: dict[str, Callable[[Path, int], Generate]] = {
 
 def main() -> None:
     name, model, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    # Libraries print as they like; only replies may go to the pipe.
+    # Libraries print to standard output; only replies may go to the pipe.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

@@ -1,4 +1,4 @@
-"""What cells without and with a screen, in turns, tell together. Used by `screen_cost.py`."""
+"""Combined statistics of alternating cells with and without a screen. Used by `screen_cost.py`."""
 
 from __future__ import annotations
 

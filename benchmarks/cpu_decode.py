@@ -109,7 +109,7 @@ class Series:
         return {"best": best, "median": statistics.median(self.values), "values": self.values}
 
 
-Results = dict[str, dict[str, Series]]  # by measure, then contestant
+Results = dict[str, dict[str, Series]]  # by measure, then by contestant
 
 
 def parse_args() -> argparse.Namespace:
@@ -131,7 +131,8 @@ def parse_args() -> argparse.Namespace:
 def start_contestants(
     args: argparse.Namespace, model: Path
 ) -> tuple[list[Contestant], dict[str, str]]:
-    """The ones that run here, loaded one after another; and why each of the others does not."""
+    """The contestants that run here, loaded one after another, and why each of the others does
+    not."""
     running, missing = [], {}
     for name in args.only or CONTESTANTS:
         python = sys.executable if name.startswith("termgen") else args.peer_python

@@ -1,4 +1,4 @@
-"""Clients that connect and drop, each at another moment. Used by `server_load.py`."""
+"""Clients that connect and drop, each at a different stage. Used by `server_load.py`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def request(body: dict[str, Any]) -> bytes:
 
 
 async def drop_all(port: int, num_clients: int, rng: random.Random) -> dict[str, int]:
-    """Runs them all, 40 at a time; how many dropped at which moment."""
+    """Run them all, 40 at a time. Returns how many dropped at each stage."""
     counts: collections.Counter[str] = collections.Counter()
     numbers = iter(range(num_clients))
 
@@ -53,7 +53,7 @@ async def drop(port: int, moment: str, rng: random.Random) -> None:
     sent = {"connected": b"", "in the head": whole[:40], "in the body": whole[:-5]}
     writer.write(sent.get(moment, whole) + (whole if moment == "two requests" else b""))
     if moment.startswith("read"):
-        # a stream may be refused or wait long: this client has no patience either
+        # a stream may be refused or wait long, and this client waits for neither
         try:
             async with asyncio.timeout(rng.random()):
                 await reader.readuntil(b"data: ")

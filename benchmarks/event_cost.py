@@ -1,11 +1,11 @@
-"""What telling a screen in another process takes, in processor time of each thread.
+"""The cost of feeding a screen in another process, in processor time of each thread.
 
     python benchmarks/event_cost.py
 
 The simulated engine of `screen_cost.py`: steps of 1 ms, 64 requests, 100,000 KV blocks. One second
-of it, told at 4 Hz over `/v1/events`: what the engine's thread does, what the server's loop does,
-and what `termgen top` does before it draws. Processor time is nearly the same on a busy machine,
-where `screen_cost.py` shows little but the neighbours.
+of it, sent at 4 Hz over `/v1/events`: the work of the engine's thread, of the server's loop, and of
+`termgen top` before it draws. Processor time is nearly the same on a busy machine, where the wall
+times of `screen_cost.py` mostly show other processes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def cpu_ms(work: Callable[[], object]) -> float:
-    """Processor time of this thread for doing it once."""
+    """Processor time of this thread for one call."""
     took = []
     for _ in range(TIMES):
         began = time.thread_time()
@@ -55,7 +55,7 @@ def cpu_ms(work: Callable[[], object]) -> float:
 
 
 async def busy_second(folder: Path) -> tuple[list[EngineEvent], StateCopy, float]:
-    """What the engine publishes in a second, its state, and what copying that takes."""
+    """What the engine publishes in a second, its state, and the time to copy that."""
     sizes = FrontSizes(
         streams=STREAMS, prompt=32, seconds=1, rounds=1, max_tokens=24_000, vocab=VOCAB
     )

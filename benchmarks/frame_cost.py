@@ -1,9 +1,9 @@
-"""What a frame of the dashboard costs, in processor time of the thread that draws it.
+"""The cost of a dashboard frame, in processor time of the drawing thread.
 
-Used by `screen_cost.py`. A frame is all that the app does from one tick to the next: it takes in
-events, asks for a snapshot, makes rows, and Textual makes of them what is written to the terminal.
-Counted are the callbacks of the app's own tasks, whatever else the loop does meanwhile. Taking in
-events is told apart: it grows with the engine's speed, and a frame does not.
+Used by `screen_cost.py`. A frame is everything the app does from one tick to the next: it drains
+events, asks for a snapshot and makes rows, which Textual turns into bytes for the terminal. Only
+callbacks of the app's own tasks count, whatever else the loop runs meanwhile. Draining events is
+measured apart: it grows with the engine's speed, and a frame does not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from termgen.vocabulary.events import EngineEvent
 
 @dataclass(slots=True)
 class FrameCost:
-    """Of one frame."""
+    """The cost of one frame."""
 
     all_ns: int = 0
     intake_ns: int = 0
@@ -35,7 +35,7 @@ class FrameCost:
 
 
 class FrameCosts:
-    """Counts while it is entered. The newest of `frames` is under way."""
+    """Counts while it is entered. The newest of `frames` is unfinished."""
 
     def __init__(self) -> None:
         self.frames = [FrameCost()]
@@ -87,7 +87,7 @@ class FrameCosts:
 
 
 def figures(frames: Sequence[FrameCost]) -> dict[str, float]:
-    """Of whole frames; nothing of none."""
+    """Statistics of whole frames; empty without any."""
     if not frames:
         return {}
     frame_ms = np.array([f.all_ns for f in frames]) / 1e6

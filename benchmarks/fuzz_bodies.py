@@ -1,7 +1,7 @@
-"""Random request bodies, most of them wrong: what `fuzz_server.py` sends. One seed, one body.
+"""Random request bodies, most of them wrong: the input of `fuzz_server.py`. One seed, one body.
 
-A body is bytes: JSON cannot say everything that a client can send, such as numbers beyond a float,
-lone surrogates, NaN and names that come twice.
+A body is bytes: a JSON value cannot express everything that a client can send, such as numbers
+beyond a float, lone surrogates, NaN and duplicate names.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ VALID: dict[str, dict[str, Any]] = {
 
 
 class Raw(str):
-    """JSON as it is to be sent."""
+    """JSON text to be sent as it is."""
 
 
 NUMBERS = [
@@ -136,7 +136,7 @@ EMPTY = ["null", "true", "false", "[]", "{}", "[[]]", "[null]", '{"":null}', '{"
 
 
 def odd(rng: Rng) -> Raw:
-    """A value that seldom is what a field wants."""
+    """A value that is seldom valid for a field."""
     kind = rng.random()
     if kind < 0.35:
         return Raw(rng.choice(NUMBERS))
@@ -150,7 +150,7 @@ def odd(rng: Rng) -> Raw:
 
 
 def dumps(value: Any) -> str:
-    """JSON with `Raw` parts as they are. Names that come twice: `Raw` can hold them."""
+    """JSON in which `Raw` parts are kept as they are. `Raw` can hold duplicate names."""
     if isinstance(value, Raw):
         return str(value)
     if isinstance(value, dict):
@@ -161,7 +161,7 @@ def dumps(value: Any) -> str:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Of every part of a body."""
+    """Paths of every part of a body."""
     found = [path] if path else []
     items = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list):
@@ -178,7 +178,7 @@ def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def mutated(rng: Rng, value: Any) -> Any:
-    """With one part, seldom two or three, replaced, left out or named otherwise."""
+    """A copy with one part, seldom two or three, replaced, removed or renamed."""
     for _ in range(rng.choices((1, 2, 3), (8, 2, 1))[0]):
         where = places(value)
         if not where:

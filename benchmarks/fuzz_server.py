@@ -49,7 +49,7 @@ SERVE_OPTIONS = (
     *("--max-model-len", "512"),
 )
 WHOLE_BODY_CODES = ("invalid_json", "request_too_large", "invalid_http", "invalid_body")
-"""What is wrong with a body as a whole, in which no field is to blame."""
+"""Codes of errors about a body as a whole, without a field."""
 DIED = "server died"
 NO_FIELD = "refusal names no field"
 
@@ -86,7 +86,7 @@ async def ask(port: int, sent: Body) -> Answer:
 
 
 def fault_of(sent: Body, answer: Answer) -> str | None:
-    """What is wrong with an answer; None for a good one."""
+    """The fault of an answer; None for a good one."""
     if answer.status >= 500:
         return f"answer {answer.status}"
     if answer.status < 400 or answer.status == 429:
@@ -99,7 +99,7 @@ def fault_of(sent: Body, answer: Answer) -> str | None:
     if error.get("param") or code in WHOLE_BODY_CODES:
         return None
     fields = _fields_of(sent.content)
-    if fields is None:  # no JSON object: no field is to blame
+    if fields is None:  # not a JSON object: there is no field to name
         return None
     if sent.path == "/v1/messages":  # Anthropic's errors have no place for either but the message
         named = [*fields, *(f"({code})" for code in WHOLE_BODY_CODES)]
@@ -112,7 +112,7 @@ def _fields_of(content: bytes) -> list[str] | None:
         parsed = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
-    # What a required field would be called is in the message, too.
+    # A missing field's name is in the message, too.
     known = ["messages", "max_tokens", "model"]
     return [*parsed, *known] if isinstance(parsed, dict) else None
 
@@ -133,7 +133,7 @@ class LiveServer:
         self.port = port_of(self.process, log)
 
     async def has_died(self) -> bool:
-        """Waits a moment: connections break before the process can be waited for."""
+        """Wait a moment: connections break before the process can be waited for."""
         for _ in range(20):
             if self.process.poll() is not None:
                 return True
@@ -162,7 +162,7 @@ class GoodClient:
     num_broken: int = 0
 
     async def run(self, port: int) -> None:
-        """Until it is cancelled."""
+        """Stream until it is cancelled."""
         while True:
             try:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -208,7 +208,7 @@ async def be_good(port: int) -> None:
 
 
 class GoodProcess:
-    """A good client in a process of its own, so that making up bodies does not delay its clock."""
+    """A good client in a process of its own, so that generating bodies does not delay its clock."""
 
     def __init__(self, port: int) -> None:
         command = [sys.executable, __file__, "--good-client", str(port)]
@@ -246,7 +246,7 @@ class Fuzz:
                 if self.num_deaths >= self._most_deaths:
                     return
                 delay_s = next_s - time.monotonic()
-                # What was missed is not made up for: a burst would be another load.
+                # Missed sends are not made up for: a burst would be a different load.
                 next_s = max(next_s, time.monotonic()) + (1 / per_second if per_second else 0.0)
                 if delay_s > 0:
                     await asyncio.sleep(delay_s)
@@ -260,7 +260,7 @@ class Fuzz:
         self._under_way.add(seed)
         ended = await self._send(seed)
         if ended is None and await self._mend(number):
-            return  # all that was under way has been tried again
+            return  # all requests that were in flight have been tried again
         self._under_way.discard(seed)
         if ended is None:
             self._add("connection cut", seed, "the server lives on")
@@ -269,7 +269,7 @@ class Fuzz:
             print(f"{self.num_done} sent, {len(self.faults)} faults", file=sys.stderr, flush=True)
 
     async def _send(self, seed: str) -> Answer | None:
-        """None where the connection broke."""
+        """None if the connection broke."""
         sent = body(seed)
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -285,7 +285,7 @@ class Fuzz:
         return answer
 
     async def _mend(self, number: int) -> bool:
-        """After a death: start again, and find out who was to blame. False: there was none."""
+        """Restart after a death, and find the body that caused it. False: none did."""
         async with self._mending:
             if self._server.num_starts != number:
                 return True
@@ -322,7 +322,7 @@ async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
     alone = await client.report()
     run = Fuzz(server, args.output, most_deaths=args.most_deaths)
     client = GoodProcess(server.port)
-    os.nice(5)  # the server and the good client go first; they were started before
+    os.nice(5)  # the server and the good client have precedence: they started earlier
     began = time.monotonic()
     seeds = (f"{args.seed}/{index}" for index in itertools.count())
     wanted = (seed for seed in seeds if not args.kind or body(seed).kind in args.kind)
@@ -356,7 +356,7 @@ async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
 
 
 async def outcome(server: LiveServer, sent: Body) -> str | None:
-    """The fault that this body causes; the server is there again afterwards."""
+    """The fault that this body causes; the server runs again afterwards."""
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             return fault_of(sent, await ask(server.port, sent))
@@ -370,7 +370,7 @@ async def outcome(server: LiveServer, sent: Body) -> str | None:
 
 
 def smaller(value: Any) -> Iterable[Any]:
-    """What is left of a JSON value when one part is left out, halved or replaced by its child."""
+    """Smaller versions of a JSON value: one part removed, halved or replaced by its child."""
     if isinstance(value, dict):
         for key in value:
             yield {name: part for name, part in value.items() if name != key}
@@ -389,7 +389,7 @@ def smaller(value: Any) -> Iterable[Any]:
 
 
 async def shrink(server: LiveServer, sent: Body) -> Body:
-    """The same fault, of as little as a greedy search finds."""
+    """The smallest body with the same fault that a greedy search finds."""
     wanted = await outcome(server, sent)
     print(f"fault: {wanted}")
     with contextlib.suppress(ValueError, RecursionError):

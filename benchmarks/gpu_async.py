@@ -5,18 +5,19 @@
 
 idle       time between steps in steady decode, where torch's profiler looks once at the same
            steps, and over 256 requests of 100 to 1024 tokens in and out
-host       time of the engine's loop per step, as a line over the batch: of each batch the quickest
-           of the rounds, because others on the machine only add to it
+host       time of the engine's loop per step, as a line over the batch size: the quickest round
+           of each size, because other processes only add to it
 sync       tokens/s one step at a time, two in flight, and running ahead
 hold       the same while a thread holds the GIL for 20 ms, ten times a second
 dashboard  tokens/s with the dashboard drawing at 10 Hz in the same process, against without
-terminal   the same on a terminal that nobody reads
+terminal   the same on a terminal that is not read
 sse        tokens/s with 64 streams through the server, read by another process, against tasks that
            read in this one
 
-What is compared takes turns in one run; medians. The last three have an event loop, a tokenizer and
-text; the others run the engine's loop alone. `dashboard` and `terminal` need textual; `sse` needs
-starlette, uvicorn and prometheus_client. Each of the two groups runs in a process of its own.
+Compared cases alternate in one run; figures are medians. The last three have an event loop, a
+tokenizer and text; the others run the engine's loop alone. `dashboard` and `terminal` need textual;
+`sse` needs starlette, uvicorn and prometheus_client. Each of the two groups runs in a process of
+its own.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from made_up_model import TINY, write_tiny, write_tokenizer
 from termgen.system.cpu_slices import share_lock_quickly
 
 ENGINE_PARTS = ("host", "sync", "hold", "idle")
-"""In this order: once torch's profiler has run, every launch takes five times as long."""
+"""The order matters: once torch's profiler has run, every launch takes five times as long."""
 SCREEN_PARTS = ("dashboard", "terminal", "sse")
 NEEDED = {
     "dashboard": ("textual",),
@@ -152,7 +153,7 @@ def run_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for part in args.parts:
             try:
                 found[part] = works[part]()
-            except Exception as error:  # told with the others' figures, which took minutes
+            except Exception as error:  # reported with the others' figures, which took minutes
                 found[part] = {"failed": repr(error)}
     return found
 

@@ -160,7 +160,7 @@ def time_decode(batch: Batch, config: DecodeConfig) -> float | None:
     decode_plan.plan_decode(
         batch.seq_lens, workspace, plan, num_rows=rows, num_kv_heads=batch.num_kv_heads
     )
-    out.fill_(float("nan"))  # also a launch that waits for the plan
+    out.fill_(float("nan"))  # includes a launch that waits for the plan
     call(batch.caches[0])
     expected = paged_decode.paged_decode_reference(
         batch.q, batch.caches[0], batch.table, batch.seq_lens, scale=batch.scale

@@ -6,9 +6,9 @@
 Random weights with the shapes of a real model, and a made-up vocabulary of its size. Sampling at
 temperature 1.
 
-free     nobody has a grammar
-one      one of the answers is a JSON array of strings, the others are free and counted alone; it
-         is a third as long, so that it is not what the others are waited with for
+free     no request has a grammar
+one      one answer is a JSON array of strings, and only the others, which are free, are counted;
+         it is a third as long, so that the run never waits for it
 json     every answer is a JSON array of strings
 """
 

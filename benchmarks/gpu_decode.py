@@ -133,7 +133,7 @@ def drain_timed(engine: SyncEngine) -> tuple[float, dict[str, float]]:
 
 
 def decode_cell(engine: SyncEngine, batch: int, params: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds per step, by the clock of whoever takes the tokens."""
+    """Milliseconds per step, by the clock of the thread that reads the tokens."""
     for index in range(batch):
         add(engine, index, PROMPT, STEPS + 3 * WARM_STEPS + 64, **params)
     ring: EventRing = engine.core.bus.subscribe()
@@ -237,10 +237,11 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def starts(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
-    """Two starts in fresh processes that share a cache of kernels, at first an empty one.
+    """Two starts in fresh processes that share a kernel cache and a bytecode cache, both empty at
+    first.
 
-    And of Python's bytecode, which an installed package comes with: some machines keep packages
-    without it where it cannot be written, and compile a thousand files at every start.
+    An installed package comes with its bytecode, but some machines keep packages without it in
+    read-only folders, and compile a thousand files at every start.
     """
     program = Path(__file__).with_name("start_time.py")
     found = []
@@ -311,7 +312,7 @@ def main() -> None:
                 print(f"{name}: failed with code {done.returncode}")
                 continue
             result = json.loads(done.stdout.splitlines()[-1])
-        if "start" in args.parts:  # after the child has left the device's memory
+        if "start" in args.parts:  # after the child has freed the device's memory
             result["start"] = starts(args, name)
         results.append(result)
         print_result(results[-1])

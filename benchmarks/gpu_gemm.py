@@ -62,7 +62,7 @@ ROTATED_BYTES = 120 << 20
 CHAIN = 24
 LEAST_SECONDS = 2e-3  # of one measurement
 MAX_ERROR = 1e-2
-TIE = 1.02  # cuBLAS keeps what a candidate does not beat by this much
+TIE = 1.02  # cuBLAS stays unless a candidate beats it by this much
 COMPILE_THREADS = 16
 DEVICE = torch.device("cuda")
 Product = Callable[[torch.Tensor], object]
@@ -81,7 +81,7 @@ class Cell:
     cublas_us: float = math.nan
     overlapped_us: dict[SmallGemmConfig, float] = field(default_factory=dict)
     alone_us: float = math.nan
-    """The best candidate's, without overlap."""
+    """Time of the best candidate, without overlap."""
 
     @property
     def best(self) -> SmallGemmConfig | None:
@@ -188,13 +188,13 @@ def time_chain(
 
 
 def error_of(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to the largest value; infinite if anything was not written."""
+    """Error relative to the largest value; infinite if anything was not written."""
     error = float((out.float() - expected).abs().max() / expected.abs().max())
     return error if math.isfinite(error) else math.inf
 
 
 class Shape:
-    """Copies of one weight, and what times products with it."""
+    """Copies of one weight, and the timing of products with it."""
 
     def __init__(self, n: int, k: int) -> None:
         self.n, self.k = n, k
@@ -228,7 +228,7 @@ class Shape:
             cell.overlapped_us[config] = time_chain(product, self.weights, self.stream) * 1e6
 
     def run_alone(self, cell: Cell) -> None:
-        """The best candidate once more, without overlap."""
+        """Time the best candidate once more, without overlap."""
         if cell.best is None:
             return
         x = torch.randn(cell.m, self.k, dtype=torch.bfloat16, device=DEVICE)

@@ -1,11 +1,11 @@
-"""Which way of recording steps with prompts is faster: --cudagraph-mode under a mixed load.
+"""The faster way of recording steps with prompts: --cudagraph-mode under a mixed load.
 
     python benchmarks/gpu_modes.py [--models qwen3-0.6b llama-3.1-8b] [--modes full ...]
 
-A fixed number of requests runs at all times: one that ends is followed by the next, so most steps
+The number of running requests is constant: one that ends is followed by the next, so most steps
 hold prompts among decodes. Chat: 32 running, prompts of 32 to 256 tokens, 16 to 64 out. Document:
 16 running, prompts of 256 to 1500, 32 to 128 out. Random weights, at most 2048 tokens a step. The
-modes take turns, three rounds; medians. A CUDA device is needed, and no tokenizer.
+modes alternate, three rounds; medians. A CUDA device is needed, and no tokenizer.
 """
 
 from __future__ import annotations

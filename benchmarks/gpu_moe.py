@@ -1,11 +1,11 @@
-"""Mixtures of experts on a CUDA device: every kernel, and other cuts of the two products.
+"""Mixtures of experts on a CUDA device: every kernel, and other tilings of the two products.
 
     python benchmarks/gpu_moe.py [--models NAME ...] [--rows T ...]
 
-A time is that of one call inside a CUDA graph that holds a chain of them, with other tokens that
-choose other experts each time. What a cut computes is compared with the reference first: a wrong
-one is reported, not timed. The floor is reading each expert in use once, or the arithmetic, which
-ever takes longer. `now` is what termgen/engine/device/kernels/expert_tiles.py chooses.
+A time is that of one call inside a CUDA graph that holds a chain of them, with different tokens
+that choose different experts each time. A tiling's result is compared with the reference first: a
+wrong one is reported, not timed. The floor is the larger of reading each expert in use once and of
+the arithmetic. `now` is the choice of termgen/engine/device/kernels/expert_tiles.py.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ SHAPES = {  # hidden, inner, experts, experts of a token
     "mixtral-8x7b": (4096, 14336, 8, 2),
 }
 FLOP_PER_SECOND = 8.0e14
-"""What one H100 sustains in dense products of a 16-bit type."""
+"""Sustained rate of one H100 in dense products of a 16-bit type."""
 VARIED = 6  # sets of tokens in a chain
 BLOCKS_M = (16, 32, 64, 128)
-MANY_ROWS = 512  # from here on only the larger tiles are worth trying
+MANY_ROWS = 512  # beyond this only the larger tiles are worth trying
 DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One cut of one of the products."""
+    """One tiling of one of the products."""
 
     block_m: int
     tile: Tile
@@ -92,7 +92,7 @@ class Mixture:
         return values.normal_(0.0, scale, generator=self._generator)
 
     def warm(self, all_candidates: Iterable[Candidate]) -> None:
-        """Compiles every cut, in threads."""
+        """Compile every tiling, in threads."""
 
         def compile_one(candidate: Candidate) -> None:
             ids = torch.zeros(1, self.top_k, dtype=torch.int32, device=DEVICE)
@@ -132,7 +132,7 @@ class Mixture:
         return multiply(x, self.down, pairs, block_m, tile)
 
     def run(self, rows: int) -> None:
-        """Times one number of tokens and prints a block of the table."""
+        """Time one number of tokens and print a block of the table."""
         xs = [self._normal(rows, self.gate_up.shape[2]) for _ in range(VARIED)]
         logits = [self._normal(rows, self.num_experts) for _ in range(VARIED)]
         options = {"top_k": self.top_k, "renormalize": True, "activation": "silu"}
@@ -163,7 +163,7 @@ class Mixture:
             self._try_cuts(rows, xs, ids, Candidate(cut.block_m, now), gated)
 
     def _reference(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        # The routing is the kernel's own: of equal logits it may choose others than torch does.
+        # The routing is the kernel's own: among equal logits its choice may differ from torch's.
         ids, weights = route(logits, self.top_k, renormalize=True)
         activate = partial(TorchOps().gated_activation, activation="silu")
         return run_experts(x, ids.long(), weights, self.gate_up, self.down, activate).float()
@@ -190,7 +190,7 @@ class Mixture:
                 try:
                     out = call(items[0]).float()
                 except (TritonError, RuntimeError):
-                    continue  # it was reported when it was compiled
+                    continue  # already reported when it was compiled
                 expected = out if expected is None else expected
                 if (error := error_of(out, expected)) > MAX_ERROR:
                     print(f"  WRONG: {candidate}: {error:.3g}")

@@ -98,11 +98,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 READ_BYTES_PER_SECOND = 3.0e12
-"""What one H100 sustains; the floor below divides by it."""
+"""Sustained read rate of one H100; the floor below divides by it."""
 
 
 def write_config(folder: Path, name: str) -> Path:
-    """A model folder that holds nothing but config.json."""
+    """A model folder that only holds config.json."""
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(MODELS[name]))
@@ -110,15 +110,16 @@ def write_config(folder: Path, name: str) -> Path:
 
 
 def experts_in_use(num_experts: int, chosen: int, num_tokens: int) -> float:
-    """How many experts so many tokens use on average, each choosing at random: num_experts
-    * (1 - p), where p = (1 - chosen / num_experts) ** num_tokens is that no token chose one."""
+    """The expected number of experts in use when each token chooses at random: num_experts * (1 -
+    p), where p = (1 - chosen / num_experts) ** num_tokens is the probability that no token chose
+    one."""
     return num_experts * (1 - (1 - chosen / num_experts) ** num_tokens)
 
 
 def floor_ms(name: str, batch_size: int, context: int, *, kv_bytes: int = 2) -> float:
     """Milliseconds to read the weights once, in a 16-bit type, and the keys and values that every
-    row sees, of `kv_bytes` each. Of experts, those that a batch of random choices uses on
-    average."""
+    row sees, of `kv_bytes` each. Only the experts that a batch of random choices uses on average
+    count."""
     c = MODELS[name]
     hidden, inner, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
     heads, kv_heads, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
@@ -127,7 +128,7 @@ def floor_ms(name: str, batch_size: int, context: int, *, kv_bytes: int = 2) -> 
         inner = c["moe_intermediate_size"] * experts_in_use(num, chosen, batch_size)
     layer = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 * hidden * inner
     weights = 2 * (layers * layer + hidden * c["vocab_size"])
-    # Every so many layers, one sees the whole context.
+    # One layer in every so many sees the whole context.
     window, every = c.get("sliding_window", context), c.get("sliding_window_pattern", 1)
     seen = layers // every * context + (layers - layers // every) * min(context, window)
     kv = batch_size * seen * 2 * kv_heads * dim * kv_bytes

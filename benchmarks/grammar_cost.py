@@ -1,12 +1,12 @@
-"""What an answer's form adds to the time to its first token, of one tree or beside another.
+"""The time that a form adds to the first token, of one source tree or compared with another.
 
     python benchmarks/grammar_cost.py [--against OTHER_TREE] [--rounds 300] [--output-json FILE]
 
 A made-up model of SmolLM2's vocabulary size behind `termgen serve`, one server for each tree. Every
 round asks each server once for free text, for a schema that it has compiled before, and for one
-that it has never seen, in another order each time; so whatever else the machine does falls on all
-of them alike. Differences are those within a round; their medians are shown with the range in which
-19 of 20 such medians would lie (bootstrap).
+that is new to it, in a random order; so disturbances of the machine hit all of them alike.
+Differences are those within a round; their medians are shown with the range in which 19 of 20 such
+medians would lie (bootstrap).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 
 @contextlib.contextmanager
 def serving(tree: Path, model: Path) -> Iterator[http.client.HTTPConnection]:
-    """A connection to a server of this tree that is ready."""
+    """A connection to a ready server of this tree."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -2,11 +2,11 @@
 
     python benchmarks/host_time.py [--output-json FILE]
 
-Every batch size runs at every context length, with the prefix cache on and results made up (each
+Every batch size runs at every context length, with the prefix cache on and made-up results (each
 row samples one token). Once in a block's length a row takes a new block and publishes a full one,
-so times are means over windows of that many steps; the table shows the median window. What may
-grow is the rows that take a block: batch 256 costs at most 4 times batch 1 on a quiet machine, and
-the context length does not matter. Needs no model and no torch.
+so times are means over windows of that many steps; the table shows the median window. Only the rows
+that take a block add time: batch 256 costs at most 4 times batch 1 on a quiet machine, and the
+context length does not matter. Needs no model and no torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def parse_args() -> argparse.Namespace:
 
 def make_scheduler(batch_size: int, context: int, steps: int) -> Scheduler:
     """A scheduler whose `batch_size` requests have all landed their prompt of `context` tokens."""
-    # The first row decodes while the last one's prompt is read; nobody may finish on the way.
+    # The first row decodes while the last one's prompt is read; no request may finish meanwhile.
     max_tokens = 2 * steps + batch_size * context // PREFILL_TOKENS
     max_model_len = context + max_tokens
     kv = KVCacheManager(
@@ -95,7 +95,7 @@ def prefilling(scheduler: Scheduler) -> bool:
 
 
 def made_up_result(scheduler: Scheduler, plan: StepPlan) -> StepResult:
-    """What a device would answer: rows that reached their newest token sample token 5."""
+    """The device's answer: rows that reached their newest token sample token 5."""
     table = scheduler.slots
     samples = table.num_computed[plan.slots] >= table.num_tokens[plan.slots]
     return StepResult(

@@ -1,7 +1,7 @@
-"""Clients that send the worst, at a given rate at most. Used by `hostile_load.py`.
+"""Clients that send hostile requests, at a limited rate. Used by `hostile_load.py`.
 
-Run as a program by the benchmark. Reads lines `SECONDS KIND`, and answers each, when its time is
-over, with one JSON object: how often which answer came.
+Run as a program by the benchmark. Reads lines `SECONDS KIND`, and after that time answers each with
+one JSON object: the number of answers of each kind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ANSWER_TIMEOUT_S = 15.0
 
 
 async def ask(port: int, sent: bytes) -> str:
-    """Status and code of the answer, if one comes."""
+    """Status and code of the answer, if one arrives."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(sent)
@@ -39,7 +39,7 @@ async def ask(port: int, sent: bytes) -> str:
 
 
 async def attack(port: int, kind: str, seconds: float, pause_s: float) -> dict[str, int]:
-    """Each connection rests for `pause_s` after each answer."""
+    """Each connection pauses for `pause_s` after each answer."""
     answers: collections.Counter[str] = collections.Counter()
     begun = int(time.time() * 1000) % 10**7
     end = time.monotonic() + seconds
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--pause", type=float, required=True, help="seconds after each answer")
     args = parser.parse_args()
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # whoever serves goes first
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # the server has precedence
     os.nice(10)
     take_long_slices()
     for line in sys.stdin:

@@ -1,7 +1,7 @@
-"""The worst that clients send: each kind as the bytes of a whole request, or as a way to connect.
+"""Hostile requests: each kind as the bytes of a whole request, or as a way to connect.
 
-Used by `hostile_clients.py`, and by the tests that send each of them once. What is asked for as a
-grammar is new every time: an answer kept from before costs the server nothing.
+Used by `hostile_clients.py`, and by the tests that send each of them once. Every grammar is new:
+one that the server has cached costs it nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BODIES: dict[str, Callable[[], bytes]] = {
     "messages": lambda: good()[:-2] + b',{"role":"user","content":""}' * 15_000 + b',{"role":5}]}',
     "digits": lambda: b'{"n":' + b"9" * 1_000_000 + b"," + USER.encode() + b"}",
 }
-"""JSON that is refused, and what is no JSON."""
+"""JSON that is refused, and bodies that are no JSON."""
 
 
 def held(**wanted: Any) -> bytes:
@@ -106,7 +106,7 @@ GRAMMARS: dict[str, Callable[[int], bytes]] = {
         + 'r240 ::= "y"\n'
     ),
 }
-"""Some are refused, some compiled; n makes one that was not there before."""
+"""Some are refused, some compiled; n makes each one new."""
 
 
 def tools(count: int, **more: Any) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ TEMPLATES: dict[str, Callable[[], bytes]] = {
     "tools, large": lambda: good(tools=tools(8, enum=["v" * 12] * 4000), tool_choice="none"),
     "tools, deep": lambda: good(tools=tools(2, items=level(900))),
 }
-"""What templates and their variables are attacked with."""
+"""Attacks by templates and their variables."""
 
 
 def chunked(size: int, total: int) -> bytes:
@@ -170,11 +170,11 @@ HEADERS: dict[str, Callable[[], bytes]] = {
     "end headers": lambda: chunked(9, 9) + b"0\r\n" + b"a:\r\n" * 60_000 + b"\r\n",
     "many at once": lambda: b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * 10_000,
 }
-"""What lies around the body, and what is not HTTP at all."""
+"""Attacks outside the body, and bytes that are not HTTP at all."""
 
 
 async def one_by_one(port: int) -> str:
-    """A head that comes a byte at a time, fast, to the end of the limit for it."""
+    """A head that arrives a byte at a time, fast, up to the limit."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(b"POST / HTTP/1.1\r\nhost: 127.0.0.1\r\n")
@@ -187,7 +187,7 @@ async def one_by_one(port: int) -> str:
 
 
 async def slow_heads(port: int) -> str:
-    """A hundred connections at once, of which each sends a little of a head now and then."""
+    """A hundred connections at once, each of which sends a little of a head now and then."""
     pairs = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
     try:
         for part in (b"POST ", b"/ HTTP/1.1\r\n", b"a: b\r\n", b"c: d\r\n"):

@@ -1,13 +1,13 @@
-"""What a good client notices of hostile ones: time between tokens, alone and beside each kind.
+"""The effect of hostile clients on a good one: time between tokens, alone and beside each kind.
 
     python benchmarks/hostile_load.py [--step-ms 5 10] [--kind KIND ...] [--output-json FILE]
 
-The server with the real engine's host half, SmolLM2's tokenizer, chat template and grammars, on a
-simulated device whose steps take as long as is said. Three processes: this one serves; one has the
-good streams; one, of low priority, sends the hostile requests on four connections, each of which
-rests after each answer, so that what is measured is what requests contain and not that a core is
-taken away. Quiet and hostile moments alternate, so that other programs disturb both alike. `held`
-is the CPU time of the longest single piece of work on the event loop.
+The server has the real engine's host half and SmolLM2's tokenizer, chat template and grammars, on a
+simulated device with steps of a given length. Three processes: this one serves; one has the good
+streams; one, of low priority, sends the hostile requests on four connections with a pause after
+each answer, so that the contents of requests are measured and not the loss of a core. Quiet and
+hostile periods alternate, so that other programs disturb both alike. `held` is the CPU time of the
+longest single callback on the event loop.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from termgen.system.cpu_slices import share_lock_quickly
 HERE = Path(__file__).parent
 NUM_STREAMS = 4
 SETTLE_S = 0.1
-"""After a change between quiet and hostile, before gaps count."""
+"""Time after a change between quiet and hostile before gaps count."""
 
 
 @dataclass
 class Kind:
     name: str
     windows: dict[bool, list[tuple[int, int]]]
-    """By whether it was hostile: from, to."""
+    """(from, to) of each window, by whether the load was hostile."""
     held_ms: float = 0.0
     held_by: str = ""
     answers: dict[str, int] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class LoopWatch:
 
 
 def _name(handle: Any) -> str:
-    """Of a task the function it stands in, else of the callback."""
+    """The function in which a task is suspended; for any other handle, its callback."""
     callback = handle._callback
     owner = getattr(callback, "__self__", None)
     if isinstance(owner, asyncio.Task):
@@ -147,7 +147,7 @@ async def measure(kind: Kind, hostile: Process, watch: LoopWatch, args: argparse
 
 
 def gaps_within(answers: list[list[int]], windows: list[tuple[int, int]]) -> list[int]:
-    """Times between tokens of the same answer that lie in a window, or partly."""
+    """Times between tokens of the same answer that lie at least partly in a window."""
     found = []
     for times in answers:
         for begin, end in windows:
@@ -194,7 +194,7 @@ async def run_step(step_ms: float, args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def left_behind(engine: AsyncEngine, server: Server) -> dict[str, int]:
-    """Once everybody has gone."""
+    """What the engine and the server still hold once every client has left."""
     deadline = time.perf_counter() + 10
     while True:
         snapshot = await engine.snapshot()

@@ -1,6 +1,6 @@
 """The client of `server_load.py`: many streams in one process of low priority, little work a token.
 
-Run as a program by the benchmark; prints one JSON object. Checks that every stream has every token
+Run as a program by the benchmark; prints one JSON object. Checks that every stream gets every token
 once and in order, and measures from the end of the engine's step to the arrival here.
 """
 
@@ -30,7 +30,7 @@ class StreamReader(asyncio.Protocol):
         self._rest = b""
         self._taken_at = 0
         self.gaps = array("q")
-        """Between two arrivals, as whoever reads along sees it."""
+        """Times between two arrivals, as a reader of the stream sees them."""
         self.next_token = 0
         self.num_chunks = 0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,11 +1,11 @@
-"""How much `termgen bench serve` itself can take, and how exact it is, on an engine of known times.
+"""The limits and the accuracy of `termgen bench serve` itself, on an engine with known times.
 
     python benchmarks/load_generator.py [--output-json FILE]
 
 A scripted engine gives every running request one token each step, behind termgen's own server. The
-load generator is a process of its own, as always. Shown are its share of a core and how late it
-woke, at more and more tokens a second; and the difference between the time per output token that it
-measured and the length of the steps.
+load generator is a process of its own, as always. The output is its share of a core and the delay
+of its wake-ups at rising token rates, and the difference between its time per output token and the
+length of the steps.
 """
 
 from __future__ import annotations

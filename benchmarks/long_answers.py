@@ -41,7 +41,7 @@ CODE = "```python\n" + "".join(f"x{i} = f({i})  # and more of it\n" for i in ran
 LONG = "Words of somebody who takes his time, and ends a line at times.\n" * 460
 PIECE = 400
 SETTLE_S = 1.0
-"""Longer than all of it takes."""
+"""Longer than the whole layout takes."""
 
 
 class Sheet(App[None]):
@@ -56,7 +56,7 @@ class Sheet(App[None]):
 
 
 class Turns:
-    """Times every turn of the loop."""
+    """Times every iteration of the loop."""
 
     def __init__(self) -> None:
         self.longest_ms = 0.0
@@ -101,7 +101,7 @@ async def measure() -> None:
     app, turns = Sheet(), Turns()
     async with app.run_test(size=(110, 40)) as pilot:
         sheet = app.query_one(Transcript)
-        answer(f"{PAGE}{CODE}", Model)(80)  # imports what colours code
+        answer(f"{PAGE}{CODE}", Model)(80)  # imports the code highlighter
         gc.collect()
         gc.disable()  # as the command line has it while an engine computes
         await asyncio.sleep(0)

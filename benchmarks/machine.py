@@ -1,4 +1,4 @@
-"""What a benchmark ran on, and its report. Imports nothing heavy."""
+"""The machine of a benchmark, and its report. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def write_report(args: argparse.Namespace, facts: dict[str, Any], results: Any) -> None:
-    """Settings and results, to the file that `--output-json` names, if it does."""
+    """Write settings and results to the file that `--output-json` names, if given."""
     if args.output_json is not None:
         settings = {k: v for k, v in vars(args).items() if k != "output_json"}
         report = {"machine": facts, "settings": settings, "results": results}

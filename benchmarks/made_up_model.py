@@ -1,4 +1,4 @@
-"""A tiny model and a tokenizer that no file has to be fetched for. Weights are random."""
+"""A tiny model and a tokenizer that need no download. Weights are random."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TINY = {
 
 
 def write_tiny(folder: Path) -> Path:
-    """A model folder that holds nothing but config.json."""
+    """A model folder that only holds config.json."""
     target = folder / "tiny"
     target.mkdir()
     (target / "config.json").write_text(json.dumps(TINY))

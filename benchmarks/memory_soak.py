@@ -3,12 +3,12 @@
     python benchmarks/memory_soak.py [--minutes 60] [--clients 200] [--output FILE]
 
 Starts a real `termgen serve` with a tiny model of random weights that has SmolLM2's tokenizer and
-chat template: its answers are noise, and everything around the model is as it always is. Clients
-ask for chats, completions, Responses and Messages, mostly as streams; a fifth of them with JSON
-schemas, more different ones than the server keeps; some with tools, log-probabilities, several
-answers or stop strings. Some leave in the middle. Every few seconds the resident memory of the
-server and of its helpers is written as a line of JSON; at the end comes a verdict about the second
-half. Exit status 1 where that has grown by `--most-growth` per cent or more.
+chat template: its answers are noise, and everything around the model is real. Clients ask for
+chats, completions, Responses and Messages, mostly as streams; a fifth of them with JSON schemas,
+more different ones than the server caches; some with tools, log-probabilities, several answers or
+stop strings. Some leave in the middle. Every few seconds a line of JSON records the resident memory
+of the server and of its helpers; at the end comes a verdict about the second half. Exit status 1 if
+that has grown by `--most-growth` per cent or more.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ SCHEMA_SHARE = 0.2
 LEAVES_SHARE = 0.15
 KINDS = {"chat": 60, "completion": 20, "responses": 10, "messages": 10}
 TAIL_BYTES = 1 << 16
-"""Of an answer, kept to see how it ends."""
+"""The kept end of an answer, which shows how it ended."""
 START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 300.0
-"""For a whole answer; one that takes longer counts as a fault."""
+"""Limit for a whole answer; a slower one counts as a fault."""
 
 _URL = re.compile(r"serves at (http://\S+)")
 
@@ -64,11 +64,11 @@ class Asked:
     path: str
     body: dict[str, Any]
     leaves_after: int | None
-    """Pieces of the answer that its client waits for, where it does not stay."""
+    """Deltas after which the client leaves; None: it stays."""
 
 
 class Requests:
-    """Draws them. The same seed gives the same ones."""
+    """Random requests. The same seed gives the same ones."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -87,7 +87,7 @@ class Requests:
         return Asked(path, {**body, "stream": is_stream}, leaves)
 
     def _wants_schema(self) -> bool:
-        """Messages cannot have one: of the others, so many more do."""
+        """Messages cannot have a schema, so the other kinds have proportionally more."""
         return self._rng.random() < SCHEMA_SHARE / (1 - KINDS["messages"] / sum(KINDS.values()))
 
     def _chat(self) -> tuple[str, dict[str, Any]]:
@@ -150,7 +150,7 @@ class Requests:
         return wanted
 
     def _schema(self, *, popular: bool = False) -> dict[str, Any]:
-        """Some are asked for again and again, most never again."""
+        """A schema: popular ones are asked for repeatedly, most others once."""
         rng = self._rng
         is_popular = popular or rng.random() < 0.4
         return generate(rng.randrange(POPULAR_SCHEMAS if is_popular else ALL_SCHEMAS))
@@ -247,7 +247,7 @@ def start_server(model: Path, log: Path, options: Sequence[str]) -> subprocess.P
 
 
 def port_of(server: subprocess.Popen[bytes], log: Path) -> int:
-    """Waits until it serves."""
+    """Wait until it serves."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and server.poll() is None:
         if found := _URL.search(log.read_text()):
@@ -275,7 +275,7 @@ def sample(pid: int, began: float, clients: Clients) -> dict[str, Any]:
 async def watch(
     pid: int, began: float, clients: Clients, every_s: float, output: Path
 ) -> list[dict[str, Any]]:
-    """Until it is cancelled."""
+    """Record until it is cancelled."""
     samples: list[dict[str, Any]] = []
     with output.open("a") as lines, contextlib.suppress(asyncio.CancelledError):
         for number in itertools.count(1):
@@ -286,8 +286,8 @@ async def watch(
 
 
 def growth(samples: Sequence[dict[str, Any]], value: Any) -> dict[str, float]:
-    """Of the second half, in per cent: along a line of least squares, and from the median of its
-    first third to that of its last."""
+    """Growth over the second half, in per cent: along a least-squares line, and from the median of
+    its first third to that of its last."""
     half = samples[len(samples) // 2 :]
     times, sizes = [one["seconds"] for one in half], [value(one) for one in half]
     if len(half) < 3 or not sizes[0]:

@@ -1,6 +1,6 @@
-"""What a frame of each page of the dashboard costs beside an engine that runs.
+"""The cost of a frame of each dashboard page, beside a running engine.
 
-Used by `screen_cost.py`. The engine and its requests are those of the other parts. A page is
+Used by `screen_cost.py`. The engine and its requests are those of the other parts. Each page is
 shown by an app of its own.
 """
 
@@ -22,7 +22,7 @@ READ_EVERY_S = 0.25
 SETTLE_S = 1.0
 MOST_WAIT_S = 60.0
 LEAST_FRAMES = 4
-"""Where others keep the cores busy few are drawn."""
+"""Few frames are drawn when other processes keep the cores busy."""
 
 
 async def _pages_beside(

@@ -1,7 +1,7 @@
-"""Streams without end of a client that does nothing wrong. Used by `hostile_load.py`.
+"""Endless streams of a well-behaved client. Used by `hostile_load.py`.
 
-Run as a program by the benchmark; ends when its standard input does, and prints the moments at
-which each stream's tokens came, by the clock that all processes share.
+Run as a program by the benchmark; ends when its standard input does, and prints the times at which
+each stream's tokens arrived, by the clock that all processes share.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LAST = b"data: [DONE]"
 
 
 class Stream(asyncio.Protocol):
-    """One answer: notes when something with text in it comes."""
+    """One answer: records when a chunk with text arrives."""
 
     def __init__(self, body: bytes, times: list[int]) -> None:
         self._body = body

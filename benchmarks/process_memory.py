@@ -1,6 +1,6 @@
-"""What a process and those it has started hold of a machine's memory, as Linux counts it.
+"""Memory of a process and its descendants, as Linux counts it.
 
-Reads /proc from outside: nothing is asked of the process that is watched. Used by `memory_soak.py`.
+Reads /proc from outside, without help from the watched process. Used by `memory_soak.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def descendants(pid: int) -> list[int]:
     found = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            with contextlib.suppress(OSError):  # the thread has ended meanwhile
                 found += [int(child) for child in (task / "children").read_text().split()]
     return found + [grandchild for child in found for grandchild in descendants(child)]
 
@@ -39,10 +39,10 @@ def resident_kib(pid: int) -> dict[str, int]:
 
 
 def resident_by_kind(pid: int) -> dict[str, int]:
-    """Resident KiB by what it is mapped for, and how many arenas there are.
+    """Resident KiB by kind of mapping, and the number of arenas.
 
-    `heap` is what C code has allocated in the first thread, `arenas` in the others; `blocks` are
-    large pieces: tensors, Python's arenas, threads' stacks. `files` are programs and model files.
+    `heap` is C code's memory in the first thread, `arenas` that in the others; `blocks` are large
+    pieces: tensors, Python's arenas, threads' stacks. `files` are programs and model files.
     """
     totals = dict.fromkeys(("heap", "arenas", "blocks", "files", "num_arenas"), 0)
     for kind, is_arena, kib in _mappings(pid):
@@ -57,8 +57,8 @@ def _mappings(pid: int) -> Iterator[tuple[str, bool, int]]:
         for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
             if found := _MAPPING.match(line):
                 begin, _, _, inode, path = found.groups()
-                # A region of its own: the kernel joins neighbours only where rights are equal,
-                # and what an arena does not use yet has none.
+                # A region of its own: the kernel joins neighbours only if their rights are equal,
+                # and the unused part of an arena has none.
                 is_arena = not int(inode) and not path and int(begin, 16) % ARENA_BYTES == 0
                 kind = "arenas" if is_arena else "heap" if path == "[heap]" else "blocks"
                 if int(inode):

@@ -1,4 +1,4 @@
-"""Records what an engine does under a load of every kind, for `termgen top --replay`.
+"""Records an engine's events under a mixed load, for `termgen top --replay`.
 
     python benchmarks/record_events.py /tmp/h200.events            # qwen3-0.6b's shapes on a GPU
     python benchmarks/record_events.py /tmp/cpu.events --tiny      # a tiny model on the CPU
@@ -41,9 +41,9 @@ from termgen.vocabulary.sampling_params import SamplingParams
 
 HZ = 4.0
 CAPTURE_S = 120.0
-"""How long graphs may be captured before the recording begins."""
+"""Time allowed for capturing graphs before the recording begins."""
 TURNS = ((0.15, 0.12), (0.2, 0.5), (0.2, 2.0), (0.15, 0.35), (0.15, 0.0), (1.0, 0.8))
-"""Share of the time, and how many requests are open then, as a multiple of `max_num_seqs`."""
+"""(share of the time, number of open requests as a multiple of `max_num_seqs`) of each phase."""
 GPU = {
     "device": "cuda",
     "max_num_seqs": 64,
@@ -87,7 +87,7 @@ class Load:
         self.num_sent = 0
 
     async def run(self) -> None:
-        """Keep as many requests open as the moment asks for; a new one follows one that ends."""
+        """Keep the current number of requests open; a new one follows one that ends."""
         begun = time.perf_counter()
         while (now := time.perf_counter() - begun) < self._seconds:
             wanted = round(_level(now / self._seconds) * self._engine.model.max_num_seqs)
@@ -182,7 +182,7 @@ class Recorder:
 
 
 async def record(target: Path, *, tiny: bool, seconds: float, seed: int) -> str:
-    """What is in the file, in a line."""
+    """Record to `target`. Returns a one-line summary."""
     with tempfile.TemporaryDirectory() as folder:
         model = _tiny(Path(folder)) if tiny else write_config(Path(folder), "qwen3-0.6b")
         config = EngineConfig(
@@ -221,8 +221,7 @@ def _tiny(folder: Path) -> Path:
 
 
 async def _warm_up(engine: AsyncEngine) -> None:
-    """What the first requests of a process take, and graphs still to be captured, are not part of
-    the recording."""
+    """Run the first requests and the remaining graph captures before the recording."""
     for options in SAMPLING:
         params = SamplingParams(**options, max_tokens=8, ignore_eos=True)
         async for _ in engine.generate([11] * 64, params):

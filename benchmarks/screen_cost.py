@@ -4,7 +4,7 @@
 
 dashboard-4, dashboard-10   the dashboard in the engine's process, at 4 and at 10 Hz
 chat                        an answer at 200 tokens/s in the chat
-stalled                     the dashboard at 10 Hz on a terminal that nobody reads
+stalled                     the dashboard at 10 Hz on a terminal that is not read
 attached                    `termgen top` at 4 Hz in a process of its own; the server is there
                             without it too
 memory                      an hour of steps of 5 ms with 64 requests through the dashboard
@@ -13,11 +13,11 @@ The simulated engine is the real one over a device that computes nothing: steps 
 requests, 100,000 KV blocks; `--run-ahead-ms 0` keeps two steps in flight. smollm2 is the real model
 on this machine's cores, with 4 requests, which share them with the screen.
 
-A step is the time between two landings. Every part tells how much of its speed without a screen
-the engine keeps, and mean, 99th percentile and longest step with and without; the device's idle
-time shows whether the wait was the device's too. A frame of the dashboard is told in processor time
-of the screen's thread, with its drawing apart, and in bytes that the terminal gets. beside-N: every
-page at N frames a second beside the engine; pages-N: and of one that computes nothing.
+A step is the time between two landings. Every part reports the share of its speed that the engine
+keeps with the screen, and mean, 99th percentile and longest step with and without it; the device's
+idle time shows whether the device waited too. A dashboard frame is reported in processor time of
+the screen's thread, with drawing apart, and in bytes sent to the terminal. beside-N: every page at
+N frames a second beside the engine; pages-N: every page for an engine that computes nothing.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ ROWS, COLUMNS = 40, 120
 SETTLE_S = 1.0
 READ_EVERY_S = 0.25
 MOST_WAIT_S = 60.0
-"""For all requests to decode."""
+"""Limit for all requests to start decoding."""
 STALLED_S = 5.0
-"""After so long a terminal that is not read has stopped whoever draws on it."""
+"""After this time a terminal that is not read blocks the thread that writes to it."""
 CHAT_STEP_MS = 5.0  # 200 tokens/s
 VOCAB = 2048
 PAGE_FRAMES = 60
@@ -81,7 +81,7 @@ class Settings:
     step_ms: float
     run_ahead_ms: float
     is_real: bool
-    """A real model, whose context ends."""
+    """Whether the model is real: then its context ends."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -130,18 +130,18 @@ class Bench:
         return cells
 
     def _requests_beside(self, is_chat: bool) -> AbstractAsyncContextManager[None]:
-        """A chat asks for itself."""
+        """A chat sends its own request."""
         return nullcontext() if is_chat else self._requests()
 
     def _requests(self) -> AbstractAsyncContextManager[None]:
-        """Readers that cost next to nothing: 64 tasks that wake up in every step of 1 ms would take
-        all of the loop, with a screen and without."""
+        """Cheap readers: 64 tasks that wake up in every step of 1 ms would take the whole loop,
+        with a screen and without."""
         return reading(self._engine, self._sizes, every_s=READ_EVERY_S)
 
     async def _cell(self, settle_s: float, frames: Counter | None) -> dict[str, Any]:
-        """The steps of a while in which every request decodes."""
+        """The steps of a period in which every request decodes."""
         await asyncio.sleep(settle_s)
-        async with asyncio.timeout(MOST_WAIT_S):  # why they do not decode is told by `reading`
+        async with asyncio.timeout(MOST_WAIT_S):  # `reading` reports why they do not decode
             while not self._steps():
                 await asyncio.sleep(0.02)
         cpu_s, began_s = time.thread_time(), time.perf_counter()
@@ -164,7 +164,7 @@ class Bench:
         }
 
     def _steps(self) -> list[StepRecord]:
-        """Those since the last call in which every request decodes."""
+        """Steps since the last call in which every request decodes."""
         records = [e for e in self._ring.drain() if isinstance(e, StepRecord)]
         return [r for r in records if r.num_decode_rows == self._sizes.streams]
 
@@ -186,7 +186,7 @@ async def stalled(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Coun
 
 @asynccontextmanager
 async def chat(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Counter]:
-    """The chat, with an answer that goes on as long as the cell. Yields no count of frames."""
+    """The chat, with an answer that outlasts the cell. Its frames are not counted."""
     from termgen.tui.app import TermgenApp
     from termgen.tui.screens.chat import ChatScreen
 
@@ -205,7 +205,7 @@ async def chat(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Counter
                 await asyncio.sleep(0.05)
             screen = app.screen
             assert isinstance(screen, ChatScreen)
-            await asyncio.sleep(0.5)  # until it has been laid out
+            await asyncio.sleep(0.5)  # wait for the layout
             screen.ask("Tell me of steps.")
             yield lambda: 0
             assert screen.is_streaming, "the answer ended before the cell"

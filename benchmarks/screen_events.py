@@ -1,8 +1,8 @@
-"""Events of an engine that does not compute, through the dashboard, as fast as it takes them.
+"""Events of an engine that does not compute, fed to the dashboard as fast as it takes them.
 
 Used by `screen_cost.py`. `memory`: does memory grow over an hour? The app runs without a terminal;
-every second is drawn once, on each page in turn. `pages`: what does a frame of each page cost, on a
-terminal and with nobody else in the process?
+every second is drawn once, on each page in turn. `pages`: the cost of a frame of each page, on a
+terminal, with no engine in the process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NUM_BLOCKS = 100_000
 
 
 class EventfulEngine(ScriptedEngine):
-    """Tells of steps that nobody computes."""
+    """Publishes steps that are never computed."""
 
     def __init__(self, rows: int, step_ns: int, life_steps: int) -> None:
         """Each row's request is replaced every `life_steps` steps, not all at once."""
@@ -117,7 +117,7 @@ class EventfulEngine(ScriptedEngine):
         )
 
     def _num_used_blocks(self) -> int:
-        """Grows by what the requests write, and begins again."""
+        """Grows with the requests' tokens, and wraps around."""
         return NUM_BLOCKS // 4 + self.num_steps * self._rows_running // 16 % (NUM_BLOCKS // 4)
 
     def _replace(self, old: str, new: str) -> None:
@@ -177,7 +177,7 @@ def resident_mib() -> float:
 
 
 class QuietApp(TermgenApp):
-    """Draws the dashboard when it is told to, by the clock of the events."""
+    """Draws the dashboard on request, by the clock of the events."""
 
     def make_dashboard(self, client: Any) -> DashboardScreen:
         return DashboardScreen(client, hz=0.001, now_ns=lambda: client.time_ns)
@@ -219,7 +219,7 @@ def hour_of_events(num_steps: int, *, rows: int) -> dict[str, Any]:
 
 
 async def _pages(hz: float, num_frames: int, rows: int) -> dict[str, Any]:
-    """Steps of 1 ms by a clock that no other program slows down, and so many frames a second."""
+    """Steps of 1 ms by a clock that no other program slows down, and `hz` frames a second."""
     engine, terminal = EventfulEngine(rows, 1_000_000, 24_000), Terminal(40, 120)
 
     async def start(progress: object) -> Any:

@@ -1,8 +1,8 @@
-"""An engine whose every token is known beforehand: what remains to be measured is the server.
+"""An engine with predetermined tokens, so that only the server is measured.
 
-`ScriptedEngine` is an `EngineClient` with an engine thread, one step every so often, one wake-up of
-the event loop a step, as the real one. Each token says its number and when its step ended, so that
-a client can tell lost tokens, wrong order and delay.
+`ScriptedEngine` is an `EngineClient` with an engine thread, a step at fixed intervals and one
+wake-up of the event loop a step, like the real one. Each token carries its number and the time when
+its step ended, so that a client can detect lost tokens, wrong order and delay.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ScriptedEngine:
     """Every `step_s` each running request gets one token, until `max_tokens` of them."""
 
     def __init__(self, step_s: float, *, min_running: int = 1) -> None:
-        """Nobody gets a token before `min_running` requests are there."""
+        """No request gets a token before `min_running` requests are there."""
         self._step_s = step_s
         self._min_running = min_running
         self.has_begun = False

@@ -106,7 +106,7 @@ async def outcome(process: asyncio.subprocess.Process) -> dict[str, Any]:
 
 
 async def engine_alone(args: argparse.Namespace, num_tokens: int) -> float:
-    """CPU seconds per token of the scripted engine and a reader that does nothing."""
+    """CPU seconds per token of the scripted engine and an idle reader."""
     engine = ScriptedEngine(args.streams / args.rate, min_running=args.streams)
 
     async def read() -> None:

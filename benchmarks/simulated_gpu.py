@@ -1,8 +1,8 @@
-"""An executor that computes nothing and takes the time a GPU would: what is left is the host.
+"""An executor that computes nothing and takes a GPU's time, so that only the host is measured.
 
-Each step takes its time on a device of its own that runs steps one after the other, as a stream
-does. Handing one over lets go of the GIL several times, as launching on a real device does. Tokens
-are made up; of what a grammar allows, the last. `installed` puts it in the place of the real one.
+A simulated device runs the steps one after the other, as a stream does. Launching one releases the
+GIL several times, as launching on a real device does. Tokens are made up: the last one that the
+grammar allows. `installed` replaces the real executor by it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from termgen.vocabulary.step import DeviceInfo, GraphStatus, StepPlan, StepResul
 from termgen.vocabulary.token_mask import RowMasks
 
 GIL_RELEASES = 8
-"""In handing over a step."""
+"""GIL releases in launching a step."""
 _WORK = bytes(16_384)
-"""A checksum of so much takes some microseconds without the GIL."""
+"""A checksum of this takes some microseconds without the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class Simulation:
 
 
 class SimulatedGpu:
-    """See the module. Made by `build_engine` in place of `LocalExecutor`."""
+    """Replaces `LocalExecutor` in `build_engine`."""
 
     def __init__(self, simulation: Simulation, config: EngineConfig, path: Path) -> None:
         self._simulation = simulation
         self._config = config
         self._free_ns = 0
-        """When the steps handed over so far have run."""
+        """When the device will have run all steps launched so far."""
         rows = simulation.max_num_seqs
         self._known, self._computed = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
 
@@ -103,7 +103,7 @@ class SimulatedGpu:
         return SimulatedStep(result, plan)
 
     def sample(self, step: StepHandle, masks: RowMasks) -> SimulatedStep:
-        """Of what a grammar allows, the last. Late masks make the device idle."""
+        """Sample the last allowed token. Late masks leave the device idle."""
         assert isinstance(step, SimulatedStep)
         plan, result = step.plan, step.answer
         tokens = result.by_row()
@@ -131,7 +131,7 @@ class SimulatedGpu:
         return GraphStatus(0, 0)
 
     def shutdown(self) -> None:
-        """It holds nothing."""
+        """There is nothing to free."""
 
 
 class SimulatedStep:
@@ -148,7 +148,7 @@ class SimulatedStep:
 
 @contextmanager
 def installed(simulation: Simulation) -> Iterator[None]:
-    """Engines built meanwhile run on a simulated device."""
+    """Run engines built in this context on a simulated device."""
     real = startup.LocalExecutor
     startup.LocalExecutor = lambda config, path: SimulatedGpu(simulation, config, path)  # type: ignore[assignment,misc]
     try:

@@ -38,7 +38,7 @@ NUM_PREFIXES = 40
 
 @dataclass
 class Soak:
-    """What is asked, and what has come of it."""
+    """The requests, and their outcomes."""
 
     engine: AsyncEngine
     seed: int
@@ -53,7 +53,7 @@ class Soak:
         return [self._rng.randrange(3, VOCAB - 1) for _ in range(count)]
 
     def draw(self) -> tuple[tuple[int, ...], SamplingParams, str, int]:
-        """A prompt, what is asked, how its reader leaves, and at which token."""
+        """A prompt, its parameters, how its reader leaves, and at which token."""
         rng = self._rng
         prompt = self._tokens(rng.randrange(1, 60))
         if rng.random() < 0.4:
@@ -74,7 +74,7 @@ class Soak:
 
     async def ask(self, index: int) -> None:
         prompt, params, leaves, at = self.draw()
-        if leaves == "cancels":  # at any moment, also in the queue
+        if leaves == "cancels":  # at any time, even in the queue
             task = asyncio.create_task(self._read(index, prompt, params))
             await asyncio.wait((task,), timeout=at / 1000)
             task.cancel()
@@ -92,7 +92,7 @@ class Soak:
         leaves: str = "stays",
         at: int = 0,
     ) -> str:
-        """Read to the end, or to where the reader leaves; says how it ended."""
+        """Read to the end, or until the reader leaves; returns how it ended."""
         ending, seen, name = "nothing", 0, f"soak-{index}"
         stream = self.engine.generate(prompt, params, request_id=name)
         async for delta in stream:
@@ -110,7 +110,7 @@ class Soak:
         return ending
 
     async def check_at_rest(self) -> dict[str, int]:
-        """Raises AssertionError for anything that is still held."""
+        """Raise AssertionError for anything still held."""
         async with asyncio.timeout(60):
             while (snapshot := await self.engine.snapshot()).num_running or snapshot.num_waiting:
                 await asyncio.sleep(0.01)
@@ -174,7 +174,7 @@ async def soak(
 
 
 def soak_config(folder: Path, **options: Any) -> EngineConfig:
-    """16 seats, and blocks for about half of what these would like."""
+    """16 slots, and blocks for about half of their requests."""
     return EngineConfig(
         **{
             "model": str(folder),

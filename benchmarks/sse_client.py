@@ -1,8 +1,8 @@
-"""Reads streamed completions over plain sockets, as fast as they come; run by `gpu_async.py`.
+"""Reads streamed completions over plain sockets, as fast as they arrive; run by `gpu_async.py`.
 
     python benchmarks/sse_client.py HOST PORT STREAMS MAX_TOKENS PROMPT_TOKENS VOCAB
 
-Ends when its standard input does. Prints how many bytes it read.
+Ends when its standard input does. Prints the number of bytes read.
 """
 
 from __future__ import annotations

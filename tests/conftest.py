@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-# Read when torch and the tokenizers library are imported, which is later than this.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the engine sets it, which is too late here
+# Read when torch and the tokenizers library are imported, which happens later.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # the engine's value, which it sets too late
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` need a CUDA device; without one they are skipped, and say so."""
+    """Tests marked `gpu` need a CUDA device; without one they are skipped with a message."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -73,7 +73,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def data_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Commands that are run whole keep their chats here, not among the user's."""
+    """Folder for the chats of commands that run as a whole, instead of the user's."""
     os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.mktemp("data"))
 
 
@@ -171,7 +171,7 @@ def _tiny_config(family: str, overrides: dict[str, Any]) -> Any:
         # Not hidden_size / num_attention_heads, as in the real Qwen3-0.6B.
         settings["head_dim"] = 32
     if family == "gemma3_text":
-        # The scores' factor is of neither the head size nor the hidden size, as in Gemma 3 27B.
+        # The scores' factor is neither the head size's nor the hidden size's, as in Gemma 3 27B.
         settings |= {"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 8}
         settings |= {"num_hidden_layers": 4, "sliding_window_pattern": 3}
     if family == "qwen3_moe":
@@ -195,11 +195,11 @@ def _save_tiny_model(
         )
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                # Born as zeros and ones, which would hide that one was left out or swapped.
+                # Zeros and ones at first, which would hide an omission or a swap.
                 if name.endswith("bias"):
                     parameter.normal_(std=0.3)
                 elif "norm" in name:
-                    # Gemma's weights are distances from one.
+                    # Gemma's weights are offsets from one.
                     parameter.uniform_(0.6, 1.4).sub_(1.0 if "gemma" in family else 0.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
 

@@ -1,4 +1,4 @@
-"""Guides name files that are there, commands that CI runs and lines of code that are counted."""
+"""The guides name existing files, the commands of CI, and true line counts."""
 
 from __future__ import annotations
 

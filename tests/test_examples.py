@@ -1,4 +1,4 @@
-"""The programs of examples/ and of the README, run on a tiny model; what they print is checked."""
+"""The programs of examples/ and of the README, run on a tiny model, with their output checked."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_tool_loop(
     sizes = {"a.txt": 12, "b.txt": 345}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(bytes(size))
-    # Its tokenizer knows few words, so that tools take many tokens.
+    # Its tokenizer knows few words, so tools take many tokens.
     folder = tiny_model_dir("llama", max_position_embeddings=1536)
     async with serving_tiny(folder, max_model_len=1536) as (client, _):
         arguments = ("--url", str(client.base_url) + "/v1", "--folder", str(tmp_path), *options)

@@ -1,7 +1,7 @@
-"""Engines whose keys and values are kept in fp8, against the same with all their bits.
+"""Engines with an fp8 KV cache, against the same engines with an exact one.
 
-Rounding is where a float32 sum in another order shows, so tokens are compared as tokens, and with
-an exact cache only by how often they agree.
+Rounding shows a float32 sum in another order, so tokens are compared as tokens, and with an exact
+cache only by their rate of agreement.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def test_smollm2_answers_as_with_an_exact_cache(smollm2_gguf: Path, device: str)
     expected = greedy(exact, prompts, 12)
     answers = greedy(fp8, prompts, 12)
     assert "Paris" in tokenizer.decode(answers[0])
-    # Each token after the exact engine's own: an early difference counts once. 94% was measured.
+    # Each token follows the exact engine's own ones: an early difference counts once. 94% was
+    # measured.
     told = [p + e[:i] for p, e in zip(prompts, expected, strict=True) for i in range(len(e))]
     wanted = [token for tokens in expected for token in tokens]
     agreed = sum(got == [want] for got, want in zip(greedy(fp8, told, 1), wanted, strict=True))

@@ -1,9 +1,9 @@
 """Which folder may import which: the halves of the engine meet only in the messages of `step.py`.
 
 `ROOMS` names the rooms of the house, most of them one folder (the longest matching prefix counts).
-`MAY_IMPORT` says what a room may import of termgen, at the top of a file, inside a function or for
+`MAY_IMPORT` lists what a room may import of termgen, at the top of a file, inside a function or for
 typing only; `NEVER` and `NEVER_AT_IMPORT` do the same for libraries. A module outside every room
-fails the test until the table says where it belongs.
+fails the test until the table gives it one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tui": {*FRONT_END, "api"},
     "commands": set(ROOMS),
 }
-"""Which rooms a room may import. No circle: each stands below the rooms that import it."""
+"""The rooms that a room may import. There is no cycle: each is below the rooms that import it."""
 
 HEAVY = frozenset({"torch", "triton", "transformers", "tokenizers", "numpy", "textual", "rich"})
 SERVING = frozenset({"starlette", "uvicorn", "prometheus_client"})
@@ -97,7 +97,8 @@ NEVER: dict[str, frozenset[str]] = {
     "tui": DEVICE | SERVING | MODEL_TEXT,
     "commands": DEVICE | SERVING | SCREEN | MODEL_TEXT,
 }
-"""Libraries a room must not import anywhere. What runs a model, serves or paints has one home."""
+"""Libraries that a room must not import anywhere. Running a model, serving and painting each have
+one home."""
 
 NEVER_AT_IMPORT: dict[str, frozenset[str]] = {
     "library": HEAVY | {"huggingface_hub", "httpx"},
@@ -105,7 +106,7 @@ NEVER_AT_IMPORT: dict[str, frozenset[str]] = {
     "device": frozenset({"transformers", "flashinfer", "flash_attn"}),
     "executor": DEVICE,
 }
-"""Libraries that only a function may import, so that a start does not pay for them before use."""
+"""Libraries that only a function may import, so that a start does not load them before use."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Import:
     target: str
     line: int
     at_import: bool
-    """Runs when the module is imported: neither in a function nor for typing only."""
+    """Whether the import runs with the module's: neither in a function nor for typing only."""
 
 
 def module_name(path: Path, package: Path) -> str:
@@ -180,7 +181,7 @@ def room_of(module: str) -> str | None:
 
 
 def find_breaches(package: Path) -> list[str]:
-    """One line for each import that the tables forbid, and for each module without a place."""
+    """One line for each import that the tables forbid, and for each module without a room."""
     modules, imports = read_own_imports() if package == PACKAGE else read_imports(package)
     breaches = [f"{m} has no place in ROOMS" for m in sorted(modules) if room_of(m) is None]
     for found in imports:
@@ -319,7 +320,7 @@ def modules_of(*rooms: str) -> list[str]:
     ],
 )
 def test_what_really_gets_loaded(rooms: tuple[str, ...], absent: set[str]) -> None:
-    """The tables read source; this asks the interpreter."""
+    """The tables read source; this checks what the interpreter loads."""
     names = sorted(modules_of(*rooms))
     script = (
         f"import importlib, sys\nfor m in {names!r}: importlib.import_module(m)\n"

@@ -23,7 +23,7 @@ from termgen.vocabulary.sampling_params import SamplingParams
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NUM_TOKENS = 24
 NUM_REAL_TOKENS = 16
-"""Of the real model, whose steps take long; beyond the end of a block all the same."""
+"""Tokens from the real model, whose steps are slow; still more than one block."""
 
 Engines = Callable[..., SyncEngine]
 

@@ -1,4 +1,4 @@
-"""What coding agents send beside a chat: wishes about thinking, tools of others, odd histories."""
+"""Coding agents' extra fields: hints about thinking, hosted tools, unusual histories."""
 
 from __future__ import annotations
 

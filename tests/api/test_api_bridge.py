@@ -1,4 +1,4 @@
-"""/v1/messages without a server: bodies in, news of a chat out. Any body at all, for both."""
+"""/v1/messages without a server: bodies in, chat news out. Then random bodies, for both bridges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from termgen.errors import RequestError
 
 
 def test_chunks_are_taken_apart() -> None:
-    """As OpenAI's clients get them: the call's name first, its arguments in pieces."""
+    """Deltas as OpenAI's clients get them: the call's name first, its arguments in pieces."""
     function = {"name": "weather", "arguments": ""}
     first = {"index": 0, "id": "call_a", "type": "function", "function": function}
     more = {"index": 0, "function": {"arguments": '{"a'}}

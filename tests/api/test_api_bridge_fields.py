@@ -1,4 +1,4 @@
-"""Every field of /v1/messages and /v1/responses: taken, or an error that names it as sent."""
+"""Every field of /v1/messages and /v1/responses is accepted, or an error names it as sent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OWN = {
 
 
 def asked_names(endpoint: str) -> list[str]:
-    """The fields that a parser asks for, and those that its tables name."""
+    """The fields that a parser reads, and those that its tables name."""
     asked: set[str] = set()
 
     class Watched(dict[str, Any]):
@@ -56,7 +56,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "min_tokens": ("max_tokens", "max_output_tokens"),
     "stream": ("sse_ping_interval",),
 }
-"""Fields that a wrong value of another is told of: the two do not go together."""
+"""Fields that an error about another field may name, because the two are incompatible."""
 
 scalars = (
     st.none()
@@ -155,7 +155,7 @@ def test_responses_take_stop_and_top_k_too() -> None:
 
 @pytest.mark.parametrize("endpoint", list(PARSERS))
 def test_a_field_of_chats_is_taken_or_refused(endpoint: str) -> None:
-    """`stream_options` adds nothing: these streams tell their usage in any case."""
+    """`stream_options` adds nothing: these streams always include their usage."""
     others = {*taken(CHAT), *REFUSED[CHAT], "n"} - {*NAMES[endpoint], "model", "stream_options"}
     assert others <= CHAT_WORDS.keys(), "say which of their values ask for nothing"
     for name in others:

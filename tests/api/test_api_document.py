@@ -1,4 +1,4 @@
-"""docs/api.md says what the code does: its tables, and the fields that the parsers ask for."""
+"""docs/api.md matches the code: its tables, and the fields that the parsers read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 
 
 class Watched(dict[str, Any]):
-    """Remembers what it was asked for."""
+    """Records the keys that are read."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -61,7 +61,7 @@ def test_names_are_described_once_and_fit_a_table() -> None:
 
 
 def _own_code(node: ast.ClassDef) -> Iterator[str]:
-    """What an error class says its code is."""
+    """The code that an error class declares."""
     for line in node.body:
         target = line.target if isinstance(line, ast.AnnAssign) else None
         target = line.targets[0] if isinstance(line, ast.Assign) else target
@@ -72,7 +72,7 @@ def _own_code(node: ast.ClassDef) -> Iterator[str]:
 
 
 def codes_in_the_code() -> set[str]:
-    """The slugs that are given to errors, by name or as the first argument of their makers."""
+    """The codes given to errors, by keyword or as the first argument of their constructors."""
     codes = {"invalid_value", "method_not_allowed"}
     makers = {"unavailable", "_refusal"}
     package = PAGE.parents[1] / "termgen"

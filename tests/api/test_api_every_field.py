@@ -1,4 +1,5 @@
-"""Any value in any field: taken, or an error that names the field. Nothing else, at once."""
+"""Any value in any field is accepted, or an error names the field. Nothing else happens, and
+fast."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "n": ("best_of",),
     "echo": ("suffix",),
 }
-"""Fields that a wrong value of another is told of: the two do not go together."""
+"""Fields that an error about another field may name, because the two are incompatible."""
 
 scalars = (
     st.none()
@@ -50,7 +51,8 @@ quick = settings(max_examples=scaled(120), deadline=None, print_blob=True)
 
 
 def process(endpoint: str, body: dict[str, Any]) -> None:
-    """As the server does it, up to the engine. The prompt is ids: no tokenizer is needed."""
+    """Process a body as the server does, up to the engine. The prompt is ids, so no tokenizer is
+    needed."""
     parse: Any = parse_chat if endpoint == CHAT else parse_completion
     request = parse(body, model="m", defaults={})
     jobs = [request.job] if endpoint == CHAT else request.jobs
@@ -84,7 +86,7 @@ def test_one_odd_field_is_taken_or_named(endpoint: str, data: st.DataObject) -> 
         reply = reply_for(error)
         assert reply.status == 400
         named = (error.param or "").split(".")[0].split("[")[0]
-        # too long an answer is told of the prompt, as clients expect it
+        # the error about too long an answer names the prompt, as clients expect
         allowed = {name, *OTHERS.get(name, ())}
         if error.code == "context_length_exceeded":
             allowed = {"messages", "prompt"}
@@ -105,7 +107,7 @@ ODD = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | s
 )
 @quick
 def test_sampling_params_take_a_value_or_name_it(fields: dict[str, Any]) -> None:
-    """From Python anything can come, NaN included."""
+    """Python callers can pass anything, NaN included."""
     try:
         params = SamplingParams(**fields)
         params.validate_for(vocab_size=VOCAB)

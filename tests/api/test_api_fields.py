@@ -1,4 +1,4 @@
-"""JSON bodies taken apart: what is refused, what is ignored, what is read."""
+"""Parsing JSON bodies: fields refused, ignored and read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short way to a frame says, byte for byte, what the long way says."""
+"""The fast path to a frame gives the same bytes as the general one."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ WITH_TOOLS: dict[str, Any] = {
 def test_both_ways_say_the_same(
     kind: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=5))  # both streams name things alike
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=5))  # both streams get the same ids
     monkeypatch.setattr(time, "time", lambda: 7.0)
     encode = sse.named_frame if kind in WITH_TOOLS else sse.frame
     seed = random.randrange(10**6)

@@ -1,4 +1,4 @@
-"""/v1/responses without a server: bodies in, news of a chat out."""
+"""/v1/responses without a server: bodies in, chat news out."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_tools_of_responses_are_strict_unless_they_say_otherwise() -> None:
     assert asked.chat.job.params.structured_outputs is not None, "and that is enforced"
     assert ask(tools=given[2:]).chat.job.params.structured_outputs is None
     assert given[0].keys() == {"type", "name", "parameters"}, "what was asked stays what it was"
-    # What cannot be enforced is refused only where it was asked for.
+    # An unenforceable schema is refused only if enforcement was requested.
     list_of_sets = {"type": "array", "uniqueItems": True}
     odd = {"type": "object", "properties": {"x": list_of_sets}, "required": ["x"]}
     for strict, is_refused in ((None, False), (True, True)):

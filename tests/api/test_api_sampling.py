@@ -1,4 +1,4 @@
-"""Request fields to SamplingParams: names, defaults, and what is refused."""
+"""Request fields to SamplingParams: names, defaults and refusals."""
 
 from __future__ import annotations
 

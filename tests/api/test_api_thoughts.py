@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, where its files declare how to tell: at every endpoint."""
+"""A model's reasoning, recognised as its files declare, at every endpoint."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def context(template: dict[str, Any] = TEMPLATE) -> dict[str, Any]:
 
 
 def deltas(pieces: Sequence[str]) -> list[TokenDelta]:
-    """One token each, the last of which ends the answer."""
+    """One token each; the last one ends the answer."""
     return [
         TokenDelta(
             request_id="r",
@@ -75,7 +75,7 @@ class Told:
 
 
 def tell(stream: Any, text: str, whole: Any) -> Told:
-    """An answer streamed by characters, by the short way where there is one, and as a whole."""
+    """An answer streamed by characters, through the fast path if there is one, and as a whole."""
     events: list[dict[str, Any]] = []
     for delta in deltas([*text, ""]):
         assert stream.frame(0, delta) is None, "there is more to it than text"
@@ -91,7 +91,7 @@ def chat(text: str, template: dict[str, Any] = TEMPLATE, **fields: Any) -> Told:
 
 
 def said(told: Told, name: str) -> str:
-    """What the chunks of a chat add up to."""
+    """The text of all chunks of a chat."""
     choices = [choice for event in told.events for choice in event["choices"]]
     return "".join(choice["delta"].get(name) or "" for choice in choices)
 
@@ -191,7 +191,7 @@ def test_a_response_has_reasoning_items() -> None:
     assert [e["sequence_number"] for e in told.events] == list(range(len(told.events)))
     thought = [e["delta"] for e in told.events if e["type"] == "response.reasoning_text.delta"]
     assert "".join(thought) == "A river. The Rhïne?"
-    # What came back goes with the next request as it is.
+    # The returned message is part of the next request, unchanged.
     again = [*HI, *final["output"], {"role": "user", "content": "and?"}]
     prompt = parse_responses({"input": again}, **context()).chat.job.prompt
     assert prompt.messages[1]["reasoning_content"] == "A river. The Rhïne?"  # type: ignore[union-attr]
@@ -205,7 +205,7 @@ NOT_OPENED = "<user><think>?<assistant>"
 
 
 def opening(prompts: list[Sequence[int]]) -> dict[str, Any]:
-    """A parser that is told the prompt as characters; `prompts` gets what it was told."""
+    """A parser whose prefix is the prompt as characters; `prompts` collects the prompts it gets."""
 
     def new(prompt_ids: Sequence[int]) -> ResponseParser:
         prompts.append(prompt_ids)

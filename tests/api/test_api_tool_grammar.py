@@ -1,4 +1,4 @@
-"""What the grammars of tool calls let a model write, asked of llguidance itself, byte by byte."""
+"""The texts that the grammars of tool calls allow, checked by llguidance itself, byte by byte."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from llguidance import LLMatcher, LLTokenizer
 from tools_harness import KNOWS, F, G, chat
 
 STRICT = {**F, "function": {**F["function"], "strict": True}}
-"""Wants an integer `x`."""
+"""Requires an integer `x`."""
 GOOD = '<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "g.h", "arguments": {}}\n</tool_call>'
 WRONG = '<tool_call>\n{"name": "f", "arguments": {"y":1}}\n</tool_call>'
 
 
 def may_be_written(text: str, **fields: object) -> bool:
-    """As a whole answer."""
+    """Whether the grammar accepts `text` as a whole answer."""
     wanted = chat(KNOWS, **fields).job.params.structured_outputs
     assert wanted is not None and wanted.grammar is not None
     matcher = LLMatcher(LLTokenizer("byte"), wanted.grammar)
     assert not matcher.get_error()
-    # The vocabulary is the bytes; what follows them in it is special.
+    # The vocabulary is the bytes; ids above them are special tokens.
     given = list(text.encode())
     return bool(matcher.validate_tokens(given) == len(given)) and (
         bool(matcher.consume_tokens(given)) and bool(matcher.is_accepting())

@@ -1,4 +1,4 @@
-"""A model's text taken apart into words and calls, however it is cut."""
+"""Parsing a model's text into content and calls, however it is split."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def test_a_parser_that_the_model_declares() -> None:
     parts = [part for char in text for part in parser.feed(char)] + parser.finish()
     arguments = [part.text for part in parts if isinstance(part, CallArguments)]
     assert arguments == [call["arguments"] for call in calls]
-    # Calls that must come are written in a style that a grammar can enforce, and so are calls
-    # beside JSON of a given form.
+    # Required calls, and calls beside JSON of a given form, are written in a style that a grammar
+    # can enforce.
     in_style = '<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call>'
     for wish in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
         formed = chat(declared, tools=[F], **wish).tools

@@ -1,4 +1,4 @@
-"""Tools of a chat: what is parsed, shown and enforced, and how text becomes calls."""
+"""Tools of a chat: parsing, prompts, enforcement, and calls from text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The fuzzer of `benchmarks/fuzz_server.py`: a short run, and that it sees each kind of fault."""
+"""The fuzzer of `benchmarks/fuzz_server.py`: a short run, and its detection of each kind of
+fault."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 def test_a_live_server_stands_some_hundred_of_them(
     smollm2_gguf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """smollm2_gguf: the tokenizer is taken from there."""
+    """smollm2_gguf: source of the tokenizer."""
     options = ["--requests", "400", "--seed", "7", "--alone", "1", "--output", str(tmp_path)]
     status = fuzz_server.main([*options, "--most-slower", "1000", "--per-second", "0"])
     faults = tmp_path / "faults.jsonl"

@@ -1,5 +1,5 @@
-"""The kinds of requests that `benchmarks/hostile_load.py` times: each is answered as
-documented, and a good stream beside them gets all its tokens. A small version, without times."""
+"""The kinds of requests that `benchmarks/hostile_load.py` times: each gets its documented answer,
+and a good stream beside them gets all its tokens. A small version, without times."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from termgen.engine.loop.engine import AsyncEngine
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "hostile_kinds.py"
 LARGE = {"many values", "many numbers", "long text", "escapes", "no JSON", "too large"}
-"""Eight megabytes each: their likes are in test_server_body.py."""
+"""Eight megabytes each: test_server_body.py has similar ones."""
 
 HARMLESS = {"many at once", "tools, large", "odd path"}
-"""Answered like any other; what is in them is ignored."""
+"""Answered like any other; their unusual parts are ignored."""
 
 
 def load() -> Any:
@@ -36,7 +36,7 @@ kinds = load()
 
 
 async def send(port: int, sent: bytes) -> bytes:
-    """What comes until the server closes, or the answer is there."""
+    """The bytes received until the server closes, or the answer is complete."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(sent)
@@ -44,7 +44,7 @@ async def send(port: int, sent: bytes) -> bytes:
         length = int(head.lower().partition(b"content-length: ")[2].split()[0])
         return head + await reader.readexactly(length)
     except (ConnectionError, asyncio.IncompleteReadError):
-        return b""  # gone before all was sent
+        return b""  # closed before all was sent
     finally:
         writer.transport.abort()
 
@@ -89,7 +89,7 @@ async def test_every_kind_is_answered_beside_a_good_stream(
 
 
 async def test_many_small_things_are_refused_before_they_are_read(tiny_llama_dir: Path) -> None:
-    """And what is only slow, or comes in pieces of any size, is not."""
+    """Slow requests, and chunks of any size, are not refused."""
     config = EngineConfig(model=str(tiny_llama_dir), device="cpu", max_model_len=256)
     engine = await AsyncEngine.start(config)
     try:

@@ -1,4 +1,4 @@
-"""The verdict of `benchmarks/memory_soak.py`, and what it reads of a process."""
+"""The verdict of `benchmarks/memory_soak.py`, and its figures about a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whatever a client sends: a documented 4xx, or an answer. Never a 500, and the server goes on."""
+"""Any bytes from a client get a documented 4xx or an answer, never a 500, and the server goes
+on."""
 
 from __future__ import annotations
 
@@ -163,7 +164,7 @@ async def test_odd_headers_do_no_harm() -> None:
 
 
 async def test_a_good_stream_beside_hostile_clients(tiny_llama_dir: Path) -> None:
-    """On a real engine: the good client gets what it gets alone, and no block is left."""
+    """A real engine: the good client gets what it gets alone, and no block is left."""
     config = EngineConfig(model=str(tiny_llama_dir), device="cpu", max_model_len=256)
     engine = await AsyncEngine.start(config)
     try:

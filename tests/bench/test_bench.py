@@ -1,4 +1,4 @@
-"""The benches over a scripted engine: what is submitted, what is counted, what is written."""
+"""The benches over a scripted engine: requests, counts and files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from termgen.errors import ConfigError, EngineError
 
 
 def endless(call: GenerateCall) -> Script:
-    """As many tokens as were asked for."""
+    """A script of exactly `max_tokens` tokens."""
     assert call.params.max_tokens is not None
     return Script(pieces=("x",) * call.params.max_tokens)
 

@@ -1,4 +1,4 @@
-"""Comparisons: what is found worse, how sure, which files are refused."""
+"""Comparisons: regressions found, their confidence, and files refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_clear_change_is_found_and_noise_is_not(tmp_path: Path) -> None:
 
 
 def test_intervals_hold_the_true_change_about_as_often_as_they_say(tmp_path: Path) -> None:
-    """No change at all: about 1 of 20 intervals may miss zero."""
+    """There is no true change, so about 1 of 20 intervals may miss zero."""
     missed = 0
     for seed in range(60):
         files = [

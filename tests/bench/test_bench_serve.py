@@ -48,8 +48,8 @@ SHAPE: dict[str, Any] = {"num_prompts": 6, "random_input_len": 9, "random_output
 
 
 async def test_figures_agree_with_the_server_and_with_a_second_client() -> None:
-    """Tokens and request counts exactly. Times of the same requests as a relay between client and
-    server saw them: within 2%; once in three runs, since other processes may hold up either."""
+    """Tokens and request counts agree exactly. Times agree within 2% with those seen by a relay
+    between client and server, in one of three runs, since other processes may delay either."""
     engine = FakeEngine(script=paced)
     off: list[float] = []
     async with serving(engine) as server, Proxy(server.url) as proxy:
@@ -80,7 +80,8 @@ def _check_counts(run: ServeRun, seen: list[Seen]) -> None:
 
 
 def _differences(run: ServeRun, seen: list[Seen]) -> list[float]:
-    """Of mean TTFT, mean ITL and mean latency, as shares of the second client's."""
+    """Differences in mean TTFT, mean ITL and mean latency, as shares of the second client's
+    means."""
     first = statistics.mean(s.texts[0] - s.asked for s in seen)
     gaps = statistics.mean(b - a for s in seen for a, b in zip(s.texts, s.texts[1:], strict=False))
     whole = statistics.mean(s.texts[-1] - s.asked for s in seen)
@@ -93,7 +94,7 @@ def _differences(run: ServeRun, seen: list[Seen]) -> list[float]:
 async def test_every_request_agrees_with_the_servers_own_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One after the other, so that the lines of the log are those of the bench in order."""
+    """The requests run one after the other, so that the log has them in the bench's order."""
     caplog.set_level("INFO")
     shape = SHAPE | {
         "random_range_ratio": 0.6,
@@ -114,7 +115,7 @@ async def test_every_request_agrees_with_the_servers_own_log(
     for found, ours in zip(logged, times, strict=True):
         assert int(found[1]) == ours.num_input_tokens
         assert int(found[2]) == ours.num_output_tokens
-    # the server's clocks start later and stop sooner, so its times are shorter: by little
+    # the server's clocks start later and stop sooner, so its times are slightly shorter
     for group, values in ((3, [t.ttft_s for t in times]), (4, [t.latency_s for t in times])):
         theirs, ours_ms = sum(float(found[group]) for found in logged), sum(values) * 1e3
         rounding_ms = 0.05 * len(logged)  # the log has tenths
@@ -331,7 +332,7 @@ def test_doubts_are_said() -> None:
 async def test_a_load_generator_that_ends_at_once_is_an_error_of_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not a broken pipe of the bench's own, however much it would have been told."""
+    """The error is not a broken pipe of the bench's own, whatever it still had to send."""
     program = tmp_path / "ends"
     program.write_text("#!/bin/sh\nexit 9\n")
     program.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The load generator's reader against a socket that says anything: no exception, one clear word."""
+"""The load generator's reader against arbitrary bytes: no exception, one clear message."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ WHOLE = (
 async def asked(
     answer: bytes, *, piece: int = 0, timeout_s: float = 5.0, close: bool = True
 ) -> Answer:
-    """What the reader makes of these bytes, sent in pieces of so many."""
+    """The reader's result for these bytes, sent in pieces of `size`."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not await reader.read(1):  # the connection that finds the address
+        if not await reader.read(1):  # the connection that resolves the address
             writer.close()
             return
         size = piece or max(1, len(answer))

@@ -1,4 +1,4 @@
-"""Sweeps find the knee; the loads they choose; the pages and plots of results."""
+"""Sweeps: the knee, the loads chosen, the pages and plots of results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from termgen.errors import ConfigError, EngineError
 
 
 async def find(options: SweepOptions, capacity: float) -> tuple[sweep.SweepResult, list[Any]]:
-    """A server whose throughput grows up to `capacity` and whose TTFT is 100 ms up to there."""
+    """Sweep a server whose throughput grows up to `capacity`, with a TTFT of 100 ms up to there."""
     asked: list[Any] = []
 
     async def run_step(step: ServeOptions, seed: int) -> ServeRun:
@@ -96,7 +96,7 @@ async def test_a_step_without_an_answer_ends_the_sweep_and_loses_nothing() -> No
 
 async def test_a_last_step_of_less_than_double_needs_its_part_of_the_gain() -> None:
     def server(gain: float) -> Any:
-        """Each doubling of the load adds this much throughput."""
+        """A server whose throughput rises by this much with each doubling of the load."""
 
         async def run_step(step: ServeOptions, seed: int) -> ServeRun:
             load = step.max_concurrency or 0

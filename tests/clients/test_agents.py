@@ -1,7 +1,7 @@
-"""Coding agents, as people install them, edit a file with the help of a scripted engine.
+"""Coding agents, as users install them, edit a file with the help of a scripted engine.
 
-Each runs in an empty home with nothing set but the server's address and a key. What it prints, and
-what it asked the server, is in the summary of the tests.
+Each runs in an empty home with only the server's address and a key set. Its output, and its
+requests to the server, are in the summary of the tests.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def scripted(*turns: Callable[[ChatPrompt], str]) -> FakeEngine:
-    """Answers the n-th turn with the n-th text, by the number of calls the chat has had."""
+    """Answers the n-th turn with the n-th text, by the number of calls in the chat so far."""
 
     def script(asked: GenerateCall) -> Script:
         prompt = asked.prompt
         assert isinstance(prompt, ChatPrompt)
-        if "tools" not in prompt.template_kwargs:  # a title for the session, say
+        if "tools" not in prompt.template_kwargs:  # a title for the session, for example
             return Script(pieces=('{"title": "Greeting"}',))
         done = sum(len(message.get("tool_calls") or ()) for message in prompt.messages)
         text = turns[done](prompt) if done < len(turns) else DONE
@@ -65,7 +65,7 @@ def scripted(*turns: Callable[[ChatPrompt], str]) -> FakeEngine:
 async def run_agent(
     command: list[str], folder: Path, environment: dict[str, str]
 ) -> tuple[int | None, str]:
-    """Its exit status and all that it printed."""
+    """Returns the exit status and the whole output."""
     home = folder.parent / "home"
     home.mkdir()
     process = await asyncio.create_subprocess_exec(
@@ -89,7 +89,7 @@ async def run_agent(
 
 
 def transcript(printed: str, engine: FakeEngine) -> str:
-    """What was said on both sides. The tests' summary shows it."""
+    """The dialogue of both sides, for the tests' summary."""
     lines = [f"{len(engine.calls)} requests; the last conversation, the end of each message:"]
     prompts = [asked.prompt for asked in engine.calls if isinstance(asked.prompt, ChatPrompt)]
     longest = max(prompts, key=lambda prompt: len(prompt.messages))
@@ -108,7 +108,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def results_of(engine: FakeEngine) -> list[str]:
-    """What tools gave back, in the longest conversation."""
+    """Tool results in the longest conversation."""
     prompts = [asked.prompt for asked in engine.calls if isinstance(asked.prompt, ChatPrompt)]
     longest = max(prompts, key=lambda prompt: len(prompt.messages))
     return [str(m["content"]) for m in longest.messages if m["role"] == "tool"]
@@ -153,7 +153,7 @@ async def test_codex_edits_a_file(
         status, printed = await run_agent(
             [
                 *(codex, "exec", "--skip-git-repo-check", "--model", MODEL),
-                "--dangerously-bypass-approvals-and-sandbox",  # which needs rights of its own
+                "--dangerously-bypass-approvals-and-sandbox",  # which needs further privileges
                 *("-c", f"model_providers.termgen={provider}", "-c", "model_provider=termgen"),
                 QUESTION,
             ],

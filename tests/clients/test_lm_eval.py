@@ -1,6 +1,6 @@
-"""lm-eval's own `local-completions` against the server with SmolLM2, on a task made on the spot.
+"""lm-eval's own `local-completions` against the server with SmolLM2, on a task made here.
 
-What it reports must be the log-likelihoods that transformers computes from the same file.
+Its results must be the log-likelihoods that transformers computes from the same file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ metric_list: [{{metric: acc}}]
 
 @pytest.fixture
 def task_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A task, and the data sets library's cache, in a folder of their own."""
+    """A folder with a task and the cache of the data sets library."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     lines = [json.dumps({"question": q, "choices": c}) for q, c in QUESTIONS]
@@ -51,7 +51,7 @@ def task_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def save_tokenizer(gguf: Path, folder: Path) -> Path:
-    """The tokenizer in the file, for lm-eval, which makes token ids itself."""
+    """The tokenizer of the file, for lm-eval, which tokenises by itself."""
     from transformers import PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(
@@ -93,7 +93,7 @@ def direct(model: Any, context: list[int], continuation: list[int]) -> tuple[flo
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of lm-eval and of what it is made of
+@pytest.mark.filterwarnings("ignore")  # of lm-eval and of its dependencies
 async def test_its_log_likelihoods_are_those_of_transformers(
     smollm2_gguf: Path, smollm2_reference: Any, task_folder: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The openai package as the client: what people will really point at the server."""
+"""The openai package as the client: the one that most users will point at the server."""
 
 from __future__ import annotations
 

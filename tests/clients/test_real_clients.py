@@ -1,8 +1,8 @@
-"""Other people's clients against the real server with a real model, over a socket.
+"""Third-party clients against the real server with a real model, over a socket.
 
-Each must get the words that a plain request gets. litellm and instructor cannot be installed beside
-the newest of the others; they run in `.venv-clients`, or where CLIENTS_PYTHON says, and
-openai-node runs where Node and its package are. The README says how to install these three.
+Each must get the text that a plain request gets. litellm and instructor cannot be installed beside
+the newest of the others; they run in `.venv-clients`, or in CLIENTS_PYTHON, and openai-node runs
+where Node and its package are. The README says how to install these three.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def told(smollm2_url: str) -> str:
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What they return. They share the engine's steps, of which one costs as much as another."""
+    """Their results. They share the engine's steps, and a step of many costs as much as one of
+    few."""
     with ThreadPoolExecutor() as threads:
         return [future.result() for future in [threads.submit(call) for call in calls]]
 
@@ -276,7 +277,7 @@ with ThreadPoolExecutor() as threads:
 
 
 def printed_by_others(program: str, *arguments: str) -> Any:
-    """The last line, JSON, of a program that wants clients which do not go with ours."""
+    """The last line, JSON, of a program that needs clients incompatible with the others."""
     python = os.environ.get("CLIENTS_PYTHON")
     if python is None:
         if not CLIENTS_PYTHON.exists():
@@ -299,7 +300,7 @@ def test_litellm(smollm2_url: str, told: str) -> None:
 
 
 def test_instructor(smollm2_url: str) -> None:
-    """A call by name, and schemas: what comes is what the grammar enforced."""
+    """A call by name, and schemas: the answers are what the grammar enforced."""
     answers = printed_by_others(INSTRUCTOR, smollm2_url, "Invent a cat. Answer as JSON.")
     assert len(answers) == 3
     for mode, cat in answers.items():

@@ -1,7 +1,7 @@
-"""Real clients that want structure, over a socket, from the real small model.
+"""Real clients with structured outputs, over a socket, from the real small model.
 
-A model of 135M parameters seldom writes JSON or a call unasked: what arrives is what the grammar
-enforced. One engine serves all of it.
+A model of 135M parameters seldom writes JSON or a call by itself: the grammar enforced what
+arrives. One engine serves all of it.
 """
 
 from __future__ import annotations

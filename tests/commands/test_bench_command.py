@@ -1,5 +1,5 @@
-"""`termgen bench serve` as a command: it starts its own server, writes its files, says what is
-wrong."""
+"""`termgen bench serve` as a command: it starts its own server, writes its files, reports
+errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_it_starts_a_server_measures_it_and_writes_files(
     assert read["server_owner"] == "termgen" and "3, 0" in out
     assert "termgen: memory: weights " in err and str(path) in err
     assert "<svg" in page.read_text()
-    lines = out.splitlines()  # the result is on the first lines, what was asked on the last
+    lines = out.splitlines()  # the result is on the first lines, the settings on the last
     assert lines[0] == "termgen bench serve" and lines[2].startswith("requests/s ")
     places = [
         out.index(part)

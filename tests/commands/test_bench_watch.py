@@ -1,4 +1,4 @@
-"""A bench while it is watched: figures so far against those of the end, and runs ended early."""
+"""A watched bench: interim figures against final ones, and runs ended early."""
 
 from __future__ import annotations
 

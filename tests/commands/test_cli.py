@@ -1,4 +1,4 @@
-"""The command line: what it prints, where errors go, exit codes."""
+"""The command line: output, errors, exit codes."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_interrupt_and_broken_pipe(
 
 
 def test_streams_that_are_closed_are_empty() -> None:
-    """As for jobs that a daemon starts."""
+    """Daemons may start jobs this way."""
     program = f"{shlex.quote(sys.executable)} -m termgen"
     for command, code, said in (
         ("models >&-", 0, ""),

@@ -1,5 +1,5 @@
-"""Terminals that are closed while something is written on them: the programs end by themselves, as
-well as with ctrl+q, and lose no text. What goes wrong unseen tells in the exit code."""
+"""Terminals that close while a program writes to them: the program ends by itself, as it does with
+ctrl+q, and loses no text. The exit code shows failures that nothing displays."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ async def test_a_chat_is_saved(
 def test_engines_end_with_their_terminal(
     close: Callable[[Terminal], None], terminal: Open, tiny_llama_dir: Path
 ) -> None:
-    """`serve --dashboard`, watched by `top`: first the one is closed, then the other."""
+    """`serve --dashboard`, watched by `top`: the former's terminal closes first, then the
+    latter's."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     flags = ("--dashboard", "--model", str(tiny_llama_dir), "--port", port)

@@ -1,4 +1,4 @@
-"""Settings: what a config refuses, and which source wins."""
+"""Settings: invalid values, and the order of sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def layers(
     environ: dict[str, str] | None = None,
     toml: str | None = None,
 ) -> SettingLayers:
-    """Layers whose config file is `toml`, or an empty one: never the user's own."""
+    """Layers whose config file is `toml` or empty, never the user's own."""
     path = tmp_path / "config.toml"
     path.write_text(toml or "")
     parser = FlagParser(prog="termgen test")
@@ -217,7 +217,7 @@ def test_what_kubernetes_sets_for_a_service_is_no_setting(
 )
 def test_what_only_resembles_it_is_refused(tmp_path: Path, variable: str) -> None:
     if not variable.startswith("TERMGEN_"):
-        layers(tmp_path, environ={variable: "1"})  # not ours
+        layers(tmp_path, environ={variable: "1"})  # variables of other programs
         return
     with pytest.raises(ConfigError, match=f"unknown environment variable {variable}"):
         layers(tmp_path, environ={variable: "1"})

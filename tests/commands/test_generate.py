@@ -1,4 +1,4 @@
-"""`termgen generate` on a tiny model: what it prints, what it refuses, how it is stopped."""
+"""`termgen generate` on a tiny model: output, refusals, interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`termgen generate --url`: the same command, with a server elsewhere."""
+"""`termgen generate --url`: the same command with a remote server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def clean_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
 
 @contextmanager
 def in_thread(make: Callable[[], AbstractAsyncContextManager[Any]]) -> Iterator[str]:
-    """A server on a loop of its own, while the command blocks this thread. Gives its URL."""
+    """A server on a loop of its own, while the command blocks this thread. Yields its URL."""
     loop, ready, ended = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
     urls: list[str] = []
 
@@ -158,7 +158,7 @@ def test_ctrl_c_keeps_what_has_come() -> None:
 
 @asynccontextmanager
 async def loading_until_asked(engine: FakeEngine) -> AsyncGenerator[str, None]:
-    """Its model is there once a client has been told twice that it loads."""
+    """The model is ready once a client has seen two answers that it is loading."""
     async with serving(None) as server:
         server.on_loading("loading weights", 0.5)
 

@@ -1,4 +1,4 @@
-"""Whole commands as a person starts them: `serve` over a socket, `chat` in a pseudo-terminal."""
+"""Whole commands as users start them: `serve` over a socket, `chat` in a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ LIMIT_S = 60.0
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Without the user's settings."""
+    """The environment without the user's settings."""
     (tmp_path / "empty.toml").write_text("")
-    # Nor with the size of another terminal, which would count for more than that of ours.
+    # Another terminal's size is removed too: it would override the test's.
     others = ("COLUMNS", "LINES")
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TERMGEN_") and k not in others}
     return kept | {
@@ -115,7 +115,7 @@ def test_a_port_in_use_is_one_line(tiny_llama_dir: Path, environment: dict[str, 
 
 
 class Terminal:
-    """A program in a pseudo-terminal of 100 x 30, which is the one that controls it."""
+    """A program with a pseudo-terminal of 100 x 30 as its controlling terminal."""
 
     def __init__(self, argv: list[str], environment: dict[str, str]) -> None:
         main, side = pty.openpty()
@@ -141,7 +141,8 @@ class Terminal:
 
     @property
     def plain(self) -> str:
-        """Without colours and moves, which may stand between letters drawn at two times."""
+        """The text without colours and cursor moves, which may separate letters drawn at two
+        times."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.shown)
 
     def send(self, keys: str) -> None:
@@ -157,7 +158,7 @@ class Terminal:
         return self.child.returncode
 
     def vanish(self) -> None:
-        """As a window that is closed."""
+        """Close the terminal, as closing its window does."""
         if self._main is not None:
             os.close(self._main)
         self._main = None
@@ -229,7 +230,8 @@ def test_a_chat_that_was_killed_goes_on(
 def test_a_bench_is_watched_stopped_and_reported(
     terminal: Callable[..., Terminal], tiny_llama_dir: Path, tmp_path: Path
 ) -> None:
-    """Its own server, the engine of that, ctrl+c in the middle, the report, and the files."""
+    """The bench has its own server and shows that engine; ctrl+c ends it in the middle; the report
+    and the files follow."""
     load = ("--num-prompts", "900", "--request-rate", "8", "--num-warmups", "1")
     lengths = ("--random-input-len", "8", "--random-output-len", "4")
     files = ("--result-dir", str(tmp_path), "--save-result")

@@ -1,4 +1,4 @@
-"""The models that the picker offers, what they need, fetching one, and changing engines."""
+"""The picker's models, their needs, fetching one, and changing engines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def silent(stage: str, share: float) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing on it yet."""
+    """A machine without any model."""
     monkeypatch.setenv("TERMGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
@@ -106,7 +106,7 @@ async def test_the_list(machine: Path) -> None:
     assert by_name["gemma-3-270m-base-q4"].detail.startswith("continues text, has no chat template")
     current = [choice.name for choice in choices if choice.is_current]
     assert current == [str(here)]
-    # memory is not known: no verdict
+    # the memory is unknown: no verdict
     choices = await LocalShelf(holder_of(str(here), FakeEngine())).choices()
     assert {choice.fits for choice in choices} == {None}
 
@@ -175,7 +175,7 @@ async def test_fetching_can_be_stopped(machine: Path, monkeypatch: pytest.Monkey
 
     def pull(name: str, on_progress: Progress) -> None:
         try:
-            while True:  # as pip is waited for
+            while True:  # like the wait for pip
                 on_progress(f"fetching {name}", 0.5)
                 began.set()
                 ended.wait(0.005)
@@ -190,7 +190,7 @@ async def test_fetching_can_be_stopped(machine: Path, monkeypatch: pytest.Monkey
     await asyncio.to_thread(began.wait, 5)
     task.cancel()
     await asyncio.sleep(0.01)
-    may_end.set()  # the loop goes on while what is half there is taken away
+    may_end.set()  # the loop goes on while partial files are removed
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended.is_set() and reports[0] == ("fetching m", 0.5)
@@ -204,7 +204,7 @@ async def test_fetching_can_be_stopped(machine: Path, monkeypatch: pytest.Monkey
 
 
 async def text_of(deltas: AsyncGenerator[TokenDelta, None]) -> str:
-    """Of all of them: how many tokens come in one is a matter of who was slow."""
+    """The text of all deltas: how many tokens a delta holds depends on timing."""
     return "".join([delta.text async for delta in deltas])
 
 

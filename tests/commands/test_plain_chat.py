@@ -149,7 +149,7 @@ def test_piped_lines_are_asked_of_a_server(
 
 
 class DumbTerminal:
-    """`termgen` in a terminal that takes only lines."""
+    """`termgen` in a terminal that only prints lines."""
 
     def __init__(self, *argv: str) -> None:
         self._main, side = pty.openpty()

@@ -15,7 +15,7 @@ __all__ = ["environment", "terminal"]
 
 Open = Callable[..., Terminal]
 CLICKS = "".join(f"\x1b[<0;{x};{y}M\x1b[<0;{x};{y}m" for x, y in ((30, 4), (50, 5), (60, 12)))
-"""Of the left button, on a transcript."""
+"""Clicks of the left button, on a transcript."""
 CTRL_C, CTRL_Q, UP, ESC = "\x03", "\x11", "\x1b[A", "\x1b"
 
 
@@ -25,7 +25,7 @@ def questions(environment: dict[str, str]) -> list[str]:
 
 
 def answered(environment: dict[str, str]) -> list[str]:
-    """Those whose answer has ended: ctrl+c would stop one that has not."""
+    """Questions whose answer has ended: ctrl+c would stop a running one."""
     wanted = "SELECT question FROM turns WHERE state = 'done' ORDER BY number"
     with closing(sqlite3.connect(environment["TERMGEN_CHAT_DB"])) as database:
         return [row[0] for row in database.execute(wanted)]

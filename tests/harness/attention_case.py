@@ -1,4 +1,4 @@
-"""Random keys, values and queries of a step, for any attention backend, and what must come out."""
+"""Random keys, values and queries of a step, for any attention backend, and the expected output."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class AttentionCase:
 
         kv_dtype = kv_cache_dtype or dtype
         self.keys, self.values = (
-            # As the cache holds them, so that the oracle sees what the backend does.
+            # Rounded as in the cache, so that the oracle sees what the backend sees.
             [normal(c + n, num_kv_heads, head_dim).to(kv_dtype).to(dtype) for c, n in rows]
             for _ in range(2)
         )
@@ -95,7 +95,7 @@ class AttentionCase:
         )
 
     def expected(self, *, sliding_window: int | None = None) -> torch.Tensor:
-        """One request and one head at a time, in float64."""
+        """The oracle: one request and one head at a time, in float64."""
         results = []
         for row, queries, keys, values in zip(
             self.rows, self.queries[: len(self.rows)], self.keys, self.values, strict=True
@@ -123,7 +123,7 @@ class AttentionCase:
 
 
 def random_rows(rng: random.Random, block_size: int) -> list[tuple[int, int]]:
-    """Decodes first; lengths at and beside block edges as often as anywhere else."""
+    """Decodes first; lengths at and beside block edges are as likely as all others together."""
 
     def length(least: int) -> int:
         edge = rng.randint(1, 5) * block_size + rng.randint(-1, 1)

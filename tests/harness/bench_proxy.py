@@ -1,6 +1,6 @@
-"""A second client of the same requests: a proxy that relays bytes and notes when they pass.
+"""A second observer of the same requests: a proxy that relays bytes and notes their times.
 
-It knows nothing of termgen's client code. An HTTP exchange per connection, as the bench makes them.
+It shares no code with termgen's client. Like the bench, it makes one HTTP exchange per connection.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from urllib.parse import urlsplit
 
 @dataclass
 class Seen:
-    """One completion that passed. Times are of time.perf_counter."""
+    """One relayed completion. Times are of time.perf_counter."""
 
     asked: float
     texts: list[float] = field(default_factory=list)
-    """When each chunk with text passed."""
+    """When each chunk with text was relayed."""
     num_tokens: int = 0
     num_prompt_tokens: int = 0
 
 
 class Proxy:
-    """Listens on `url` while used as a context manager; `seen` has what passed."""
+    """Listens on `url` while used as a context manager; `seen` holds the relayed completions."""
 
     def __init__(self, upstream: str) -> None:
         parts = urlsplit(upstream)
@@ -63,7 +63,7 @@ class Proxy:
                 if seen is not None:
                     self._note(seen, lines, now)
         except ConnectionError:
-            pass  # the client hangs up when it has its answer
+            pass  # the client closes the connection once it has its answer
         finally:
             task.cancel()
             up_writer.close()

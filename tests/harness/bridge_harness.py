@@ -1,4 +1,4 @@
-"""Bodies of the bridged endpoints, and streams of news whose chat is made up."""
+"""Bodies of the bridged endpoints, and streams fed with made-up chat news."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prompt_of(chat: Any) -> ChatPrompt:
 
 
 def play(stream: Any, news: list[News], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The events of a stream whose chat has this news, one delta each."""
+    """The events of a stream fed with this chat news, one delta for each."""
 
     def feed(self: ChatNews, delta: Any) -> list[News]:
         self.usage = USAGE

@@ -1,4 +1,4 @@
-"""What a chat shows and what it has sent."""
+"""What the chat screen shows, and the requests it has sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats made up for the tests of their store, and what it told of."""
+"""Made-up chats for the tests of their store, and the messages it posted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def keep(database: ChatDatabase, talk: Conversation) -> None:
 
 
 def shape(talk: Conversation) -> list[tuple[object, ...]]:
-    """Everything of a tree that is kept."""
+    """Everything about a tree that the store keeps."""
     return [
         (t.turn_id, t.parent and t.parent.question, t.place, t.question, t.answer, t.model_id)
         for t in all_turns(talk)

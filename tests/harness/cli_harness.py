@@ -1,4 +1,4 @@
-"""The command line in the test's process, or in one of its own, without the user's settings."""
+"""The command line in the test's process or in a child process, without the user's settings."""
 
 from __future__ import annotations
 

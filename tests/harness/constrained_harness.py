@@ -1,6 +1,6 @@
 """Grammars without a grammar engine, and the scripted device that samples under their masks.
 
-`FakeGrammar` allows a token by a rule of those before it and ends after a number of them. The
+`FakeGrammar` allows a token by a rule over the tokens before it and ends after a fixed number. The
 device reads nothing but the masks of steps, so a mask that is late, lost, or another row's shows as
 a wrong token.
 """
@@ -35,8 +35,8 @@ class FakeGrammar:
         self.may_fill.set()
 
     def allowed(self, tokens: Sequence[int]) -> list[int]:
-        """What may follow these tokens of the answer."""
-        first = (sum(tokens) + len(tokens)) % self.modulus  # another one at each place
+        """Tokens that may follow these tokens of the answer."""
+        first = (sum(tokens) + len(tokens)) % self.modulus  # differs at each position
         return list(range(first, self.vocab, self.modulus))
 
     def start(self, *, ends_at_eos: bool) -> FakeMatcher:
@@ -44,7 +44,7 @@ class FakeGrammar:
 
 
 def fill_each(matchers: Sequence[TokenMatcher], bits: IntArray) -> list[BaseException | None]:
-    """`TokenMatcher.fill_all` of those that have nothing better."""
+    """`TokenMatcher.fill_all` for matchers without a batched version."""
     return faults_of(lambda matcher, mask: matcher.fill(mask), matchers, bits)
 
 
@@ -74,7 +74,7 @@ class FakeMatcher:
 
 
 def choose(tokens: np.ndarray, allowed: Sequence[int]) -> int:
-    """What the scripted model says after these tokens if it may only say this."""
+    """The scripted model's choice after these tokens among the allowed ones."""
     return allowed[next_token(tokens) % len(allowed)]
 
 
@@ -105,7 +105,7 @@ class MaskedDevice(ScriptedDevice):
         token = self._allowed[slot][token % len(self._allowed[slot])]
         if length < row.max_total_tokens:
             self.token_ids[slot, length] = token
-        if self.stops:  # it was judged by the token without the mask
+        if self.stops:  # without its mask, the row repeated the token before
             minimum = row.num_prompt_tokens + row.params.min_tokens
             is_stop = token in row.stop_token_ids and length + 1 > minimum
             self.finished[slot] = is_stop or length + 1 >= row.max_total_tokens
@@ -113,14 +113,14 @@ class MaskedDevice(ScriptedDevice):
 
 
 def names_ahead(scheduler: Scheduler) -> set[str]:
-    """Requests with a token in flight: from the next step on their masks can be late."""
+    """Requests with a token in flight: their masks can be late from the next step on."""
     table = scheduler.slots
     slots = table.running[table.num_pending[table.running] > 0].tolist()
     return {table.request_at(slot).request_id for slot in slots}
 
 
 class ConstrainedDriver(CoreDriver):
-    """Requests may have a grammar."""
+    """A core driver whose requests may have a grammar."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ class ConstrainedDriver(CoreDriver):
         salt: str | None = None,
         **params: object,
     ) -> Bearer:
-        """bad: what the device is to leave out, and does not."""
+        """bad: a token that the device should leave out, and does not."""
         request = GenerationRequest(
             request_id=name,
             prompt_token_ids=tuple(prompt),
@@ -177,8 +177,8 @@ class ConstrainedDriver(CoreDriver):
 
 
 def make_late(scheduler: Scheduler, rng: np.random.Generator, on_time: float) -> list[int]:
-    """Of the masks that a step waits for, let this share come. Returns a one for each that was
-    late."""
+    """Deliver this share of the masks that a step waits for. Returns a list with a one for each
+    late mask."""
     constraints, num_late = scheduler.constraints, list[int]()
     has_mask, masks_for = constraints._has_mask, constraints.masks_for
     schedule = scheduler.schedule
@@ -194,7 +194,7 @@ def make_late(scheduler: Scheduler, rng: np.random.Generator, on_time: float) ->
             return False
         may_be_late = is_sampling and request.request_id in ahead
         if may_be_late and rng.random() > on_time:
-            num_late.append(1)  # rows that have ended are late too, but want no mask
+            num_late.append(1)  # rows that have ended count as late but need no mask
             return False
         return True
 

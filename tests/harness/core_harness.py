@@ -1,7 +1,7 @@
 """The whole loop over the scripted device, with steps that run as late as they can.
 
-`CoreDriver` submits, steps and keeps what a front end would keep; `ScriptedExecutor` runs a plan
-only when its result is asked for, so a plan that changes after it was submitted shows.
+`CoreDriver` submits, steps and collects what a front end would; `ScriptedExecutor` runs a plan only
+when its result is read, so a plan that changes after its submission shows.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ def residencies(plan: StepPlan) -> list[Residency]:
 
 
 class ScriptedExecutor:
-    """Runs plans in order on a `ScriptedDevice`, each when the first result from it on is read."""
+    """Runs plans in order on a `ScriptedDevice`; reading a result runs every plan up to it."""
 
     def __init__(self, device: ScriptedDevice) -> None:
         self.device = device
         self.plans: list[StepPlan] = []
         self.landed_at: list[int] = []
-        """How many steps had landed when each plan was submitted."""
+        """Number of landed steps at each plan's submission."""
         self.num_landed = 0
         self.most_in_flight = 0
         self.fail_steps: set[int] = set()
         self.on_result: Callable[[StepPlan], None] | None = None
-        """Called while a step is being waited for: where another thread would come in."""
+        """Called while the core waits for a step: the moment when another thread could
+        interfere."""
         self.breach: AssertionError | None = None
-        """What the device found wrong with a plan; the core takes it for a failed step."""
+        """A fault that the device found in a plan; the core sees it as a failed step."""
         self._waiting: deque[ScriptedHandle] = deque()
         self._is_broken = False
         self._blocks: dict[int, set[int]] = {}
-        """Blocks of each slot as of the newest plan."""
+        """Blocks of each slot in the newest plan."""
         self._touched: list[set[int]] = []
         """Blocks that each plan may read or write."""
 
@@ -79,7 +80,7 @@ class ScriptedExecutor:
         return step
 
     def _check_reuse(self, plan: StepPlan) -> None:
-        """No slot or block that a step in flight touches is given to somebody new."""
+        """Check that no slot or block used by a step in flight goes to another request."""
         added = {row.slot: row.num_computed_tokens // self.device.block_size for row in plan.added}
         for slot in (*plan.released_slots, *added):
             self._blocks[slot] = set()
@@ -87,7 +88,7 @@ class ScriptedExecutor:
         places = (plan.block_slots.tolist(), plan.block_positions.tolist(), plan.block_ids.tolist())
         for slot, position, block in zip(*places, strict=True):
             self._blocks[slot].add(block)
-            if position >= added.get(slot, 0):  # those before are shared prefixes
+            if position >= added.get(slot, 0):  # blocks before these are shared prefixes
                 new.add(block)
         for other, touched in zip(self.in_flight, self._touched[self.num_landed :], strict=True):
             assert not new & touched, "a block was given away while a step in flight touches it"
@@ -104,7 +105,7 @@ class ScriptedExecutor:
         while self._waiting and self._waiting[0].plan.step_id <= plan.step_id:
             step = self._waiting.popleft()
             if self._is_broken:
-                continue  # behind a failure: it never runs
+                continue  # behind a failed step: this one never runs
             assert not step.awaits_masks
             fails = step.plan.step_id in self.fail_steps
             try:
@@ -146,7 +147,7 @@ class ScriptedHandle:
 
 
 def with_logprobs(plan: StepPlan, result: StepResult) -> StepResult:
-    """Rows whose every number tells the slot and, as rank, the epoch they belong to."""
+    """Log-probability rows whose numbers encode the slot and, as rank, the epoch."""
     if plan.sampling.max_logprobs is None:
         return result
     ids = np.repeat(plan.slots[:, None], 1 + plan.sampling.max_logprobs, axis=1)
@@ -156,7 +157,7 @@ def with_logprobs(plan: StepPlan, result: StepResult) -> StepResult:
 
 @dataclass(eq=False)
 class Bearer:
-    """One submitted request and all that was heard of it. Its name may be used again later."""
+    """One submitted request and everything delivered for it. Its name may be used again later."""
 
     request: GenerationRequest
     tokens: list[int] = field(default_factory=list)
@@ -165,7 +166,7 @@ class Bearer:
     num_logprobs: int = 0
     ending: FinishedRow | None = None
     is_aborted: bool = False
-    """Its reader asked for an abort, before it was told an end."""
+    """Its reader asked for an abort before it saw an end."""
 
     @property
     def reason(self) -> FinishReason | None:
@@ -173,7 +174,7 @@ class Bearer:
 
 
 class _Reader(list[StepDelivery]):
-    """Reads each delivery at once, as a front end that is never behind."""
+    """Reads each delivery at once, like a front end that never lags."""
 
     def __init__(self, read: Callable[[StepDelivery], None]) -> None:
         super().__init__()
@@ -184,7 +185,7 @@ class _Reader(list[StepDelivery]):
 
 
 class CoreDriver:
-    """A core, its device, and a front end that checks what it is told."""
+    """A core, its device, and a front end that checks every delivery."""
 
     def __init__(
         self,
@@ -253,7 +254,7 @@ class CoreDriver:
         return bearer
 
     def abort(self, name: str) -> None:
-        """From now on no token of its bearer may come; also while a step is being waited for."""
+        """Abort: no token may come after this call, even while a step is being waited for."""
         bearer = self._by_name.get(name)
         if bearer is not None and bearer.ending is None:
             bearer.is_aborted = True
@@ -309,7 +310,7 @@ class CoreDriver:
         return list(totals.values())
 
     def reference(self, bearer: Bearer) -> list[int]:
-        """The request's output when it has the scripted model to itself."""
+        """The request's output when it runs alone on the scripted model."""
         params, tokens = bearer.request.params, list(bearer.request.prompt_token_ids)
         num_prompt, stops = len(tokens), set(params.stop_token_ids)
         if not params.ignore_eos:
@@ -322,7 +323,8 @@ class CoreDriver:
         return tokens[num_prompt:]
 
     def assert_reference(self, *bearers: Bearer) -> None:
-        """These (default: all) said what they say alone, and the engine keeps nothing."""
+        """Check that these requests (default: all) gave their reference output, and that the engine
+        holds nothing."""
         for bearer in bearers or self.bearers:
             assert bearer.tokens == self.reference(bearer), bearer.request.request_id
 

@@ -1,7 +1,7 @@
 """`FakeEngine`: an `EngineClient` with scripted answers, for tests of the server and the screens.
 
-No model, no threads, no torch. Prompts are "tokenised" to UTF-8 bytes, a chat is rendered as
-`role: content` lines. What a request answers is a `Script`; `FakeEngine(script=...)` takes one
+It has no model, threads or torch. Prompts are "tokenised" to UTF-8 bytes, and a chat is rendered as
+`role: content` lines. A `Script` describes a request's answer; `FakeEngine(script=...)` takes one
 script for every request or a function `(GenerateCall) -> Script`. Everything that happened is in
 `calls`, `aborted` and `finished`.
 
@@ -68,7 +68,7 @@ def make_model_info(**overrides: Any) -> ModelInfo:
 
 
 def make_memory_ledger(**overrides: Any) -> MemoryLedger:
-    """A GPU of 80 GiB, most of it KV cache; what is not told is `other_bytes`."""
+    """A GPU of 80 GiB, mostly KV cache; bytes not given count as `other_bytes`."""
     ledger = MemoryLedger(
         name="GPU memory",
         total_bytes=80 * GIB,
@@ -87,7 +87,7 @@ def make_memory_ledger(**overrides: Any) -> MemoryLedger:
 
 
 def make_step_record(**overrides: Any) -> StepRecord:
-    """One decode step of 4 ms with one row; override what the test is about."""
+    """One decode step of 4 ms with one row; override what the test depends on."""
     now = time.perf_counter_ns()
     record = StepRecord(
         step_id=1,
@@ -117,7 +117,7 @@ def make_step_record(**overrides: Any) -> StepRecord:
 
 
 def make_snapshot(**overrides: Any) -> EngineSnapshot:
-    """An idle engine with 64 free blocks; override what the test is about."""
+    """An idle engine with 64 free blocks; override what the test depends on."""
     states = np.zeros(64, dtype=np.uint8)
     states[0] = BlockState.NULL
     snapshot = EngineSnapshot(
@@ -173,10 +173,10 @@ class FakeEngine:
         self._live: dict[str, asyncio.Event] = {}
         self.calls: list[GenerateCall] = []
         self.aborted: list[str] = []
-        """Requests that were closed, cancelled or aborted before their end."""
+        """Requests closed, cancelled or aborted before their end."""
         self.finished: list[str] = []
         self.controls: list[str] = []
-        """Pauses, resumes and resets, which change nothing else here."""
+        """Pauses, resumes and resets; they have no other effect here."""
         self.release = asyncio.Event()
         self.bus = EventBus()
         self.scripted_snapshot: EngineSnapshot | None = None

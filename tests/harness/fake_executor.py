@@ -1,4 +1,4 @@
-"""An executor without a model: rows as plans describe them, next tokens from a function."""
+"""An executor without a model: rows follow the plans, next tokens come from a function."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class FakeExecutor:
         self.fail_steps: dict[int, Exception] = {}
         self.on_submit: Callable[[StepPlan], None] | None = None
         self.num_idle_jobs = 0
-        """Pieces of work for idle moments."""
+        """Pieces of idle work to offer."""
         self.slept: list[str] = []
-        """What it was told about sleep."""
+        """The sleep calls it received."""
         self.sleep_error: Exception | None = None
         self._rows: dict[int, tuple[AddedRow, list[int]]] = {}
         self._computed: dict[int, int] = {}

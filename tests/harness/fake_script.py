@@ -1,4 +1,4 @@
-"""How a request to `FakeEngine` goes, and the deltas that come of it."""
+"""The course of a request to `FakeEngine`, and the deltas it yields."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ DEFAULT_PIECES = ("Hello", ",", " wor", "ld", "! ", "Ça", " va", "? ", "👋", 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """How one request goes."""
+    """The course of one request."""
 
     pieces: Sequence[str] = DEFAULT_PIECES
     """Text of each token. "" is a token whose text is still held back."""
     first_delay_s: float = 0.0
     """Prefill: silence before the first token."""
     waits_in_queue: bool = False
-    """Not scheduled before `FakeEngine.release` is set."""
+    """Stays in the queue until `FakeEngine.release` is set."""
     delay_s: float = 0.0
-    """Between tokens."""
+    """Time between tokens."""
     hold_after: int | None = None
     """After this many tokens, wait until `FakeEngine.release` is set."""
     finish_reason: FinishReason = FinishReason.STOP
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     raises: Exception | None = None
-    """Raised on the first iteration, as a bad request is."""
+    """Raised on the first iteration, as for a bad request."""
     fail_after: int | None = None
-    """After this many tokens the request fails in the engine: finish_reason ERROR."""
+    """The number of tokens after which the request fails in the engine: finish_reason ERROR."""
     error: EngineError = field(default_factory=lambda: EngineError("the step failed"))
     raise_after: int | None = None
-    """After this many tokens the stream itself raises `error`, as a dead engine thread makes it."""
+    """The number of tokens after which the stream raises `error`, as it does when the engine thread
+    is dead."""
 
 
 @dataclass(frozen=True, kw_only=True)

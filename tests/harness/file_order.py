@@ -1,7 +1,7 @@
-"""How `pytest -n 3 --dist loadfile` deals out the files; used by xdist's controller alone.
+"""The order in which `pytest -n 3 --dist loadfile` assigns files; only xdist's controller uses it.
 
 Files that use the real model go to one worker, as if they were one file, so that it is loaded and
-its reference computed once. They come first, then the other slow ones: a long file dealt out last
+its reference computed once. They come first, then the other slow ones: a long file assigned last
 keeps one worker busy after the others have ended.
 """
 
@@ -51,7 +51,7 @@ SLOW_FILES = (
     "test_server_run",
     "test_fetch",
 )
-"""From about 15 seconds on. The others follow by their number of tests."""
+"""Files of about 15 seconds or more. The others follow, ordered by their number of tests."""
 
 
 class SharedStarts(LoadFileScheduling):  # type: ignore[misc]
@@ -60,7 +60,7 @@ class SharedStarts(LoadFileScheduling):  # type: ignore[misc]
         return REAL_MODEL if PurePosixPath(file).stem in REAL_MODEL_FILES else file
 
     def _assign_work_unit(self, node: object) -> None:
-        """The next file goes to `node`: a slow one while there are any."""
+        """Assign the next file to `node`: a slow one while any is left."""
         waiting = {PurePosixPath(scope).stem: scope for scope in self.workqueue}
         slow = next((waiting[n] for n in (REAL_MODEL, *SLOW_FILES) if n in waiting), None)
         if slow is not None:

@@ -1,5 +1,5 @@
-"""A hand-made HTTP server that answers `/v1/models` and chats with what a test gives it, well
-formed or not, and can hang up in the middle. Every connection serves one request."""
+"""A minimal HTTP server that answers `/v1/models` and chats with scripted bytes, well formed or
+not, and can close the connection in the middle. Every connection serves one request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def done() -> bytes:
 
 
 class ForeignServer:
-    """Its answers are frames of a stream, or raw bytes of a whole response."""
+    """Its answers are frames of a stream, or the raw bytes of a whole response."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ForeignServer:
         try:
             await self._reply(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client has hung up
+            pass  # the client has closed the connection
         finally:
             writer.close()
 
@@ -83,7 +83,7 @@ class ForeignServer:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n")
         writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
         for frame in self._frames:
-            if frame is None:  # vanishes
+            if frame is None:  # closes the connection without an answer
                 await writer.drain()
                 return
             writer.write(b"%x\r\n%s\r\n" % (len(frame), frame))

@@ -1,4 +1,4 @@
-"""Random JSON schemas whose answers are short: everything in them has a bound."""
+"""Random JSON schemas with short answers: everything in them is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a GGUF file with other people's packages, without what they do over and over."""
+"""Read GGUF files with the gguf package, minus the work that it repeats."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 @contextmanager
 def each_part_once() -> Iterator[None]:
-    """For reads of the same files: a file's fields and the names of its tensors are found once."""
+    """Cache a file's fields and tensor names across reads of the same files."""
     import gguf
     import numpy as np
 
     memmap = np.memmap
 
     def plain_array(*args: Any, **options: Any) -> Any:
-        # A million pieces are cut from it, and each would be told of the file it is from.
+        # A million pieces are cut from it, and each would run `__array_finalize__`.
         return np.asarray(memmap(*args, **options))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -43,7 +43,7 @@ def gguf_name(name: str, arch: str = "llama") -> str:
 
 
 def permute(weights: np.ndarray, num_heads: int) -> np.ndarray:
-    """What the converter does to q and k of llama models."""
+    """The converter's permutation of q and k in llama models."""
     halves = weights.reshape(num_heads, 2, weights.shape[0] // num_heads // 2, *weights.shape[1:])
     return halves.swapaxes(1, 2).reshape(weights.shape)
 

@@ -1,7 +1,7 @@
-"""How long randomised tests run.
+"""Lengths of randomised tests.
 
-Each states a length for every day, and TEST_LENGTH multiplies them:
-TEST_LENGTH=10 pytest tests/engine/device/loader/test_hostile_files.py
+Each test states its default length, and TEST_LENGTH multiplies it:
+    TEST_LENGTH=10 pytest tests/engine/device/loader/test_hostile_files.py
 """
 
 from __future__ import annotations

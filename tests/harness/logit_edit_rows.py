@@ -1,4 +1,4 @@
-"""Rows with random logit edits, and what becomes of their logits in plain Python."""
+"""Rows with random logit edits, and the expected logits in plain Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from termgen.vocabulary.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from termgen.vocabulary.step import AddedRow
 
 LENGTH = 40
-"""Most tokens of a row."""
+"""Maximum tokens of a row."""
 
 
 def added(slot: int, tokens: list[int], num_prompt: int, **params: object) -> AddedRow:
@@ -32,7 +32,8 @@ def added(slot: int, tokens: list[int], num_prompt: int, **params: object) -> Ad
 
 def random_row(rng: random.Random, slot: int, vocab: int) -> AddedRow:
     num_prompt, num_output = rng.randint(1, 8), rng.randint(0, 12)
-    tokens = [rng.randrange(4) for _ in range(num_prompt + num_output)]  # few ids: words match
+    # few ids, so that bad words match
+    tokens = [rng.randrange(4) for _ in range(num_prompt + num_output)]
     params: dict[str, object] = {}
     if rng.random() < 0.5:
         params["allowed_token_ids"] = rng.sample(range(vocab), rng.randint(1, vocab))

@@ -1,4 +1,4 @@
-"""A GPU made of numbers, and a builder's way through the account of its memory."""
+"""A simulated GPU that only counts bytes, and the steps of a start over its memory account."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 2 * MIB
 
 
 class Device:
-    """A GPU made of numbers, with an allocator that keeps what is freed."""
+    """A simulated GPU whose allocator keeps freed memory."""
 
     name = "GPU memory"
     counts_tensors = True
@@ -55,7 +55,7 @@ class Device:
 
 
 class Graphs:
-    """Recordings on such a device, until they are forgotten."""
+    """Recordings on such a device, until they are dropped."""
 
     def __init__(self, device: Device, *, pool: int, driver: int) -> None:
         self._device, self._pool, self._driver = device, pool, driver
@@ -82,7 +82,7 @@ def num_blocks(memory: MemoryAccount, *, max_model_len: int = 1024, kv_bytes: in
 
 
 def start(device: Device, memory: MemoryAccount, scale: int = MIB) -> MemoryLedger:
-    """What a builder does, with sizes of its own, all of them multiples of `scale`."""
+    """The builder's steps, with made-up sizes, all multiples of `scale`."""
     earlier = device.live
     with memory.loading_weights("bfloat16"):
         device.allocate(1000 * scale)

@@ -1,4 +1,4 @@
-"""What /metrics says, as numbers."""
+"""The values in /metrics."""
 
 from __future__ import annotations
 

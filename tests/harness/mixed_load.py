@@ -1,4 +1,4 @@
-"""A mixed load for engines that must agree: prompts of many lengths arriving while others decode,
+"""A mixed load for engines that must agree: prompts of many lengths arrive while others decode,
 with all kinds of sampling."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS: list[dict[str, Any]] = [
 def run_mixed_load(
     engine: SyncEngine, seed: int, *, num_requests: int, longest_prompt: int, most_tokens: int
 ) -> tuple[dict[str, list[int]], list[StepRecord]]:
-    """Every request's tokens, and every step. Checks the scheduler's integrity after each."""
+    """Return every request's tokens and every step. Checks the scheduler's integrity after each."""
     rng = np.random.default_rng(seed)
     ring = engine.core.bus.subscribe()
     outputs: dict[str, list[int]] = {}

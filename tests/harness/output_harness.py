@@ -1,4 +1,4 @@
-"""What the tests of the output processor share: requests and deliveries in one line each."""
+"""Shorthands for the tests of the output processor: requests and deliveries in one line each."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def finish(
 def feed(
     processor: OutputProcessor, ids: Sequence[int], *, end: FinishedRow | None
 ) -> list[TokenDelta]:
-    """One token a step for request "r" in slot 0, epoch 0; the last with `end`."""
+    """Feed one token a step for request "r" in slot 0, epoch 0; the last with `end`."""
     deltas = processor.process(delivery(started=[start()]))
     for position, token_id in enumerate(ids):
         last = position == len(ids) - 1

@@ -20,7 +20,7 @@ def make_paged_cache(
     seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The cache [num_blocks, block_size, 2, num_kv_heads, head_dim], and a block table [B, width]
-    int32 of random blocks, with ids that no cache has where no sequence is."""
+    int32 of random blocks, with invalid ids beyond each sequence."""
     needed = [-(-length // block_size) for length in seq_lens]
     num_blocks = 1 + sum(needed)
     free = list(range(1, num_blocks))

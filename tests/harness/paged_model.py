@@ -1,7 +1,7 @@
 """Drives a model through a paged cache by hand, so that model tests need no scheduler or runner.
 
-Blocks are handed out in random order, and what no sequence owns is NaN: a read outside a row's
-sequence shows in the result.
+Blocks are handed out in random order, and those outside all sequences are NaN: a read outside a
+row's sequence shows in the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class StateDictCheckpoint:
-    """The part of a checkpoint that loading needs, over tensors in memory."""
+    """The part of a checkpoint that loading needs, backed by tensors in memory."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -79,7 +79,7 @@ class BlockPool:
             seq_lens.append(end)
         tables = [self.tables[row.key] for row in rows]
         width = max(len(table) for table in tables)
-        # Beyond a row's blocks the table holds what must not be read: ids that do not exist.
+        # Beyond a row's blocks the table holds invalid ids, which must not be read.
         padded = [table + [2**30] * (width - len(table)) for table in tables]
         num_queries = [len(row.tokens) for row in rows]
         num_decodes = next((i for i, n in enumerate(num_queries) if n > 1), len(rows))
@@ -159,7 +159,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def last_logits(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Logits [len(rows), vocab_size] of each row's last token, and of nothing else."""
+        """Logits [len(rows), vocab_size] of each row's last token only."""
         ends = torch.tensor([len(row.tokens) for row in rows]).cumsum(0)
         return self._logits(rows, (ends - 1).to(self.model.device))
 

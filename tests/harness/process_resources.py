@@ -1,4 +1,4 @@
-"""What this process holds of the system: for tests that nothing is left behind."""
+"""System resources of this process, for tests that none is leaked."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from typing import Any
 
 
 def resources() -> set[str]:
-    """Its sockets, pipes and children: `resources() <= before` says that none is left."""
+    """Sockets, pipes and children of this process: `resources() <= before` means that none
+    leaked."""
     gc.collect()
     held: set[str] = set()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             held.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
     held = {one for one in held if "socket" in one or "pipe" in one}
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             held |= {f"child {pid}" for pid in (task / "children").read_text().split()}
     return held
 
 
 def no_process(*args: Any, **options: Any) -> Any:
-    """In place of `subprocess.Popen`: the system has none left."""
+    """Replaces `subprocess.Popen`: the system can start no process."""
     raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
 def no_thread(thread: threading.Thread) -> None:
-    """In place of `threading.Thread.start`."""
+    """Replaces `threading.Thread.start`: the system can start no thread."""
     raise RuntimeError("can't start new thread")

@@ -1,4 +1,5 @@
-"""Servers with a model: in the test's loop, or in a thread of its own for clients that block."""
+"""Servers with a model: in the test's event loop, or in a thread of their own for clients that
+block."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ async def serving_tiny(
 
 
 class RealServer:
-    """Serves when it has been made, until `close`."""
+    """Serves from its construction until `close`."""
 
     def __init__(self, model: Path) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""A client of a server elsewhere, and what it reads."""
+"""A client of a remote server, and the events it reads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the scheduler tests share: requests, a reference to compare with, and a core loop.
+"""Shared by the scheduler tests: requests, a reference to compare with, and a core loop.
 
-The device they run on is in scripted_device.py.
+Their device is in scripted_device.py.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Driver:
         self._check_plan(plan)
         result = None
         if self.in_flight and self.in_flight[-1][1] is None:
-            pass  # an earlier step broke the device; this one never runs
+            pass  # behind a failed step: this one never runs
         else:
             try:
                 result = self.device.execute(plan, fails=fails)
@@ -155,7 +155,7 @@ class Driver:
         return plan
 
     def land(self) -> AppliedStep | None:
-        """Take in the oldest step in flight, or its failure."""
+        """Process the oldest step in flight, or its failure."""
         plan, result, _ = self.in_flight.popleft()
         if result is None:
             self.in_flight.clear()
@@ -182,7 +182,7 @@ class Driver:
         return plan
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Until nothing is left to do."""
+        """Step until nothing is left to do."""
         for _ in range(max_steps):
             if not self.scheduler.has_requests and not self.in_flight:
                 return
@@ -200,7 +200,7 @@ class Driver:
         return sum(plan.total_tokens for plan in self.plans)
 
     def assert_drained(self) -> None:
-        """Nothing is held by anybody."""
+        """Check that no request holds a slot or a block."""
         scheduler = self.scheduler
         scheduler.check_integrity()
         assert not scheduler.has_requests and not len(scheduler.waiting)
@@ -208,7 +208,7 @@ class Driver:
         assert sorted(scheduler.free_slots) == list(range(scheduler.config.max_num_seqs))
 
     def assert_reference(self, *request_ids: str) -> None:
-        """These requests (default: all) gave exactly the tokens they give alone."""
+        """Check that these requests (default: all) gave exactly the tokens they give alone."""
         for request_id in request_ids or self.records:
             expected = reference_tokens(self.records[request_id])
             assert self.outputs[request_id] == expected, request_id
@@ -221,7 +221,8 @@ class Driver:
         }
 
     def check_published(self) -> None:
-        """Every block that can be found by hash holds exactly the tokens that were hashed."""
+        """Check that every block that can be found by hash holds exactly the tokens that were
+        hashed."""
         scheduler, device = self.scheduler, self.device
         size = scheduler.kv.block_size
         for request in self.records.values():
@@ -241,7 +242,7 @@ class Driver:
                 self._published[chain[i]] = (i * size, block_tokens)
             self._num_hashes[request.request_id] = count
         if self.in_flight and self.in_flight[-1][1] is None:
-            return  # a failed step leaves rubbish until it lands
+            return  # a failed step leaves garbage until it lands
         hashes = scheduler.kv.pool._hashes  # no public way to list them
         hashed = [(block, held) for block, held in enumerate(hashes) if held is not None]
         if not hashed:
@@ -275,7 +276,7 @@ class Driver:
         assert (counts[:singles] == 1).all(), "rows with one token come first"
         for array in (plan.slots, plan.epochs, counts, plan.num_computed, plan.block_ids):
             assert array.dtype == np.int32
-        # Later steps change the tables, so a plan is held against them right after planning.
+        # Later steps change the tables, so a plan is compared with them right after planning.
         table = scheduler.kv.block_table
         assert (table[plan.block_slots, plan.block_positions] == plan.block_ids).all()
         assert (scheduler.slots.epoch[plan.slots] == plan.epochs).all()
@@ -283,7 +284,7 @@ class Driver:
         self._check_reuse(plan)
 
     def _check_reuse(self, plan: StepPlan) -> None:
-        """No slot or block that a step in flight touches is given to somebody new."""
+        """Check that no slot or block used by a step in flight goes to another request."""
         hits = {
             (row.slot, i)
             for row in plan.added
@@ -311,7 +312,7 @@ def drive(scheduler: Scheduler, requests: Sequence[Request], **kwargs: object) -
 
 
 def unique_prompts(lengths: Iterable[int], vocab: int = VOCAB) -> Iterator[list[int]]:
-    """Prompts of these lengths that share no prefix worth a block."""
+    """Prompts of these lengths; no two share a prefix of a whole block."""
     for seed, length in enumerate(lengths):
         yield np.random.default_rng(seed).integers(0, vocab, length).tolist()
 

@@ -1,4 +1,4 @@
-"""A device for tests, in pure numpy, that believes only plans.
+"""A test device in pure numpy whose only input is the plans.
 
 It stores each token and its position in a simulated paged KV cache and, to sample, reads the whole
 sequence back through the block table: wrong sharing, early reuse or a missed write changes the
@@ -19,7 +19,7 @@ from termgen.vocabulary.token_mask import RowMasks
 
 VOCAB = 40
 NAN = -99
-"""Stands for KV that is not a number: whoever reads it has logits that are none."""
+"""Stands for NaN in the KV cache: logits computed from it are NaN."""
 
 
 def next_token(token_ids: np.ndarray, vocab: int = VOCAB) -> int:
@@ -38,7 +38,7 @@ def is_token(token: int | None) -> bool:
 
 
 class DeviceFailure(Exception):
-    """The scripted device was told to fail."""
+    """A failure that the test asked for."""
 
 
 class ScriptedDevice:
@@ -69,18 +69,18 @@ class ScriptedDevice:
         self.num_computed_tokens = 0
         self.next_step = 0
         self.turns_nan: Callable[[], bool] | None = None
-        """Asked for each row of a step: whether the KV that it writes there is NaN."""
+        """Called for each row of a step: whether the KV that it writes is NaN."""
 
     def execute(
         self, plan: StepPlan, *, fails: bool = False, masks: RowMasks | None = None
     ) -> StepResult:
-        """One step. When told to fail it leaves rubbish in the KV it should have written. Of masks
-        it knows only who has none: those rows compute their newest token once more."""
+        """Run one step. On a requested failure it leaves garbage in the KV it should have written.
+        It only knows which rows lack their mask: those compute their newest token once more."""
         assert plan.step_id == self.next_step, "a step was skipped or repeated"
         self.next_step += 1
         self._update_rows(plan)
         pairs = list(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True))
-        for i, (slot, count) in enumerate(pairs):  # every write precedes every read
+        for i, (slot, count) in enumerate(pairs):  # all writes precede all reads
             row = self.rows[slot]
             assert row is not None and row.epoch == plan.epochs[i], "a plan names a stale row"
             if not self.finished[slot]:
@@ -164,6 +164,7 @@ class ScriptedDevice:
         return token
 
     def recover(self, next_step: int) -> None:
-        """After a failed step: no row survives, and steps planned but not run never will be."""
+        """Recover from a failed step: no row survives, and steps planned but not run never will
+        be."""
         self.rows = [None] * len(self.rows)
         self.next_step = next_step

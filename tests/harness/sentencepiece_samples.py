@@ -21,7 +21,7 @@ def sentencepiece_decoder() -> decoders.Decoder:
 
 
 def sentencepiece_backend(pieces: Sequence[str], merges: Sequence[tuple[str, str]]) -> Tokenizer:
-    """As folders of Llama 2, Mistral and TinyLlama have it: a space is put before every text."""
+    """The layout of Llama 2, Mistral and TinyLlama: a space is put before every text."""
     backend = Tokenizer(
         BPE(
             vocab={piece: i for i, piece in enumerate(pieces)},

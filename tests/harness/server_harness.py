@@ -16,7 +16,7 @@ from termgen.server import Server, create_app
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 ANSWER = "Hello, world! Ça va? 👋🏽."
-"""What a FakeEngine says unless told otherwise."""
+"""The answer of a FakeEngine without a script."""
 
 
 def chat_body(**fields: Any) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 
 
 def app_client(engine: EngineClient | None, **config: Any) -> httpx.AsyncClient:
-    """A client of the app, without a socket. Exceptions that reach ASGI fail the test."""
+    """A client of the ASGI app, without a socket. Exceptions that reach ASGI fail the test."""
     transport = httpx.ASGITransport(app=create_app(engine, ServerConfig(**config)))
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
@@ -52,7 +52,7 @@ async def socket_client(
 
 
 async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Wait until it holds; says nothing about how fast."""
+    """Wait until the condition holds; asserts nothing about speed."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)

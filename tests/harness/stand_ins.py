@@ -1,8 +1,8 @@
-"""FlashInfer and FlashAttention as torch code, with the packages' own signatures and demands.
+"""FlashInfer and FlashAttention as torch code, with the packages' signatures and preconditions.
 
-They let the whole test set of backends run where neither package can: what a backend hands over
-(pages, lengths, layouts, windows) is then held to the same oracle, and so are the demands that the
-packages make of it. Signatures: flashinfer-python 0.6 to 0.7, flash-attn 2.8.
+They let the whole test set of backends run where neither package can: a backend's arguments (pages,
+lengths, layouts, windows) are held to the same oracle, and the packages' preconditions are
+asserted. Signatures: flashinfer-python 0.6 to 0.7, flash-attn 2.8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Put the stand-in of a package where `import` finds it."""
+    """Make `import` find the stand-in instead of the package."""
     module: Any = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
     if name == "flashinfer":

@@ -1,4 +1,4 @@
-"""A terminal that is told what changes: as little of one as is drawn on."""
+"""A minimal terminal that receives incremental updates."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CONSOLE = Console(color_system="truecolor", force_terminal=True)
 
 
 class Terminal:
-    """As little of one as is drawn on: the cursor's moves, colours, text. What it shows at first,
-    and after a resize, is not known."""
+    """Understands what the app emits: cursor moves, colours, text. Its contents are unknown at
+    first and after a resize."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         self.resize(size)
@@ -64,7 +64,7 @@ class Terminal:
 
 
 def shown_of(strips: list[Strip], size: tuple[int, int]) -> list[list[tuple[Any, ...]]]:
-    """What a terminal shows that is told all of them by Textual's own means."""
+    """The screen after Textual's own full update with these strips."""
     terminal = Terminal(size)
     for y, strip in enumerate(strips):
         terminal.feed(f"\x1b[{y + 1};1H" + Strip(list(strip)).render(CONSOLE))

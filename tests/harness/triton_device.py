@@ -54,5 +54,5 @@ def normal(
 
 
 def poison(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """An output that shows what was not written."""
+    """An output buffer that shows which elements were not written."""
     return torch.full(shape, float("nan"), dtype=dtype, device=device)

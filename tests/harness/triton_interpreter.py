@@ -1,7 +1,7 @@
-"""Triton's interpreter as the tests use it: mended where it is wrong, and spared needless work.
+"""Triton's interpreter for the tests: fixes for its errors, and shortcuts for needless work.
 
-What is spared changes no result: preparing what is prepared, checks whose outcome nobody reads, and
-making the same types and shapes anew for each value. That was two thirds of its time.
+The shortcuts change no result: repeated preparation, checks whose outcome is never read, and
+rebuilding the same types and shapes for each value took two thirds of its time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def prepare() -> None:
 
 
 def _mend_index(interpreter: Any) -> None:
-    """Its own takes the only element of an array by int(), which numpy no longer does."""
+    """Its own version calls int() on an array of one element, which numpy no longer allows."""
     patch = interpreter._patch_lang_tensor
 
     def patch_with_index(tensor: type, scope: object) -> None:
@@ -41,9 +41,10 @@ def _mend_index(interpreter: Any) -> None:
 
 
 def _mend_fp8(interpreter: Any) -> None:
-    """Its own conversion to e4m3 does not round to nearest even, and that from it knows no NaN.
+    """Its own conversion to e4m3 does not round to nearest even, and its conversion from e4m3 has
+    no NaN.
 
-    What is too large becomes NaN here: a kernel must not count on a device that saturates.
+    Values out of range become NaN here: a kernel must not count on a device that saturates.
     """
     import triton.language as tl
 
@@ -93,14 +94,15 @@ def _patch_once_a_launch(interpreter: Any) -> None:
 
 
 def _leave_out_unread_checks(interpreter: Any) -> None:
-    """Without `debug` it works out whether each sum and product overflows, and asks nobody."""
+    """Without `debug` it still works out whether each sum and product overflows; nothing reads
+    that."""
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def _look_types_up(interpreter: Any) -> None:
-    """It makes the table of all types anew for each value, and each value's type and shape."""
+    """It builds the table of all types anew for each value, and each value's type and shape."""
     import triton.language as tl
 
     get_np_dtype, make_type = interpreter._get_np_dtype, tl.block_type.__init__

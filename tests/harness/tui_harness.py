@@ -30,12 +30,12 @@ from termgen.vocabulary.events import (
 )
 
 NOON = datetime(2026, 3, 14, 12).timestamp()
-"""What time it is, for lists of chats."""
+"""The current time, for lists of chats."""
 MS = 1_000_000
 SECOND = 1_000_000_000
 NOW_NS = 1_000 * SECOND
 TOKEN_S = 0.025
-"""What a token takes on the frozen clock."""
+"""Time of one token on the frozen clock."""
 
 MODEL = make_model_info(
     model_id="smollm2-135m",
@@ -72,7 +72,8 @@ class TimedEngine(FakeEngine):
 
 
 class FrozenApp(TermgenApp):
-    """Chat and dashboard read the test's clock; the dashboard is drawn when the test says so."""
+    """Chat and dashboard use the test's clock; the dashboard is drawn when the test calls for
+    it."""
 
     def __init__(self, engine: FakeEngine, **kwargs: Any) -> None:
         self.engine = engine
@@ -125,14 +126,14 @@ def pieces(text: str, size: int = 4) -> tuple[str, ...]:
 def chat_engine(
     script: Script | Callable[[Any], Script] | None = None, **model: Any
 ) -> TimedEngine:
-    """`model`: what differs from `MODEL`."""
+    """`model`: fields that differ from `MODEL`."""
     return TimedEngine(
         script=script or Script(pieces=pieces(ANSWER)), model=replace(MODEL, **model)
     )
 
 
 def in_pieces(source: str, rng: random.Random, *, longest: int) -> Iterator[str]:
-    """The text as a model might stream it."""
+    """The text in pieces as a model might stream it."""
     at = 0
     while at < len(source):
         size = rng.randrange(1, longest)
@@ -149,7 +150,7 @@ async def wait_until(pilot: Pilot[Any], condition: Callable[[], bool], tries: in
 
 
 async def ready(app: FrozenApp, pilot: Pilot[Any]) -> None:
-    """The engine is there and its first screen is up."""
+    """Wait until the engine is there and its first screen is shown."""
     await wait_until(pilot, lambda: isinstance(app.screen, ChatScreen | DashboardScreen))
     await pilot.pause()
 
@@ -317,7 +318,7 @@ def request_events(now_ns: int = NOW_NS) -> list[RequestEvent]:
 
 
 async def feed_dashboard(app: FrozenApp, pilot: Pilot[Any]) -> None:
-    """A busy engine, drawn once."""
+    """Publish a busy engine's events and draw them once."""
     engine = app.engine
     engine.scripted_snapshot = busy_snapshot()
     for event in [*request_events(), *steps(300)]:
@@ -330,7 +331,7 @@ RunBefore = Callable[[Pilot[Any]], Awaitable[None]]
 
 
 def tell_parses(monkeypatch: pytest.MonkeyPatch, note: Callable[[str], None]) -> None:
-    """Of markdown: what is parsed, before it is."""
+    """Call `note` with each piece of markdown before it is parsed."""
 
     def telling(parse: Callable[..., Any]) -> Callable[..., Any]:
         def told(source: str, *args: Any) -> Any:

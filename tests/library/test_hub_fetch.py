@@ -1,4 +1,4 @@
-"""Fetching from the hub: its client is replaced, its exceptions are its own."""
+"""Fetching from the hub: its client is replaced, its exceptions are real."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hub_error(name: str, text: str = "said\nmuch more") -> BaseException:
     from huggingface_hub import errors
 
     kind = getattr(errors, name)
-    error: BaseException = kind.__new__(kind, text)  # its constructor wants an HTTP response
+    error: BaseException = kind.__new__(kind, text)  # its constructor takes an HTTP response
     error.args = (text,)
     return error
 
@@ -65,7 +65,7 @@ def test_hub_failures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hub_offline_is_said_plainly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The real client, told to stay offline."""
+    """The real client in offline mode."""
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

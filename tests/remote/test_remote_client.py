@@ -1,4 +1,5 @@
-"""The HTTP twin of the engine, against termgen's own server and against hand-made foreign ones."""
+"""The HTTP implementation of `EngineClient`, against termgen's own server and scripted foreign
+ones."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ async def test_a_termgen_server_answers_as_its_engine_does() -> None:
         assert getattr(last, name) == getattr(own, name), name
     assert last.timings is not None and own.timings is not None
     assert 0 < last.timings.ttft_s <= last.timings.e2e_s < 5
-    # before the end too: the status line shows them while it streams
+    # before the end too: the status line shows them during the stream
     assert deltas[2].num_prompt_tokens == own.num_prompt_tokens
     counts = [delta.num_output_tokens for delta in deltas]
     assert counts == sorted(counts)
@@ -89,7 +90,7 @@ async def test_every_parameter_reaches_a_termgen_server() -> None:
             await read_all(client, SamplingParams(structured_outputs=form))
             got = engine.calls[-1].params.structured_outputs
             assert got is not None and (got.kind, got.value) == (form.kind, form.value)
-        # what is off is said to be off: the model may have a default of its own
+        # parameters that are off are sent as off: the model's default may differ
         await read_all(client, SamplingParams())
         assert engine.calls[-1].params == SamplingParams()
     first = next(delta for delta in deltas if delta.logprobs)

@@ -1,4 +1,4 @@
-"""The client of servers that are not ours: their fields, dialects, streams and faults."""
+"""The client of other servers: their fields, dialects, streams and faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server may send to do harm: numbers without end, control characters, half characters."""
+"""Harmful data from a server: endless numbers, control characters, half characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of docs/endpoints.md do what the page says, against the real server."""
+"""The examples of docs/endpoints.md work as the page says, against the real server."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_example_that_listens(smollm2_url: str) -> None:
 
 
 def test_curl_examples(smollm2_url: str) -> None:
-    """What is shown as the answer is the answer, but for the context that this server was given."""
+    """The answers shown are the real ones, except for the context that this server was given."""
     commands = CURLS[0].strip().split("\n")
     for command, answer in zip(commands[::2], commands[1::2], strict=True):
         words = shlex.split(command)

@@ -294,7 +294,7 @@ async def test_what_a_client_asks_again_and_again_is_one_line_a_minute(
         for _ in range(3):
             await client.get("/v1/models", headers={"authorization": "Bearer k"})
             await client.get("/v1/nothing", headers={"authorization": "Bearer k"})
-        assert len(lines()) == 6  # answers are no repetition
+        assert len(lines()) == 6  # answers do not repeat each other
 
 
 def test_a_repeated_line_is_written_again_after_a_minute() -> None:

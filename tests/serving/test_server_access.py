@@ -1,4 +1,4 @@
-"""Keys, admins, web pages of other sites, and whose prefix cache is whose."""
+"""Keys, admins, web pages of other sites, and prefix caches per key."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ CLIENT_PATHS = {
     *("/tokenize", "/detokenize", "/tokenizer_info", "/v1/requests/{id}/cancel"),
     *("/health", "/ready", "/metrics", "/version", "/openapi.json"),
 }
-"""What any key may use. Every other route of the app must be for administrators."""
+"""Paths open to any key. Every other route of the app must be for administrators."""
 
 
 def admin_paths(app: Starlette) -> list[str]:
-    """Those of the routes that there are, so that a new one is tried too."""
+    """The app's own routes, so that a new one is tested too."""
     found = [r.path for r in app.routes if isinstance(r, Route) and r.path not in CLIENT_PATHS]
     assert "/pause" in found and "/v1/events" in found and not any("{" in p for p in found)
     return found
 
 
 def spellings(path: str) -> list[str]:
-    """Other ways to write it, one of which might be let through and still find the route."""
+    """Other spellings of a path, one of which might pass the check and still reach the route."""
     ends: tuple[str, ...] = (
         "%0A",
         "%0a",
@@ -77,7 +77,7 @@ def spellings(path: str) -> list[str]:
 
 
 async def ask_raw(app: ASGIApp, method: str, target: str, key: str | None) -> tuple[int, Any]:
-    """Send a target as it is written: clients tidy paths up, an attacker does not."""
+    """Send a target as it is written: clients normalise paths, an attacker does not."""
     path, _, query = target.partition("?")
     headers = [(b"host", b"127.0.0.1")]
     if key is not None:
@@ -301,7 +301,7 @@ async def test_each_key_has_a_prefix_cache_of_its_own() -> None:
                     "/v1/chat/completions", json=body, headers=bearer(key) if key else {}
                 )
                 assert answer.status_code == 200
-            # a stream and another endpoint are the same caller
+            # a stream and another endpoint count as the same caller
             await client.post(
                 "/v1/completions",
                 json={"prompt": "x", "stream": True, **({"cache_salt": salt} if salt else {})},

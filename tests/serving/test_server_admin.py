@@ -1,4 +1,4 @@
-"""Over a socket: tokens and back, health, and what steers the engine."""
+"""Tokenising, health, and the control of the engine, over a socket."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_health_is_the_engines(tiny_llama_dir: Path, monkeypatch: pytest.M
         assert (await client.get("/health")).json() == {"status": "ok"}
         free = threading.Event()
         core = engine.parts.core
-        held = core.call(lambda: free.wait(20))  # idle, and it does not react
+        held = core.call(lambda: free.wait(20))  # idle, and it does not answer the probe
         try:
             for _ in range(3):  # a slow step looks the same: no alarm yet
                 assert (await client.get("/health")).status_code == 200
@@ -152,7 +152,7 @@ async def test_cancel_by_the_answers_id_and_by_the_request_id() -> None:
 
 
 async def test_only_a_whole_name_cancels() -> None:
-    """What many ids begin with is nobody's name."""
+    """A common prefix of several ids is no id."""
     engine = FakeEngine(script=Script(hold_after=1))
     async with app_client(engine) as client:
 
@@ -267,7 +267,7 @@ async def test_wrong_options_change_nothing() -> None:
             ("/reset_prefix_cache?force=yes", "force"),
             ("/pause?mood=wait", "mood"),
             ("/resume?mode=wait", "mode"),
-            ("/wake_up?tags=weights", "tags"),  # vLLM's, which wakes a part of the engine
+            ("/wake_up?tags=weights", "tags"),  # vLLM's option, which wakes a part of the engine
         ):
             answer = await client.post(path)
             assert answer.status_code == 400 and answer.json()["error"]["param"] == param

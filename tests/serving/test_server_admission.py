@@ -1,4 +1,4 @@
-"""Who may queue: counted before tokenising, refused with the time to come again."""
+"""Admission to the queue: counted before tokenising, refused with the time to retry."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_every_completion_counts() -> None:
 
 
 def test_an_echo_takes_one_place() -> None:
-    """However many copies of it are wanted: it is tokenised, or computed, once."""
+    """The number of copies does not matter: the prompt is tokenised, or computed, once."""
     desk = Desk(max_queue=2)
     assert desk.is_admitted(job("a"))
     for params in (SamplingParams(n=3), SamplingParams(n=3, prompt_logprobs=0)):
@@ -121,7 +121,7 @@ def test_work_on_tokens_takes_a_place() -> None:
         assert caught.value.code == "queue_tokens_full"
         assert not desk.is_admitted(job("a", prompt=(1,) * 41))
     with desk.control.place(1000):
-        pass  # a server where nothing waits takes whatever is asked
+        pass  # a server with an empty queue accepts any request
     assert desk.control._num_waiting == desk.control._tokens_waiting == 0
     assert desk.refused == ["queue_full", "queue_full", "queue_tokens_full", "queue_tokens_full"]
 
@@ -146,7 +146,7 @@ def test_prompt_tokens_are_limited() -> None:
 
 
 def test_all_that_a_template_shows_is_counted() -> None:
-    """Tools, the arguments of calls and reasoning are a prompt like any other text."""
+    """Tools, the arguments of calls and reasoning count as prompt text."""
     desk = Desk(max_queue=0, max_queue_tokens=1000)
     long, user = "y" * 10_000, {"role": "user", "content": "x"}
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": [{"b": long}]}}}
@@ -327,7 +327,7 @@ async def test_openai_clients_come_again_when_told(monkeypatch: pytest.MonkeyPat
 
 
 async def test_prompts_of_a_batch_leave_their_seats_one_by_one() -> None:
-    """Those without completions too."""
+    """Prompts without completions leave too."""
     scripts = {"slow": Script(hold_after=0), "late": QUEUED}
 
     def script(call: GenerateCall) -> Script:
@@ -338,7 +338,7 @@ async def test_prompts_of_a_batch_leave_their_seats_one_by_one() -> None:
         body = {"prompt": ["a", "b", "c", "slow"], "echo": True, "logprobs": 0, "max_tokens": 0}
         asking = [asyncio.create_task(client.post("/v1/completions", json=body))]
         await eventually(lambda: len(engine.finished) == 3 and len(engine.live) == 1)
-        for num_late in range(1, 5):  # three seats and one who waits
+        for num_late in range(1, 5):  # three slots and one waiting request
             late = client.post("/v1/completions", json={"prompt": "late"})
             asking.append(asyncio.create_task(late))
             await eventually(lambda n=num_late: len(engine.live) == 1 + n)  # type: ignore[misc]

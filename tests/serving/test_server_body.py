@@ -1,4 +1,4 @@
-"""How much JSON a body may hold, that counting it agrees with parsing it, and who parses it."""
+"""Limits on the JSON of a body, the agreement of counting with parsing, and the parsing process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ json_values = st.recursive(
 
 
 def weight_of(value: Any) -> int:
-    """From the parsed value: a comma 1, a string, list or object 3."""
+    """The weight of a parsed value: a comma 1, a string, list or object 3."""
     if isinstance(value, str):
         return 3
     if isinstance(value, dict):
@@ -59,7 +59,7 @@ def test_counting_agrees_with_parsing(value: Any, ascii_only: bool) -> None:
     expected = weight_of(value) + raw.count(b"\\") // 4
     limit, module.MAX_JSON_WEIGHT = module.MAX_JSON_WEIGHT, expected
     try:
-        # what follows the last comma or bracket is counted with the next look: pad with none
+        # text after the last comma or bracket counts with the next scan: pad with none
         check_weight(raw)
         module.MAX_JSON_WEIGHT = expected - 1
         if expected:
@@ -127,7 +127,7 @@ async def test_faults_come_from_the_process_as_they_are(process: JSONProcess) ->
 
 
 async def test_a_process_that_dies_costs_one_request(process: JSONProcess) -> None:
-    """It is stopped in the middle of a body, as by a system short of memory."""
+    """The process is stopped in the middle of a body, as by a system short of memory."""
     assert await process.parse([b'{"a":1}'], dict) == {"a": 1}
     child = process.helper.start()
     child.send_signal(signal.SIGSTOP)
@@ -185,7 +185,7 @@ async def test_bodies_that_are_parsed_at_shutdown_get_what_others_get_then() -> 
     async with serving(FakeEngine()) as server, httpx.AsyncClient(base_url=server.url) as client:
         assert (await client.post("/v1/completions", json=LARGE)).status_code == 200
         bodies = server._state.large_bodies
-        bodies.helper.start().send_signal(signal.SIGSTOP)  # one is under way for ever, others wait
+        bodies.helper.start().send_signal(signal.SIGSTOP)  # one never ends, others wait
         asked = [asyncio.create_task(client.post("/v1/completions", json=LARGE)) for _ in range(3)]
         while bodies._thread._work_queue.qsize() < 2:
             await asyncio.sleep(0.005)
@@ -216,7 +216,7 @@ async def test_who_leaves_while_a_large_body_waits_leaves_nothing(process: JSONP
 
 
 async def test_fifty_large_bodies_at_once_while_the_process_is_killed() -> None:
-    """Each is answered rightly or refused, and nothing is left."""
+    """Each gets the right answer or a refusal, and nothing is left."""
     before, num_threads = resources(), threading.active_count()
     statuses: Counter[int] = Counter()
     engine = FakeEngine()
@@ -270,7 +270,7 @@ async def test_small_bodies_do_not_wait_for_large_ones(monkeypatch: pytest.Monke
 
 
 async def test_large_bodies_are_checked_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tools of 400 KB take long to look at, value by value. Faults come back as faults."""
+    """Tools of 400 KB take long to check, value by value. Errors come back as errors."""
     parse, num_here = chat.parse_options, 0
 
     def noting(*args: Any, **options: Any) -> Any:
@@ -290,7 +290,7 @@ async def test_large_bodies_are_checked_in_the_process(monkeypatch: pytest.Monke
 
 
 async def test_functions_that_only_exist_here_come_back(process: JSONProcess) -> None:
-    """As a model's own parser of answers does, which is part of how a body is checked."""
+    """A model's own answer parser returns such functions, as part of checking a body."""
 
     def local() -> str:
         return "here"
@@ -308,7 +308,7 @@ async def test_a_bug_over_there_is_shown_here(process: JSONProcess) -> None:
 
 
 async def test_objects_of_too_many_fields_are_refused() -> None:
-    """Before they are looked at one by one."""
+    """The refusal comes before they are checked one by one."""
     async with app_client(FakeEngine()) as client:
         fields = {f"n{i}": 0 for i in range(30_000)}
         small = {f"n{i}": 0 for i in range(1001)}
@@ -324,7 +324,7 @@ async def test_objects_of_too_many_fields_are_refused() -> None:
 
 
 async def test_large_bodies_come_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is copied on the event loop."""
+    """The event loop copies each piece."""
     receive, sizes = Connection.data_received, list[int]()
 
     def noting(self: Connection, data: bytes) -> None:
@@ -377,7 +377,7 @@ HELLO = [{"role": "user", "content": "hello"}]
     ],
 )
 async def test_large_bodies_get_what_small_ones_get(path: str, body: dict[str, Any]) -> None:
-    """What is found in them crosses from one process to the other, on every endpoint."""
+    """Their contents cross from one process to the other, on every endpoint."""
     async with app_client(FakeEngine()) as client:
         small = await client.post(path, json=body)
         large = await client.post(

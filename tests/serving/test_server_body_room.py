@@ -1,4 +1,5 @@
-"""What large bodies may take together: others are refused, small ones never; all is given back."""
+"""Memory for large bodies: beyond the limit large ones are refused, small ones never; all is
+freed."""
 
 from __future__ import annotations
 

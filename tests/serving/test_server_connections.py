@@ -1,4 +1,4 @@
-"""Clients that are slow, silent or no HTTP clients, over sockets."""
+"""Slow or silent clients, and clients that do not speak HTTP, over sockets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def address(server: Server) -> tuple[str, int]:
 
 
 async def narrow_socket(server: Server) -> socket.socket:
-    """A connection that takes in only some kilobytes unless it is read."""
+    """A connection with a receive buffer of only some kilobytes."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
@@ -49,7 +49,7 @@ async def narrow_socket(server: Server) -> socket.socket:
 
 
 async def is_closed(reader: asyncio.StreamReader) -> bytes:
-    """What comes before the end of the connection."""
+    """The bytes before the end of the connection."""
     received = b""
     async with asyncio.timeout(5):
         with contextlib.suppress(ConnectionResetError):
@@ -121,11 +121,11 @@ async def test_a_whole_answer_nobody_takes_is_given_up(monkeypatch: pytest.Monke
 async def test_a_client_that_takes_little_by_little_gets_it_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For longer than the timeout, but never silent for that long."""
+    """Reading takes longer than the timeout, but is never silent for that long."""
     monkeypatch.setattr("termgen.serving.connection.STALL_TIMEOUT_S", 0.5)
     engine = FakeEngine(script=Script(pieces=["x" * 100_000] * 40))
     async with serving(engine) as server:
-        assert server._socket is not None  # the kernel holds megabytes back otherwise
+        assert server._socket is not None  # otherwise the kernel buffers megabytes
         server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
         sock = await narrow_socket(server)
         loop = asyncio.get_running_loop()
@@ -213,8 +213,8 @@ async def test_what_is_not_http_gets_json(sent: bytes) -> None:
 
 
 async def test_clients_that_drop_leave_nothing_behind() -> None:
-    """Wherever they are: connected, in the head, in the body, waiting, reading. A small version of
-    `benchmarks/server_load.py --part drop`."""
+    """Clients drop at every stage: connected, in the head, in the body, waiting, reading. A small
+    version of `benchmarks/server_load.py --part drop`."""
     engine = FakeEngine(script=Script(pieces=["x"] * 10_000, delay_s=0.002))
     async with serving(engine) as server:
         await asyncio.sleep(0.05)
@@ -247,7 +247,7 @@ CHUNKED = b"f\r\n" + BODY + b"\r\n0\r\n\r\n"
 
 
 def ambiguous(headers: bytes, body: bytes, *, version: bytes = b"1.1") -> bytes:
-    """A request whose end two readers may find at different places, and one behind it."""
+    """A request whose end two parsers may find at different places, followed by another one."""
     line = b"POST /v1/completions HTTP/" + version + b"\r\nhost: 127.0.0.1\r\n"
     line += b"content-type: application/json\r\n"
     return line + headers + b"\r\n" + body + SMUGGLED
@@ -291,7 +291,8 @@ def ambiguous(headers: bytes, body: bytes, *, version: bytes = b"1.1") -> bytes:
 async def test_a_request_with_two_possible_ends_closes_its_connection(
     request_bytes: bytes, at_once: bool
 ) -> None:
-    """One that comes in two packets too: cut before the blanks of a folded line, or at the end."""
+    """Requests in two packets are included: cut before the blanks of a folded line, or at the
+    end."""
     engine = FakeEngine()
     end = request_bytes.index(b"\r\n\r\n") + 4
     fold = re.search(rb"\n[ \t]", request_bytes)
@@ -340,12 +341,12 @@ async def test_chunks_that_are_none_are_refused(body: bytes, is_whole: bool) -> 
 
 @pytest.mark.parametrize("leaves", ["at the end", "in the middle", "before the body", "kept alive"])
 async def test_an_ended_connection_is_no_garbage(leaves: str) -> None:
-    """Python's collector seldom runs under load: what referred to itself would keep the bodies."""
+    """Python's collector seldom runs under load: a reference cycle would keep the bodies."""
     engine = FakeEngine(script=Script(pieces=["one ", "two "] * 50, delay_s=0.01))
     kinds = (Connection, RequestResponseCycle, h11.Connection)
     async with serving(engine) as server:
         gc.collect()
-        # What another test's failure, or its server, still holds is no concern of this one.
+        # Objects that another test's failure, or its server, still holds do not count here.
         before = {id(one) for one in alive(*kinds)}
         gc.disable()
         try:

@@ -1,4 +1,4 @@
-"""The whole way, over a socket, with a real engine on a tiny random model."""
+"""The whole path, over a socket, with a real engine on a tiny random model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ async def ask_both_ways(
 def assert_same_answer(
     body: dict[str, Any], whole: dict[str, Any], events: list[Any], *, is_exact: bool
 ) -> None:
-    """is_exact: to the last digit of every number; else but for what another batch makes of it."""
+    """is_exact: every number must agree to the last digit; otherwise rounding by another batch is
+    allowed."""
     for choice in whole["choices"]:
         parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
         text = "".join(p["delta"].get("content", "") for p in parts)
@@ -83,7 +84,8 @@ def assert_same_answer(
 
 
 async def test_streamed_answers_equal_whole_ones_byte_for_byte(tiny_llama_dir: Path) -> None:
-    """Every number too, and so one at a time, where the next test asks for many at once."""
+    """Every number is compared too, so requests run one at a time; the next test sends many at
+    once."""
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
@@ -157,7 +159,7 @@ async def test_a_repeated_prompt_comes_from_the_cache(tiny_llama_dir: Path) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_leaving_frees_the_blocks(tiny_llama_dir: Path, stream: bool) -> None:
-    """In the queue (only two seats), in prefill or in decode: wherever each request is."""
+    """The request is in the queue (there are only two slots), in prefill or in decode."""
     async with serving_tiny(tiny_llama_dir, max_num_seqs=2) as (client, engine):
         body = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True, "stream": stream}
 
@@ -284,7 +286,7 @@ async def test_logits_that_are_no_numbers_end_one_request_with_an_error(
             error = failed.json()["error"]
             assert (failed.status_code, error["code"]) == (500, "corrupted_logits"), failed.text
             assert error["type"] == "server_error" and "not finite" in error["message"]
-        # Of two prompts in one request the other's choice is lost with it: there is one answer.
+        # A request with two prompts has one answer, so the good prompt's choice is lost too.
         assert (await complete(prompt=[good, bad])).status_code == 500
         assert (await complete(prompt=bad, stream=True)).status_code == 500  # before any token
         late = await complete(prompt=good, stream=True, logit_bias={"10": 100})  # after the first

@@ -1,4 +1,4 @@
-"""/v1/events over a socket: what is told, resuming, slowness, limits, the server's end."""
+"""/v1/events over a socket: contents, resuming, slow readers, limits, the server's end."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ async def test_what_a_slow_reader_lost_is_counted(monkeypatch: pytest.MonkeyPatc
 
 
 def test_numbers_stay_right_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine was faster than anybody looked: two listeners agree on what was lost."""
+    """The engine was faster than the listeners: both agree on the number of lost events."""
     monkeypatch.setattr(event_hub, "HISTORY", 10)
 
     async def run() -> None:
@@ -257,7 +257,7 @@ async def test_the_engine_is_asked_once_for_all_who_listen() -> None:
     pictures = Pictures(CountingEngine())
     looking = [asyncio.create_task(pictures.look()) for _ in range(3)]
     await asyncio.sleep(0)
-    looking[0].cancel()  # who leaves takes nothing from the others
+    looking[0].cancel()  # a client that leaves takes nothing from the others
     await asyncio.sleep(0)
     gate.set()
     one, other = await looking[1], await looking[2]

@@ -1,4 +1,4 @@
-"""Faults over HTTP: of the engine, before and in mid-stream, of paths and of bodies."""
+"""Faults over HTTP: in the engine, before and in mid-stream, in paths and in bodies."""
 
 from __future__ import annotations
 

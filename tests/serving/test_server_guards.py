@@ -40,7 +40,7 @@ async def test_keys_guard_everything_but_health() -> None:
 
 
 async def test_a_crafted_host_header_opens_nothing() -> None:
-    """Frameworks that rebuild the URL from the Host header can be talked into another path."""
+    """Frameworks that rebuild the URL from the Host header can be led to another path."""
     config = {"api_key": ("k",), "allowed_host": ("*",)}
     async with app_client(FakeEngine(), **config) as client:
         for host in ("x/health?", "x/health#", "127.0.0.1/health", "health"):

@@ -1,4 +1,4 @@
-"""A real engine behind a real server, whose helper processes are killed while many ask."""
+"""A real engine behind a real server, whose helper processes are killed under load."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bodies() -> list[dict[str, Any]]:
 
 
 def own_threads() -> set[threading.Thread]:
-    """But for those that do not end with an engine: asyncio's and torch's."""
+    """Threads of the engine; asyncio's and torch's, which outlive it, do not count."""
     return {thread for thread in threading.enumerate() if "termgen" in thread.name}
 
 
@@ -51,7 +51,7 @@ async def test_helpers_that_are_killed_and_stopped_hurt_only_who_needs_them(
     seed = random.randrange(10**6)
     print("seed", seed)
     config = EngineConfig(model=str(tiny_llama_dir), device="cpu", threads=1, kv_cache_gib=0.02)
-    before, others = resources(), own_threads()  # of what tests of this worker share
+    before, others = resources(), own_threads()  # a tokenizer that tests of this worker share
     engine = await AsyncEngine.start(config, prewarm=True)
     try:
         async with serving(engine) as server:
@@ -73,7 +73,7 @@ async def _ask_while_killing(
     client: httpx.AsyncClient, helpers: Sequence[HelperProcess], rng: random.Random
 ) -> None:
     async def ask(body: dict[str, Any]) -> str | None:
-        """The answer's text; None for a refusal that is due to a helper."""
+        """The answer's text; None for a refusal caused by a helper."""
         answer = await client.post("/v1/completions", json=body)
         if answer.status_code == 200:
             return str(answer.json()["choices"][0]["text"])
@@ -103,7 +103,7 @@ async def _ask_while_killing(
                 child.process.send_signal(signal.SIGSTOP if is_stopped else signal.SIGKILL)
         await asyncio.gather(*callers)
         print(outcomes)
-        for body in asked:  # one may have been stopped when nobody needed it any more
+        for body in asked:  # a helper may have been stopped while no request needed it
             await ask(body)
     assert outcomes["answered"]
     assert [await ask(body) for body in asked] == expected

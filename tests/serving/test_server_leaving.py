@@ -1,4 +1,4 @@
-"""A client that leaves ends its request within one engine step, wherever the request is."""
+"""A client that leaves ends its request within one engine step, in any state of the request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = "The model reads this prompt in many small steps, one after the other, " 
 
 
 class SlowSteps:
-    """Makes every step of an engine last, so that a request stays where it is for a while."""
+    """Lengthens every step of an engine, so that a request stays in its state for a while."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         executor: Any = engine.parts.core.executor
@@ -87,7 +87,7 @@ async def leave(server: Any, engine: AsyncEngine, stage: str, stream: bool) -> N
         writers.append(writer)
         return reader
 
-    if stage == "queue":  # both seats are taken
+    if stage == "queue":  # both slots are taken
         await ask("a")
         await ask("b")
         await at_stage(engine, 2, "decode")
@@ -101,7 +101,7 @@ async def leave(server: Any, engine: AsyncEngine, stage: str, stream: bool) -> N
     events = ring.drain()
     engine.close_events(ring)
     newest = [e.request_id for e in events if isinstance(e, RequestEvent)][-1]
-    # the one that was running when the news came, and one more with a step planned ahead
+    # the step that was running when the news arrived, and one more that was planned ahead
     assert steps_until_end(events, newest, left_ns) <= 2, stage
     for writer in writers:
         writer.transport.abort()

@@ -1,6 +1,6 @@
 """Log-probabilities over HTTP with a real engine: of answers, of prompts, of echoes.
 
-What lm-eval's local-completions computes from them must be what transformers computes.
+lm-eval's local-completions must compute the same from them as transformers does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def reference(tiny_llama_dir: Path) -> PreTrainedModel:
 
 @torch.inference_mode()
 def log_softmax(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    """[T - 1, V]: row i is what the model expects at position i + 1."""
+    """[T - 1, V]: row i is the model's prediction for position i + 1."""
     return model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
 
 

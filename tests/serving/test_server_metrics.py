@@ -1,4 +1,4 @@
-"""/metrics: valid Prometheus text that counts what happened."""
+"""/metrics: valid Prometheus text with the right counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The served description is true, and what can be made from it does no harm."""
+"""The served description is true, and requests generated from it do no harm."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_whatever_the_description_allows_or_forbids(case: Any, served: ThreadedS
         is_anthropic = "/v1/messages" in response.request.url
         keys = {"message", "type"} if is_anthropic else {"message", "type", "param", "code"}
         assert error.keys() == keys
-    elif response.content.startswith(b"data: "):  # other streams have names
+    elif response.content.startswith(b"data: "):  # streams have other ids
         read_events(response.content)
     for _ in range(200):  # the client may see the end of an answer before the server does
         if served.engine.live == () and served.server.num_answers == 0:

@@ -1,4 +1,4 @@
-"""What is told of requests that are over: a log line, a trace, vLLM's metrics. Never text."""
+"""Reports of finished requests: a log line, a trace, vLLM's metrics. They never hold text."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_how_a_request_ended_is_told(caplog: pytest.LogCaptureFixture) -> 
 
 
 class Spans:
-    """An exporter that keeps what it is given."""
+    """An exporter that keeps its spans."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []

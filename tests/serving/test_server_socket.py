@@ -1,4 +1,4 @@
-"""Over real sockets: streaming, leaving clients, slow clients, other people's readers."""
+"""Real sockets: streaming, leaving clients, slow clients, third-party stream readers."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ async def connect(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamW
 
 
 class VLLMBenchReader:
-    """How `vllm bench serve` reads a stream, as a model: chunks are stripped, then split.
+    """A model of how `vllm bench serve` reads a stream: chunks are stripped, then split.
 
-    A chunk is whatever one read of the socket gave, so frames may be cut anywhere.
+    A chunk is the result of one read of the socket, so frames may be cut anywhere.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ async def test_streamed_text_equals_the_text_over_a_socket() -> None:
 
 
 async def test_the_role_is_in_the_same_write_as_the_first_token() -> None:
-    """Clients that take the first chunk for the first token then measure the truth."""
+    """Clients that take the first chunk for the first token then measure the right time."""
     async with socket_client(FakeEngine(script=Script(first_delay_s=0.05, delay_s=0.05))) as client:
         async with client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as r:
             first = await anext(r.aiter_raw())
@@ -164,7 +164,7 @@ async def test_a_half_sent_body_is_dropped_quietly(caplog: pytest.LogCaptureFixt
 
 
 class MergingEngine(FakeEngine):
-    """Reads its script at its own pace and merges what is not taken, as the real engine does."""
+    """Reads its script at its own pace and merges unread deltas, as the real engine does."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[TokenDelta, None]:
         stream = DeltaStream(1)
@@ -184,7 +184,7 @@ class MergingEngine(FakeEngine):
 
 
 async def test_a_slow_client_gets_larger_chunks_and_holds_nobody_up() -> None:
-    """The engine finishes at its own pace; what piled up arrives merged, and complete."""
+    """The engine finishes at its own pace; the backlog arrives merged, and complete."""
     pieces = [f"{i:05d}" + "·" * 10_000 for i in range(1000)]
     engine = MergingEngine(script=Script(pieces=pieces))
     async with serving(engine) as server:

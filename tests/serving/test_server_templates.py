@@ -1,4 +1,4 @@
-"""Requests that bring a chat template: refused, unless they are trusted, and harmless then."""
+"""Requests with a chat template: refused unless trusted, and harmless then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back has a place in the queue, and ends with its client."""
+"""Tokenising and detokenising count in the queue, and end with their client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from termgen.client import Prompt
 
 
 class SlowTokenizer(FakeEngine):
-    """Tokenises and back when it is released."""
+    """Tokenises and detokenises when it is released."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""Structure over a socket from a random model: streams, n, stops, bad requests among good ones.
+"""Structured outputs over a socket from a random model: streams, n, stops, bad requests among good
+ones.
 
-More of the requests that are asked both ways:
-TERMGEN_BOTH_WAYS=200 pytest tests/serving/test_structured_server.py -k equal
+More of the requests that are sent both ways:
+    TERMGEN_BOTH_WAYS=200 pytest tests/serving/test_structured_server.py -k equal
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ TOOLS = [
 
 @pytest.fixture(scope="session")
 def long_llama_dir(tiny_model_dir: Callable[..., Path]) -> Path:
-    """Its tokenizer knows few words, so that tools take many tokens."""
+    """A model whose tokenizer knows few words, so tools take many tokens."""
     return tiny_model_dir("llama", max_position_embeddings=1536)
 
 
@@ -85,7 +86,7 @@ async def post(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
 
 
 def calls_in(events: list[Any], index: int) -> list[list[str]]:
-    """Name and arguments of each call of a choice, as a client puts them together."""
+    """Name and arguments of each call of a choice, as a client assembles them."""
     calls: list[list[str]] = []
     for choice in (c for event in events for c in event["choices"] if c["index"] == index):
         for call in choice["delta"].get("tool_calls", ()):
@@ -109,7 +110,7 @@ async def ask_both_ways(client: httpx.AsyncClient, body: dict[str, Any]) -> None
         assert calls_in(events, index) == [[c["name"], c["arguments"]] for c in calls], body
         assert mine[-1]["finish_reason"] == choice["finish_reason"], body
         if body.get("tool_choice") == "required":
-            is_cut = choice["finish_reason"] == "length"  # perhaps before the name of a call
+            is_cut = choice["finish_reason"] == "length"  # possibly before the name of a call
             assert is_cut or (calls and not content and choice["finish_reason"] == "tool_calls")
         for i, call in enumerate(calls):
             if i < len(calls) - 1 or choice["finish_reason"] == "tool_calls":
@@ -223,7 +224,7 @@ ENDLESS = {
     "type": "string",
     "allOf": [{"pattern": f"^x|{letter}$"} for letter in string.ascii_letters[:29]],
 }
-"""Multiplied out, the patterns have 2 ** 29 parts."""
+"""Expanded, the patterns have 2 ** 29 parts."""
 
 
 def chain(length: int) -> str:
@@ -268,7 +269,7 @@ HOSTILE = [
         for schema in ({"const": LEAST}, {"enum": [LEAST + 1]}, {"pattern": "(" * 400})
     ),
 ]
-"""What goes deep, or to the edge of 64 bits, three times each."""
+"""Deep schemas, and bounds at the edge of 64 bits, three times each."""
 
 
 async def test_what_is_deep_or_at_an_edge_is_answered_or_refused_by_name(
@@ -296,7 +297,7 @@ async def test_what_is_deep_or_at_an_edge_is_answered_or_refused_by_name(
 
 
 CRASHING = {"const": LEAST}
-"""llguidance 1.9 overflows its stack at this, however large that is."""
+"""llguidance 1.9 overflows its stack at this, whatever its size."""
 DEEP_CRASHING = {"properties": {"a": {"items": CRASHING}}, "required": ["a"]}
 LARK_CRASHING = {"structured_outputs": {"grammar": f"start: %json {json.dumps(CRASHING)}"}}
 FORM = {"type": "json_schema", "name": "n", "schema": CRASHING}
@@ -332,7 +333,7 @@ CRASHES: list[tuple[tuple[str, dict[str, Any]], dict[str, Any], str]] = [
     ),
     (ANTHROPIC, {"output_config": {"format": FORM}}, "output_config.format"),
 ]
-"""Endpoint, fields, and the field that is to be named; empty: tools."""
+"""Endpoint, fields, and the field that the error names; empty: tools."""
 
 
 async def test_a_crash_of_the_library_is_a_refusal_and_the_next_is_served(
@@ -527,7 +528,7 @@ async def test_a_client_that_leaves_a_constrained_stream(long_llama_dir: Path) -
                     break
         ended: list[str] = []
         async with asyncio.timeout(20):
-            while not ended:  # told of a moment after a snapshot shows it
+            while not ended:  # reported a moment after a snapshot shows it
                 ended += [e.detail for e in ring.drain() if getattr(e, "kind", None) is FINISHED]
                 await asyncio.sleep(0.01)
         assert ended == ["abort"], "it did not run to its end for nobody"

@@ -1,4 +1,4 @@
-"""The wire form of telemetry: whatever an engine publishes comes back as it was."""
+"""The wire format of telemetry: everything an engine publishes survives a round trip."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ALL = frozenset(TOPICS)
 
 
 def any_value(rng: random.Random, hint: Any) -> Any:
-    """A value of an annotation, so that a field that is added later is tested as well."""
+    """A value of an annotation, so that fields added later are tested as well."""
     if hint is float:
         return rng.choice((0.0, 1e-300, 0.1, rng.random() * 1e9))
     if hint is int:
@@ -97,7 +97,7 @@ def assert_same(one: EngineSnapshot, other: EngineSnapshot) -> None:
 
 
 def through_the_wire(frames: list[Frame], rng: random.Random) -> list[Frame]:
-    """Cut into pieces anywhere, with pings between frames."""
+    """Split into pieces anywhere, with pings between frames."""
     data = b"".join(bytes(f) + rng.choice((b"", b": ping\n\n")) for f in frames)
     reader, read = FrameReader(), []
     while data:
@@ -290,7 +290,7 @@ def test_a_frame_or_an_array_without_measure_is_refused(monkeypatch: pytest.Monk
     reader = FrameReader()
     assert not list(reader.feed(b"data: " + b"x" * 900))
     with pytest.raises(TelemetryError, match="more than 1,000 bytes"):
-        list(reader.feed(b"x" * 200))  # it does not wait for its end
+        list(reader.feed(b"x" * 200))  # it does not wait for the end
     with pytest.raises(TelemetryError, match="more than 1,000 bytes"):
         list(FrameReader().feed(b"data: " + b"x" * 2000 + b"\n\n"))
     assert [f.data for f in FrameReader().feed(b"data: " + b"x" * 900 + b"\n\n" + b"data: y" * 50)]

@@ -1,4 +1,4 @@
-"""Numbers that JSON or a float cannot hold: the refusal says in which field they are."""
+"""Numbers that JSON or a float cannot hold: the refusal names their field."""
 
 from __future__ import annotations
 

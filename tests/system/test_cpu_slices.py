@@ -1,4 +1,4 @@
-"""Who has short slices of its core, where Linux grants them, and who has not."""
+"""Short time slices on a core, where Linux grants them: which threads get them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from termgen.vocabulary.token_mask import GrammarState, IntArray, faults_of
 
 
 def in_a_thread(function: Callable[[], object]) -> None:
-    """Slices are a thread's own: the thread that tests run in keeps its own."""
+    """Slices belong to a thread: the test's own thread keeps its slice."""
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -60,7 +60,7 @@ def same_interval() -> object:
 
 @pytest.fixture
 def usual_ns() -> int:
-    """Skips where the system has no slices to ask for: it tells 0, or nothing."""
+    """Skip where the system offers no slices: it reports 0, or nothing."""
     found: list[int | None] = []
     in_a_thread(lambda: (take_long_slices(), found.append(slice_ns())))
     if not found[0]:
@@ -82,7 +82,7 @@ def test_short_turns_are_for_all_that_begins_later(usual_ns: int) -> None:
         assert slice_ns() == usual_ns
 
     in_a_thread(check)
-    in_a_thread(lambda: _expect(usual_ns))  # not of those that were there
+    in_a_thread(lambda: _expect(usual_ns))  # a new thread
 
 
 def _expect(nanoseconds: int) -> None:
@@ -104,7 +104,7 @@ def test_a_lower_priority_stays_what_it_is(usual_ns: int) -> None:
 def test_other_systems_only_set_the_lock(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if missing == "machine":
         monkeypatch.setattr("platform.machine", lambda: "a new one")
-    else:  # a sandbox that knows no such call
+    else:  # a sandbox without that call
         number = 1_000_000
         calls = dict.fromkeys(cpu_slices._CALLS, (number, number))
         monkeypatch.setattr(cpu_slices, "_CALLS", calls)
@@ -156,7 +156,7 @@ def test_a_helper_has_long_turns(usual_ns: int, tmp_path: Path) -> None:
 
 
 class TellingGrammar:
-    """Its masks note the slice of whoever fills them."""
+    """Its masks record the time slice of the thread that fills them."""
 
     num_words = 1
     is_ended = False
@@ -232,7 +232,7 @@ def test_compiling_has_long_turns(usual_ns: int, monkeypatch: pytest.MonkeyPatch
 def test_an_engine_and_its_loop_have_short_turns_beside_a_device(
     device: str, usual_ns: int, monkeypatch: pytest.MonkeyPatch, tiny_llama_dir: Path
 ) -> None:
-    """Where the cores compute the model, everybody has the usual ones."""
+    """If the model runs on the cores, all threads have the usual slices."""
     if device != "cpu":
         start = LocalExecutor.start
 
@@ -256,7 +256,7 @@ def test_an_engine_and_its_loop_have_short_turns_beside_a_device(
 
 
 def test_asking_for_a_slice_leaves_no_garbage() -> None:
-    """Threads that compile do it for every grammar, and Python's collector seldom runs."""
+    """Compiling threads do it for every grammar, and Python's collector seldom runs."""
     slice_ns()
     gc.collect()
     gc.disable()

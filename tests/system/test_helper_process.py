@@ -1,4 +1,4 @@
-"""Programs of ours beside the process: what they are asked, how they end, and what they leave."""
+"""Helper processes: their questions, their end, and the resources they leave."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def write_program(folder: Path, text: str = PROGRAM) -> Path:
 
 @pytest.fixture
 def helper(tmp_path: Path) -> Iterator[HelperProcess]:
-    """It gives back what it is told."""
+    """A helper that echoes its questions."""
     helper = HelperProcess(write_program(tmp_path))
     yield helper
     helper.close()
@@ -139,7 +139,7 @@ def test_a_question_without_end_is_ended_and_the_next_is_answered(helper: Helper
 
 @pytest.mark.parametrize("size", [1, 2**22])
 def test_one_that_stands_still_is_ended_too(helper: HelperProcess, size: int) -> None:
-    """It may not even take in what it is asked."""
+    """It may not even read its question."""
     process = helper.start()
     ask(helper, "it runs")
     process.send_signal(signal.SIGSTOP)
@@ -162,7 +162,7 @@ def test_one_that_never_begins_is_ended(
 def test_last_words_are_logged_and_reach_no_terminal(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A screen may be drawn there."""
+    """A screen may be drawn on that terminal."""
     helper = HelperProcess(write_program(tmp_path))
     for task, words in (
         (["die", "so much text"], "ended with status 1"),
@@ -210,12 +210,12 @@ def test_one_that_was_killed_while_it_had_nothing_to_do_is_replaced(
 
 MOST_DESCRIPTORS = 10
 NEEDED_DESCRIPTORS = 6
-"""Two of a socket, of a pipe, and to start a process."""
+"""Two for a socket, two for a pipe, and two to start a process."""
 
 
 @contextlib.contextmanager
 def fewer_descriptors() -> Iterator[list[int]]:
-    """None is left, until some of these are closed."""
+    """Use up all descriptors; closing some of the yielded ones frees them."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + MOST_DESCRIPTORS, limits[1]))
@@ -236,7 +236,7 @@ def test_without_file_descriptors_or_processes_it_says_so_and_goes_on_later(
 ) -> None:
     before = resources()
     with fewer_descriptors() as taken:
-        for _ in range(NEEDED_DESCRIPTORS):  # it fails at another place with each more
+        for _ in range(NEEDED_DESCRIPTORS):  # each additional one moves the failure
             with pytest.raises(HelperMissing):
                 ask(helper, "first")
             os.close(taken.pop())
@@ -270,7 +270,7 @@ def test_one_that_nobody_refers_to_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("question", [None, ["sleep", 600]])
 def test_it_ends_with_a_process_that_is_killed(tmp_path: Path, question: object) -> None:
-    """Which has no time to close it, not even in the middle of a question."""
+    """The killed process has no time to close it, not even in the middle of a question."""
     text = """
 import sys
 from pathlib import Path
@@ -315,7 +315,7 @@ def test_killed_at_any_moment_it_gives_right_answers_or_none(
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
-    monkeypatch.setattr(helper_process, "MAX_START_S", 2.0)  # it is stopped then, too
+    monkeypatch.setattr(helper_process, "MAX_START_S", 2.0)  # in this case it is stopped, too
     before, num_threads = resources(), threading.active_count()
     helper = HelperProcess(write_program(tmp_path))
     outcomes: list[str] = []

@@ -1,4 +1,4 @@
-"""Clients of a server that loads, that is not there yet, or that refuses."""
+"""Clients of a server that is loading, not yet listening, or refusing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def listening(server: Server) -> AsyncGenerator[Server, None]:
 
 @CLIENTS
 async def test_a_loading_server_is_waited_for_and_its_phases_are_shown(connect: Connect) -> None:
-    """Longer than a server that is not there: there is no limit."""
+    """The wait has no limit, unlike that for a server that does not listen."""
     told: list[tuple[str, float]] = []
     async with serving(None) as server:
         connecting = asyncio.create_task(connect(server.url, lambda *p: told.append(p), None))
@@ -99,7 +99,7 @@ async def test_a_server_that_is_not_there_is_waited_for_when_asked(connect: Conn
     url = server.url
     assert server._socket is not None
     port = int(url.rpartition(":")[2])
-    await server.stop()  # the port is free now: nothing listens
+    await server.stop()  # the port is free now: no process listens
     connecting = asyncio.create_task(connect(url, lambda words, _: told.append(words), 20.0))
     await eventually(lambda: bool(told))
     assert told[0] == "no answer yet"
@@ -117,13 +117,13 @@ async def test_a_server_that_is_not_there_is_one_plain_error(connect: Connect) -
     with pytest.raises(TermgenError, match="(no server at|does not answer).*nothing listens there"):
         await connect("http://127.0.0.1:9", lambda words, _: told.append(words), None)
     assert waiting.ABSENT_S <= time.monotonic() - began < 5
-    assert not told  # a moment's wait is no news
+    assert not told  # a short wait is not reported
 
 
 @pytest.mark.parametrize("connect", [chat, bench])
 @pytest.mark.parametrize("engine", [None, FakeEngine()])
 async def test_a_wrong_key_is_said_at_once(connect: Connect, engine: FakeEngine | None) -> None:
-    """A server that loads tells strangers nothing but its phase."""
+    """A loading server tells clients without a key nothing but its phase."""
     async with serving(engine, api_key=("k",)) as server:
         with pytest.raises((RequestError, ConfigError), match="key"):
             await connect(server.url, print, 20.0)
@@ -145,7 +145,7 @@ async def test_what_is_no_model_server_is_said_at_once(connect: Connect) -> None
 async def test_a_watched_server_that_restarts_is_found_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And while it loads, the screen says which phase it is in."""
+    """While it loads, the screen shows the current phase."""
     monkeypatch.setattr("termgen.tui.attach.RETRY_S", 0.02)
     async with serving(FakeEngine()) as first:
         port = int(first.url.rpartition(":")[2])

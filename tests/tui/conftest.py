@@ -13,9 +13,9 @@ os.environ.pop("NO_COLOR", None)
 
 @pytest.fixture(scope="session", autouse=True)
 def _styles_read_once() -> Any:
-    """Every app keeps what it has read of its style sheets, and reads all of them again for each
-    theme: a seventh of the time. What was read depends on nothing but the text and the colours, and
-    is not changed."""
+    """Share parsed style sheets between apps. Each app would parse its style sheets again for every
+    theme, which takes a seventh of the time; the result depends on the text and the colours alone,
+    and is never changed."""
     from textual.css.stylesheet import Stylesheet
 
     read = Stylesheet._parse_rules

@@ -1,4 +1,4 @@
-"""Escape and a digit is alt and the digit, but on a Mac."""
+"""Escape and a digit mean alt and the digit, except on a Mac."""
 
 from __future__ import annotations
 

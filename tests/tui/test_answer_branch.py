@@ -1,4 +1,4 @@
-"""Branching from a token with a real engine: what it is given, and what is read."""
+"""Branching from a token with a real engine: its prompt, and the tokens read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def engine(tiny_llama_dir: Path) -> AsyncIterator[AsyncEngine]:
 
 
 async def write(engine: AsyncEngine, seed: int) -> tuple[str, WrittenTokens]:
-    """A random model's answer: among its tokens are many bytes that are parts of characters."""
+    """A random model's answer: many of its tokens are bytes that are parts of characters."""
     book, text = TokenBook(), ""
     params = SamplingParams(temperature=2.0, seed=seed, max_tokens=24)
     async for news in read_answer(engine, ASKED, params, request_id="first"):
@@ -88,14 +88,14 @@ async def test_a_branch_is_given_exactly_the_tokens(
             num_kept = index + 1
             assert there.answer_ids[:num_kept] == expected[len(written.prompt_ids) :]
             if "<s>" in await engine.token_texts(there.answer_ids):
-                continue  # text leaves it out, and what it would have kept apart joins
+                continue  # the text omits it, so its neighbours join
             whole = (await engine.detokenize(there.answer_ids)).removesuffix("</s>")
             assert whole.startswith(answer)
             assert answer == whole or (stop and "e" in whole[len(answer) :]), (answer, whole)
 
 
 async def test_text_is_scored_as_its_tokens(engine: AsyncEngine) -> None:
-    """An answer of a saved chat: by what the tokenizer makes of it."""
+    """An answer of a saved chat is scored by the tokenizer's tokens of its text."""
     said = "the scheduler decides"
     messages = [*ASKED.messages, {"role": "assistant", "content": said}]
     prompt = ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)

@@ -1,4 +1,5 @@
-"""Long entries of the transcript: a thread lays them out, no frame waits, the end is the same."""
+"""Long entries of the transcript: a thread lays them out, no frame waits, the result is the
+same."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def question(text: str) -> QuestionEntry:
 
 @pytest.fixture
 def in_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many characters each parse in the screen's own thread was of."""
+    """Sizes in characters of all parses in the screen's own thread."""
     lengths: list[int] = []
     screen_thread = threading.get_ident()
 
@@ -78,7 +79,7 @@ def in_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def expected(sheet: Transcript, *texts: str) -> list[str]:
-    """The answers, as a parse of the whole of each would have them."""
+    """The answers, each parsed as a whole."""
     lines: list[str] = []
     for text in texts:
         lines += (row_text(row) for row in render(text, sheet.text_width - 2) if row)
@@ -86,7 +87,7 @@ def expected(sheet: Transcript, *texts: str) -> list[str]:
 
 
 def shown(sheet: Transcript) -> list[str]:
-    """Without headers and footers."""
+    """The transcript without headers and footers."""
     lines = [line.strip() for line in sheet.plain_text.split("\n")]
     around = "", "1 tok", make_model_info().model_id
     return [line for line in lines if line not in around]
@@ -301,7 +302,7 @@ async def test_a_question_that_was_marked_meanwhile_is_marked() -> None:
 
 
 def test_no_two_threads_make_the_rules_of_a_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them would find none, and look for the end of a block for ever."""
+    """Otherwise one of them would find no rules, and search for the end of a block for ever."""
     spec = spec_from_file_location("another_markdown", markdown.__file__)
     assert spec is not None and spec.loader is not None
     fresh = module_from_spec(spec)

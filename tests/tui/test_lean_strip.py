@@ -1,4 +1,4 @@
-"""Strips in few bytes: they show what Textual's own show."""
+"""Compact strips: they look the same as Textual's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTRIBUTES = ("bold", "italic", "underline", "strike", "reverse")
 
 
 def shown(ansi: str) -> list[tuple[object, ...]]:
-    """Of each cell what can be seen: of a blank, nothing of the colour of its text."""
+    """The visible properties of each cell: a blank has no text colour."""
     text = AnsiDecoder().decode_line(ansi)
     cells: list[tuple[object, ...]] = []
     console = Console(color_system="truecolor", width=500)

@@ -1,4 +1,4 @@
-"""A terminal that nobody reads holds up neither the loop nor the end, and is drawn anew later."""
+"""A terminal that is not read delays neither the event loop nor the exit, and is redrawn later."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_writes_never_wait() -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     driver.write("last\n")
-    driver.close()  # now it does wait for what is queued
+    driver.close()  # now it waits for the queued output
     lines = file.getvalue().splitlines()
     assert lines[0] == "frame 0" and lines[-1] == "last"
     assert MOST_QUEUED <= len(lines) <= MOST_QUEUED + 3

@@ -1,4 +1,4 @@
-"""The tokens of an answer: what the lens shows, where its keys go, and what a branch sends."""
+"""The tokens of an answer: the lens's display, its keys, and the request of a branch."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 
 END = 999
-"""Ends an answer."""
+"""The token that ends an answer."""
 WORDS = ("The", " step", " time", " is", " bounded", "\n", "今日", "\x1b[2J", "🤝", ".")
 SHARES = {" bounded": (0.04, (" short", " long")), ".": (0.3, ("!",))}
-"""Probability of these, and what is likelier; every other word is nearly certain."""
+"""Probability of these tokens, and likelier alternatives; every other word is nearly certain."""
 OTHERS = (" short", " long", "!", " later")
 
 
 class ScoredEngine(TimedEngine):
-    """Knows its words by id, and how likely they were. A prompt is bytes, then words."""
+    """Knows its words by id, with their probabilities. A prompt is bytes, then words."""
 
     def __init__(self, words: Sequence[str] = WORDS, **options: Any) -> None:
         super().__init__(script=Script(pieces=words), model=MODEL, **options)
@@ -191,7 +191,7 @@ async def test_a_branch_keeps_what_stood_before_and_goes_on() -> None:
         await ask(app, pilot, "q0")
         prompt_ids = render(engine.calls[0].prompt)
         await open_lens(app, pilot)
-        await pilot.press("enter")  # what stands there already
+        await pilot.press("enter")  # the sampled token
         assert isinstance(app.screen, LensScreen)
         engine._script = Script(pieces=(" later", "!"))
         await pilot.press("up", "b")
@@ -249,7 +249,7 @@ async def test_a_server_elsewhere_cannot(by_text: bool) -> None:
     going_on = ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
     asked = going_on if by_text else [1, 2]
     params = SamplingParams(prompt_logprobs=3)
-    with pytest.raises(RequestError) as refused:  # as a client of a server refuses it
+    with pytest.raises(RequestError) as refused:  # as a client of a remote server refuses it
         build_call(asked, params, model="m", dialect=Dialect.OPENAI)
     engine = ScoredEngine()
     engine.refusal = refused.value
@@ -345,7 +345,7 @@ def test_surprise_shows_without_colour() -> None:
 
 
 def test_where_sampling_cuts() -> None:
-    """With all tokens told, as a whole distribution decides."""
+    """All tokens are given, so the whole distribution decides."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)

@@ -1,5 +1,5 @@
-"""The dashboard tells a terminal what differs from what it shows. Whatever happens between two
-frames, the terminal shows the picture; and what is told is little."""
+"""The dashboard sends a terminal only what differs from its contents. Whatever happens between two
+frames, the terminal shows the right picture, and the updates stay small."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Watched:
         await pilot.pause()
 
     def tell(self, rng: random.Random, number: int) -> None:
-        """Much happens."""
+        """Publish many events."""
         app = self.app
         app.now_ns += 250 * MS
         for i in range(rng.randrange(4)):
@@ -91,7 +91,7 @@ def rng() -> random.Random:
 def happenings(
     watched: Watched, pilot: Pilot[Any], rng: random.Random
 ) -> list[Callable[[], Awaitable[None]]]:
-    """What draws, covers, moves or replaces what is on the screen."""
+    """Actions that draw, cover, move or replace parts of the screen."""
     app = watched.app
 
     async def page() -> None:
@@ -195,7 +195,7 @@ async def test_a_canvas_that_moves_is_drawn_whole(monkeypatch: pytest.MonkeyPatc
         app.refresh(layout=True)
         canvas = app.query_one(Canvas)
         for height in (2, 4, 3, 1):
-            for word in ("is", "was"):  # checking is composing, too: the first follows nothing
+            for word in ("is", "was"):  # checking composes, too: the first follows nothing
                 app.text = f"a row of text {word} here"
                 canvas.repaint()
                 await pilot.pause()
@@ -210,7 +210,7 @@ async def test_a_canvas_that_moves_is_drawn_whole(monkeypatch: pytest.MonkeyPatc
 async def test_little_is_told_when_little_changes(
     page: str, monkeypatch: pytest.MonkeyPatch, rng: random.Random
 ) -> None:
-    """A frame of which only the ages and the newest steps differ."""
+    """Only the ages and the newest steps of the frame differ."""
     app = FrozenApp(chat_engine(), start_screen="dashboard")
     async with app.run_test(size=(120, 40)) as pilot:
         watched = Watched(app, monkeypatch, (120, 40))
@@ -230,13 +230,13 @@ MOST_CALLS = {
     **{"overview": 2_850, "timeline": 1_800, "batch": 1_970, "blocks": 850},
     **{"request": 1_120, "graphs": 1_010},
 }
-"""Of Python, to draw one frame of a busy engine: a quarter more than it takes. The log has as many
-lines as this process has logged."""
+"""Python calls to draw one frame of a busy engine: a quarter more than measured. The log page is
+left out, as it has as many lines as this process has logged."""
 
 
 @pytest.mark.parametrize("page", MOST_CALLS)
 async def test_a_frame_takes_few_calls(page: str) -> None:
-    """Counted, not timed: what Python does for a frame until Textual draws it."""
+    """Calls are counted, not time: Python's work for a frame until Textual draws it."""
     app, rng = FrozenApp(chat_engine(), start_screen="dashboard"), random.Random(3)
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
@@ -246,7 +246,7 @@ async def test_a_frame_takes_few_calls(page: str) -> None:
         watched = Watched(app, pytest.MonkeyPatch(), (120, 40))
         await watched.frame(pilot, rng, 1)
         counts = []
-        for number in range(2, 5):  # other tasks and finalizers only add, and not every time
+        for number in range(2, 5):  # other tasks and finalizers only add calls, and not every time
             watched.tell(rng, number)
             counts.append(await calls_of(app.dashboard.refresh_view()))
             await pilot.pause()

@@ -1,4 +1,4 @@
-"""Strips that tell what differs from those before them."""
+"""Strips that emit only their differences from the strips before them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rng() -> random.Random:
 
 
 def random_row(rng: random.Random, roles: list[str], like: Row) -> Row:
-    """Some pieces are those of another row."""
+    """A random row that shares some pieces with another row."""
     if not like:
         suffixes = ("", "", "@surface", "/b", "/ur")
         return tuple(
@@ -75,8 +75,8 @@ Do = Callable[[LeanStrip], object]
 @pytest.mark.parametrize(
     "do",
     [
-        lambda strip: strip.divide([4, 12]),  # something lies on half of it
-        lambda strip: strip.divide([12]),  # or on all of it: it was to be drawn, and was not
+        lambda strip: strip.divide([4, 12]),  # an overlay covers half of it
+        lambda strip: strip.divide([12]),  # or all of it: it should have been drawn, and was not
         lambda strip: strip.forget(),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_strip_is_whole_where_its_place_was_taken(
 
 
 def test_a_strip_that_was_never_drawn_is_not_followed() -> None:
-    """Two pictures in one frame; and a chain that nobody draws does not grow."""
+    """Two pictures in one frame; and a chain of undrawn strips does not grow."""
     palette = Palette({})
     strips = [palette.strip(((f"a long row, {i}", "text"),), 13) for i in range(9)]
     first = strips[0]

@@ -51,7 +51,8 @@ async def test_loading_shows_the_phases_until_the_engine_is_there() -> None:
         await pilot.pause()
         shown = canvas.text
         await asyncio.sleep(0.3)
-        assert canvas.text == shown  # below the chat its clock stands still, and costs nothing
+        # while the chat is shown, its clock is stopped and costs nothing
+        assert canvas.text == shown
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Reading a stream that goes wrong: full disks, broken frames, what comes in one piece."""
+"""Reading a faulty stream: full disks, broken frames, several frames in one piece."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class Scripted:
 
     url: str
     asked_from: list[str] = field(default_factory=list)
-    """The id each connection asked to go on behind."""
+    """The id after which each connection asked to continue."""
 
 
 @asynccontextmanager
 async def scripted(*answers: list[bytes]) -> AsyncGenerator[Scripted, None]:
-    """Each answer is what comes in one piece each."""
+    """Each string of an answer is sent as one piece."""
     rest, over = list(answers), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -90,7 +90,7 @@ async def scripted(*answers: list[bytes]) -> AsyncGenerator[Scripted, None]:
 
 
 async def got(feed: RemoteFeed, count: int) -> list[int]:
-    """The ids of the steps that come, once there are so many."""
+    """The ids of the steps received, once there are `count`."""
     ring, found = feed.events(), list[Any]()
     await eventually(lambda: bool(found.extend(ring.drain())) or len(found) >= count)
     assert all(isinstance(event, StepRecord) for event in found)
@@ -204,7 +204,7 @@ async def test_no_proxy_is_asked_for_a_server_of_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # a closed port
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     async with serving(FakeEngine()) as server:

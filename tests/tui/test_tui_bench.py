@@ -1,4 +1,4 @@
-"""The bench screen by what it shows after scripted progress: figures, report, keys, sizes."""
+"""The bench screen after scripted progress: figures, report, keys, sizes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ DONE = replace(RUNNING, phase="done", num_done=40, left_s=0.0, report=REPORT)
 
 
 class Script:
-    """What a test lets the bench say, and what the screen asked of it."""
+    """The bench's news, chosen by a test, and the screen's commands."""
 
     def __init__(self, view: BenchView = RUNNING) -> None:
         self.view = view
@@ -170,7 +170,7 @@ async def test_the_engine_is_one_key_away() -> None:
             await until_shown(app, pilot, "report written")
             await pilot.press("f2")
             await wait_until(pilot, lambda: isinstance(app.screen, BenchEngineScreen))
-            await pilot.press("q")  # no key of the engine's
+            await pilot.press("q")  # no keys of the engine
             await pilot.press("ctrl+q")
             await pilot.pause()
 

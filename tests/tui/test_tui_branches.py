@@ -1,4 +1,4 @@
-"""Answering again, editing, and walking the branches, by what the chat shows and sends."""
+"""Answering again, editing, and switching branches: the chat's display and its requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def numbered_engine() -> TimedEngine:
 
 
 def said(app: FrozenApp) -> list[str]:
-    """Questions and answers as they stand on the screen."""
+    """Questions and answers on the screen."""
     return re.findall(r"\b(?:q|answer)\d+\b", shown(app))
 
 
@@ -148,7 +148,7 @@ async def test_the_mark_moves_through_the_questions() -> None:
 
 
 async def test_what_is_sent_is_what_is_shown() -> None:
-    """Any mix of asking, answering again, editing, switching, stopping and refusals."""
+    """A random mix of asking, answering again, editing, switching, stopping and refusals."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The chat screen, by what it shows and what it sends."""
+"""The chat screen: its display and its requests."""
 
 from __future__ import annotations
 

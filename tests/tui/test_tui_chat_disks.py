@@ -1,4 +1,4 @@
-"""The file of chats under disks that are full or broken, and under other programs that use it."""
+"""The chat file on full or broken disks, and beside other programs that use it."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ async def test_two_processes_write_one_file(tmp_path: Path) -> None:
 
 
 def test_several_processes_make_the_file_at_once(tmp_path: Path) -> None:
-    """Each time another of them changes how the file is written; once in thirty that is late."""
+    """In each run another one changes the journal mode; in one of thirty it is late."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(6)
 

@@ -1,4 +1,4 @@
-"""What a chat must live through: odd paths, bad rows, control characters, keys pressed early."""
+"""Faults that a chat must survive: odd paths, bad rows, control characters, early keys."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ EVIL, SHOWN = "a\x1b]0;title\x07b\x9bc", "a␛]0;title␇b\ufffdc"
 
 
 def drawn(app: FrozenApp) -> str:
-    """What the terminal is sent of the screen."""
+    """The bytes that draw the screen."""
     return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
 
 
 def keys(app: FrozenApp, *names: str) -> None:
-    """All at once, as from somebody who types ahead."""
+    """Post all keys at once, like a user who types ahead."""
     for name in names:
         app.post_message(events.Key(name, name if len(name) == 1 else "\r"))
 
@@ -78,7 +78,7 @@ async def test_an_edit_that_is_sent_keeps_what_is_typed_ahead() -> None:
 
 
 async def test_an_answer_may_end_while_the_screen_is_taken_down() -> None:
-    """Its parts go first, and what answers goes with the screen."""
+    """Its widgets are removed first, and the answering task is removed with the screen."""
     app = FrozenApp(chat_engine(Script(pieces=pieces("x" * 40), hold_after=2)))
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)

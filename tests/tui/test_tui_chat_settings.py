@@ -1,4 +1,4 @@
-"""Settings of a chat: kept from the moment they change, and sent as far as a server knows them."""
+"""Settings of a chat: saved when they change, and sent as far as a server knows them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZE = (120, 34)
 
 
 def on_disk(path: Path) -> tuple[SamplingParams, str | None]:
-    """What another program would find now."""
+    """The settings that another program would read now."""
     database = ChatDatabase(path)
     session, _ = database.load(find_session(path, ""))
     database.close()
@@ -72,7 +72,7 @@ async def test_settings_are_saved_when_they_change(tmp_path: Path) -> None:
 
 
 async def test_a_chat_that_set_nothing_takes_what_the_model_has_now(tmp_path: Path) -> None:
-    """What was the model's own then is not forced upon another one."""
+    """The former model's defaults are not imposed on another one."""
     path = tmp_path / "chats.sqlite3"
     own = {"temperature": 0.2, "top_k": 20}
     first = chat_engine(Script(pieces=("fine",)), default_params=own)
@@ -94,7 +94,7 @@ async def test_a_chat_that_set_nothing_takes_what_the_model_has_now(tmp_path: Pa
 
 
 def old_chat(path: Path, talk: Conversation) -> Resume:
-    """As an older termgen kept it: every value, also those that nobody had set."""
+    """Store a chat as older versions did: with every value, even those that the user never set."""
     database = ChatDatabase(path)
     keep(database, talk)
     params = '{"temperature": 0.6, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 7}'

@@ -1,4 +1,4 @@
-"""Chats on disk: what is written is there again, whatever happens to the file meanwhile."""
+"""Chats on disk: everything written is read again, whatever happens to the file meanwhile."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_any_tree_comes_back_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_turns_that_are_above_each_other_are_a_tree_all_the_same(order: tuple[int, ...]) -> None:
-    """As a failing disk or an export made by hand may have them. None is left out."""
+    """A failing disk or an export made by hand may hold such turns. None is left out."""
     talk = talk_of("one", "two", "three")
     records = [turn_record(talk, turn) for turn in talk.turns]
     records[0] = replace(records[0], parent_id=records[2].turn_id)
@@ -196,7 +196,7 @@ def test_migrations_bring_an_old_file_up_to_date(tmp_path: Path) -> None:
     failing = (*newer, ("CREATE TABLE half (x)", "NONSENSE"))
     with pytest.raises(sqlite3.Error):
         ChatDatabase(path, migrations=failing)
-    database = ChatDatabase(path, migrations=newer)  # nothing half done
+    database = ChatDatabase(path, migrations=newer)  # no partial state
     assert [s.title for s in database.sessions()] == ["one"]
     database.close()
 
@@ -211,7 +211,7 @@ async def test_text_is_saved_while_it_streams(tmp_path: Path) -> None:
         keeper.asked(talk, turn, PARAMS)
 
         async def on_disk() -> str:
-            """As another process sees it, for a terminal that is killed now."""
+            """The answer as another process reads it, were the terminal killed now."""
             await store.read(lambda _database: None)
             other = ChatDatabase(store.path)
             answer = loaded(other, talk.session_id).turns[0].answer
@@ -261,7 +261,7 @@ def test_export_and_import() -> None:
 
 
 async def test_text_that_is_not_quite_text_is_kept_escaped(tmp_path: Path) -> None:
-    """A model cannot write this, but a file to import can hold it."""
+    """A model cannot write this, but an imported file can hold it."""
     talk = talk_of("half \ud83d a pair")
     text = as_json(session_record(talk, PARAMS), [turn_record(talk, t) for t in talk.turns])
     again = conversation_of(*from_json(text))

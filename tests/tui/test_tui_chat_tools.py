@@ -1,4 +1,4 @@
-"""What the chat can do beside asking, by what it shows and what it sends."""
+"""The chat's other features: their display and their requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lists_files(app: FrozenApp) -> bool:
 
 
 async def click_text(app: FrozenApp, pilot: Pilot[Any], text: str) -> None:
-    """On the last row that shows it."""
+    """Click the last row that shows the text."""
     transcript = app.chat.transcript
     lines = transcript.plain_text.split("\n")
     line = max(y for y, row in enumerate(lines) if text in row)

@@ -1,4 +1,4 @@
-"""The transcript as it is looked at: scrolled, resized, selected, copied."""
+"""Viewing the transcript: scrolling, resizing, selecting, copying."""
 
 from __future__ import annotations
 

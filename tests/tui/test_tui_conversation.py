@@ -101,7 +101,7 @@ def test_removing_a_turn_brings_back_what_it_replaced() -> None:
 
 
 def test_any_history_of_a_tree_sends_its_path() -> None:
-    """Against a model that keeps whole paths, in the order they were made."""
+    """Compare with a model that keeps whole paths, in the order of their creation."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)

@@ -110,7 +110,7 @@ async def crowded(app: FrozenApp, pilot: Pilot[Any]) -> None:
 
 
 def fits(app: FrozenApp, canvas: str) -> str:
-    """Its text, which fills the canvas and no more."""
+    """The canvas's text, which must fit exactly."""
     shown = app.screen.query_one(f"#{canvas}", Canvas)
     lines = shown.text.split("\n")
     assert len(lines) <= shown.size.height, canvas

@@ -1,4 +1,4 @@
-"""The engine screen, by what it shows after scripted events."""
+"""The dashboard after scripted events."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_a_page_that_is_left_at_once_may_be_told_its_size_late() -> None:
         await pilot.press("t")
         await pilot.pause()
         app.screen.action_page("overview")
-        app.screen.query_one("#page", Canvas).on_resize()  # which was on its way
+        app.screen.query_one("#page", Canvas).on_resize()  # which was in flight
         await pilot.pause()
         assert app.is_running and "chat-1" in panel(app, "requests")
 

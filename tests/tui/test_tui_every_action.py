@@ -80,7 +80,7 @@ def entry(binding: Binding) -> str:
 
 
 async def help_text(app: TermgenApp, pilot: Pilot[Any]) -> str:
-    """As the screen shows it, lines that go on joined."""
+    """The help screen's text, with wrapped lines joined."""
     await pilot.press("f1")
     await wait_until(pilot, lambda: isinstance(app.screen, HelpScreen))
     await pilot.pause()
@@ -117,7 +117,7 @@ async def test_every_action_of_the_chat() -> None:
         del every[name]
     assert set(every) >= set(of(ChatScreen.BINDINGS, Prompt.BINDINGS, Transcript.BINDINGS))
     assert set(every) >= set(of(DashboardScreen.BINDINGS, SessionList.BINDINGS, app.BINDINGS))
-    palette.add(entry(every["app.palette"]))  # it is what shows the others
+    palette.add(entry(every["app.palette"]))  # this one opens the list of actions
     copies = [every.pop(alike.id or "") for alike in of(COPY_KEYS).values()]
     assert f"{copies[0].tooltip} (alt+1 to alt+9)" in palette
     assert not {entry(copy) for copy in copies} & palette, "one entry for the nine of them"

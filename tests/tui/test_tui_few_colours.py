@@ -1,4 +1,4 @@
-"""NO_COLOR and terminals of sixteen colours: what differs in meaning differs in its sign."""
+"""NO_COLOR and terminals of sixteen colours: different meanings have different signs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def sign_groups(glyphs: Glyphs) -> Iterator[tuple[str, list[str]]]:
-    """Signs that stand beside each other for different things, by the page they are on."""
+    """Signs that appear side by side with different meanings, by page."""
     kinds = kv_map.KvCells(kinds=kv_map.np.arange(7, dtype="uint8"), blocks_per_cell=1)
     (row,) = kv_map.map_rows(kinds, 7, glyphs)
     yield "blocks", [text for text, _ in row]

@@ -1,5 +1,4 @@
-"""A chat that has filled its context says so in plain words and can go on without its oldest
-turns."""
+"""A chat with a full context says so in plain words and can go on without its oldest turns."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 
 LIMIT = 2048
-"""Tokens, which are bytes here."""
+"""Limit in tokens, which are bytes here."""
 LONG = "x" * 300
 
 
 class FarEngine(TimedEngine):
-    """A server elsewhere that neither counts tokens nor says how many it takes."""
+    """A remote server that neither counts tokens nor reports its limit."""
 
     def _checked_prompt(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         return render(prompt)
@@ -52,7 +51,7 @@ def questions(engine: FakeEngine) -> list[str]:
 
 
 async def fill(app: FrozenApp, pilot: Pilot[Any]) -> int:
-    """Ask until a question does not fit; which one it was."""
+    """Ask until a question does not fit; returns the number of that question."""
     for number in range(1, 30):
         await ask(app, pilot, f"q{number} {LONG}")
         if app.chat.prompt.text:

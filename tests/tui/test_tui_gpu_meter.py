@@ -1,4 +1,4 @@
-"""The GPU's load and memory by NVML: which GPU, what is shown, and what happens without one."""
+"""The GPU's load and memory by NVML: choice of the GPU, display, and machines without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`termgen chat --inline`: what is left in the scrollback, exit codes, and what goes with it."""
+"""`termgen chat --inline`: the scrollback, exit codes, and piped input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SEQUENCE = re.compile(r"\x1b\[(\d*)([A-Za-z])|\x1b\[([\d;]*)m|(\n)|([^\x1b\n]+)
 
 
 class Screen:
-    """Just enough of a terminal: lines, moving up, erasing below. Lines that left it are gone."""
+    """A minimal terminal: lines, moving up, erasing below. Lines that scrolled off are gone."""
 
     def __init__(self, height: int) -> None:
         self.lines = [""]
@@ -54,7 +54,7 @@ class Screen:
 def written(
     parts: Sequence[str], *, size: tuple[int, int] = (60, 24), colour: bool = True
 ) -> tuple[list[str], str]:
-    """What the scrollback holds at the end, and all that was written."""
+    """The scrollback's contents at the end, and everything that was written."""
     raw, now = io.StringIO(), iter(range(10**6))
     writer = MarkdownWriter(raw, colour=colour, size=lambda: size, clock=lambda: float(next(now)))
     for part in parts:
@@ -206,7 +206,7 @@ def test_with_an_engine_of_its_own(
 
 
 async def run(*argv: str, stdin: bytes = b"", terminal: bool = False) -> tuple[int, str, str]:
-    """The command in a process of its own; its output goes to a terminal if asked for."""
+    """Run the command in a process of its own; its output goes to a terminal on request."""
     main, side = pty.openpty() if terminal else (None, None)
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "termgen", "chat", "--inline", *argv),

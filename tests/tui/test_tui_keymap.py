@@ -1,4 +1,4 @@
-"""Keys of the config file: what is refused, and that footer, help, palette and tabs follow."""
+"""Keys of the config file: refusals, and that footer, help, palette and tabs follow."""
 
 from __future__ import annotations
 

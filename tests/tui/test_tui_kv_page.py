@@ -78,7 +78,8 @@ def test_the_cursor_never_leaves_the_blocks_or_the_view() -> None:
 @pytest.mark.parametrize("num_blocks", [1, 3, 16, 40, 150, 326, 1000, 4000])
 @pytest.mark.parametrize("size", [(80, 21), (140, 37)])
 def test_few_blocks_have_large_cells(num_blocks: int, size: tuple[int, int]) -> None:
-    """As large as they may be with all of them in view, so that little of the page is empty."""
+    """Cells are as large as possible with all of them in view, so that little of the page is
+    empty."""
     width, height = size
     states = np.array([BlockState.NULL] + [BlockState.ACTIVE] * num_blocks, np.uint8)
     view, cursor = view_of(states, np.array([-1] + [0] * num_blocks, np.int32)), KvCursor()
@@ -122,7 +123,7 @@ def test_every_block_of_the_view_has_its_cell() -> None:
     view, cursor = many_blocks(20_000), KvCursor(wanted_per_cell=2)
     rows = kv_page(view, cursor, 104, 27, COLOUR_GLYPHS, boxed=True)  # 100 x 22 cells of two
     active = sum(len(t) for row in rows[1:-4] for t, role in row if role == "kv-active-alt")
-    assert active + 1 == 2200  # the cursor stands on one; 5000 blocks fill more than the view
+    assert active + 1 == 2200  # the cursor is on one; 5000 blocks exceed the view
     cursor.move(rows=24)
     rows = kv_page(view, cursor, 104, 27, COLOUR_GLYPHS, boxed=True)
     assert cursor.first == 2 * 100 * (24 - 11)
@@ -156,7 +157,8 @@ def test_hits_and_evictions_tick_by_step() -> None:
 
 
 def test_blocks_that_were_just_evicted_stand_out() -> None:
-    """For a second, in the whole map, in a part of it, and in cells of several blocks."""
+    """They are marked for a second, in the whole map, in a part of it, and in cells of several
+    blocks."""
     states = np.array([BlockState.NULL] + [BlockState.ACTIVE] * 400, np.uint8)
     owners = np.array([-1] + [0] * 400, np.int32)
     view = view_of(states, owners)

@@ -1,4 +1,4 @@
-"""The batch page and the inspector: what they say of requests whose events are scripted."""
+"""The batch page and the inspector, for requests with scripted events."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def record(step_id: int, **fields: object) -> StepRecord:
 
 
 def life() -> list[EngineEvent]:
-    """`long` is computed in three chunks, decodes, loses its place, returns, and ends; `short`
-    decodes all along."""
+    """`long` is computed in three chunks, decodes, is preempted, resumes, and ends; `short` decodes
+    all along."""
     out: list[EngineEvent] = [
         event(KINDS.QUEUED, "short", 0),
         event(KINDS.SCHEDULED, "short", 1),
@@ -96,7 +96,7 @@ def test_lanes_follow_the_events() -> None:
     signs = {Doing.PREFILL: "P", Doing.DECODE: "D", Doing.PREEMPTED: "x", Doing.BETWEEN: "-"}
     told = "".join(signs.get(doing, " ") * n for doing, n in history.lane(range(1, 15)))
     assert told == "  PP-PDDxxPDD "
-    for ids in ([2, 4, 7], [5], [13, 20], []):  # as lost steps leave them
+    for ids in ([2, 4, 7], [5], [13, 20], []):  # as after lost steps
         each = [history.doing(step_id) for step_id in ids]
         assert [doing for doing, n in history.lane(ids) for _ in range(n)] == each
     rows = lanes_panel(view.steps, store.lanes, Frame(60, 12, True), PLAIN_GLYPHS, selected="long")
@@ -204,7 +204,7 @@ def test_times_of_tokens_are_those_of_the_steps_in_which_it_decodes() -> None:
 
 
 def test_the_inspector_looks_through_the_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are a thousand, and it is drawn several times a second."""
+    """There are a thousand steps, and it is drawn several times a second."""
     store, view = fed(life())
     looked: list[str] = []
 

@@ -46,7 +46,7 @@ async def listed(app: FrozenApp, pilot: Pilot[Any]) -> list[str]:
 
 
 def said(app: FrozenApp) -> list[str]:
-    """The notices that are shown; each for some seconds."""
+    """The notices on the screen; each stays for some seconds."""
     return [note.message for note in app._notifications]
 
 

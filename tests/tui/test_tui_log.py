@@ -1,4 +1,4 @@
-"""The log page: levels, search, the watchdog's word and the observer's tax."""
+"""The log page: levels, search, the watchdog's verdict and the cost of observing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_is_worth_a_line() -> None:
         "kernels compiled while serving: 2 since the start",
     ]
     assert lines(book, words="DONE1 Fin") == ["chatcmpl-done1 finished: length, 81 tokens"]
-    assert book.matching(Level.DEBUG, "r1", NOW_NS - SECOND) == []  # not yet, when turned back
+    assert book.matching(Level.DEBUG, "r1", NOW_NS - SECOND) == []  # not yet, after going back
 
 
 def test_it_stays_bounded() -> None:

@@ -1,4 +1,4 @@
-"""Markdown to rows, and that a stream of it ends as a full parse would, at a flat cost."""
+"""Markdown to rows; a stream of it ends like a full parse, at constant cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stream of markdown: it ends as a full parse would, and no frame of it costs much."""
+"""A stream of markdown: it ends like a full parse, and no frame of it costs much."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_everything_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many characters each parse was of."""
+    """Sizes in characters of all parses."""
     lengths: list[int] = []
 
     tell_parses(monkeypatch, lambda source: lengths.append(len(source)))
@@ -153,13 +153,13 @@ def test_the_end_equals_a_full_parse_wherever_blocks_are_set_aside(
 def test_the_end_equals_a_full_parse_however_often_and_late_it_is_laid_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Widths change while it is streamed, and a thread has made rows when others are wanted."""
+    """Widths change during the stream, and a thread may finish rows for a former width."""
     make_everything_long(monkeypatch)
     seed, num_late = random.randrange(2**32), 0
     print(f"seed {seed}")
     rng = random.Random(seed)
     for number in range(300):
-        if number >= 60 and num_late > 50:  # how often is chance
+        if number >= 60 and num_late > 50:  # the number of times is random
             break
         source = "".join(rng.choice(PARTS) for _ in range(rng.randrange(1, 12)))
         stream, puts, width = StreamingMarkdown(), [], WIDTH
@@ -322,7 +322,7 @@ def test_what_ends_a_code_block_is_seen(end: str) -> None:
 
 
 class Sheet(App[None]):
-    """A transcript alone, and how many of its rows were drawn."""
+    """A transcript alone, and the number of its rows drawn."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ HUGE = ModelChoice("huge", "/models/huge", 10**11, needs_bytes=2 * 10**11, fits=
 
 
 class FakeShelf:
-    """Its engines are fake; what goes wrong is told to it."""
+    """A shelf of fake engines; tests set its failures."""
 
     def __init__(self, *choices: ModelChoice) -> None:
         self._choices = list(choices)

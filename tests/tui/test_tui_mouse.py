@@ -23,7 +23,7 @@ from termgen.tui.widgets.canvas import Canvas
 
 
 async def wheel(pilot: Pilot[Any], widget: Widget, *, down: bool) -> None:
-    """One notch over the middle of a widget."""
+    """Turn the wheel by one notch over the middle of a widget."""
     x, y = widget.region.center
     kind = events.MouseScrollDown if down else events.MouseScrollUp
     event = kind(widget, int(x), int(y), 0, 1, 0, False, False, False, int(x), int(y))
@@ -90,7 +90,7 @@ async def test_the_wheel_scrolls_the_transcript() -> None:
 
 @dataclass
 class Browser:
-    """Stands for what `webbrowser` finds, and for the process that opens an address."""
+    """Replaces the browser that `webbrowser` finds, and the process that opens an address."""
 
     name: str = "test"
     opened: list[list[str]] = field(default_factory=list)
@@ -106,7 +106,7 @@ Not [this](javascript:alert(1)), [that](file:///etc/passwd) or [them](https://go
 
 
 def place_of(app: FrozenApp, words: str) -> tuple[int, int]:
-    """In the transcript, of the second letter of `words`."""
+    """The position in the transcript of the second letter of `words`."""
     lines = app.chat.transcript.plain_text.split("\n")
     y = next(i for i, line in enumerate(lines) if words in line)
     return app.chat.transcript.margin + lines[y].index(words) + 1, y

@@ -1,4 +1,4 @@
-"""`termgen chat --url`: a chat with a server elsewhere, and what its engine screen shows."""
+"""`termgen chat --url`: a chat with a remote server, and its engine screen."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_a_termgen_server_is_chatted_with_and_watched() -> None:
         app = remote_app(server.url)
         async with app.run_test(size=SIZE) as pilot:
             chat = await chat_of(app, pilot)
-            # told by the event stream: more than the list of models has
+            # from the event stream: more than the list of models has
             assert "smollm2-135m float32 is ready" in chat.transcript.plain_text
             assert "2.0k tokens of context" in chat.transcript.plain_text
             await ask(chat, pilot, "why?")
@@ -141,7 +141,7 @@ async def test_a_busy_server_says_when() -> None:
             chat = await chat_of(app, pilot)
             await ask(chat, pilot, "why?")
             assert "try again in 12 s" in " ".join(chat.transcript.plain_text.split())
-            await pilot.press("f2")  # a server with keys shows its engine to nobody else
+            await pilot.press("f2")  # a server with keys hides its engine from other clients
             await wait_until(pilot, lambda: isinstance(app.screen, SilentScreen))
 
 
@@ -219,7 +219,7 @@ async def test_the_whole_command_loads_no_torch(tmp_path: Path) -> None:
 
 
 async def test_in_a_browser_it_speaks_through_pipes() -> None:
-    """As textual-serve starts it, once for each visitor; the page has the focus later."""
+    """textual-serve starts it like this, once for each visitor; the page gets the focus later."""
     driver = {"TEXTUAL_DRIVER": "textual.drivers.web_driver:WebDriver"}
     async with foreign_server(chunk("yes", finish="stop"), done()) as server:
         child = await asyncio.create_subprocess_exec(

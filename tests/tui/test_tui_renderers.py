@@ -1,4 +1,4 @@
-"""Renderers of the dashboard: rows of exactly the asked size, saying what the state says."""
+"""Renderers of the dashboard: rows of exactly the requested size, with the right contents."""
 
 from __future__ import annotations
 
@@ -274,8 +274,8 @@ def test_batch_stacks_prefill_over_decode_and_padding_on_top() -> None:
 
 
 def test_the_batch_is_a_linear_share_of_the_budget() -> None:
-    """Whatever was in the steps before: 6 tokens of decode are hardly seen of 2048, 480 of prefill
-    are nearly a quarter."""
+    """Earlier steps do not matter: 6 tokens of decode are hardly visible out of 2048, 480 of
+    prefill are nearly a quarter."""
     before = [made_of(2048, 0)] * 20
     for records in ([made_of(0, 6), made_of(480, 6)], [*before, made_of(0, 6), made_of(480, 6)]):
         rows = batch_panel(of_steps(records), Frame(60, 15, False), COLOUR_GLYPHS)

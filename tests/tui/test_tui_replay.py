@@ -1,4 +1,4 @@
-"""Turning a recording: what is shown is what was, and the keys are answered meanwhile."""
+"""Moving within a recording: the display matches that time, and keys work meanwhile."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ async def test_events_of_two_engines_are_never_mixed() -> None:
 
 
 class QuietTop(TopApp):
-    """Draws when the test says so."""
+    """Draws on the test's request."""
 
     def make_feed_dashboard(self, feed: StreamFeed) -> DashboardScreen:
         return DashboardScreen(feed, hz=0.01, now_ns=feed.now_ns, cpu_ns=lambda: 0)
@@ -216,7 +216,7 @@ async def test_turning_where_no_state_is_known_draws_what_there_is() -> None:
 
 
 async def test_who_was_there_before_the_first_event_has_a_lane() -> None:
-    """Also when one has turned back, and it has ended since."""
+    """This also holds after going back, when the request has ended since."""
     ended = RequestEvent(at(8), "chat-1", RequestEventKind.FINISHED, 9, 4, 0, "stop")
     topics = frozenset({"request"})
     frames = [opened(0, busy_snapshot(at(0)))]
@@ -269,7 +269,7 @@ def test_frames_of_the_tests_are_frames_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_recorded_load_can_be_played(tmp_path: Path) -> None:
-    """What `benchmarks/record_events.py` writes: requests of every kind, none of them lost."""
+    """The output of `benchmarks/record_events.py`: requests of every kind, none of them lost."""
     program = Path(__file__).parents[2] / "benchmarks" / "record_events.py"
     target = tmp_path / "run.events"
     command = [sys.executable, str(program), str(target), "--tiny", "--seconds", "1.5"]

@@ -1,4 +1,4 @@
-"""Chats that are kept, by what the screen shows: the list, opening, names, files, bad files."""
+"""Saved chats on the screen: the list, opening, names, files, bad files."""
 
 from __future__ import annotations
 

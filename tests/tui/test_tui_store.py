@@ -294,7 +294,7 @@ def test_step_times_are_those_of_the_window() -> None:
 
 
 def test_the_times_of_a_fast_engine_go_back_as_far_as_those_of_a_slow_one() -> None:
-    """More steps than are kept one by one."""
+    """There are more steps than the store keeps individually."""
     store, number = DashboardStore(started_ns=NOW_NS - 60 * SECOND), 5 * STEP_HISTORY
     store.apply(step(i, end_ns=NOW_NS - (number - i) * 4 * MS, ms=2.0) for i in range(number))
     late = [step(number + i, end_ns=NOW_NS - MS, ms=50.0) for i in range(number // 25)]
@@ -304,8 +304,8 @@ def test_the_times_of_a_fast_engine_go_back_as_far_as_those_of_a_slow_one() -> N
 
 
 def test_times_between_tokens_are_those_of_every_request() -> None:
-    """Each row that decodes waited since the step before, whatever that did; a step that was not
-    told of counts for nobody."""
+    """Each row that decodes waited since the step before, whatever that step did; an unreported
+    step counts for no request."""
     store, end, expected = make_store(), NOW_NS - 20 * SECOND, list[float]()
     rng = random.Random(5)
     for i in range(200):

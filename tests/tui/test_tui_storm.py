@@ -1,5 +1,5 @@
-"""A resize storm: whatever sizes the terminal goes through while an answer streams and events come,
-nothing fails, and in the end the screen is the one that a terminal of that size shows."""
+"""A resize storm: whatever sizes the terminal has while an answer streams and events arrive,
+nothing fails, and in the end the screen equals that of a terminal of that size."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sizes(rng: random.Random) -> Iterator[tuple[int, int]]:
 
 
 def resize(app: FrozenApp, size: tuple[int, int]) -> None:
-    """As a terminal does: without waiting for what becomes of it."""
+    """Resize as a terminal does: without waiting for the effect."""
     assert isinstance(app._driver, HeadlessDriver)
     app._driver._size = size
     app.post_message(Resize(Size(*size), Size(*size)))
@@ -84,7 +84,7 @@ async def test_a_storm_over_a_chat_that_streams(rng: random.Random) -> None:
         await ask(app, pilot, "why", wait=False)
         for number, size in enumerate(sizes(rng)):
             resize(app, size)
-            if number % 5 == 0:  # else the next comes before this one is drawn
+            if number % 5 == 0:  # otherwise the next comes before this one is drawn
                 await pilot.pause()
         assert app.chat.is_streaming
         app.engine.release.set()
@@ -105,7 +105,7 @@ async def fresh_dashboard(size: tuple[int, int], number: int) -> dict[str, list[
 
 
 def tell(app: FrozenApp, index: int) -> None:
-    """Something happens."""
+    """Publish some events."""
     end = NOW_NS - (NUM_SIZES - index) * MS
     app.engine.bus.publish(step(190_000 + index, end_ns=end, ms=0.9, num_decode_rows=3))
     app.engine.scripted_snapshot = busy_snapshot()

@@ -1,4 +1,4 @@
-"""Spans, number formats and the sanitiser: what every renderer stands on."""
+"""Spans, number formats and the sanitiser: the base of every renderer."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_time_has_its_unit_and_is_in_seconds_from_one_second_on(
 
 
 def test_no_time_is_longer_than_its_column() -> None:
-    """Tables leave seven cells for it."""
+    """Tables reserve seven cells for it."""
     times = [10 ** (exponent / 50) for exponent in range(-200, 350)]
     assert max(len(formatting.took(ms)) for ms in times) <= 7
     assert not any("k" in formatting.took(ms) for ms in times)

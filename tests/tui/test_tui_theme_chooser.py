@@ -1,4 +1,4 @@
-"""Choosing a theme with a preview, and editing one while it is on."""
+"""Choosing a theme with a preview, and editing the current one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = (100, 30)
 
 
 def background(app: FrozenApp) -> str:
-    """What is really drawn behind the status line of the page."""
+    """The colour drawn behind the status line of the page."""
     strip = app.screen_stack[0 if len(app.screen_stack) == 1 else -2].query_one("#status", Canvas)
     style = next(iter(strip._strips[0])).style
     assert style is not None and style.bgcolor is not None and style.bgcolor.triplet is not None

@@ -1,4 +1,4 @@
-"""`termgen themes`: the list, the check of a file, and the file to begin with."""
+"""`termgen themes`: the list, the check of a file, and the template of a new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thoughts told apart from answers, however the text is cut."""
+"""Thoughts separated from answers, however the text is cut."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_marks_are_found_however_the_text_is_cut(
 
 
 class OpensThoughts(FakeEngine):
-    """Its prompts end as those of models whose template opens the thoughts."""
+    """Its prompts end like those of models whose template opens the thoughts."""
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return await super().detokenize(token_ids) + "<think>\n"

@@ -1,4 +1,4 @@
-"""The timeline and the graphs page: what they say of scripted steps, at every size."""
+"""The timeline and the graphs page for scripted steps, at every size."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_the_phases_of_many_steps_are_those_of_each() -> None:
         step_at(i, idle_ms=i % 3, publish_us=i, host_us=3.5 * i, schedule_us=100.0 + i)
         for i in range(9)
     ]
-    records.append(step_at(9, ended_ns=0))  # a clock that was turned back
+    records.append(step_at(9, ended_ns=0))  # a clock that went back
     expected = [[ms_of(s) for s in records] for _, _, ms_of in timeline._PHASES]
     assert timeline.phases_ms(records) == pytest.approx(np.array(expected))
 

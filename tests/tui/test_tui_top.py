@@ -83,7 +83,7 @@ async def test_a_lost_server_is_said_and_found_again(monkeypatch: pytest.MonkeyP
         assert not feed.is_healthy and feed.epoch == 0
         async with serving(engine, port=int(port)):
             await eventually(lambda: feed.is_healthy)
-            assert feed.epoch == 1  # another process, another past
+            assert feed.epoch == 1  # another process, with another history
             ring = feed.events()
             engine.bus.publish(step(77, end_ns=NOW_NS))
             got: list[Any] = []
@@ -225,7 +225,7 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, why: str) -> No
 
 
 class QuietTop(TopApp):
-    """Draws when the test says so."""
+    """Draws on the test's request."""
 
     def make_feed_dashboard(self, feed: StreamFeed) -> DashboardScreen:
         return DashboardScreen(feed, hz=0.01, now_ns=feed.now_ns, cpu_ns=lambda: 0, is_alone=True)
@@ -356,7 +356,7 @@ def test_keys_come_from_a_file_or_the_environment(
 def test_a_failed_start_leaves_no_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the same command can be given again."""
+    """The same command can be given again."""
     path = tmp_path / "run.events"
 
     def fails(app: TopApp) -> None:

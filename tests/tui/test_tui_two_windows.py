@@ -1,4 +1,4 @@
-"""Two windows on one chat: what one asks shows up in the other, and no branch arises unseen."""
+"""Two windows on one chat: a question in one appears in the other, and every branch is reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 def other_asks(
     path: Path, question: str, answer: str, *, after: int, state: AnswerState = AnswerState.DONE
 ) -> Turn:
-    """What a second window writes, which has read so many turns of the path."""
+    """Write as a second window would that has read only the first turns of the path."""
     database = ChatDatabase(path)
     talk = loaded(database, database.sessions()[0].session_id)
     beside = talk.turns[after] if after < len(talk.turns) else None

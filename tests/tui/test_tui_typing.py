@@ -1,5 +1,5 @@
-"""What is typed goes into the prompt, wherever the keys were: after a click, after tab, while the
-model loads, while an answer is written. Nothing of it is lost."""
+"""Typed text goes into the prompt, wherever the focus was: after a click, after tab, while the
+model loads, while an answer streams. None of it is lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def notes(app: FrozenApp) -> str:
 
 
 def printed(app: FrozenApp) -> str:
-    """Below the command, when the screen is gone."""
+    """The output below the command, when the screen has closed."""
     console = Console(width=100, file=io.StringIO(), record=True)
     for message in app._exit_renderables:
         console.print(message)
@@ -222,7 +222,7 @@ async def test_tab_completes_commands_and_their_arguments() -> None:
 
 @pytest.mark.parametrize("key", ["tab", "enter"])
 async def test_keys_may_be_faster_than_the_list(key: str) -> None:
-    """They are handled in one turn of the loop, before the list hears of the first change."""
+    """All keys are handled in one iteration of the loop, before the list gets the first change."""
     app = FrozenApp(ok_engine())
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)
@@ -440,7 +440,7 @@ async def test_nothing_is_printed_when_all_was_sent() -> None:
 
 
 class Loading:
-    """An app whose engine comes when the test says so."""
+    """An app whose engine is ready on the test's request."""
 
     def __init__(self, engine: TimedEngine, *, fails: bool = False) -> None:
         self.go_on = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Thoughts, files, forms and branches of turns are kept with a chat, and are in its exports."""
+"""Thoughts, files, forms and branches of turns are saved with a chat, and are in its exports."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_chat_tells_which_parameters_were_set() -> None:
     kept = json.loads(json.dumps(record.params))
     elsewhere = SamplingParams(temperature=0.1)
     assert restored_params(kept, elsewhere) == replace(elsewhere, seed=7, stop=("END",))
-    del kept["set"]  # by an older termgen: all that it was held with
+    del kept["set"]  # by an older version: with every setting
     assert restored_params(kept, elsewhere) == replace(own, seed=7, stop=("END",))
     kept["set"] = 3
     assert restored_params(kept, elsewhere) == replace(own, seed=7, stop=("END",))

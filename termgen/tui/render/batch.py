@@ -22,7 +22,7 @@ from termgen.tui.store import (
 from termgen.vocabulary.events import StepRecord
 
 AXIS = 7
-"""Cells of the scale at the left."""
+"""Cells of the vertical scale on the left."""
 LEGEND_NEEDS, ROOMY_LEGEND = 78, 100
 _MODE = attrgetter("graph_mode")
 MODE_ROLES = {"F": "mode-full", "P": "mode-piecewise", "N": "mode-none"}
@@ -33,8 +33,7 @@ def batch_panel(
     view: DashboardView, frame: Frame, glyphs: Glyphs, *, cursor: int | None = None
 ) -> list[Row]:
     """`cursor` counts steps back from the newest; None follows the newest. The full height is the
-    token budget of a step. The row of letters says how CUDA graphs ran the steps, where there is
-    a GPU."""
+    token budget of a step. A row of letters shows the CUDA graph mode of each step, on a GPU."""
     width, height = frame.inner_width, frame.inner_height
     steps = view.steps
     shown, marked = steps_in_view(steps, width - AXIS, cursor)
@@ -82,8 +81,7 @@ def _lasted_ms(steps: Sequence[StepRecord]) -> float:
 
 
 def _axis(level: int, lines: int, budget: int) -> Span:
-    """The scale: the budget at the top, nothing at the bottom, its half between where there is a
-    row for it."""
+    """The scale: the budget at the top, 0 at the bottom, and half the budget if a row is free."""
     if level == lines:
         name = count(budget)
     elif level == 1:
@@ -112,7 +110,7 @@ def _marked(row: Row, column: int) -> Row:
 
 
 def no_step_words(has_run: bool) -> str:
-    """In place of steps, where none is known."""
+    """The text shown while no step is known."""
     if has_run:
         return "no step since this screen began to listen"
     return "no step yet: the engine is waiting for its first request"
@@ -136,10 +134,10 @@ def _right(row: Row, width: int) -> Row:
 
 
 def column_levels(tokens: tuple[int, int, int], height: int, budget: int) -> tuple[int, int, int]:
-    """How high decode, prefill and padding reach in a column, in eighths of a cell.
+    """Heights of decode, prefill and padding in a column, in eighths of a cell.
 
-    Linear: the full height is the budget. What is there at all has at least one eighth, and more
-    than the budget is cut off.
+    The scale is linear and its full height is the budget. A part above zero gets at least one
+    eighth; what exceeds the budget is cut off.
     """
     prefill, decode, padding = tokens
     top, scale, upto, reached = height * 8, height * 8 / budget, 0, 0
@@ -152,8 +150,8 @@ def column_levels(tokens: tuple[int, int, int], height: int, budget: int) -> tup
 
 
 def _cell(levels: tuple[int, int, int], base: int, glyphs: Glyphs) -> Span:
-    """One cell of a column whose bottom is at `base`. Two parts that meet in it have the lower one
-    in front of the upper one; of three, the middle one gives way."""
+    """One cell of a column, whose bottom is at `base`. Where two parts meet, the lower one is the
+    foreground and the upper one the background; of three, the middle one is left out."""
     signs = (glyphs.decode, glyphs.prefill, glyphs.padding)
     roles = ("decode", "prefill", "padding")
     parts: list[tuple[int, int]] = []
@@ -179,7 +177,7 @@ def _cell(levels: tuple[int, int, int], base: int, glyphs: Glyphs) -> Span:
 
 
 def _columns(steps: Sequence[StepRecord], height: int, budget: int, glyphs: Glyphs) -> list[Row]:
-    """Neighbours that are alike, as most steps of a busy engine are, are drawn at once."""
+    """Draw neighbouring columns that are equal, as most are on a busy engine, only once."""
     alike = [
         (column_levels(parts, height, budget), len(list(group)))
         for parts, group in groupby(map(STEP_TOKENS, steps))
@@ -211,7 +209,7 @@ def _modes(steps: Sequence[StepRecord], marked: int | None) -> Row:
 
 
 def step_line(step: StepRecord, steps: Sequence[StepRecord], width: int, *, on_cpu: bool) -> Row:
-    """What the marked step did, in words, and how the steps in view ran."""
+    """A sentence about the marked step, and the graph modes of the steps in view."""
     parts: list[Span] = [
         ("step ", "muted"),
         (f"{step.step_id:,}".replace(",", " "), "text"),
@@ -253,7 +251,7 @@ def step_line(step: StepRecord, steps: Sequence[StepRecord], width: int, *, on_c
 
 
 def _mode_words(steps: Sequence[StepRecord]) -> list[Span]:
-    """The letters of the steps in view, with what they stand for and how many steps are theirs."""
+    """The mode letters of the steps in view, with their meanings and counts."""
     shares = mode_shares(steps)
     spans: list[Span] = []
     for mode in sorted(shares, key=lambda mode: "FPN".find(mode)):

@@ -1,5 +1,5 @@
-"""The bench screen: how far the run is, what it keeps of its targets, its figures so far, and the
-report at its end. Pure functions of a `BenchView`."""
+"""The bench screen: progress, targets, figures so far, and the final report. Pure functions of a
+`BenchView`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLOT_ROLES = {
 
 
 def bench_page(view: BenchView, width: int, height: int, *, boxed: bool) -> list[Row]:
-    """The figures. Boxes side by side where there is room, else one below the other."""
+    """The figures, in boxes side by side, or stacked on a narrow screen."""
     rows = [header(view, width), progress_row(view, width)]
     left = height - HEAD_ROWS
     if width >= WIDE:
@@ -55,7 +55,7 @@ def report_page(view: BenchView, body: Sequence[Row], first: int, frame: Frame) 
 
 
 def report_rows(sections: Sequence[Section], width: int) -> list[Row]:
-    """What is longer than a row goes on in the next, after a whole word."""
+    """Wrap what is longer than a row after a whole word."""
     rows: list[Row] = []
     for section in sections:
         if rows:
@@ -127,7 +127,7 @@ def figures_panel(view: BenchView, frame: Frame) -> list[Row]:
 
 
 def side_panel(view: BenchView, frame: Frame) -> list[Row]:
-    """Of a sweep its curve so far, else how the times to first token spread."""
+    """The curve of a sweep so far; for any other run, the spread of the times to first token."""
     if view.plane is not None:
         return plane_panel(view.plane, frame)
     if view.spread is None or not any(view.spread.counts):
@@ -137,7 +137,7 @@ def side_panel(view: BenchView, frame: Frame) -> list[Row]:
 
 
 def spread_panel(data: Spread, frame: Frame) -> list[Row]:
-    """A bar for each part, over the whole width."""
+    """One bar for each bucket, over the whole width."""
     width, height = frame.inner_width, frame.inner_height - 1
     cells = [data.counts[i * len(data.counts) // width] for i in range(width)]
     rows = _bars(cells, height, "latency") if height > 0 else []
@@ -156,7 +156,7 @@ def _bars(values: Sequence[float], height: int, role: str) -> list[Row]:
 
 
 def plane_panel(plane: Plane, frame: Frame) -> list[Row]:
-    """Points from 0 up; the limit is a dotted line across."""
+    """A scatter plot from 0 up; the limit is a dotted horizontal line."""
     width, height = frame.inner_width, frame.inner_height - 1
     right = [("● kept ", "good"), ("○ too much", "bad")]
     if not plane.points or height < 2:
@@ -187,7 +187,7 @@ def plane_panel(plane: Plane, frame: Frame) -> list[Row]:
 
 
 def series_panel(series: Sequence[Series], frame: Frame) -> list[Row]:
-    """The newest at the right. As areas where there is room, else a line each."""
+    """Series with the newest value at the right: areas where there is room, else one line each."""
     width, height = frame.inner_width, frame.inner_height
     title: list[Span] = [("over time", "text/b"), (" · 4 values a second", "muted")]
     if not series:

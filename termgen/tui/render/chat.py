@@ -1,4 +1,4 @@
-"""What the transcript and the status line show: pure functions from chat state to rows."""
+"""Rows of the transcript and the status line: pure functions of the chat state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EMPTY_KEYS = (
     ("chat.engine", "watch the engine", "/system", "instructions"),
     ("app.palette", "every action", "app.help", "every key"),
 )
-"""Actions by the names of their bindings, or what is written as it stands."""
+"""Actions by the names of their bindings; a string that is no binding is shown as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ChatStatus:
 
 
 def question_header(width: int, *, marked: str | None = None) -> Row:
-    """`marked`: the keys that act on a question at which the cursor is."""
+    """`marked`: the keys that act on the question under the cursor."""
     header: Row = (("you", "user/b"),)
     if marked is None:
         return header
@@ -60,7 +60,7 @@ def question_header(width: int, *, marked: str | None = None) -> Row:
 
 
 def question_rows(text: str, attachments: Sequence[Attachment], width: int) -> list[Row]:
-    """What stands below its header."""
+    """The question's text and attachments, below its header."""
     rows = wrap([(clean(text), "text")], width - 2)
     rows += [((cut(attachment_words(file), width - 2), "muted"),) for file in attachments]
     return [(("▎ ", "user"), *row) for row in rows]
@@ -72,7 +72,7 @@ def attachment_words(attachment: Attachment) -> str:
 
 
 def answer_header(name: str, turn: Turn, width: int) -> Row:
-    """Who answers and, of several answers or questions at this place, which one this is."""
+    """The model's name and, if this place has several answers or questions, which one is shown."""
     header: Row = ((clean_line(name), "accent/b"),)
     if len(turn.siblings) < 2:
         return header
@@ -85,7 +85,7 @@ def answer_header(name: str, turn: Turn, width: int) -> Row:
 
 
 def with_cursor(rows: Sequence[Row]) -> list[Row]:
-    """A text cursor after the last word of an answer under way."""
+    """Append a text cursor after the last word of an unfinished answer."""
     if not rows:
         return [((CURSOR, "accent"),)]
     if rows[-1] and rows[-1][-1][1].startswith("text@code"):  # inside a code block
@@ -94,13 +94,13 @@ def with_cursor(rows: Sequence[Row]) -> list[Row]:
 
 
 def waiting_row(turn: Turn, now_s: float) -> Row:
-    """Until the first token: for how long."""
+    """How long the answer has been waiting for its first token."""
     waited = max(0.0, now_s - turn.stats.sent_s)
     return (("reading the prompt ", "muted"), (f"{waited:.1f} s", "muted"))
 
 
 def answer_footer(turn: Turn, width: int) -> Row:
-    """Tokens, speed, time to first token and what the prefix cache gave, as far as they fit."""
+    """Tokens, speed, time to first token and cached tokens, as far as they fit."""
     stats = turn.stats
     parts: list[list[Span]] = []
     if turn.state is AnswerState.STOPPED:
@@ -131,7 +131,7 @@ def answer_footer(turn: Turn, width: int) -> Row:
 
 
 def notice_rows(text: str, width: int, *, role: str, sign: str, hint: str = "") -> list[Row]:
-    """A message of ours in the transcript: an error, or what a command did."""
+    """A message from termgen in the transcript: an error, or the result of a command."""
     body = wrap([(clean(text), "text" if role == "bad" else "muted")], width - 2)
     rows: list[Row] = [
         ((f"{sign} " if index == 0 else "  ", role + "/b"), *row) for index, row in enumerate(body)
@@ -141,17 +141,17 @@ def notice_rows(text: str, width: int, *, role: str, sign: str, hint: str = "") 
 
 
 def marked_keys(key_of: KeyOf) -> str:
-    """What can be done with a question that is marked."""
+    """The keys that act on a marked question."""
     before, after = key_of("chat.sibling_before"), key_of("chat.sibling_after")
     both = "alt+←→" if (before, after) == ("alt+←", "alt+→") else f"{before} {after}"
     return f"{key_of('chat.edit')} edit · {key_of('chat.retry')} again · {both}"
 
 
 def empty_rows(model: ModelInfo, key_of: KeyOf, width: int, height: int) -> list[Row]:
-    """An empty chat explains itself, in the middle of the screen."""
+    """Explain an empty chat, in the middle of the screen."""
     ready: list[Span] = [(model_words(model), "text"), (" is ready", "muted")]
     where = clean_line(model.device_name)
-    if model.max_model_len:  # a server elsewhere may not say
+    if model.max_model_len:  # a remote server may not report it
         where += f" · {count(model.max_model_len)} tokens of context"
     rows: list[Row] = [
         (("▍", "accent"), ("termgen", "accent/b")),
@@ -194,7 +194,7 @@ def status_row(model: ModelInfo, status: ChatStatus, width: int) -> Row:
     right = _right_end(model, status, room - len(changed))
     temperature = f" · T {status.temperature:g}"
     details = [(f" · {clean_line(model.device_name)}", "muted"), (temperature, "muted")]
-    if changed:  # what was set by hand comes before all but the context
+    if changed:  # settings changed by hand outrank everything but the context
         for shown in range(1, len(status.changes) + 1):
             words = _changed_words(status.changes, shown)
             if row_width(((words, ""), *right)) <= room:
@@ -208,7 +208,7 @@ def status_row(model: ModelInfo, status: ChatStatus, width: int) -> Row:
 
 
 def _changed_words(changes: Sequence[str], shown: int) -> str:
-    """The first so many, and how many more there are."""
+    """The first `shown` changes, and the number of the others."""
     if not changes:
         return ""
     more = f" +{len(changes) - shown}" if shown < len(changes) else ""
@@ -216,7 +216,7 @@ def _changed_words(changes: Sequence[str], shown: int) -> str:
 
 
 def _right_end(model: ModelInfo, status: ChatStatus, room: int) -> list[Span]:
-    """As many figures as there is room for; how full the context is comes last to go."""
+    """The figures that fit; the share of the context in use is dropped last."""
     behind: list[Span] = [("↓ more below  ", "warn")] if status.behind else []
     speed, ttft = _speed(status), _ttft(status)
     context = _context(status, model.max_model_len)

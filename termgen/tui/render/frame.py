@@ -1,4 +1,4 @@
-"""Frames of panels: rounded boxes where there is room, a titled rule where there is not."""
+"""Frames of panels: rounded boxes where there is room, otherwise a rule with a title."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Frame:
         return max(0, self.height - (2 if self.boxed else 1))
 
     def draw(self, title: Sequence[Span], right: Sequence[Span], body: Sequence[Row]) -> list[Row]:
-        """Exactly `height` rows of `width` cells; `right` goes first when the title needs room."""
+        """Exactly `height` rows of `width` cells; `right` is dropped first when the title needs
+        room."""
         edge = "border"
         rows = [self._top(title, right)]
         for index in range(self.inner_height):

@@ -1,6 +1,7 @@
-"""What the device does: CUDA graphs by size and mode, why others missed, memory, and the start.
+"""The device page: CUDA graphs by size and mode, misses with their reasons, memory, and start-up.
 
-Without a GPU, what the processor does in the place of the graphs."""
+Without a GPU, the processor's figures replace those of the graphs.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def graphs_page(
     boxed: bool,
     phase_times: PhaseTimes | None = None,
 ) -> list[Row]:
-    """Two columns where there is room: graphs at the left, memory and start at the right.
-    `phase_times` remembers what the phases of the last frame's steps took."""
+    """Two columns where there is room: graphs on the left, memory and start-up on the right.
+    `phase_times` caches the phase times of the last frame's steps."""
     if view.on_cpu:
         return _cpu_page(view, model, width, height, glyphs, boxed, phase_times or PhaseTimes())
     if width >= TWO_COLUMNS:
@@ -105,7 +106,7 @@ def _cpu_page(
 
 
 def cpu_panel(view: DashboardView, model: ModelInfo, frame: Frame) -> list[Row]:
-    """How many threads compute, how many cores that keeps busy, and the memory it takes."""
+    """Threads that compute, cores they keep busy, and memory of the process."""
     now = view.host[-1] if view.host else None
     threads = plural(model.num_threads, "thread") if model.num_threads else "threads not known"
     cores = f" of {plural(view.num_cores, 'core')}" if view.num_cores else ""
@@ -128,7 +129,7 @@ def cpu_panel(view: DashboardView, model: ModelInfo, frame: Frame) -> list[Row]:
 
 
 def capture_words(view: DashboardView) -> str:
-    """`34 recorded`, `12 of 34 recorded`, or that none were."""
+    """`34 recorded`, `12 of 34 recorded`, or a note that none is recorded."""
     snapshot = view.snapshot
     if snapshot is None:
         return ""
@@ -140,7 +141,7 @@ def capture_words(view: DashboardView) -> str:
 
 
 def sizes_panel(view: DashboardView, frame: Frame) -> list[Row]:
-    """Every size that was hit, the most frequent first, with what its padding wasted."""
+    """Every size that was hit, the most frequent first, with its share of padding."""
     figures, width = view.graphs, frame.inner_width
     title: list[Span] = [("CUDA graphs", "text/b"), (f" · {capture_words(view)}", "muted")]
     right: list[Span] = []
@@ -172,7 +173,7 @@ def sizes_panel(view: DashboardView, frame: Frame) -> list[Row]:
 
 
 def misses_panel(figures: GraphFigures, frame: Frame) -> list[Row]:
-    """Why steps ran without a graph, or from pieces only."""
+    """Why steps ran without a graph, or with a piecewise one."""
     total = sum(number for _, _, number in figures.reasons)
     right: list[Span] = [(plural(total, "step"), "muted")] if total else []
     body: list[Row] = []
@@ -190,7 +191,7 @@ def misses_panel(figures: GraphFigures, frame: Frame) -> list[Row]:
 def memory_panel(
     memory: MemoryLedger | None, frame: Frame, glyphs: Glyphs = COLOUR_GLYPHS
 ) -> list[Row]:
-    """The ledger as one bar and one line for each part."""
+    """The memory ledger as one bar, and one line for each part."""
     if memory is None:
         return frame.draw([("memory", "text/b")], (), [(("known at the other end", "muted"),)])
     width = frame.inner_width
@@ -220,7 +221,7 @@ def _sign(kind: str, glyphs: Glyphs) -> str:
 
 
 def _memory_bar(parts: dict[str, int], total: int, width: int, glyphs: Glyphs) -> Row:
-    """All parts side by side; rounding goes to what is free, the last."""
+    """All parts side by side; the free part comes last and absorbs rounding."""
     spans: list[Span] = []
     used, so_far = 0, 0
     for kind, nbytes in parts.items():
@@ -233,9 +234,9 @@ def _memory_bar(parts: dict[str, int], total: int, width: int, glyphs: Glyphs) -
 
 
 def startup_panel(phases: tuple[StartupPhase, ...], frame: Frame) -> list[Row]:
-    """The phases of the start one after the other, each at its place in the whole.
+    """The start-up phases one below the other, each at its offset in the whole time.
 
-    Where there is no room for all, the shortest are left out.
+    The shortest are left out where there is no room for all.
     """
     total = sum(phase.seconds for phase in phases)
     title: list[Span] = [("start", "text/b")]

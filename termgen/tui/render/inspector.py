@@ -1,6 +1,6 @@
 """One request from its arrival to its end: queue, cache, chunks, first token, gaps, preemptions.
 
-Made of what the events told; nothing here ever held the text.
+Built from events alone; this module never sees the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from termgen.vocabulary.events import StepRecord
 
 LABEL = 12
 KNOWN_NS = 1
-"""Times up to this are of before anybody listened."""
+"""Times up to this one predate the first event that was received."""
 STATES = {
     Doing.WAITING: ("waiting", "muted"),
     Doing.PREFILL: ("prefill", "prefill"),
@@ -41,7 +41,7 @@ def inspector_page(
     *,
     boxed: bool,
 ) -> list[Row]:
-    """The facts over the gaps between tokens, which take what room is left."""
+    """The facts above the gaps between tokens, which fill the remaining rows."""
     if history is None:
         text = "no request yet: ask something, then choose one with ↑ and ↓"
         return Frame(width, height, boxed).draw(
@@ -108,7 +108,7 @@ def _queue_words(history: History) -> str:
 
 
 def _scheduled_ns(history: History) -> int:
-    """When it had its place; at the latest with its first token. 0: not yet."""
+    """When the request got a slot, at the latest with its first token. 0: not yet."""
     return history.scheduled_ns or history.first_token_ns
 
 
@@ -163,7 +163,7 @@ def _preempt_words(history: History) -> str:
 
 
 def _life(history: History, now_ns: int, width: int, glyphs: Glyphs) -> Row:
-    """Its whole life on one scale of time: queued, chunks, decode, and where it lost its place."""
+    """The request's life on one time scale: queued, chunks, decode, and preemptions."""
     begin, end = history.queued_ns, max(history.finished_ns or now_ns, history.queued_ns + 1)
     cells = max(1, width)
 
@@ -187,7 +187,7 @@ def _paint(line: list[Span], first: int, last: int, sign: Span) -> None:
 
 
 def _latency_rows(history: History, now_ns: int, width: int) -> list[Row]:
-    """Where its time went, as shares of the whole."""
+    """Where the request's time went, as shares of the whole."""
     if history.queued_ns <= KNOWN_NS:
         return []
     end = history.finished_ns or now_ns
@@ -215,7 +215,7 @@ def gaps_ms(times: Sequence[int]) -> list[float]:
 
 
 def gaps_panel(times: Sequence[int], frame: Frame) -> list[Row]:
-    """Every gap between two tokens in the steps that are kept, the newest at the right."""
+    """Every gap between two tokens in the retained steps, the newest at the right."""
     gaps = gaps_ms(times)
     title: list[Span] = [
         ("gaps between tokens", "text/b"),

@@ -22,11 +22,12 @@ from termgen.vocabulary.events import BlockState, EngineSnapshot
 
 FREE, CACHED, ACTIVE, SHARED, ACTIVE_ALT, SELECTED, PART, EVICTED = range(8)
 _ODD_OWNER = np.int32(-(2**31) + 1)
-"""The bits that tell an odd owner: the last, and the sign, which nobody's -1 has."""
+"""Masks an owner's last bit and its sign bit: the result is 1 for odd owners, and never for -1
+(unowned)."""
 WIDE = 100
-"""Width from which the title is written out."""
+"""Width at which the title is written out."""
 TITLE_ROOM = 18
-"""Cells of the title of a narrow map and of the corners."""
+"""Cells taken by the corners and title of a narrow map."""
 _ROLES = (
     "kv-free",
     "kv-cached",
@@ -38,15 +39,15 @@ _ROLES = (
     "kv-evicted",
 )
 LARGE_SIGNS = {"■": "█", "▪": "▓", "▫": "▒"}
-"""Signs of cells that cover several characters: as they touch, squares would look like dashes."""
+"""Signs of cells several characters wide: adjoining squares would look like dashes."""
 JUST_NS = 1_000_000_000
-"""For how long a block counts as just evicted."""
+"""How long a block counts as just evicted."""
 NO_BLOCKS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvCells:
-    """Cell kinds, and how many blocks one cell stands for."""
+    """The kind of each cell, and how many blocks one cell stands for."""
 
     kinds: npt.NDArray[np.uint8]
     blocks_per_cell: float
@@ -63,18 +64,19 @@ def kv_cells(
 ) -> KvCells:
     """Scale the blocks (without null blocks) to at most `max_cells` cells, or to `per_cell` each.
 
-    A cell of several blocks takes the strongest state among them (shared, active, cached, free);
-    one that is less than half in use is marked as partly used, one with an `evicted` block as
-    that. Neighbouring owners alternate between two tints, so that requests can be told apart.
+    A cell of several blocks takes the strongest state among them (shared, active, cached, free). It
+    is marked as partly used if less than half of it is in use, and as evicted if it has an
+    `evicted` block. Neighbouring owners alternate between two tints, so that requests can be told
+    apart.
     """
     first = first_block(states)
     evicted = evicted - first
     states, owners = states[first:], owners[first:]
     num_blocks, num_cells = len(states), max(1, max_cells)
-    odd = (owners & _ODD_OWNER) == 1  # of what is not in use nobody is the owner
+    odd = (owners & _ODD_OWNER) == 1  # blocks not in use are unowned
     chosen = (owners == selected) & (states >= BlockState.ACTIVE) if selected >= 0 else None
     if per_cell == 1 or (per_cell is None and num_blocks <= num_cells):
-        kinds = states.astype(np.uint8)  # FREE, CACHED, ACTIVE, SHARED have equal numbers
+        kinds = states.astype(np.uint8)  # both enums number FREE, CACHED, ACTIVE, SHARED alike
         kinds[odd & (states == BlockState.ACTIVE)] = ACTIVE_ALT
         if chosen is not None:
             kinds[chosen] = SELECTED
@@ -101,12 +103,12 @@ def kv_cells(
 
 
 def first_block(states: npt.NDArray[np.uint8]) -> int:
-    """The first that is shown: block 0 may be the null block."""
+    """The first block shown: block 0 may be the null block."""
     return int(len(states) > 0 and states[0] == BlockState.NULL)
 
 
 def just_evicted(view: DashboardView) -> npt.NDArray[np.int32]:
-    """Blocks whose cached prefix was forgotten in the second before the picture of the blocks."""
+    """Blocks whose cached prefix was evicted in the second before the snapshot."""
     snapshot = view.snapshot
     if snapshot is None:
         return NO_BLOCKS
@@ -121,12 +123,12 @@ def just_evicted(view: DashboardView) -> npt.NDArray[np.int32]:
 def map_rows(
     cells: KvCells, width: int, glyphs: Glyphs, size: tuple[int, int] = (1, 1)
 ) -> list[Row]:
-    """The cells in reading order, one row per `width` of them. `size`: columns and lines of each;
-    of several, the last stay empty, so that neighbours are told apart."""
+    """The cells in reading order, `width` to a row. `size`: columns and lines of each cell; larger
+    cells leave their last column and line blank, as a gap between neighbours."""
     kinds = cells.kinds
     if not len(kinds):
         return []
-    begins = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1  # of the runs of one kind
+    begins = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1  # runs of one kind
     begins = np.union1d(begins, np.arange(0, len(kinds), width))
     wide, high = size
     runs = _runs(glyphs, width, wide)
@@ -150,7 +152,7 @@ def _signs(glyphs: Glyphs) -> tuple[str, ...]:
 
 @lru_cache(maxsize=8)
 def _runs(glyphs: Glyphs, width: int, wide: int) -> list[list[Span]]:
-    """By kind, and by length up to the width: cells of `wide` columns each."""
+    """Spans by cell kind and by run length up to `width`; a cell is `wide` columns."""
     drawn = max(1, wide - 1)
     gap = " " * (wide - drawn)
     cells = [(LARGE_SIGNS.get(one, one) if wide > 1 else one) * drawn for one in _signs(glyphs)]
@@ -187,8 +189,8 @@ def kv_panel(
 
 
 def kv_legend(view: DashboardView, glyphs: Glyphs, width: int) -> list[Span]:
-    """Signs with their names and counts. What does not fit beside the title gives way: the share
-    in use first, then the counts, so that no sign is without its name while there is room."""
+    """Signs with their names and counts. What does not fit beside the title is dropped: the share
+    in use first, then the counts, so that every sign keeps its name for as long as possible."""
     free, cached, active, shared = glyphs.kv
     num_shared = _num_shared(view)
     parts = [

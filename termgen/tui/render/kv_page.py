@@ -1,4 +1,4 @@
-"""The page of KV blocks: the map with a cursor, what is under it, hits and evictions by step."""
+"""The page of KV blocks: the map with a cursor, the block under it, hits and evictions by step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def kv_page(
     boxed: bool,
     selected: str | None = None,
 ) -> list[Row]:
-    """The whole page is one frame; `cursor` is told how large the map is."""
+    """The whole page is one frame; this also fits `cursor` to the size of the map."""
     frame = Frame(width, height, boxed)
     title: list[Span] = [("KV blocks", "text/b")]
     snapshot = view.snapshot
@@ -80,7 +80,8 @@ def kv_page(
     body += [()] * (rows - len(body))
     body.append(_under_cursor(snapshot, first, cursor, just_evicted(view)))
     body += tick_rows(view.steps, frame.inner_width)
-    room = frame.width - row_width(tuple(title)) + 8  # the corners and blanks beside both
+    # the corners, and the blanks beside both texts
+    room = frame.width - row_width(tuple(title)) + 8
     return frame.draw(title, kv_legend(view, glyphs, room), body)
 
 
@@ -105,7 +106,7 @@ def reversed_cell(row: Row, column: int) -> Row:
 def _under_cursor(
     snapshot: EngineSnapshot, first: int, cursor: KvCursor, evicted: npt.NDArray[np.int32]
 ) -> Row:
-    """State and owner of the block; of several blocks in a cell, how many are in which state."""
+    """State and owner of the block; for a cell of several blocks, their number in each state."""
     if not cursor.num_blocks:
         return (("no blocks", "muted"),)
     cell = cursor.cell_blocks
@@ -136,7 +137,7 @@ def _under_cursor(
 
 
 def tick_rows(steps: Sequence[StepRecord], width: int) -> list[Row]:
-    """Prefix tokens found and blocks evicted, one column a step, the newest at the right."""
+    """Prefix tokens hit and blocks evicted, one column a step, the newest at the right."""
     has_max = width >= 3 * TICK_LABEL
     room = max(1, width - TICK_LABEL - (TICK_MAX if has_max else 0))
     shown = list(steps[-room - 1 :])

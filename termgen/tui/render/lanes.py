@@ -1,4 +1,4 @@
-"""The batch page: the step's token budget, one lane for each request, and who waits, and why."""
+"""The batch page: the step's token budget, a lane for each request, and the waiting queue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batch_page(
     cursor: int | None = None,
     selected: str | None = None,
 ) -> list[Row]:
-    """All panels are about the same steps; the marked one is the last unless `cursor` says else."""
+    """All panels show the same steps; the last one is marked unless `cursor` selects another."""
     edge = 2 if boxed else 1
     waiting = [row for row in view.requests if row.state in ("waiting", "preempted")]
     budget = min(height, 1 + edge)
@@ -51,7 +51,7 @@ def batch_page(
 def budget_panel(
     view: DashboardView, frame: Frame, glyphs: Glyphs, *, cursor: int | None = None
 ) -> list[Row]:
-    """Tokens of the marked step against what one step may compute."""
+    """Tokens of the marked step beside the token budget."""
     title: list[Span] = [("token budget", "text/b")]
     limit = view.max_num_batched_tokens
     if not view.steps or not limit:
@@ -86,7 +86,7 @@ def lanes_panel(
     cursor: int | None = None,
     selected: str | None = None,
 ) -> list[Row]:
-    """One row a request, one column a step. The row of the selected request is kept in view."""
+    """One row a request, one column a step; scrolled so that the selected request is in view."""
     width = max(1, frame.inner_width - ID_WIDTH - TOKENS_WIDTH)
     shown, marked = steps_in_view(steps, width, cursor)
     title: list[Span] = [("requests", "text/b"), (f" · {len(shown)} steps", "muted")]
@@ -109,7 +109,7 @@ def lanes_panel(
 
 
 def _was_there(history: History, first_id: int, last_id: int) -> bool:
-    """Whether it had a slot in one of these steps."""
+    """Whether the request had a slot in one of these steps."""
     starts, kinds = history.run_starts, history.run_kinds
     if not starts or (kinds[-1] is Doing.OVER and starts[-1] <= first_id):
         return False
@@ -141,7 +141,7 @@ def _lane_row(
 
 
 def _tokens(history: History, step_id: int) -> Span:
-    """Tokens in the marked step."""
+    """The request's tokens in the marked step."""
     doing = history.doing(step_id)
     if doing is Doing.DECODE:
         return "+1".rjust(TOKENS_WIDTH), "decode"
@@ -177,7 +177,7 @@ def _legend(glyphs: Glyphs) -> list[Span]:
 
 
 def waiting_panel(view: DashboardView, waiting: Sequence[RequestRow], frame: Frame) -> list[Row]:
-    """The queue in its order, with why its first does not run."""
+    """The waiting queue in order, and the reason why its first request does not run."""
     title: list[Span] = [("waiting", "text/b"), (f" · {len(waiting)}", "muted")]
     reason = view.snapshot.waiting_reason if view.snapshot else ""
     right: list[Span] = [(reason, "warn")] if reason else []

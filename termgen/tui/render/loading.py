@@ -1,4 +1,4 @@
-"""The loading screen: what has been done, what is being done, and how far it is."""
+"""The loading screen: finished phases, the current one, and its progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME_WIDTH = 20
 def loading_rows(
     phases: Sequence[tuple[str, float]], elapsed_s: float, width: int, height: int, *, quit_key: str
 ) -> list[Row]:
-    """`phases` in the order they began, with the share done; the last is the one under way."""
+    """`phases` in the order they began, with the share done; the last is the current one."""
     rows: list[Row] = [(("▍", "accent"), ("termgen", "accent/b")), ()]
     if not phases:
         rows.append((("● ", "accent"), ("starting", "text")))

@@ -1,4 +1,4 @@
-"""The log page: is the engine alive, what does watching cost, and the log with level and search."""
+"""The log page: the engine's health, the cost of watching it, and the log with level and search."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from termgen.tui.step_figures import percentile
 from termgen.tui.store import DashboardView
 
 STALL_S = 2.0
-"""Without progress for so long, with work to do, the engine stands still."""
+"""An engine with work that makes no progress for this long is stalled."""
 LAST_STEPS = 8
 CHARS_PER_CELL = 4
-"""More than these, letters with marks upon marks, are not looked for behind the edge."""
+"""Longer lines, such as letters under stacks of combining marks, are cut before their width is
+measured."""
 _SIGNS = {
     Level.DEBUG: ("·", "faint"),
     Level.INFO: ("•", "good"),
@@ -37,7 +38,7 @@ def log_page(
     words: str,
     scroll: LogScroll,
 ) -> list[Row]:
-    """`trouble`: what is known to be wrong, empty while nothing is."""
+    """`trouble`: the known fault; empty while there is none."""
     edge = 2 if boxed else 1
     stalled_s = stalled_for_s(view)
     top = min(height, 2 + edge)
@@ -56,7 +57,7 @@ def log_page(
 
 
 def stalled_for_s(view: DashboardView) -> float:
-    """Seconds without progress although there is work; 0 while it goes on."""
+    """Seconds without progress although there is work; 0 while the engine makes progress."""
     snapshot, step = view.snapshot, view.last_step
     if view.is_idle or snapshot is None or snapshot.paused:
         return 0.0
@@ -68,7 +69,7 @@ def stalled_for_s(view: DashboardView) -> float:
 def watch_panel(
     view: DashboardView, frame: Frame, *, trouble: str, observer_share: float | None
 ) -> list[Row]:
-    """The watchdog's word, and the observer's tax on both threads."""
+    """The watchdog's verdict, and what observing costs both threads."""
     stalled_s, step = stalled_for_s(view), view.last_step
     if trouble:
         state: list[Span] = [(f"✗ {clean_line(trouble)}", "bad/b")]
@@ -109,7 +110,7 @@ def lines_panel(
     words: str,
     scroll: LogScroll,
 ) -> list[Row]:
-    """The newest lines that pass, or those that are scrolled to, with their age."""
+    """The newest lines that match, or those scrolled to, with their age."""
     found = log.matching(level, words, view.now_ns)
     end = scroll.end(found, frame.inner_height)
     title: list[Span] = [("log", "text/b"), (f" · {level.name.lower()} and above", "muted")]
@@ -134,6 +135,6 @@ def lines_panel(
 
 
 def _shown(text: str, width: int) -> str:
-    """Of a long line, only what may be seen is looked at."""
+    """A long line is cut first, so that only its visible part is cleaned and measured."""
     room = CHARS_PER_CELL * width
     return cut(clean_line(text if len(text) <= room else text[:room] + "…"), width)

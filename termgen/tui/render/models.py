@@ -1,4 +1,4 @@
-"""Lines of the model picker: pure functions from choices to rows."""
+"""Rows of the model picker: pure functions of the choices."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from termgen.tui.spans import Row, Span, fit, row_width
 
 NAME_WIDTH = 24
 DETAIL_WIDTH = 12
-"""With less room than this it is left out."""
+"""The detail column is left out below this width."""
 
 
 def choice_row(choice: ModelChoice, width: int) -> Row:
-    """What it is called, what it takes, and whether that is there."""
+    """The model's name, its size, and whether it is on the disk."""
     mark: Span = ("● ", "accent") if choice.is_current else ("  ", "text")
     name: Span = (f"{clean_line(choice.name)}", "text/b" if choice.is_current else "text")
     spans: list[Span] = [mark, *fit((name,), NAME_WIDTH)]
@@ -36,14 +36,14 @@ def _memory(choice: ModelChoice) -> Span:
 
 
 def bytes_words(num_bytes: int) -> str:
-    """As `termgen models` says it."""
+    """A size in the format of `termgen models`."""
     if num_bytes >= 10**9:
         return f"{num_bytes / 1e9:.1f} GB"
     return f"{num_bytes / 1e6:.0f} MB"
 
 
 def caution(choice: ModelChoice) -> str:
-    """What to say before doing it; empty where nothing speaks against it."""
+    """A warning to show before the model is loaded; empty where none applies."""
     parts = []
     if not choice.is_here:
         size = "" if choice.size_bytes is None else f" {bytes_words(choice.size_bytes)}"

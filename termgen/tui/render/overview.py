@@ -1,4 +1,4 @@
-"""Header, tiles and the lines that stand for them on small screens."""
+"""Header, tiles, and the lines that replace them on small screens."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ ROOMY_TILE = 35
 NUMBER_WIDTH = 6
 TIME_WIDTH = 8
 FOUR_NUMBERS = 46
-"""Width from which the latencies have a third percentile."""
+"""Width at which the latencies get a third percentile."""
 PLOT_WORDS = 29
-"""Cells beside the series of a rate on a small screen."""
+"""Cells of text beside a rate's plot on a small screen."""
 POINTS_PER_READING = 4
 SPARK_WINDOW_S = 30
-"""What the short series show, unless one asks for another length of time."""
+"""Length of time shown by the short series, unless another is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """How the dashboard itself is doing."""
+    """State of the dashboard itself."""
 
     hz: float
     paused: bool
     healthy: bool
     observer_share: float | None
-    """CPU share of the thread that draws, per wall second."""
+    """CPU share of the drawing thread, per second of wall time."""
     back: int = 0
     """Steps behind the newest, when paused."""
     trouble: str = "engine stopped"
-    """What is wrong when not healthy."""
+    """What is wrong when the engine is not healthy."""
     replay: str = ""
-    """Where a recording is, and its speed; empty when this is no recording."""
+    """The recording's position and speed; empty when this is a live view."""
 
 
 def model_words(model: ModelInfo) -> str:
-    """`smollm2-135m float32` with the quantization in place of the type if there is one. Of a
-    model elsewhere the type may not be known."""
+    """`smollm2-135m float32`, with the quantization instead of the type if there is one. The type
+    of a remote model may be unknown."""
     return f"{clean_line(model.model_id)} {model.quantization or model.dtype}".rstrip()
 
 
 def memory_words(memory: MemoryLedger) -> tuple[str, str]:
-    """`memory 71.2 of 79.1 GiB, KV 60.1 GiB`, and the end of it for narrow screens."""
+    """`memory 71.2 of 79.1 GiB, KV 60.1 GiB`, and its last part for narrow screens."""
     used = size(memory.total_bytes - memory.free_bytes)
     total, kv = size(memory.total_bytes), f"KV {size(memory.kv_cache_bytes)}"
     if used[-3:] == total[-3:]:
@@ -79,7 +79,7 @@ def header(model: ModelInfo, view: DashboardView, live: LiveState, width: int) -
         details.append((f"runs {model.run_ahead_ms:g} ms ahead",))
     right = _live_words(view, live, width)
     room = width - row_width(tuple(right)) - 2
-    for forms in details:  # each in the first form that fits
+    for forms in details:  # each takes the first form that fits
         spans: list[Span] = [(f" · {form}", "muted") for form in forms]
         fitting = [span for span in spans if row_width((*left, span)) <= room]
         if not fitting:
@@ -119,8 +119,8 @@ def prefill_tile(view: DashboardView, frame: Frame) -> list[Row]:
 def _rate_tile(
     name: str, values: Values, now: float, frame: Frame, window_s: int | None
 ) -> list[Row]:
-    """The name is also the role. The plot says what its full height is and how far back it goes;
-    the unit gives way to the number."""
+    """`name` is also the role. The plot is labelled with its full height and its length of time; on
+    a narrow tile the number is kept and the unit dropped."""
     width, height = frame.inner_width, frame.inner_height
     shown = windowed(values, window_s, 2 * width)
     rows = braille(shown, width, height, role=name)
@@ -134,8 +134,8 @@ def _rate_tile(
 
 
 def latency_tile(view: DashboardView, frame: Frame) -> list[Row]:
-    """What users wait for, and what a step takes: percentiles, each with its series. The longest
-    time is the full height of a series."""
+    """Latencies of requests and of steps: percentiles, each with its series. The longest time is
+    the full height of a series."""
     width, series = frame.inner_width, view.series
     names = ("p50", "p95", "p99") if width >= FOUR_NUMBERS else ("p50", "p99")
     lines = (
@@ -159,9 +159,9 @@ def latency_tile(view: DashboardView, frame: Frame) -> list[Row]:
 
 
 def gauges_tile(view: DashboardView, frame: Frame, gpu: GpuHistory = ()) -> list[Row]:
-    """How full everything is, each with its series and its number, over which the full height is.
+    """Gauges (share in use), each with its series and its number, relative to the full height.
 
-    The GPU has lines where there is room for them, or a word in the title.
+    The GPU has lines of its own where there is room, otherwise a word in the title.
     """
     roomy = frame.width >= ROOMY_TILE
     gauges = _standing(view, roomy=roomy)
@@ -186,7 +186,7 @@ class _Gauge(NamedTuple):
     name: str
     values: Sequence[float] | Values
     peak: float | None
-    """What the height of the series is; None: the highest shown."""
+    """The value at the full height of the series; None: the highest shown."""
     number: str
     role: str
     unit: str = ""
@@ -212,7 +212,7 @@ def _standing(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
 
 
 def host_lines(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
-    """Of an engine on a CPU: the cores it keeps busy, and the memory that its process holds."""
+    """For an engine on a CPU: the cores it keeps busy, and the memory of its process."""
     if not view.host:
         return []
     now = view.host[-1]
@@ -231,7 +231,7 @@ def host_lines(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
 
 
 def _gpu_lines(gpu: GpuHistory, *, roomy: bool) -> list[_Gauge]:
-    """NVML is read once a second, the series have four points for it."""
+    """NVML is read once a second; each reading becomes four points of the series."""
     used, total = gpu[-1].used_bytes / 2**30, gpu[-1].total_bytes / 2**30
     points = [reading for reading in gpu for _ in range(POINTS_PER_READING)]
     busy = [reading.busy for reading in points]
@@ -244,7 +244,7 @@ def _gpu_lines(gpu: GpuHistory, *, roomy: bool) -> list[_Gauge]:
 
 
 def _rest(view: DashboardView) -> str:
-    """How the engine, not the picture of it, is held back; empty when it is not."""
+    """The state that holds the engine itself back, not only this view of it; empty when running."""
     if view.snapshot is None or not view.snapshot.paused:
         return ""
     return "asleep" if view.snapshot.sleep_level else "paused"
@@ -259,8 +259,8 @@ def _gauge_row(gauge: _Gauge, width: int, label: int, number: int, view: Dashboa
 
 
 def numbers_lines(view: DashboardView, width: int, height: int, gpu: GpuHistory = ()) -> list[Row]:
-    """What the tiles have, for small terminals: in three rows, or a single one. The two rates have
-    their series, with its highest value and how far back it goes."""
+    """The tiles' figures for small terminals, in three rows or a single one. The two rates keep
+    their series, with its highest value and its length of time."""
     rest = _rest(view)
     head: list[Span] = [(f" {rest} ", "warn/b")] if rest else []
     out, into = rate(view.decode_rate), rate(view.prefill_rate)
@@ -307,7 +307,7 @@ def _named(name: str, number: str, role: str, unit: str = "") -> list[Span]:
 
 
 def _joined(groups: Sequence[Sequence[Span]], width: int) -> Row:
-    """Side by side; the last ones drop out first."""
+    """Groups side by side; the last ones are dropped first."""
     spans: list[Span] = []
     for group in groups:
         if row_width((*spans, *group)) > width:

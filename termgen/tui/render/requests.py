@@ -1,4 +1,4 @@
-"""The request table: who is in the step, who waits, who just finished."""
+"""The request table: running, waiting and recently finished requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIN_PARAMS = 8
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`width` includes the two blanks before it; a column shows when the table is `needs` wide."""
+    """`width` includes two leading blanks; the column shows from a table width of `needs`."""
 
     title: str
     width: int
@@ -58,7 +58,7 @@ def requests_panel(
     first: int = 0,
     has_chat: bool = True,
 ) -> list[Row]:
-    """`first` is the row the table is scrolled to. `has_chat`: this program can be asked too."""
+    """`first` is the row the table is scrolled to. `has_chat`: this program also sends requests."""
     title: list[Span] = [
         ("requests", "text/b"),
         (f" · {view.num_running} running  {view.num_waiting} waiting", "muted"),
@@ -89,7 +89,7 @@ def _rows_in_view(view: DashboardView, frame: Frame, first: int) -> Sequence[Req
 
 
 def row_at(y: int, view: DashboardView, frame: Frame, *, first: int = 0) -> RequestRow | None:
-    """The request in a line of the panel, which has its frame and its header above the first."""
+    """The request in a line of the panel, whose frame and header precede the first request."""
     rows = _rows_in_view(view, frame, first)
     return rows[y - 2] if 0 <= y - 2 < len(rows) else None
 
@@ -167,13 +167,13 @@ def _row(
 
 
 def _params(row: RequestRow, room: int) -> str:
-    """What else tells it apart, in what is left of its column."""
+    """The parameters that tell the request apart, as far as the column has room."""
     words = cut(clean_line(row.params), room - 2) if row.params and room > MIN_PARAMS else ""
     return f"  {words}".ljust(room) if words else " " * room
 
 
 def _lengths(row: RequestRow, width: int, peak: int, glyphs: Glyphs) -> Row:
-    """Cached prompt, computed prompt, output and what is still to compute, to one scale.
+    """Cached prompt, computed prompt, output and remaining prompt, to one scale.
 
     `peak` is the length in tokens that fills the bar.
     """

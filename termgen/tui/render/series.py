@@ -1,4 +1,4 @@
-"""Series as filled braille areas, block bars and one-line sparks."""
+"""Series as filled braille areas, block bars and single-row sparks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 from termgen.tui.spans import Row
 
 POINT_S = 0.25
-"""Between two points of a live series."""
+"""Time between two points of a live series."""
 BARS = " ▁▂▃▄▅▆▇█"
 _LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)
 _RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
@@ -32,7 +32,7 @@ def braille(
 
 @lru_cache(maxsize=4096)
 def _column(left: int, right: int, height: int) -> str:
-    """Two neighbours of an area, from the top down."""
+    """Braille characters of two neighbouring values, from the top down."""
     signs = (
         chr(0x2800 + _LEFT[min(4, max(0, left - base))] + _RIGHT[min(4, max(0, right - base))])
         for base in range((height - 1) * 4, -1, -4)
@@ -48,21 +48,21 @@ def spark(values: Sequence[float], width: int, *, role: str, peak: float | None 
 
 
 def labelled(rows: Sequence[Row], top: str, span: str) -> list[Row]:
-    """A plot with what its full height is at its top left, and how far back it goes at its bottom
-    left; in a single line, both."""
+    """Label a plot with its full height at the top left and its length of time at the bottom left;
+    a single row takes both."""
     if len(rows) == 1:
         return [_over(rows[0], f"{top} · {span} ")]
     return [_over(rows[0], top + " "), *rows[1:-1], _over(rows[-1], span + " ")]
 
 
 def _over(row: Row, words: str) -> Row:
-    """Words instead of the first cells of a plotted row."""
+    """Write `words` over the first cells of a plotted row."""
     (line, role), *_ = row
     return ((words, "muted"), (line[len(words) :], role)) if len(words) < len(line) else row
 
 
 def span_words(points: int, window_s: int | None) -> str:
-    """How far back a series of so many points goes."""
+    """The length of time that this many points cover."""
     seconds = window_s if window_s is not None else points * POINT_S
     return f"−{seconds:g} s"
 
@@ -83,7 +83,7 @@ def _tail(values: Sequence[float], count: int) -> list[float]:
 
 
 def _levels(values: Sequence[float], top: float, levels: int) -> list[int]:
-    """Of each value, up to `levels` at the top; at least one above zero."""
+    """The height of each value, up to `levels` for `top`; at least 1 for values above zero."""
     if top <= 0:
         return [0] * len(values)
     return [(min(levels, round(value / top * levels)) or 1) if value > 0 else 0 for value in values]

@@ -1,4 +1,4 @@
-"""The list of chats, as rows: grouped by when they were last used; `●` is open, `▸` marked."""
+"""Rows of the list of chats, grouped by last use; `●` marks the open one, `▸` the selected one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from termgen.tui.spans import Row, Span, cut, fit, spread
 
 DAY_S = 86_400.0
 ROOMY_WIDTH = 60
-"""From here on a row tells the model too."""
+"""Width at which a row also shows the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListedRow:
     row: Row
     index: int | None = None
-    """Of the chat it belongs to; None for a heading."""
+    """Index of the row's chat in the list; None for a heading."""
 
 
 def session_rows(
@@ -69,7 +69,7 @@ def _row(
 
 
 def used_words(then_s: float, now_s: float) -> str:
-    """The time of today, the weekday and time of this week, else the date."""
+    """A time for today, weekday and time for this week, otherwise the date."""
     forms = {"today": "%H:%M", "yesterday": "%H:%M", "this week": "%a %H:%M"}
     then, now = time.localtime(then_s), time.localtime(now_s)
     other_days = "%-d %b" if then.tm_year == now.tm_year else "%-d %b %Y"
@@ -77,7 +77,7 @@ def used_words(then_s: float, now_s: float) -> str:
 
 
 def _numbers(sessions: Sequence[SessionSummary]) -> list[int]:
-    """Of chats that share their title, from the oldest on; 0 for the others."""
+    """Numbers for chats that share a title, counted from the oldest; 0 for unique titles."""
     titles = [session.title.casefold() for session in sessions]
     counts = Counter(titles)
     left = Counter(titles)
@@ -89,7 +89,7 @@ def _numbers(sessions: Sequence[SessionSummary]) -> list[int]:
 
 
 def age_group(then_s: float, now_s: float) -> str:
-    """By days of the calendar."""
+    """The heading for a time, by calendar days."""
     now = time.localtime(now_s)
     midnight_s = time.mktime((now.tm_year, now.tm_mon, now.tm_mday, 0, 0, 0, 0, 0, -1))
     for name, days in (("today", 0), ("yesterday", 1), ("this week", 6), ("this month", 29)):

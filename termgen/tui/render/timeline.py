@@ -1,4 +1,4 @@
-"""CPU and GPU lanes of the last steps by the clock: what overlaps, and where the device waits."""
+"""CPU and GPU lanes of the last steps on a time axis: overlap, and where the device waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from termgen.tui.step_figures import quantiles
 from termgen.vocabulary.events import StepRecord
 
 LABEL = 6
-"""Cells before a lane."""
+"""Cells of the label before a lane."""
 LANES_HEIGHT = 9
 MIN_STEPS, DEFAULT_STEPS, MAX_STEPS = 2, 8, 256
 WAIT, PLAN, LAUNCH, APPLY, GPU, GPU_ODD, IDLE = range(7)
@@ -45,16 +45,16 @@ _PHASES: tuple[tuple[str, str, Callable[[StepRecord], float]], ...] = (
     ("model", "decode", lambda s: s.model_us / 1e3),
     ("sample", "kv-shared", lambda s: s.sample_us / 1e3),
 )
-"""Name, role and milliseconds of what a step's time goes into."""
+"""Name, role and milliseconds of each phase of a step."""
 _HOST_US = attrgetter("schedule_us", "launch_us", "wait_us", "apply_us", "publish_us", "host_us")
 _DEVICE = attrgetter("started_ns", "ended_ns", "idle_us")
 _PARTS_US = attrgetter("input_us", "model_us", "sample_us")
 NAMES = [name for name, _, _ in _PHASES]
 FIRST_PART = NAMES.index("input")
-"""From here on, phases that only newer engines tell of."""
+"""Index of the first phase that only newer engines report."""
 ON_GPU = ("schedule", "launch", "wait", "apply", "telling", "host in all", "device", "idle")
 ON_CPU = ("schedule", "input", "model", "sample", "apply", "telling", "device")
-"""Phases where the host computes the step itself: nothing is launched, and nothing waits."""
+"""Phases of a step computed on the host: nothing is launched, and nothing waits."""
 CPU_NAMES = {"apply": "output", "device": "step in all"}
 
 
@@ -71,9 +71,9 @@ def timeline_page(
     has_run: bool = False,
     on_cpu: bool = False,
 ) -> list[Row]:
-    """The lanes over the phases over the steps one by one. `cursor` counts back from the newest;
-    `phase_times` remembers what the phases of the last frame's steps took; `has_run`: there were
-    steps before those that are known; `on_cpu`: there is no device beside the host."""
+    """The lanes above the phases above a list of steps. `cursor` counts back from the newest;
+    `phase_times` caches the phase times of the last frame's steps; `has_run`: there were steps
+    before the known ones; `on_cpu`: the engine has no device beside the host."""
     end = len(steps) - min(cursor or 0, max(0, len(steps) - 1))
     lanes = min(height, LANES_HEIGHT + (2 if boxed else 1))
     shown, frame = steps[max(0, end - num_steps) : end], Frame(width, lanes, boxed)
@@ -97,7 +97,7 @@ def lanes_panel(
     has_run: bool = False,
     on_cpu: bool = False,
 ) -> list[Row]:
-    """The steps side by side on one scale of time; the last one is the marked one."""
+    """The steps side by side on one time scale; the last one is the marked one."""
     title: list[Span] = [("timeline", "text/b")]
     if not steps:
         return frame.draw(title, (), [(), ((no_step_words(has_run), "muted"),)])
@@ -130,7 +130,8 @@ def _span(steps: Sequence[StepRecord]) -> tuple[int, int]:
 
 
 def _host_lane(steps: Sequence[StepRecord], cells: int, at: Callable[[float], int]) -> list[int]:
-    """Waiting first, so that no phase of work hides behind it; each phase has at least a cell."""
+    """Waiting is drawn first, so that it hides no working phase; each phase gets at least one
+    cell."""
     lane = [-1] * cells
     for step in steps:
         landed = step.landed_ns or step.applied_ns
@@ -144,7 +145,7 @@ def _host_lane(steps: Sequence[StepRecord], cells: int, at: Callable[[float], in
 
 
 def _device_lane(steps: Sequence[StepRecord], cells: int, at: Callable[[float], int]) -> list[int]:
-    """Neighbouring steps alternate; what was idle before a step although there was work shows."""
+    """Neighbouring steps alternate in tint; idle time before a step is drawn if there was work."""
     lane = [-1] * cells
     for step in steps:
         kind = GPU_ODD if step.step_id % 2 else GPU
@@ -169,7 +170,7 @@ def _lane(name: str, lane: Sequence[int], glyphs: Glyphs) -> Row:
 
 
 def _labels(name: str, marks: Iterable[tuple[int, str]], cells: int) -> Row:
-    """Short texts at cells of a lane; one that would touch the one before is left out."""
+    """Short labels at cells of a lane; a label that would touch its predecessor is left out."""
     line = [" "] * cells
     free_from = 0
     for cell, text in marks:
@@ -180,7 +181,7 @@ def _labels(name: str, marks: Iterable[tuple[int, str]], cells: int) -> Row:
 
 
 def _ruler(cells: int, span_ns: int) -> Row:
-    """Times from the left edge, at most one mark in twelve cells."""
+    """Times since the left edge, at most one mark in twelve cells."""
     line = ["─"] * cells
     for cell in range(0, cells - 9, max(12, cells // 8)):
         text = f"┴{took(span_ns * cell / cells / 1e6)} " if cell else "┴0 "
@@ -189,7 +190,7 @@ def _ruler(cells: int, span_ns: int) -> Row:
 
 
 def _busy_words(steps: Sequence[StepRecord]) -> list[Span]:
-    """Share of the time from the first start to the last end in which the device ran."""
+    """The device's busy share of the time from the first start to the last end."""
     begin, end = steps[0].started_ns, steps[-1].ended_ns
     ran = sum(max(0, s.ended_ns - s.started_ns) for s in steps)
     idle_ms = sum(s.idle_us for s in steps[1:]) / 1e3
@@ -204,7 +205,7 @@ def _busy_words(steps: Sequence[StepRecord]) -> list[Span]:
 
 
 def _times_line(step: StepRecord, width: int, *, on_cpu: bool = False) -> Row:
-    """Every phase; on a narrow screen without the sums and parts that the panel below has."""
+    """Every phase; a narrow screen omits the sums and parts, which the panel below has."""
     kinds = {name: (role, ms_of) for name, role, ms_of in _PHASES}
     values = {
         CPU_NAMES.get(name, name) if on_cpu else name: (kinds[name][0], kinds[name][1](step))
@@ -249,8 +250,7 @@ def _legend(glyphs: Glyphs, *, on_cpu: bool) -> Row:
 def phases_panel(
     took_ms: npt.NDArray[np.float64], frame: Frame, *, on_cpu: bool = False
 ) -> list[Row]:
-    """Where a step's time goes: median and 99th percentile of every phase, to one scale.
-
+    """Median and 99th percentile of every phase of a step, to one scale.
     took_ms: [phases, steps]"""
     num_steps = took_ms.shape[1]
     right = [(f"last {plural(num_steps, 'step')}", "muted")]
@@ -279,7 +279,7 @@ def phases_panel(
 
 
 class PhaseTimes:
-    """What the phases of the steps took. From one frame to the next most steps are the same."""
+    """A cache of the steps' phase times: most steps of a frame were in the frame before."""
 
     def __init__(self) -> None:
         self._steps: Sequence[StepRecord] = ()
@@ -294,7 +294,7 @@ class PhaseTimes:
         return self._took_ms
 
     def _num_known(self, steps: Sequence[StepRecord]) -> int:
-        """How many steps at the front of these are those at the end of the last ones."""
+        """The number of leading steps that the last call ended with."""
         if not self._steps or not steps:
             return 0
         last = self._steps[-1]
@@ -308,7 +308,7 @@ class PhaseTimes:
 
 
 def phases_ms(steps: Sequence[StepRecord]) -> npt.NDArray[np.float64]:
-    """[phases, steps] as `_PHASES` has them, of many steps at once."""
+    """[phases, steps] in the order of `_PHASES`, computed for all steps at once."""
     if not steps:
         return np.empty((len(_PHASES), 0))
     host = np.array(list(map(_HOST_US, steps)), np.float64).T / 1e3
@@ -319,7 +319,7 @@ def phases_ms(steps: Sequence[StepRecord]) -> npt.NDArray[np.float64]:
 
 
 def list_panel(steps: Sequence[StepRecord], frame: Frame, *, on_cpu: bool = False) -> list[Row]:
-    """The newest steps one by one, with every time the engine tells of them."""
+    """One row for each of the newest steps, with every time the engine reports."""
     head = "     step  mode        decode  prefill   pad  queue"
     names: tuple[str, ...] = ("schedule", "launch", "wait", "apply", "device", "idle")
     if on_cpu:

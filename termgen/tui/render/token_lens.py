@@ -1,8 +1,8 @@
-"""What the token lens shows: tokens tinted by surprise, and what else could stand there.
+"""The token lens: tokens tinted by surprise, and the alternatives to each.
 
-Pure: from scores and a cursor to rows. The text is wrapped once for a width; after that a frame
-costs the rows that are seen. The degree of surprise is a colour and, for terminals without any, an
-attribute.
+Pure functions of scores and a cursor. The text is wrapped once for a width; after that a frame
+costs only its visible rows. The degree of surprise is a colour and, for terminals without colours,
+an attribute.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from termgen.tui.token_scores import LIKELY, Alternative, TokenScores
 from termgen.vocabulary.sampling_params import SamplingParams
 
 ROLES = ("text", "accent/i", "warn/u", "bad/bu")
-"""By degree of surprise."""
+"""Roles in ascending degree of surprise."""
 NAME_WIDTH = 22
 SHARE_WIDTH = 7
 FEWEST_CHOICES = 3
 LINE_END = "↵"
 UNSEEN = "▯"
-"""A token that shows nothing, while the cursor is on it."""
+"""Stands for a token without visible text while the cursor is on it."""
 SIGNS = 2
-"""Columns kept free in each row: for the signs of a line's end and of a token without text."""
+"""Columns reserved in each row for the signs of a line's end and of a token without text."""
 
 
 class TokenText:
-    """Tokens wrapped to fit a width with their signs. A token that fits on a line is not broken."""
+    """Tokens wrapped to a width, with their signs. A token that fits on one line is not broken."""
 
     def __init__(self, pieces: Sequence[str], width: int) -> None:
         self.width = max(1, width - SIGNS)
         self._rows: list[list[tuple[int, str]]] = [[]]
         self._firsts_of = array("l")
-        """The row in which each token begins."""
+        """First row of each token."""
         self._used = 0
         for index, piece in enumerate(pieces):
             self._add(index, piece)
@@ -47,15 +47,15 @@ class TokenText:
         return len(self._rows)
 
     def row_of(self, token: int) -> int:
-        """Where it begins."""
+        """The row in which the token begins."""
         return self._firsts_of[token]
 
     def row(self, index: int) -> list[tuple[int, str]]:
-        """Tokens and what they show there."""
+        """Tokens of the row, each with the text it has there."""
         return self._rows[index]
 
     def first_of(self, row: int) -> int:
-        """The first token that begins or goes on in this row."""
+        """The first token that begins or continues in this row."""
         return self._rows[row][0][0] if self._rows[row] else bisect_left(self._firsts_of, row)
 
     def token_at(self, row: int, column: int) -> int | None:
@@ -82,7 +82,7 @@ class TokenText:
                 self._put(index, line)
 
     def _put(self, index: int, line: str) -> None:
-        """From where the row is, over as many as it takes."""
+        """Place a line at the current row, over as many rows as it takes."""
         while True:
             head, line = split_cells(line, self.width - self._used)
             if not head and line and not self._used:  # a glyph wider than the row
@@ -100,21 +100,21 @@ class TokenText:
 
 @dataclass(slots=True)
 class LensView:
-    """What is looked at."""
+    """Scores, cursor and scroll position of the lens."""
 
     scores: TokenScores
     params: SamplingParams
     vocab_size: int
     keys: str = ""
-    """What to press, for the last row."""
+    """The keys to show in the last row."""
     cursor: int = 0
     chosen: int = 0
-    """Of the alternatives at the cursor."""
+    """Index among the alternatives at the cursor."""
     top: int = 0
-    """The first row of the text that is seen."""
+    """The first visible row of the text."""
 
     def move(self, cursor: int) -> None:
-        """To a token; what stands there is chosen."""
+        """Go to a token and select the alternative that was sampled."""
         self.cursor = max(0, min(len(self.scores) - 1, cursor))
         taken = [choice.is_taken for choice in self.choices]
         self.chosen = taken.index(True)
@@ -125,7 +125,7 @@ class LensView:
 
 
 def text_height(height: int) -> int:
-    """Of the rows there are, those of the text."""
+    """Rows for the text out of `height`."""
     return height - 3 - max(FEWEST_CHOICES, (height - 3) // 2)
 
 
@@ -180,7 +180,7 @@ def _legend(width: int) -> Row:
 
 
 def _choice_rows(view: LensView, width: int, height: int) -> list[Row]:
-    """The alternatives around the chosen one, and where sampling cuts them off."""
+    """The alternatives around the selected one, and where top-k, top-p and min-p cut them off."""
     choices = view.choices
     rows = [_choice_row(choice, i == view.chosen, width) for i, choice in enumerate(choices)]
     at = view.chosen

@@ -17,8 +17,8 @@ from termgen.tui.palette import Palette
 from termgen.tui.spans import Row
 
 WHOLE_EVERY = 64
-"""Frames in which a row is drawn whole once, whatever the terminal should show: a program that has
-written between is gone for good."""
+"""Frames after which a row is drawn in full, whatever the terminal is believed to show: this
+repairs what another program has written over it."""
 Painter = Callable[[int, int], Sequence[Row]]
 """(width, height) -> rows; rows beyond the height are ignored, missing ones are blank."""
 
@@ -37,19 +37,19 @@ class Canvas(Widget):
         self._rows: list[Row] = []
         self._strips: list[Strip] = []
         self.tells_changes = False
-        """A row is told to the terminal by the cells that differ. Whoever sets this calls `forget`
-        whenever the terminal may show something else than what was drawn last."""
+        """Send only the cells that changed since the last frame. The owner that sets this calls
+        `forget` whenever the terminal may show something else than the last frame."""
         self._shown_at = Region()
         self._turn = 0
 
     def forget(self) -> None:
-        """What is drawn next is drawn whole."""
+        """Draw every row in full on the next frame."""
         for strip in self._strips:
             if isinstance(strip, LeanStrip):
                 strip.forget()
 
     def set_palette(self, palette: Palette) -> None:
-        """A new theme: everything is drawn again."""
+        """Take a new theme and draw every row again."""
         self._palette = palette
         self._rows, self._strips = [], []
         self.repaint()
@@ -65,9 +65,9 @@ class Canvas(Widget):
             self.refresh(*(region.translate((-x, -y)) for region in changed))
 
     def take_rows(self) -> list[Region]:
-        """Ask the painter for rows. Where on the screen they differ from what is shown: whoever
-        calls this has it drawn, many canvases at once."""
-        x, top, width, height = self.region  # nothing while it is not shown
+        """Ask the painter for rows, and return the screen regions that changed. The caller
+        refreshes them, which lets it draw many canvases at once."""
+        x, top, width, height = self.region  # an empty region while hidden
         if self._palette is None or not width or not height:
             return []
         fresh = list(self._painter(width, height))[:height]
@@ -88,7 +88,7 @@ class Canvas(Widget):
 
     @property
     def text(self) -> str:
-        """What is shown, for tests and for copying."""
+        """The visible text, for tests and for copying."""
         return "\n".join(strip.text.rstrip() for strip in self._strips)
 
     def render_lines(self, crop: Region) -> list[Strip]:
@@ -116,7 +116,7 @@ class Canvas(Widget):
 
 
 def _runs(lines: Sequence[int]) -> list[tuple[int, int]]:
-    """First and number of each run of neighbours, of lines in order."""
+    """First line and length of each run of adjacent lines; `lines` is sorted."""
     runs: list[tuple[int, int]] = []
     for y in lines:
         if runs and sum(runs[-1]) == y:

@@ -1,4 +1,4 @@
-"""The list above the prompt of what may be written next: commands, their arguments, files."""
+"""The completion list above the prompt: commands, their arguments, files."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from termgen.tui.widgets.canvas import Canvas
 MAX_ROWS = 8
 MAX_LABEL_CELLS = 44
 FILE_COMMANDS = frozenset(("attach", "import", "schema"))
-"""Their argument is the path of a file."""
+"""Commands whose argument is a file path."""
 
 Arguments = Callable[[], Sequence[tuple[str, str]]]
-"""What a command's argument may be now: values, and what each means."""
+"""A command's possible arguments: values and their meanings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     text: str
-    """What is put in place of the last `replaces` characters before the cursor."""
+    """Replaces the last `replaces` characters before the cursor."""
     replaces: int
     label: str
     help: str = ""
     takes_enter: bool = False
-    """Enter takes it as tab does, as what is written so far is nothing to be sent."""
+    """Enter accepts the choice as tab does, because the text so far cannot be sent."""
 
 
 class Completion(Canvas):
-    """Hidden while nothing is being completed. The prompt asks it; it never takes the focus."""
+    """Hidden while nothing is being completed. The prompt drives it; it never takes the focus."""
 
     class Taken(Message):
         """A row was clicked."""
@@ -46,16 +46,16 @@ class Completion(Canvas):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(self._paint, id=id)
         self.arguments: Mapping[str, Arguments] = {}
-        """Of commands, by their name."""
+        """Possible arguments by command name."""
         self.before = ""
-        """What is being completed: the text before the cursor."""
+        """The text before the cursor, which is being completed."""
         self._paths: list[str] | None = None
-        """Files below the working folder, as of when the list opened."""
+        """Files below the working folder, listed when the completion list opened."""
         self._is_finding = False
         self._found: list[Choice] = []
         self._selected = 0
         self._is_moved = False
-        """The selection was moved by hand, so enter takes it."""
+        """The selection was moved by hand, so enter accepts it."""
         self.display = False
 
     @property
@@ -71,7 +71,8 @@ class Completion(Canvas):
         return self.is_open and (self._is_moved or self.selected.takes_enter)
 
     def look(self, before: str, *, is_whole: bool) -> None:
-        """Show what the text before the cursor may become. `is_whole`: all else is empty."""
+        """List the completions of the text before the cursor. `is_whole`: nothing follows the
+        cursor."""
         self.before = before
         found = self._of_command(before) if is_whole and before.startswith("/") else None
         if found is None:
@@ -83,7 +84,7 @@ class Completion(Canvas):
             self._show(found)
 
     def _of_command(self, before: str) -> list[Choice] | None:
-        """None where it is not a command that is being written."""
+        """None unless a command is being written."""
         name, blank, argument = before[1:].partition(" ")
         if not blank:
             return [
@@ -104,7 +105,7 @@ class Completion(Canvas):
         fitting = [value for value in values if wanted in value[0].casefold()]
         fitting.sort(key=lambda value: not value[0].casefold().startswith(wanted))
         if [value for value, _ in fitting] == [argument]:
-            return []  # written out already
+            return []  # already complete
         return [Choice(value, len(argument), value, what) for value, what in fitting]
 
     def _of_mention(self, before: str, partial: str) -> list[Choice]:
@@ -122,11 +123,11 @@ class Completion(Canvas):
                 self._find_paths()
             return []
         found = completions(partial, self._paths)
-        return [] if found == [partial] else found  # written out already
+        return [] if found == [partial] else found  # already complete
 
     @work(exclusive=True)
     async def _find_paths(self) -> None:
-        """Not on the loop: a disk may be slow."""
+        """Scan in a thread: a disk may be slow."""
         try:
             self._paths = await asyncio.to_thread(files_below, Path())
         finally:
@@ -152,7 +153,7 @@ class Completion(Canvas):
 
     @property
     def _top(self) -> int:
-        """The first row that is shown: the selected one is in the middle of a long list."""
+        """The first visible row: in a long list the selected one is in the middle."""
         last = max(0, len(self._found) - MAX_ROWS)
         return max(0, min(self._selected - MAX_ROWS // 2, last))
 

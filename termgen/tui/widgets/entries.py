@@ -1,4 +1,4 @@
-"""Entries of the transcript: a question, an answer that streams, a notice of ours."""
+"""Entries of the transcript: a question, a streamed answer, a notice from termgen."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class QuestionEntry:
         make = partial(question_rows, turn.question, turn.attachments)
         self._parts = [Part(make, len(turn.question))]
         self.is_marked = False
-        """The cursor is at this turn."""
+        """The browse cursor is on this turn."""
 
     def __call__(self, width: int, *, at_once: int | None = None) -> Sequence[Row]:
         lay_out(self._parts, width, at_once)
@@ -52,7 +52,8 @@ class QuestionEntry:
 
 
 class AnswerEntry:
-    """Feed it the text as it comes, then `close` it. Costs its open tail, not its length."""
+    """`feed` the text as it arrives, then `close`. Work is proportional to the open tail, not to
+    the length."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class AnswerEntry:
         return bool(self._turn.thought.text)
 
     def fold_thoughts(self) -> None:
-        """Open or fold them, whichever they are not."""
+        """Toggle the fold."""
         self._thoughts.toggle()
 
     def feed(self, text: str) -> None:
@@ -89,7 +90,7 @@ class AnswerEntry:
     def close(self) -> None:
         if self._markdown.finished:
             return
-        if json_opening(self._turn.form):  # what was shown as it came gets its indents
+        if json_opening(self._turn.form):  # rows shown during the stream get their indents
             self._markdown = StreamingMarkdown(before=_INDENT)
             self._markdown.append(clean(as_markdown(self._turn.form, self._turn.answer)))
         else:
@@ -126,7 +127,7 @@ class AnswerEntry:
 
 
 class NoticeEntry:
-    """A message of ours. `role` is `bad` for errors, `accent` otherwise."""
+    """A message from termgen. `role` is `bad` for errors, otherwise `accent`."""
 
     def __init__(self, text: str, *, role: str = "accent", sign: str = "·", hint: str = "") -> None:
         self._text, self._role, self._sign, self._hint = text, role, sign, hint

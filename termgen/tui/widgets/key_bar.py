@@ -1,4 +1,4 @@
-"""A footer that shows the keys that act now, not all that are bound."""
+"""A footer that shows the keys that act now, not all bound ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from textual.widgets._footer import FooterKey, FooterLabel
 from termgen.tui.keymap import key_names
 
 KeysNow = Callable[[], tuple[str, Sequence[tuple[str, str]]]]
-"""A word in front, and actions: names of bindings with what they do now."""
+"""A leading word, and actions: names of bindings with their current meanings."""
 
 
 class KeyBar(Footer):
@@ -30,7 +30,7 @@ class KeyBar(Footer):
         for active in self.screen.active_bindings.values():
             bound.setdefault(active.binding.id or "", []).append(active.binding)
         for name, what in names:
-            # a mode has letters, which are shorter than the keys that act everywhere
+            # in a mode these are letters, which are shorter than the global keys
             keys = sorted(bound.get(name, ()), key=lambda binding: bool(mode) and len(binding.key))
             if keys:
                 shown = key_names(keys[0]).replace("ctrl+", "^").replace("enter", "⏎")

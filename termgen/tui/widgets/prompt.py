@@ -11,13 +11,13 @@ from termgen.tui.widgets.completion import Completion
 from termgen.tui.widgets.safe_text_area import SafeTextArea
 
 LARGE_PASTE_CHARS = 10_000
-"""From here on a paste is attached as a file and not put into the field."""
+"""A paste longer than this is attached as a file instead of inserted."""
 _NEWLINE_KEYS = frozenset(("shift+enter", "alt+enter", "newline"))
-"""These break the line whatever else does."""
+"""Keys that break the line whatever the settings bind them to."""
 
 
 class Prompt(SafeTextArea):
-    """Posts `PromptSubmitted`; the screen decides whether it may be sent, or gives it back."""
+    """Posts `PromptSubmitted`; the screen sends it, or gives it back."""
 
     BINDINGS = [
         Binding(
@@ -45,15 +45,15 @@ class Prompt(SafeTextArea):
         self.prompts = PromptHistory()
         self._completion = completion
         self.has_queue = False
-        """Messages wait to be sent: the up key takes the last one back before it walks the history.
-        """
+        """Messages wait to be sent: the up key takes back the last one before it walks the
+        history."""
         self.last_put_away = ""
-        """The draft that went into the history, until something else is written."""
+        """The draft that was moved to the history, until the user edits again."""
         self._shown_text: str | None = None
-        """Was not typed: it opens no list."""
+        """Text set by the program, not typed: it opens no completion list."""
 
     async def _on_key(self, event: events.Key) -> None:
-        """Before `TextArea`'s own handler, which would type some of the keys that are bound."""
+        """Handle bound keys before `TextArea`'s own handler, which would type some of them."""
         if event.key in ("tab", "shift+tab") or (
             event.key == "escape" and self._completion.is_open
         ):
@@ -66,11 +66,11 @@ class Prompt(SafeTextArea):
             action = bound.binding.action
         elif event.key in _NEWLINE_KEYS:
             action = "newline"
-        elif event.key in ("up", "down"):  # at once: enter may follow
+        elif event.key in ("up", "down"):  # synchronous, since enter may follow
             action = f"cursor_{event.key}"
         else:
             if event.key.startswith("alt+"):
-                event.prevent_default()  # it may be bound, though some terminals send a letter too
+                event.prevent_default()  # may be bound, although some terminals send a letter too
             return
         event.stop()
         event.prevent_default()
@@ -100,7 +100,7 @@ class Prompt(SafeTextArea):
         elif not self.text.strip():
             self.post_message(QueueWanted("send"))
         else:
-            text, self.text = self.text, ""  # at once: what is typed from here on is another text
+            text, self.text = self.text, ""  # synchronous: later keys are a new text
             self.post_message(PromptSubmitted(text))
 
     def action_newline(self) -> None:
@@ -131,7 +131,7 @@ class Prompt(SafeTextArea):
 
     @property
     def at_first_line(self) -> bool:
-        """On the first row as it is wrapped on the screen."""
+        """Whether the cursor is on the first row as wrapped on the screen."""
         return self.navigator.is_first_wrapped_line(self.cursor_location)
 
     @property
@@ -139,25 +139,25 @@ class Prompt(SafeTextArea):
         return self.navigator.is_last_wrapped_line(self.cursor_location)
 
     def set_text(self, text: str) -> None:
-        """Show `text` with the cursor behind it; not a step in the history."""
+        """Show `text` with the cursor at its end; the history does not change."""
         self.prompts.reset()
         self._show(text)
 
     def accept(self, text: str) -> None:
-        """The text was sent: remember it."""
+        """Add the sent text to the history."""
         self.prompts.add(text)
 
     def give_back(self, text: str) -> None:
-        """The text was not sent. It stands again before what was typed since."""
+        """Restore a text that was not sent, in front of anything typed since."""
         self._show(text + self.text)
 
     def type(self, text: str) -> None:
-        """What was typed or pasted while the keys were elsewhere."""
-        self.screen.set_focus(self)  # at once: another key may follow
+        """Insert text that was typed or pasted while another widget had the focus."""
+        self.screen.set_focus(self)  # synchronous, since another key may follow
         self.insert(text)
 
     def on_resize(self) -> None:
-        """What is written on its edges has another width."""
+        """Texts on the border depend on the width."""
         self.post_message(PromptEdited(self.text))
 
     def on_text_area_changed(self) -> None:
@@ -171,23 +171,23 @@ class Prompt(SafeTextArea):
             self._look()
 
     def _look(self) -> None:
-        """Show what may be completed at the cursor."""
+        """Show the completions at the cursor."""
         before = self._before_cursor
         self._completion.look(before, is_whole=before == self.text)
 
     def _catch_up(self) -> None:
-        """Keys may be faster than the list, which follows messages of changes."""
+        """Keys may arrive before the list has handled the message about the last change."""
         if self._completion.is_open and self._completion.before != self._before_cursor:
             self._look()
 
     @property
     def _before_cursor(self) -> str:
-        """Of the cursor's line."""
+        """The cursor's line up to the cursor."""
         row, column = self.cursor_location
         return str(self.document.get_line(row))[:column]
 
     def complete(self) -> None:
-        """Put what is selected in place of what was written of it."""
+        """Replace the partial text by the selected completion."""
         self._catch_up()
         if not self._completion.is_open:
             return
@@ -200,7 +200,7 @@ class Prompt(SafeTextArea):
         self.move_cursor((row, start + len(choice.text)))
 
     def put_away(self) -> bool:
-        """The draft goes into the history, where the up key finds it; False without one."""
+        """Move the draft to the history, where the up key finds it; False if it is empty."""
         text, self.text = self.text, ""
         if not text.strip():
             return False

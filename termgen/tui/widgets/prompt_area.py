@@ -1,6 +1,6 @@
-"""The foot of a chat: the prompt, the list of completions, and the messages that wait to be sent.
+"""The foot of a chat: the prompt, the completion list, and the messages that wait to be sent.
 
-Used by the chat, and by the loading screen before there is one.
+The chat screen uses it, and the loading screen before a chat exists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from termgen.tui.widgets.completion import Completion
 from termgen.tui.widgets.prompt import Prompt
 
 MAX_SHOWN = 4
-"""Rows of waiting messages; of more, the first ones and how many there are."""
+"""Rows of waiting messages; if there are more, the first ones and their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class Waiting:
 
 class PromptArea(Container):
     def __init__(self, *, until: str, id: str | None = None) -> None:
-        """until: what messages wait for, as in `sent when the answer ends`."""
+        """until: what the messages wait for, as in `sent when the answer ends`."""
         super().__init__(id=id)
         self.completion = Completion(id="completion")
         self.prompt = Prompt(self.completion, id="prompt")
         self.waiting: list[Waiting] = []
-        """In the order they are to be sent."""
+        """Messages in sending order."""
         self.is_held = False
-        """They wait until the user sends them."""
+        """The messages wait until the user sends them."""
         self._until = until
         self._rows = Canvas(self._paint, id="waiting")
         self._rows.display = False
@@ -57,12 +57,12 @@ class PromptArea(Container):
         self.prompt.focus()
 
     def put(self, *messages: Waiting) -> None:
-        """At the end of those that wait."""
+        """Append to the waiting messages."""
         self.waiting += messages
         self.show_waiting()
 
     def next(self) -> Waiting | None:
-        """The first message to be sent, taken out; None while they are held, or without any."""
+        """Take out the first message to be sent; None while messages are held, or without any."""
         if self.is_held or not self.waiting:
             return None
         first = self.waiting.pop(0)
@@ -70,7 +70,7 @@ class PromptArea(Container):
         return first
 
     def take_back(self) -> Waiting | None:
-        """The message that was put last goes into the prompt, before what is there."""
+        """Move the newest waiting message into the prompt, before its text."""
         if not self.waiting:
             return None
         last = self.waiting.pop()
@@ -84,7 +84,8 @@ class PromptArea(Container):
         self.show_waiting()
 
     def drop_waiting(self) -> int:
-        """Into the history, from where they can be brought back. How many there were."""
+        """Move waiting messages to the history, from which the user can recall them. Returns their
+        number."""
         dropped, self.waiting = self.waiting, []
         for message in dropped:
             self.prompt.prompts.add(message.text)
@@ -93,7 +94,7 @@ class PromptArea(Container):
 
     @property
     def unsent(self) -> list[str]:
-        """All that was written and not sent."""
+        """Everything written and not sent."""
         texts = [message.text for message in self.waiting]
         texts.append(self.prompt.text or self.prompt.last_put_away)
         return [text for text in texts if text.strip()]

@@ -1,6 +1,6 @@
 """A text field that shows control characters instead of sending them to the terminal.
 
-What stands in it may come from an imported chat or a file's name. The text itself is left as it is.
+Its text may come from an imported chat or a file name. The text itself is not changed.
 """
 
 from __future__ import annotations

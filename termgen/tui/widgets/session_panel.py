@@ -1,7 +1,8 @@
 """The panel of chats: a search field, the list, and a field for a new name.
 
-It shows what it is given and posts what the user wants (`SessionWish`, and `Input.Changed` of its
-search field); the screen talks to the store. The list is a canvas: it costs its changed rows.
+The screen hands it the chats and talks to the store; the panel posts the user's wishes
+(`SessionWish`, and `Input.Changed` from its search field). The list is a canvas, so a change costs
+only its changed rows.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class SessionList(Canvas, can_focus=True):
         return self._sessions[self._at] if self._sessions else None
 
     def show(self, sessions: Sequence[SessionSummary], *, words: str, open_id: str) -> None:
-        """A fresh list; the chat that is selected stays selected."""
+        """Show a new list; the selected chat stays selected."""
         before = self.selected
         self._sessions, self._words, self._open_id = sessions, words, open_id
         ids = [session.session_id for session in sessions]
@@ -156,7 +157,7 @@ class SessionList(Canvas, can_focus=True):
         self.post_message(SessionWish(what, self.selected))
 
     def watch_has_focus(self, _has_focus: bool) -> None:
-        """Events of the focus come before `has_focus` changes."""
+        """Focus events arrive before `has_focus` changes."""
         super().watch_has_focus(_has_focus)
         self.repaint()
 
@@ -175,7 +176,7 @@ class SessionList(Canvas, can_focus=True):
         self.action_move(-1)
 
     def _paint(self, width: int, height: int) -> Sequence[Row]:
-        """The part of the list that has the selected chat."""
+        """The part of the list around the selected chat."""
         if not self._sessions:
             return empty_list_rows(self._words, width)
         self._listed = session_rows(
@@ -223,8 +224,8 @@ class SessionPanel(Container):
         self.border_subtitle = f"{open_} open {rename} rename {delete} delete"
 
     def type(self, text: str) -> None:
-        """What was typed in the list is searched for. A slash alone has always begun that."""
-        self.screen.set_focus(self.search)  # at once: another key may follow
+        """Text typed in the list goes to the search field. A leading slash only opens the field."""
+        self.screen.set_focus(self.search)  # synchronous, since another key may follow
         if text != "/" or self.search.value:
             self.search.insert_text_at_cursor(" ".join(text.split()) if len(text) > 1 else text)
 
@@ -254,11 +255,12 @@ class SessionPanel(Container):
     @on(Input.Submitted, "#session-search")
     def _search_done(self, event: Input.Submitted) -> None:
         event.stop()
-        # from here: what the list posts while its parent handles something goes no farther than it
+        # posted from here: a message that the list posts while its parent handles one stops at the
+        # parent
         self.post_message(SessionWish("open", self.session_list.selected))
 
     def on_key(self, event: events.Key) -> None:
-        """From the search field down into the list."""
+        """The down key leaves the search field for the list."""
         if event.key == "down" and self.search.has_focus:
             event.stop()
             self.session_list.focus()

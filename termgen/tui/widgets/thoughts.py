@@ -1,4 +1,4 @@
-"""The thoughts before an answer: open while they are written, then folded to one line."""
+"""The thoughts before an answer: open while they stream, then folded to one line."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from termgen.tui.spans import Row, Span, spread, wrap
 from termgen.tui.thoughts import Thought
 
 FOLD_ROLE = "muted@background"
-"""Of the line that folds and unfolds them; no text has this role."""
+"""Role of the line that folds and unfolds the thoughts; no text uses it."""
 _EDGE: Span = ("│ ", "faint")
 
 
 class ThoughtRows:
-    """Reads a `Thought` that grows. Costs what is open of it, not its length."""
+    """Reads a growing `Thought`. Work is proportional to what is open, not to the length."""
 
     def __init__(self, thought: Thought, *, fold_key: str, before: Row = ()) -> None:
-        """`fold_key` opens and folds them; `before` goes before every row."""
+        """`fold_key` folds and unfolds; `before` precedes every row."""
         self._thought = thought
         self._fold_key = fold_key
         self._before = before
@@ -37,10 +37,10 @@ class ThoughtRows:
         self._cleaner = StreamCleaner()
         self._num_read = 0
         self._line = ""
-        """The last one, which goes on."""
+        """The last, unfinished line."""
         self._parts: list[Part] = []
         self._lines = ""
-        """Of the last part."""
+        """Finished lines of the last part."""
 
     @property
     def is_open(self) -> bool:
@@ -59,7 +59,8 @@ class ThoughtRows:
         return job_for(self._parts, width) if self.is_open else None
 
     def __call__(self, width: int, *, at_once: int | None = None) -> list[Row]:
-        """So many characters are laid out; the rest is as it was, and a `job`."""
+        """Lay out up to `at_once` characters now; the rest keeps its old rows until a `job` has
+        run."""
         thought = self._thought
         if not thought.text:
             return []

@@ -1,9 +1,9 @@
 """The transcript: everything said in a chat, as one scrolling sheet of cached strips.
 
-The screen gives it entries; an entry turns itself into rows for a width. Only rows that differ
-from what is shown are drawn again, so an answer that streams costs its open tail. What is long is
-laid out by a thread, the end first; until then its place is kept, or shows what was there. It
-follows the tail until the user scrolls up. Text can be selected with the mouse.
+The screen adds entries; an entry turns itself into rows for a width. Only rows that differ from the
+screen are drawn again, so a streamed answer costs its open tail. Long entries are laid out in a
+thread, the last one first; until then they keep their old rows or a placeholder. The sheet follows
+the tail until the user scrolls up. Text can be selected with the mouse.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ from termgen.tui.palette import Palette
 from termgen.tui.parts import Job
 from termgen.tui.spans import Row, row_text
 
-# Entries of the transcript that take long to become rows, as a long answer does for a new width.
+# Entries of the transcript that take long to become rows, such as a long answer at a new width.
 #
-# They are laid out by a thread, which lets the screen's have its turn every tenth of a millisecond,
-# so that no frame waits for a table of a thousand rows. Only what makes rows of a text runs there;
-# all that the entries remember is changed by the screen's thread.
+# They are laid out in a thread, which yields to the screen's every tenth of a millisecond, so that
+# no frame waits for a table of a thousand rows. The thread only turns text into rows; all state of
+# the entries is changed in the screen's thread.
 
 AT_ONCE = 2048
-"""Characters that are laid out in a frame, in some 8 ms; the rest is the thread's."""
+"""Characters laid out within a frame, in about 8 ms; the thread does the rest."""
 
 
 @runtime_checkable
 class LongEntry(Protocol):
-    """Tells how long it will take, and can be laid out elsewhere."""
+    """An entry that estimates its layout work and can be laid out in a thread."""
 
     def __call__(self, width: int, *, at_once: int | None = None) -> Sequence[Row]:
-        """At most so many characters are laid out, if it is given, the last ones. The others have
-        the rows they had; none at all where there are none yet."""
+        """Lay out at most the last `at_once` characters, if given. The others keep their old rows,
+        or have none yet."""
 
     def num_chars_to_do(self, width: int) -> int:
-        """0: its rows are there."""
+        """0: all rows are laid out."""
 
     def job(self, width: int) -> Job | None:
-        """Of some of what is to be done, the last first."""
+        """A part of the outstanding layout, the last part first."""
 
 
 class LayoutWork:
-    """Which entries are still to be laid out, the last one to come first."""
+    """Entries still to be laid out; the newest is taken first."""
 
     def __init__(self, done: Callable[[LongEntry], None]) -> None:
-        """`done` is told of each that was laid out; another width may be wanted by then."""
+        """`done` is called with each entry laid out; the width may have changed by then."""
         self._done = done
         self._waiting: dict[LongEntry, int] = {}
-        """With the width."""
+        """Width by entry."""
         self.is_running = False
-        """Set by whoever calls `run`."""
+        """Set by the caller of `run`."""
 
     def add(self, entry: LongEntry, width: int) -> None:
-        self._waiting.pop(entry, None)  # it comes first now
+        self._waiting.pop(entry, None)  # moves it to the front
         self._waiting[entry] = width
 
     def clear(self) -> None:
         self._waiting.clear()
 
     async def run(self) -> None:
-        """Until nothing waits."""
+        """Lay out until no entry waits."""
         try:
             while self._waiting:
                 entry, width = self._waiting.popitem()
@@ -91,7 +91,7 @@ Entry = Callable[[int], Sequence[Row]]
 MAX_TEXT_WIDTH = 96
 SIDE_MARGIN = 2
 _PLACE: tuple[Row, ...] = ((), (("…", "faint"),))
-"""Of an entry that has no rows yet."""
+"""Placeholder for an entry without rows."""
 
 
 class Transcript(ScrollView, can_focus=False):
@@ -165,9 +165,10 @@ class Transcript(ScrollView, can_focus=False):
         self._strips: list[Strip | None] = []
         self._empty: Callable[[int, int], Sequence[Row]] | None = None
         self._follows = True
-        """Kept, as a resize moves the end before anybody can ask whether it was on view."""
+        """A flag, because a resize moves the end before the old position can be compared with
+        it."""
         self._laid_width = 0
-        """What the rows are for."""
+        """The width that the rows were laid out for."""
         self._work = LayoutWork(self._laid_out)
 
     @property
@@ -184,7 +185,7 @@ class Transcript(ScrollView, can_focus=False):
 
     @property
     def plain_text(self) -> str:
-        """Everything in it, for tests."""
+        """The whole text, for tests."""
         return "\n".join(row_text(row).rstrip() for row in self._rows)
 
     def set_palette(self, palette: Palette) -> None:
@@ -193,7 +194,7 @@ class Transcript(ScrollView, can_focus=False):
         self.refresh()
 
     def set_empty(self, painter: Callable[[int, int], Sequence[Row]]) -> None:
-        """What to show (for a width and height) while there are no entries."""
+        """Show a painter's rows (for a width and height) while there are no entries."""
         self._empty = painter
         self._layout_all()
 
@@ -202,7 +203,7 @@ class Transcript(ScrollView, can_focus=False):
         return tuple(self._entries)
 
     def set_entries(self, entries: Sequence[Entry]) -> None:
-        """Show these. Those at the beginning that are shown already are not laid out again."""
+        """Show these entries. Leading ones that are shown already are not laid out again."""
         pairs = zip(self._entries, entries, strict=False)
         same = next((i for i, (old, new) in enumerate(pairs) if old is not new), None)
         if same is None:
@@ -222,7 +223,7 @@ class Transcript(ScrollView, can_focus=False):
         self._replace_from(start, fresh)
 
     def add(self, entry: Entry) -> None:
-        """Append an entry and go to the end of the sheet."""
+        """Append an entry and scroll to the end of the sheet."""
         self.set_entries([*self._entries, entry])
         self.to_end()
 
@@ -233,7 +234,7 @@ class Transcript(ScrollView, can_focus=False):
         self.scroll_end(animate=False, immediate=True)
 
     def bring_into_view(self, entry: Entry) -> None:
-        """Scroll no more than it takes to see where `entry` begins, or all of it if it fits."""
+        """Scroll as little as possible to show where `entry` begins, or all of it if it fits."""
         if entry not in self._entries or not self.size.height:
             return
         index = self._entries.index(entry)
@@ -244,7 +245,7 @@ class Transcript(ScrollView, can_focus=False):
             self.scroll_to(y=wanted, animate=False, immediate=True)
 
     def update(self, entry: Entry, *, at_once: int = AT_ONCE) -> None:
-        """`entry` has changed. What is in view below it stays where it is."""
+        """Redraw a changed `entry`. Rows below it keep their place on the screen."""
         if entry not in self._entries:
             return
         follow, offset = self.at_end, self.scroll_offset.y
@@ -273,7 +274,7 @@ class Transcript(ScrollView, can_focus=False):
 
     def on_resize(self) -> None:
         follow = self._follows
-        if self._entries and self.text_width == self._laid_width:  # the margin is another
+        if self._entries and self.text_width == self._laid_width:  # the margin changes
             self._strips = [None] * len(self._rows)
             self.virtual_size = Size(self.size.width, len(self._rows))
             self.refresh()
@@ -283,7 +284,7 @@ class Transcript(ScrollView, can_focus=False):
             self.to_end()
 
     def _layout_all(self) -> None:
-        """What cannot be laid out at once keeps the rows of the width before."""
+        """Entries too long to lay out at once keep their rows of the former width."""
         known = {i: self._rows[s : self._end(i)] for i, s in enumerate(self._starts)}
         self._starts = []
         rows: list[Row] = []
@@ -300,8 +301,9 @@ class Transcript(ScrollView, can_focus=False):
     def _rows_of(
         self, indexes: Sequence[int], known: Mapping[int, Sequence[Row]], at_once: int = AT_ONCE
     ) -> list[Sequence[Row]]:
-        """Of some entries, each with a blank row before it. The last ones are laid out at once, as
-        far as that is quick; the others have the rows they had, until the thread is done."""
+        """Rows of the entries at `indexes`, each after a blank row. The last entries are laid out
+        now, within `at_once` characters; the others keep their old rows until the thread has laid
+        them out."""
         width, left = self.text_width, at_once
         found: list[Sequence[Row]] = []
         waiting: list[LongEntry] = []
@@ -316,7 +318,7 @@ class Transcript(ScrollView, can_focus=False):
             else:
                 rows = entry(width)
             found.append([(), *rows] if rows else known.get(index, _PLACE))
-        for entry in reversed(waiting):  # the last to be added is the first to be done
+        for entry in reversed(waiting):  # the thread starts with the last one added
             self._work.add(entry, width)
         if waiting and not self._work.is_running:
             self._work.is_running = True
@@ -324,7 +326,7 @@ class Transcript(ScrollView, can_focus=False):
         return found[::-1]
 
     def _replace_from(self, start: int, fresh: list[Row]) -> None:
-        """Put `fresh` where the rows from `start` on were, and redraw what differs."""
+        """Replace the rows from `start` on by `fresh`, and redraw those that differ."""
         old = self._rows[start:]
         same = next(
             (
@@ -358,7 +360,7 @@ class Transcript(ScrollView, can_focus=False):
                 self.post_message(EntryClicked(entry, (text, role)))
                 return
             column -= cell_len(text)
-        if self._rows[line]:  # behind the end of a line
+        if self._rows[line]:  # beyond the end of the line
             entry = self._entries[bisect_right(self._starts, line) - 1]
             self.post_message(EntryClicked(entry, ("", "")))
 
@@ -379,7 +381,7 @@ class Transcript(ScrollView, can_focus=False):
         return strip.apply_offsets(0, line)
 
     def _selected(self, line: int, span: tuple[int, int]) -> Strip:
-        """The line with the selected part on the selection's background."""
+        """The line with the selection's background on its selected part."""
         assert self._palette is not None
         start, end = span
         row: list[tuple[str, str]] = []

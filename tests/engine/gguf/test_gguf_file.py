@@ -1,4 +1,4 @@
-"""The GGUF reader against gguf-py's writer, and against files made to break it."""
+"""The GGUF reader against gguf-py's writer, and against malicious files."""
 
 from __future__ import annotations
 

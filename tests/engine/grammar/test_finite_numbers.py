@@ -1,4 +1,4 @@
-"""Numbers that a model writes under a schema are finite for any reader of JSON."""
+"""Numbers in an answer under a schema are finite for any reader of JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def texts(tokenizer: Tokenizer) -> list[str]:
 
 
 def write(compiler: GrammarCompiler, texts: list[str], chance: Any, **wanted: Any) -> str:
-    """The answer of a model that loves digits and exponents."""
+    """The answer of a model that prefers digits and exponents."""
     matcher = compiler.compile(StructuredOutputsParams(**wanted)).start(ends_at_eos=True)
     bits = np.zeros(matcher.num_words, np.int32)
     ids: list[int] = []

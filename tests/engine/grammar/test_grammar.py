@@ -1,4 +1,4 @@
-"""What compiles and what is refused, with the real grammar engine on a small tokenizer."""
+"""Grammars that compile and grammars refused, with the real grammar engine on a small tokenizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from termgen.vocabulary.token_mask import TokenMatcher
 
 EOS = 1
 VOCAB = 600
-"""More rows than the tokenizer has tokens, as models have."""
+"""More rows than the tokenizer has tokens, as in real models."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def allowed(matcher: TokenMatcher) -> set[int]:
 
 
 def fits(compiler: GrammarCompiler, tokenizer: Tokenizer, text: str, **wanted: Any) -> bool:
-    """Whether a text is a whole answer, and each of its tokens was allowed where it stands."""
+    """Whether a text is a whole answer, and each of its tokens was allowed at its position."""
     matcher = compiler.compile(StructuredOutputsParams(**wanted)).start(ends_at_eos=True)
     for token in tokenizer.encode(text, add_special_tokens=False):
         may_follow = allowed(matcher)
@@ -187,7 +187,7 @@ def test_a_limit_reached_in_a_mask_is_an_error_and_no_end_of_the_answer(
 
 
 def test_masks_filled_at_once_are_those_of_each_alone(compiler: GrammarCompiler) -> None:
-    """Of several grammars, with and without an end, one of which reaches a limit on the way."""
+    """The batch has several grammars, with and without an end; one reaches a limit on the way."""
     wanted: list[dict[str, Any]] = [
         {"json_object": True},
         {"regex": "[ab]*"},
@@ -221,7 +221,7 @@ def test_masks_filled_at_once_are_those_of_each_alone(compiler: GrammarCompiler)
 def test_the_largest_that_are_taken_can_be_followed(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    """From their first token to their last one."""
+    """The answers are followed from their first token to their last."""
     choices = tuple(f"c{i:05}" for i in range(MAX_ENUM_VALUES))
     assert fits(compiler, tokenizer, choices[4321], choice=choices)
     assert not fits(compiler, tokenizer, "c", choice=choices)
@@ -236,7 +236,7 @@ def test_the_largest_that_are_taken_can_be_followed(
 def test_what_goes_on_in_too_many_ways_is_refused_before_it_begins(
     compiler: GrammarCompiler, tokenizer: Tokenizer, kind: str
 ) -> None:
-    """To take in a token of these would take half a second, in which nobody else runs."""
+    """Taking in one of these tokens would hold the GIL for half a second."""
     texts = map(tokenizer.token_text, range(2, tokenizer.vocab_size))
     letter = next(t[0] for t in texts if len(t) == 2 and t[0] == t[1] and t.isalpha())
     if kind == "alternatives":
@@ -297,7 +297,7 @@ def test_what_took_long_is_kept_longer(
         assert len(compiler._cache) <= 4
         return {str(value) for _, value, _ in compiler._cache}
 
-    compiler._warm_up()  # the start of the program that proves is no part of a grammar's time
+    compiler._warm_up()  # the start of the prover program is not part of a grammar's time
     assert cached("long_0", *(f"quick_{i}" for i in range(9))) >= {"long_0", "quick_8"}
     assert cached("long_1", "long_2", "long_3") == {f"long_{i}" for i in range(4)}
     assert cached("long_4") == {f"long_{i}" for i in range(1, 5)}, "none for ever"

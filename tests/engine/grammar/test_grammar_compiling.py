@@ -1,4 +1,4 @@
-"""Grammars that take long to compile, or for ever: who waits for them, and for how long."""
+"""Grammars that take long to compile, or for ever: which requests wait, and for how long."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ENDLESS: dict[str, Any] = {
     "type": "string",
     "allOf": [{"pattern": f"^x|{letter}$"} for letter in string.ascii_letters[:29]],
 }
-"""Multiplied out, the patterns have 2 ** 29 parts."""
+"""Expanded, the patterns have 2 ** 29 parts."""
 DOUBLING: dict[str, Any] = {
     f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(20)
 }
@@ -77,7 +77,7 @@ def shared_compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Whatever begins with `slow` is compiled once this is set."""
+    """Grammars that begin with `slow` are compiled once this is set."""
     may_go_on = threading.Event()
     compile_source = grammar_source.compile_source
 
@@ -147,7 +147,8 @@ def test_everything_is_proven_once_and_nothing_else_is_compiled(
 def test_a_prover_that_somebody_ends_says_nothing_about_the_grammar(
     compiler: GrammarCompiler, number: signal.Signals
 ) -> None:
-    """The program or its worker, as by a system short of memory; the next who asks has another."""
+    """The program or its worker is killed, as by a system short of memory; the next request gets
+    another."""
     compiler.compile(StructuredOutputsParams(regex="first"))
     for i, ends_worker in enumerate((False, True)):
         program = compiler._provers[0].start()
@@ -180,7 +181,7 @@ CRASHES = [
         '{"type": "object", "properties": {"deep": {"items": {"const": -9223372036854775806}}}}',
     )
 ]
-"""llguidance 1.9 overflows its stack at these, however large that is."""
+"""llguidance 1.9 overflows its stack at these, whatever its size."""
 
 
 @pytest.mark.parametrize("grammar", CRASHES)
@@ -372,7 +373,7 @@ def test_a_slow_compilation_holds_up_only_who_waits_for_it(
         compiler.compile(StructuredOutputsParams(regex="slow", param="tools"))
     monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 20)
     compiler.compile(StructuredOutputsParams(regex="quick"))
-    while compiler.num_waiting > 1:  # the answer is there a moment before it is counted off
+    while compiler.num_waiting > 1:  # the answer arrives a moment before the counter goes down
         time.sleep(0.001)
     compiler.submit(StructuredOutputsParams(regex="slow2"))
     with pytest.raises(OverloadedError, match="too many grammars wait") as refusal:
@@ -396,7 +397,8 @@ def test_who_gives_up_is_told_to_come_back_and_finds_the_grammar(
 
 
 def test_slow_grammars_of_some_delay_only_their_own(compiler: GrammarCompiler) -> None:
-    """Whoever came first; the client with slow ones and the other change roles."""
+    """The client with slow grammars and the other one change roles: arrival order does not
+    matter."""
 
     def slow(i: int) -> StructuredOutputsParams:
         return StructuredOutputsParams(regex="a?" * 20_000 + str(i))
@@ -540,7 +542,7 @@ async def test_waiting_on_the_loop_ends_as_waiting_in_a_thread_does(
     monkeypatch: pytest.MonkeyPatch,
     gate: threading.Event,
 ) -> None:
-    """And nobody complains of errors that nobody waits for any more."""
+    """And an error that no task awaits any more is not reported as unhandled."""
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
     processor = InputProcessor(tokenizer, 50, VOCAB, grammars=compiler)

@@ -1,4 +1,4 @@
-"""Masks that take long or never come: whom they hold up, and how their requests end."""
+"""Masks that take long or never come: which requests they delay, and how those end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_driver() -> Callable[..., ConstrainedDriver]:
 
 
 class Gate:
-    """Grammars whose masks wait here while it is closed."""
+    """Grammars whose masks wait here while the gate is closed."""
 
     def __init__(self) -> None:
         self.is_open = threading.Event()
@@ -54,7 +54,8 @@ def wait_for(condition: Callable[[], bool]) -> bool:
 def test_slow_masks_hold_up_neither_free_rows_nor_other_constrained_ones(
     make_driver: Callable[..., ConstrainedDriver],
 ) -> None:
-    """As many of them as there are threads; they say what they always say once theirs are there."""
+    """There are as many slow rows as threads; they give their usual tokens once their masks are
+    there."""
     driver, gate = make_driver(depth=2), Gate()
     free = driver.submit("free", [5, 6], max_tokens=60)
     slow = [
@@ -159,7 +160,7 @@ def test_a_first_mask_that_takes_long_holds_up_nobody_behind_it_in_the_queue(
 def test_whoever_waits_for_a_mask_is_looked_at_once_in_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However many are admitted from behind them."""
+    """The cost does not grow with the requests admitted behind them."""
     driver, gate, asked = ConstrainedDriver(depth=1), Gate(), list[str]()
     constraints = driver.scheduler.constraints
     constraints.patience_s = constraints.idle_patience_s = 0.0
@@ -183,7 +184,7 @@ def test_whoever_waits_for_a_mask_is_looked_at_once_in_a_step(
 
 
 def test_masks_are_waited_for_as_long_as_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks of 30 ms, which nobody has patience for, are in time for steps of 20 s."""
+    """Masks of 30 ms, without any patience, are in time for steps of 20 s."""
     monkeypatch.setattr("termgen.engine.grammar.mask_filler.SLOW_S", 60.0)
     driver, grammar = ConstrainedDriver(depth=2), FakeGrammar(9)
     constraints = driver.scheduler.constraints
@@ -202,7 +203,7 @@ def test_masks_are_waited_for_as_long_as_the_model_runs(monkeypatch: pytest.Monk
 
 
 def test_how_long_the_model_runs_is_no_matter_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step with a prompt takes 400 s here, one without 20 s: of the next, 10 s are waited for."""
+    """A step with a prompt takes 400 s here, one without 20 s: the next one waits for 10 s."""
     driver, waits_s = ConstrainedDriver(depth=2), list[float]()
     execute, masks_for = driver.executor.device.execute, driver.scheduler.masks_for
 
@@ -246,7 +247,8 @@ def test_an_abort_while_the_mask_is_filled(
 def test_masks_of_aborted_requests_are_not_filled(
     make_driver: Callable[..., ConstrainedDriver],
 ) -> None:
-    """All threads have begun one when they are aborted; the others must keep nobody waiting."""
+    """Every thread is filling one when the requests are aborted; the other masks must delay
+    nothing."""
     filled: list[str] = []
 
     class Noting(FakeGrammar):
@@ -272,11 +274,11 @@ def test_masks_of_aborted_requests_are_not_filled(
 
 
 class Panic(BaseException):
-    """As libraries written in Rust raise it."""
+    """The exception type that libraries written in Rust raise."""
 
 
 class Breaking(FakeGrammar):
-    """Fails at one place."""
+    """Fails at one stage."""
 
     def __init__(self, place: str) -> None:
         super().__init__(9)
@@ -319,7 +321,7 @@ class BreakingMatcher(FakeMatcher):
 def test_a_grammar_that_fails_ends_its_own_request_with_an_error(
     place: str, num_tokens: int, depth: int
 ) -> None:
-    """Wherever it fails, and never as if the answer were complete."""
+    """The failure may be at any stage, and the answer must not look complete."""
     driver = ConstrainedDriver(depth=depth)
     grammar = Breaking(place)
     free = driver.submit("free", [5, 6], max_tokens=9)

@@ -14,7 +14,7 @@ from termgen.vocabulary.token_mask import GrammarState, IntArray
 
 
 class Panic(BaseException):
-    """As libraries written in Rust raise it."""
+    """The exception type that libraries written in Rust raise."""
 
 
 class Counting(FakeGrammar):
@@ -23,7 +23,7 @@ class Counting(FakeGrammar):
     def __init__(self, *, fault: BaseException | None = None) -> None:
         super().__init__(9)
         self.fault = fault
-        """What filling many at once, or this grammar's own mask, ends in."""
+        """The exception of filling many at once, or of this grammar's own mask."""
         self.at_once: list[int] = []
 
     def start(self, *, ends_at_eos: bool) -> CountingMatcher:
@@ -87,7 +87,7 @@ def test_of_masks_filled_at_once_only_the_broken_one_has_an_error(fault: BaseExc
 
 
 def test_slow_company_is_left_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was slow turns out when each is alone; the others are together again after a mask."""
+    """The slow one is found when each runs alone; the others are together again after a mask."""
     grammar = Counting()
     filler, rows = landed_rows([grammar] * MANY)
     monkeypatch.setattr("termgen.engine.grammar.mask_filler.SLOW_S", -1.0)

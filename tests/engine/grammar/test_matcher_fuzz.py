@@ -30,17 +30,17 @@ from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 NUM_GRAMMARS = 120
 SECONDS = float(os.environ.get("TERMGEN_MATCHER_FUZZ_S", "0"))
-"""Instead of that number."""
+"""Time limit that replaces the number of grammars."""
 SEED = os.environ.get("TERMGEN_MATCHER_FUZZ_SEED")
 VOCAB = 600
-"""More rows than the tokenizer has tokens, as models have."""
+"""More rows than the tokenizer has tokens, as in real models."""
 EOS = 1
 MAX_TOKENS = 120
 WORDS = ("a", "yes", "no ", "<x>", "größe", "日本", '"', "\\", "0", "12", "e", "\n", "🎉")
 
 
 class Fuzz:
-    """Makes things up; the same seed gives the same ones."""
+    """Generates random grammars; the same seed gives the same ones."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -147,7 +147,7 @@ class Fuzz:
         return json.dumps(self.words(), ensure_ascii=self.rng.random() < 0.5)
 
     def late_depth(self) -> str:
-        """What goes deep behind some tokens: proving it has not come so far."""
+        """A grammar that goes deep only after some tokens: the proof did not get that far."""
         rng = self.rng
         many = int(2 ** rng.uniform(3, 11))
         inner = rng.choice(
@@ -249,13 +249,13 @@ class Drive:
         return copy
 
     def raw(self, matcher: Matcher) -> set[int]:
-        """What the library allows."""
+        """Tokens that the library allows."""
         bits = np.zeros(matcher.num_words, np.int32)
         matcher._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         return allowed(bits)
 
     def walk(self) -> str | None:
-        """An answer, if it came to its end."""
+        """Write an answer; None if it did not reach its end."""
         self.counts["walks"] += 1
         matcher = self.matcher()
         masks: list[set[int]] = []
@@ -296,14 +296,14 @@ class Drive:
         return None
 
     def break_one(self, matcher: Matcher, may: set[int]) -> None:
-        """A token that is not allowed: no other matcher may notice."""
+        """Take in a token that is not allowed: no other matcher may notice."""
         raw = self.raw(matcher)
         forbidden = sorted(set(range(VOCAB)) - raw - may - self.shorter(raw))
         if not forbidden:
             return
         self.counts["forbidden tokens"] += 1
         is_taken = matcher.accept(self.rng.choice(forbidden))
-        if is_taken and self.has_stop:  # what goes beyond the stop is cut off
+        if is_taken and self.has_stop:  # text beyond the stop is cut off
             self.counts["tokens beyond a stop"] += 1
             return
         assert not is_taken
@@ -312,15 +312,15 @@ class Drive:
         assert not matcher.accept(self.rng.choice(sorted(may)))
 
     def shorter(self, may: set[int]) -> set[int]:
-        """Tokens that begin the only one that may come: where the text is given, the mask has the
-        token that the tokenizer would choose, and the grammar takes its parts as well."""
+        """Tokens that are prefixes of the only allowed one: where the text is fixed, the mask has
+        the token that the tokenizer would choose, and the grammar accepts its parts as well."""
         if len(may) != 1:
             return set()
         text = self.bytes_of[next(iter(may))]
         return {i for i, part in enumerate(self.bytes_of) if part and text.startswith(part)}
 
     def go_back(self, matcher: Matcher, masks: list[set[int]], num_tokens: int) -> None:
-        """Some tokens and on again from there, in a copy."""
+        """Go back some tokens and on again from there, in a copy."""
         other = self.copied(matcher)
         here = self.raw(other)
         count = self.rng.randint(1, num_tokens)
@@ -403,7 +403,7 @@ def drive_one(
 
 
 def check(wanted: dict[str, Any], answer: str) -> None:
-    """Whether it is what was asked for, as others see it."""
+    """Check that the answer satisfies the request, by independent validators."""
     if "regex" in wanted:
         assert re.fullmatch(wanted["regex"], answer), answer
     elif "choice" in wanted:

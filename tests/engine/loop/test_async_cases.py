@@ -1,6 +1,7 @@
 """Every case in which running ahead of the results can go wrong, and the test that covers it.
 
-A case that cannot occur here has a test of what rules it out. Paths are seen from this folder.
+A case that cannot occur here lists the test of the rule that excludes it. Paths are relative to
+tests/engine.
 
  1. A stop token is seen late, with later steps of the request launched:
     loop/test_core.py::test_a_stop_token_ends_the_request_even_with_later_steps_launched
@@ -14,7 +15,7 @@ A case that cannot occur here has a test of what rules it out. Paths are seen fr
     schedule/test_preemption.py::test_a_preemption_with_tokens_in_flight_samples_them_again
  6. It is resumed before those steps landed:
     loop/test_async_requests.py::test_a_request_resumed_before_its_old_steps_landed_gives_each_token_once
- 7. Everybody is preempted at once, or the cache is reset:
+ 7. All requests are preempted at once, or the cache is reset:
     loop/test_async_requests.py::test_a_forced_preemption_drops_exactly_the_tokens_in_flight
     loop/test_async_requests.py::test_a_cache_reset_with_steps_in_flight_drops_nothing
  8. The token in flight of a preempted request is its last:
@@ -62,7 +63,7 @@ A case that cannot occur here has a test of what rules it out. Paths are seen fr
     loop/test_request_endings.py::test_stop_ids_count_only_after_min_tokens
 28. A stop string is found steps later:
     text/test_output.py::TestStopStrings::test_stop_across_tokens_ends_the_request_and_asks_for_an_abort
-29. Nobody is left, but steps are in flight:
+29. No request is left, but steps are in flight:
     loop/test_async_requests.py::test_the_engine_has_work_until_every_step_in_flight_has_landed
 30. Requests end and no step follows:
     loop/test_async_requests.py::test_endings_without_a_next_step_are_told_and_free_everything

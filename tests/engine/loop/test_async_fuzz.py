@@ -1,10 +1,10 @@
 """Random traffic through the whole loop, up to 31 steps ahead, compared with each request alone.
 
-Requests come, stop, are cut off, aborted or preempted, steps fail, and the engine is paused and its
-cache reset in between.
+Requests arrive, stop, are aborted or preempted, steps fail, and the engine is paused and its cache
+reset in between.
 
 Every choice comes from the seed in the test's name; rerun one with `-k "seed-17"`. More of them:
-TERMGEN_FUZZ_SCHEDULES=5000 pytest tests/engine/loop/test_async_fuzz.py
+    TERMGEN_FUZZ_SCHEDULES=5000 pytest tests/engine/loop/test_async_fuzz.py
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 
 class Schedule:
-    """One run: what arrives when, on which engine."""
+    """One run: the requests, their arrival times, and the engine."""
 
     def __init__(self, seed: int, *, is_deep: bool = False) -> None:
         """is_deep: fewer and longer requests, so that the queue grows to its full length."""
@@ -70,9 +70,9 @@ class Schedule:
             device.turns_nan = lambda: bool(nan_rng.random() < self.p_nan)
         self.prefix = rng.integers(0, VOCAB, self.max_prompt).tolist()
         self.cuts: dict[Bearer, int] = {}
-        """Requests whose reader gives up at a token of its own choice, as for a stop string."""
+        """Requests whose reader leaves at a token of its own choice, as for a stop string."""
         self.answers: list[tuple[str, Future[Future[Any]]]] = []
-        """Of pauses and resets, by the name of the command."""
+        """Futures of pauses and resets, by the name of the command."""
         self.in_flight_at_rest: list[int] = []
         """Steps in flight when a pause was said to have taken effect."""
         self.driver.executor.on_result = lambda _: self.meanwhile()
@@ -162,13 +162,13 @@ class Schedule:
         return self.driver.submit(name, prompt, **params)
 
     def meanwhile(self) -> None:
-        """An abort, also of what has ended or never was, also while a step is waited for."""
+        """Abort a request, possibly a finished or unknown one, while a step may be waited for."""
         if self.rng.random() < self.p_abort:
             names = [b.request.request_id for b in self.alive()]
             self.driver.abort(str(self.rng.choice([*names, "nobody"])))
 
     def read(self) -> None:
-        """What a front end does that looks for something in the text."""
+        """Read like a front end that searches the text."""
         for bearer in self.alive():
             if self.cuts.get(bearer) in bearer.tokens:
                 self.driver.abort(bearer.request.request_id)
@@ -208,11 +208,11 @@ class Schedule:
         assert bearer.ending.stop_token_id == (tokens[-1] if own else None), name
 
     def is_complete(self, bearer: Bearer) -> bool:
-        """By what its answer must look like."""
+        """Whether the answer satisfies its grammar."""
         return False
 
     def check_computed(self, bearer: Bearer) -> None:
-        """Exactly the tokens that were needed; behind a stop token at most those steps ahead."""
+        """Exactly the needed tokens; behind a stop token at most those of the steps ahead."""
         if len(bearer.residencies) != 1:
             return
         (total,) = self.driver.computed(bearer)

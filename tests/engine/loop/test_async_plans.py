@@ -1,4 +1,4 @@
-"""What plans and results may hold while steps run ahead, and what no plan can ask for.
+"""Contents of plans and results while steps run ahead, and limits of a plan.
 
 The loop over a scripted device, see core_harness.py; test_async_cases.py says which case is where.
 """
@@ -21,7 +21,7 @@ from termgen.vocabulary.step import StepPlan, StepResult
 
 
 def busy(depth: int, *, requests: int = 7, **sizes: int) -> CoreDriver:
-    """Chunked prompts, a cache that is too small, slots used again: run to the end."""
+    """Chunked prompts, a cache that is too small, reused slots: run to the end."""
     sizes = {"num_blocks": 18, "max_num_seqs": 3, "max_num_batched_tokens": 12, **sizes}
     driver = CoreDriver(depth=depth, **sizes)  # type: ignore[arg-type]
     lengths = [5, 19, 26, 3, 14, 9, 22][:requests]
@@ -85,7 +85,7 @@ def test_the_hosts_lengths_are_never_below_the_devices(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 4])
 def test_no_plan_holds_drafts_and_no_result_may_bring_two_tokens_a_row(depth: int) -> None:
-    """So nothing that was counted as computed is ever rejected."""
+    """So no token counted as computed is ever rejected."""
     driver = busy(depth)
     driver.run()
     assert not any(plan.num_draft_tokens.any() for plan in driver.executor.plans)
@@ -132,7 +132,7 @@ def test_nothing_else_that_needs_the_host_between_two_steps_can_be_asked_for(nam
 
 @pytest.mark.parametrize("depth", [1, 4])
 def test_every_column_of_a_plan_and_of_its_result_has_one_entry_a_row(depth: int) -> None:
-    """One count of rows for both halves: there is nothing that could shift against it."""
+    """Both halves share one count of rows, so no column can shift against it."""
     driver = busy(depth)
     execute = driver.executor.device.execute
 
@@ -162,7 +162,7 @@ def test_logprobs_come_once_a_token_through_chunks_and_preemptions(depth: int) -
 
 @pytest.mark.parametrize("depth", [2, 8])
 def test_a_plan_in_flight_does_not_change_while_later_ones_are_made(depth: int) -> None:
-    """No array of it is a view of the host's tables, which move on at once."""
+    """No array of a plan is a view of the host's tables, which change at once."""
     driver = busy(depth)
     submit, execute = driver.executor.submit, driver.executor.device.execute
     copies: dict[int, StepPlan] = {}
@@ -191,7 +191,7 @@ def test_a_plan_in_flight_does_not_change_while_later_ones_are_made(depth: int) 
 
 @pytest.mark.parametrize("depth", [1, 4])
 def test_a_row_that_decodes_computes_one_token_and_is_never_padded(depth: int) -> None:
-    """Without drafts there is no 1 + k for anyone to be padded to: decodes are uniform as is."""
+    """Without drafts no row is padded to 1 + k: decodes are uniform."""
     driver = busy(depth, num_blocks=200)
     driver.run()
     assert driver.scheduler.stats.num_preemptions == 0

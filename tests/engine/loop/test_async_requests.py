@@ -83,7 +83,7 @@ def test_a_request_resumed_before_its_old_steps_landed_gives_each_token_once() -
 
 @pytest.mark.parametrize("depth", [2, 4, 8])
 def test_a_forced_preemption_drops_exactly_the_tokens_in_flight(depth: int) -> None:
-    """A failed step sends everybody who was not in it back; what had landed stays, once."""
+    """A failed step preempts every request that was not in it; landed tokens stay, once."""
     driver = CoreDriver(depth=depth, max_num_seqs=2, max_num_batched_tokens=8)
     fails = driver.submit("fails", [5] * 16, max_tokens=2)
     driver.executor.fail_steps.add(1)
@@ -101,7 +101,7 @@ def test_a_forced_preemption_drops_exactly_the_tokens_in_flight(depth: int) -> N
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 8])
 def test_a_cache_reset_with_steps_in_flight_drops_nothing(depth: int, force: bool) -> None:
-    """Forced, it lets them land first: whoever is preempted then has nothing in flight."""
+    """A forced reset lets them land first, so preempted requests have nothing in flight."""
     driver = CoreDriver(depth=depth)
     first = driver.submit("first", [5] * 9, max_tokens=20)
     for _ in range(4):
@@ -161,7 +161,7 @@ def test_a_block_is_published_only_when_its_last_token_has_landed() -> None:
 
 @pytest.mark.parametrize("depth", [2, 8])
 def test_a_finished_request_takes_no_token_more_from_a_device_that_runs_on(depth: int) -> None:
-    """Nothing raises either: rows of a residency that is over are dropped by their epoch."""
+    """Nothing raises either: rows of an ended residency are dropped by their epoch."""
     prompt, output = prompt_with_output(all_different)
     driver = CoreDriver(depth=depth, stops=False)
     ends = driver.submit("ends", prompt, max_tokens=12, stop_token_ids=(output[3],))
@@ -191,7 +191,7 @@ def test_the_engine_has_work_until_every_step_in_flight_has_landed(depth: int) -
 
 @pytest.mark.parametrize("depth", [1, 2, 8])
 def test_endings_without_a_next_step_are_told_and_free_everything(depth: int) -> None:
-    """The device hears of the released row with the next plan, before anyone takes the row."""
+    """The device learns of the released row with the next plan, before the row is reused."""
     driver = CoreDriver(depth=depth, max_num_seqs=1)
     aborted = driver.submit("aborted", [3, 4, 5], max_tokens=60)
     waits = driver.submit("waits", [3, 4], max_tokens=60)
@@ -213,7 +213,8 @@ def test_endings_without_a_next_step_are_told_and_free_everything(depth: int) ->
 
 @pytest.mark.parametrize("depth", [2, 4, 8])
 def test_seats_of_ended_requests_in_flight_come_back_to_those_who_wait(depth: int) -> None:
-    """All seats are held back by the fence and nobody runs: the next in line is admitted yet."""
+    """The fence holds back all slots and no request runs: the next in the queue is still
+    admitted."""
     driver = CoreDriver(depth=depth, max_num_seqs=2)
     for i in range(12):
         driver.submit(f"r{i}", [i, 1, 2], max_tokens=40)
@@ -243,7 +244,7 @@ def test_a_request_whose_logits_are_nan_ends_alone_and_leaves_nothing_to_find(de
         driver.step()
     slot = spoilt.residencies[-1][0]
     place = device.slot_mapping(slot, 2, 3)
-    device.kv_tokens[place] = NAN  # in a block of its prompt, which others could find
+    device.kv_tokens[place] = NAN  # in a block of its prompt, which other requests could find
     num_told = len(spoilt.tokens)
     driver.run()
     assert spoilt.reason is FinishReason.ERROR and spoilt.ending is not None
@@ -262,7 +263,7 @@ def test_a_request_whose_logits_are_nan_ends_alone_and_leaves_nothing_to_find(de
 
 @pytest.mark.parametrize("depth", [2, 5])
 def test_what_a_step_in_flight_finds_nan_is_not_found_after_an_abort(depth: int) -> None:
-    """The request is gone when the step lands; its blocks are still held back for it."""
+    """The request has ended when the step lands; the fence still holds its blocks for it."""
     driver = CoreDriver(depth=depth)
     device = driver.executor.device
     prompt = list(range(20))

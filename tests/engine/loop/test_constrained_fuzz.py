@@ -1,4 +1,4 @@
-"""The random traffic of `test_async_fuzz` with grammars, whose masks are late at times, or slow.
+"""The random traffic of `test_async_fuzz` with grammars, whose masks are sometimes late or slow.
 
 Rerun one seed with `-k "seed-3008"`; TERMGEN_FUZZ_SCHEDULES=5000 runs more of them.
 """
@@ -45,8 +45,8 @@ class ConstrainedSchedule(Schedule):
         return isinstance(grammar, FakeGrammar) and len(bearer.tokens) >= grammar.length
 
     def check_computed(self, bearer: Bearer) -> None:
-        """Of rows with a grammar more is computed: for each late mask once more, and behind a last
-        token that only the grammar knows for the last."""
+        """Rows with a grammar compute more: one token for each late mask, and one behind a last
+        token that only the grammar knows to be the last."""
         if bearer.request.grammar is None:
             super().check_computed(bearer)
 
@@ -69,10 +69,10 @@ def test_random_schedules_with_grammars_give_what_each_request_gives_alone(first
 
 
 class Unreliable(FakeGrammar):
-    """Some masks count as slow, whatever they take; one that cannot be filled ends the request."""
+    """Some masks count as slow, whatever their time; one that cannot be filled ends the request."""
 
     def __init__(self, length: int, *, modulus: int, pace: int, num_masks: int) -> None:
-        """pace: every so many masks are slow. num_masks: how many there are."""
+        """pace: one mask in so many is slow. num_masks: their number."""
         super().__init__(length, modulus=modulus)
         self.pace = pace
         self.num_masks = num_masks
@@ -93,7 +93,7 @@ class UnreliableMatcher(FakeMatcher):
 
 
 class UnreliableState(GrammarState):
-    """Counts slow masks by what their grammar says."""
+    """Counts slow masks as its grammar prescribes."""
 
     def note_time(self, *, is_slow: bool) -> None:
         matcher = self._matcher  # none where the request ended before

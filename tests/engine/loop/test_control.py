@@ -41,7 +41,7 @@ class Loop:
         self.core.scheduler.check_integrity()
 
     def ask(self, command: Callable[[EngineControl], Future[Any]]) -> Future[Any]:
-        """Give a command as another thread would; returns what is settled when it is done."""
+        """Give a command as another thread would; returns a future of its completion."""
         asked = self.core.call(lambda: command(self.core.control))
         self.step()
         settled: Future[Any] = asked.result(0)
@@ -54,7 +54,7 @@ class Loop:
         return self.ask(lambda control: control.reset_prefix_cache(force))
 
     def settle(self) -> None:
-        """As the engine's thread: until there is nothing to do."""
+        """Run the engine's loop until there is nothing to do."""
         run(self.core)
 
     def resume(self) -> None:
@@ -96,7 +96,7 @@ def test_keep_stops_after_the_steps_in_flight_and_goes_on_after_resume(depth: in
 
 @DEPTHS
 def test_a_paused_engine_has_no_work_and_does_none(depth: int) -> None:
-    """Or its thread would spin, and a watchdog would call it stuck."""
+    """Otherwise its thread would spin, and a watchdog would report it as stuck."""
     loop = Loop(depth)
     loop.pause("keep")
     loop.settle()
@@ -132,7 +132,7 @@ def test_wait_lets_what_has_begun_end_and_starts_nothing(depth: int, policy: str
 @DEPTHS
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_wait_also_waits_for_those_that_were_preempted(depth: int, policy: str) -> None:
-    """Though somebody more urgent, who has not begun, is before them in the queue."""
+    """A more urgent request that has not begun is ahead of them in the queue."""
     loop = Loop(depth, policy=policy, num_blocks=15)
     urgent = GenerationRequest(
         request_id="urgent",
@@ -274,7 +274,7 @@ def test_a_reset_spares_what_is_in_use_and_says_so(depth: int) -> None:
 
 @DEPTHS
 def test_a_reset_right_after_the_last_token_is_complete(depth: int) -> None:
-    """The steps launched past the end still hold blocks: it waits for those."""
+    """The steps launched past the end still hold blocks: the reset waits for those."""
     loop = Loop(depth)
     while len(endings(loop.deliveries)) < len(PROMPTS):
         loop.step()

@@ -1,4 +1,5 @@
-"""Pause, resume, reset and shutdown through both faces of the engine, on a tiny random model."""
+"""Pause, resume, reset and shutdown through both front ends of the engine, on a tiny random
+model."""
 
 from __future__ import annotations
 

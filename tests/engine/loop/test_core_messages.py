@@ -1,4 +1,4 @@
-"""What the loop makes of a submitted request, of a step's logprobs, and of handles in flight."""
+"""The loop's treatment of submitted requests, of a step's logprobs, and of handles in flight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_request_reaches_the_scheduler_as_it_was_submitted() -> None:
     assert (a.priority, a.cache_salt) == (3, "pepper")
     assert (b.priority, b.cache_salt) == (0, None)
     assert a.stop_token_ids == {8} and b.stop_token_ids == {1, 8} and c.stop_token_ids == {1}
-    # 128 is all the context there is
+    # 128 is the whole context
     assert [r.max_total_tokens for r in (a, b, c)] == [12, 128, 128]
 
 
@@ -82,7 +82,7 @@ def test_logprobs_go_with_the_rows_that_are_delivered() -> None:
 
 
 class Waited(FakeExecutor):
-    """Writes down which handles were waited for, in order."""
+    """Records the handles that were waited for, in order."""
 
     def __init__(self) -> None:
         super().__init__(next_token)
@@ -101,7 +101,7 @@ class Waited(FakeExecutor):
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_every_step_in_flight_is_waited_for_once_also_behind_a_failure(depth: int) -> None:
-    """Nobody may be given a slot or a block again while a step can still write there."""
+    """No request may get a slot or a block while a step can still write there."""
     executor = Waited()
     core = make_core(executor, [], depth=depth)
     executor.fail_steps = {2: ValueError("device on fire"), 3: ValueError("and still")}

@@ -1,4 +1,4 @@
-"""Both faces of the engine, on a tiny random model."""
+"""Both front ends of the engine, on a tiny random model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def collect(engine: AsyncEngine, prompt: object, params: SamplingParams) -
 
 
 async def settle(engine: AsyncEngine) -> int:
-    """Used blocks once nothing is running any more."""
+    """Used blocks once no request runs any more."""
     for _ in range(200):
         snapshot = await engine.snapshot()
         if not snapshot.num_running and not snapshot.num_waiting:
@@ -241,7 +241,7 @@ async def test_salts_keep_caches_apart(engine: AsyncEngine) -> None:
 async def test_the_engines_thread_hashes_no_prompt(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step waits for that thread: 128k tokens are milliseconds."""
+    """Steps wait for that thread: hashing 128k tokens takes milliseconds."""
     made: list[int] = []
 
     def counted(token_ids: IntArray, size: int, chain: list[bytes], salt: str | None) -> None:

@@ -1,4 +1,5 @@
-"""Where the engine's thread and the event loop meet: wake-ups, cancelled calls, names, the end."""
+"""The boundary of the engine's thread and the event loop: wake-ups, cancelled calls, names, the
+end."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def token_ids(deltas: list[TokenDelta]) -> list[int]:
 
 
 async def test_giving_up_on_a_snapshot_does_no_harm(engine: AsyncEngine) -> None:
-    """As a metrics page does when the engine is in a long step."""
+    """A metrics page gives up like this when the engine is in a long step."""
     stream = engine.generate(PROMPT, LONG)
     await anext(stream)
     for _ in range(20):
@@ -116,7 +117,7 @@ async def test_a_bug_in_text_processing_ends_every_stream(
 
 
 async def test_a_name_may_be_used_again_at_once(engine: AsyncEngine) -> None:
-    """Though the engine still delivers, and then ends, what was called so before."""
+    """The engine may still deliver tokens of the former request of that name, and then its end."""
     expected = token_ids(await collect(engine))
     for _ in range(20):
         stream = engine.generate(PROMPT, LONG, request_id="same")
@@ -147,7 +148,7 @@ async def test_names_given_by_the_engine_avoid_those_in_use(engine: AsyncEngine)
 
 
 class Watched(deque[object]):
-    """Looks around as soon as something has been put in."""
+    """Calls back as soon as something has been put in."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         super().__init__()
@@ -162,7 +163,7 @@ async def test_the_first_request_after_an_idle_time_finds_a_healthy_engine(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = engine.parts.core
-    core.last_progress_ns = 0  # a long time ago
+    core.last_progress_ns = 0  # long before
     assert engine.is_healthy
     state: list[bool] = []
     monkeypatch.setattr(core, "_inbox", Watched(lambda: state.append(engine.is_healthy)))
@@ -218,6 +219,6 @@ async def test_a_start_that_was_given_up_ends_its_thread(
         await asyncio.to_thread(engine._thread.join)
     missing = AsyncEngine(EngineConfig(model=str(tmp_path / "nothing-here")), None)
     missing._ready.cancel()
-    missing._run()  # nobody is there to be told
+    missing._run()  # no caller waits for the failure
     with pytest.raises(ModelNotFoundError):
         await AsyncEngine.start(EngineConfig(model=str(tmp_path / "nothing-here")))

@@ -1,4 +1,4 @@
-"""What is made once for all requests is made before the first one where the engine is prewarmed."""
+"""A server builds shared objects before its first request, not during it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_request_of_a_kind_finds_everything_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_tokenizer.cache_clear()  # another test may have made it
+    make_tokenizer.cache_clear()  # another test may have built it
     tokenizer = make_tokenizer(QWEN)
     size = tokenizer.vocab_size
     grammars = GrammarCompiler(tokenizer, vocab_size=size, eos_token_ids=(0,))

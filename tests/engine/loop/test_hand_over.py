@@ -1,4 +1,4 @@
-"""What crosses from the engine's thread to the loop: arrays, once a step, and no text work before.
+"""Messages from the engine's thread to the loop: arrays, once a step, without any text work.
 
 On a tiny random model, running ahead.
 """
@@ -60,7 +60,7 @@ def tokens(answers: list[list[TokenDelta]]) -> list[list[int]]:
 
 
 class HandOver:
-    """Watches deliveries leave the engine's thread, and the loop being woken for them."""
+    """Records deliveries that leave the engine's thread, and wake-ups of the loop for them."""
 
     def __init__(self, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.deliveries: list[StepDelivery] = []
@@ -117,7 +117,7 @@ async def test_a_loop_that_is_behind_is_woken_once_and_its_readers_get_larger_de
 async def test_no_text_is_made_on_the_engines_thread(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither from tokens, nor from prompts."""
+    """Text is made neither from tokens, nor from prompts."""
     seen: dict[str, set[int]] = {}
 
     def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,7 +172,7 @@ async def test_an_exception_in_flight_names_its_step_and_batch_and_ends_each_req
 async def test_the_loop_takes_only_what_is_there_when_the_engine_is_faster(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others on the loop get their turn, however fast deliveries come."""
+    """Other tasks on the loop get their turn, however fast deliveries arrive."""
     nothing = np.zeros(0, np.int32)
     delivery = StepDelivery(-1, 0, (), nothing, nothing, nothing, nothing, None, ())
     turns: list[int] = []
@@ -207,7 +207,7 @@ async def test_the_engine_waits_for_a_loop_that_is_far_behind(
         await asyncio.sleep(0.001)
     most = 0
     for _ in range(20):
-        time.sleep(0.02)  # the loop is held
+        time.sleep(0.02)  # the loop is blocked
         most = max(most, len(engine._deliveries))
     assert 2 <= most <= 4
     assert len(tokens([await answer])[0]) == 60, "nothing is lost"

@@ -88,7 +88,7 @@ def test_only_rows_that_cross_a_block_cost_calls() -> None:
 
 
 def test_a_step_that_crosses_no_block_costs_the_same_for_any_batch() -> None:
-    """Requests in step with each other: 15 of 16 steps touch only whole columns."""
+    """All requests cross blocks in the same steps: 15 of 16 steps only touch whole columns."""
     many = make_scheduler(
         num_blocks=10_000, block_size=BLOCK_SIZE, max_num_seqs=256, max_num_batched_tokens=20_000
     )

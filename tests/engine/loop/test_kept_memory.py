@@ -1,4 +1,4 @@
-"""What libraries keep beside the engine is bounded, however many sizes its steps have."""
+"""Memory that libraries keep beside the engine is bounded, whatever the sizes of its steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print(kib() - before)
 
 
 def grown_kib(program: str = PROGRAM, *arguments: str, **settings: str) -> int:
-    """In a process of its own: such settings are read once."""
+    """Growth of a process of its own: such settings are read once."""
     names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(
@@ -58,7 +58,8 @@ def test_kernels_for_ever_new_numbers_of_rows_are_let_go() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_the_user_set_stays() -> None:
-    """112 numbers of rows, a kernel each: the figure above is not small by itself."""
+    """A control for the test above: 112 numbers of rows, with a kernel each, are not small by
+    themselves."""
     many = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
     assert grown_kib(**many) > 24 * 1024
 

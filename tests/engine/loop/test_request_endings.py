@@ -57,7 +57,7 @@ def test_end_of_sequence_stops_without_naming_a_stop_token() -> None:
 
 
 def test_without_stop_ids_only_the_length_ends_it() -> None:
-    """What `ignore_eos` comes down to: an empty set."""
+    """This is `ignore_eos`: an empty set."""
     prompt, output = prompt_with_output(all_different)
     driver = drive(make_scheduler(), [make_request("x", prompt, max_tokens=12, ignore_eos=True)])
     assert driver.outputs["x"] == output and driver.reasons["x"] is FinishReason.LENGTH

@@ -1,4 +1,4 @@
-"""How far the loop runs ahead, with devices made of numbers and with a real model."""
+"""The depth of run-ahead, on simulated devices and with a real model."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class Machine(FakeExecutor):
         super().__init__(never_ends)
         self.now_ns = self.free_ns = 0
         self.idle_ns = 0
-        """Time of the device without a step, since the first."""
+        """Time without a step on the device, since the first."""
 
     def submit(self, plan: StepPlan) -> StepHandle:  # type: ignore[override]
         self.now_ns += MS // 10

@@ -1,4 +1,4 @@
-"""How many steps may be queued, from what they took: the policy alone, without a loop."""
+"""The policy for the number of queued steps, from their measured times, without a loop."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_who_joins_or_reads_a_prompt_ends_the_run_ahead() -> None:
 
 
 def test_time_in_the_queue_is_not_time_of_a_step() -> None:
-    """A step whose start is told as its launch lasts from the end of the step before it."""
+    """A step that reports its launch as its start lasts from the end of the step before it."""
     policy = RunAhead(2, 20.0)
     for i, plan in enumerate(decode_plans(20)):
         policy.planned(plan)

@@ -1,4 +1,4 @@
-"""Sleep and waking up: what becomes of requests, what is given back, what happens when it fails."""
+"""Sleep and waking up: requests, freed memory, and failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 def resting_core() -> tuple[EngineCore, FakeExecutor, list[StepDelivery]]:
-    """Paused in the middle of two requests, with one that waits."""
+    """A core paused in the middle of two requests, with a third one waiting."""
     executor = FakeExecutor(next_token)
     deliveries: list[StepDelivery] = []
     core = make_core(executor, deliveries, depth=2, max_num_seqs=2)
@@ -167,7 +167,8 @@ def generate(engine: SyncEngine, name: str) -> list[int]:
 
 
 def test_memory_is_given_back_to_the_machine(tiny_model_dir: Any) -> None:
-    """Weights of 48 MiB and a touched KV cache of 64 MiB, by what the system says this process has.
+    """Weights of 48 MiB and a touched KV cache of 64 MiB, as the system counts this process's
+    memory.
 
     That counts pages, and the allocator keeps a few: a fifth is allowed for.
     """
@@ -236,7 +237,7 @@ def test_offloaded_weights_come_back_with_all_that_shares_them() -> None:
 def test_recordings_are_made_again_for_the_new_addresses(
     tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`debug` compares what every recording reads with where that lies, at each replay."""
+    """`debug` compares every recording's addresses with the current ones, at each replay."""
     from termgen.engine.device.runner import sleep as device_sleep
     from termgen.engine.device.runner.dispatch import CudaGraphDispatcher
 
@@ -285,7 +286,7 @@ def test_recordings_are_made_again_for_the_new_addresses(
 def test_a_sleep_that_fails_leaves_the_engine_as_it_was(
     tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it needs is made before anything is given up."""
+    """Everything it needs is allocated before anything is freed."""
     from termgen.engine.device.runner.model_runner import ModelRunner
 
     config = EngineConfig(model=str(tiny_llama_dir), device="cpu", threads=1, kv_cache_gib=0.01)

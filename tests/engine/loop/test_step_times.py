@@ -1,4 +1,4 @@
-"""What a step's record tells of its times: the device idle or not, the loop at work or waiting."""
+"""The times in a step's record: the device idle or not, the loop working or waiting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT_S = 0.002
 
 
 class TimedExecutor(FakeExecutor):
-    """Steps of 1 ms, each begun so long after the one before as `gaps_ns` says."""
+    """Steps of 1 ms, separated by the times in `gaps_ns`."""
 
     def __init__(self) -> None:
         super().__init__(lambda tokens: 2 + len(tokens) % 40)
@@ -114,7 +114,7 @@ def test_the_loop_works_or_waits_and_nothing_is_counted_twice(depth: int) -> Non
 
 
 def test_on_a_cpu_a_step_tells_what_its_parts_took(tiny_llama_dir: Path) -> None:
-    """Input, model and sampling, which together are the step; the process tells what it takes."""
+    """Input, model and sampling add up to the step; the record has the process's CPU time."""
     config = EngineConfig(model=str(tiny_llama_dir), device="cpu", kv_cache_gib=0.01, threads=1)
     engine = SyncEngine(config)
     try:

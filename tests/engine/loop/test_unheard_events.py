@@ -1,4 +1,4 @@
-"""What is told to nobody is not made either."""
+"""Events without a subscriber are not built."""
 
 from __future__ import annotations
 

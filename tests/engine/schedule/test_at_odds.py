@@ -1,4 +1,4 @@
-"""Requests whose parameters leave their grammar nothing: theirs is the fault, and told by name."""
+"""Requests whose parameters leave their grammar no token: the error names the parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from termgen.vocabulary.request import FinishReason
 
 
 def test_parameters_that_leave_the_grammar_nothing_are_the_requests_fault() -> None:
-    """The device here draws what the grammar allows, whatever else the request asks for.
+    """The device here samples what the grammar allows, whatever else the request asks for.
 
     Each has a third token of its answer that its own parameters forbid.
     """
@@ -48,7 +48,7 @@ def test_parameters_that_leave_the_grammar_nothing_are_the_requests_fault() -> N
 
 
 def test_a_least_length_that_the_grammar_ends_before_is_the_requests_fault() -> None:
-    """The mask has only the end token, which min_tokens forbids: the device drew another one."""
+    """The mask only has the end token, which min_tokens forbids: the device sampled another one."""
     request = make_request("r", [1, 2], min_tokens=3, max_tokens=9)
     only_end, drawn = np.asarray([1 << 5], np.int32), 7
     fault = fault_of(request, np.asarray([6, 6, drawn], np.int32), only_end)

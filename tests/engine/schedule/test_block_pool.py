@@ -62,7 +62,7 @@ def test_only_a_block_in_use_can_be_registered() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_pool_operations_agree_with_a_plain_list(seed: int) -> None:
-    """The intrusive list against the same rules on a Python list."""
+    """Compare the intrusive list with the same rules on a Python list."""
     print(f"seed={seed}")
     rng = np.random.default_rng(seed)
     pool = BlockPool(12)

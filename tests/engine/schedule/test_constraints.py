@@ -1,4 +1,4 @@
-"""Requests under a grammar in the loop: when they join steps, how they end, who waits for whom."""
+"""Requests under a grammar in the loop: when they join steps, how they end, and what waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_constrained_row_joins_every_step_two_of_which_are_in_flight() -> None
     driver.assert_reference()
     free, bound = (b.residencies[0][0] for b in driver.bearers)
     assert rows_by_step(driver, free) == [True] * 20
-    # Its end shows in its last token; the step behind that is under way then.
+    # Its last token reveals the end, when the next step is already in flight.
     assert rows_by_step(driver, bound) == [True] * 9 + [False] * 11
     assert driver.executor.most_in_flight == 2
     assert driver.executor.landed_at == [0, 0, *range(1, 19)], "somebody waited for somebody"
@@ -93,7 +93,7 @@ def test_a_token_that_the_grammar_refuses_ends_its_request_alone() -> None:
             return super().accept(token_id) and len(self.tokens) < 3
 
     class Treacherous(FakeGrammar):
-        """Its masks allow what it then refuses, as when other parameters leave nothing."""
+        """Its masks allow a token that it then refuses, as when other parameters leave none."""
 
         def start(self, *, ends_at_eos: bool) -> FakeMatcher:
             return Refusing(self)
@@ -121,7 +121,7 @@ def test_stop_tokens_and_limits_end_before_the_grammar_does() -> None:
     assert short.reason is FinishReason.LENGTH and short.tokens == answer[:4]
     assert stop.reason is FinishReason.STOP and stop.tokens == answer[: answer.index(answer[5]) + 1]
     assert stop.ending is not None and stop.ending.stop_token_id == answer[5]
-    # Nothing can follow, so a minimum cannot be kept.
+    # No token can follow, so a minimum cannot be kept.
     assert minimum.reason is FinishReason.STOP and minimum.tokens == answer[:3]
 
 
@@ -172,7 +172,7 @@ def test_what_a_late_mask_costs_is_counted_as_wasted(depth: int) -> None:
 
 
 def run_random_traffic(seed: int, *, on_time: float = 1.0) -> int:
-    """Returns how many masks were late."""
+    """Returns the number of late masks."""
     rng = np.random.default_rng(seed)
     block_size = int(rng.choice([1, 2, 4]))
     driver = ConstrainedDriver(

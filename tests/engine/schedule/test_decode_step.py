@@ -1,4 +1,4 @@
-"""A decode step planned in a few operations is the step that the scheduler plans row by row."""
+"""The fast plan of a decode step equals the plan that the scheduler makes row by row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assert_same_masks(one: RowMasks, two: RowMasks) -> None:
 
 
 def result_of(plan: StepPlan, samples: np.ndarray, masks: RowMasks | None) -> StepResult:
-    """A token that depends on its place for each row that is to sample one."""
+    """Each row that samples gets a token that depends on its position."""
     places = zip(plan.slots.tolist(), (plan.num_computed + plan.num_tokens).tolist(), strict=True)
     tokens = np.asarray([next_token(np.asarray(place)) for place in places], np.int32)
     if masks is not None:
@@ -74,12 +74,12 @@ def test_they_agree_beside_rows_under_a_grammar(monkeypatch: pytest.MonkeyPatch)
 class InFlight:
     plans: tuple[StepPlan, StepPlan]
     samples: np.ndarray
-    """Which rows are to sample."""
+    """The rows that sample."""
     result: StepResult | None = None
 
 
 class Pair:
-    """Two schedulers that are told the same."""
+    """Two schedulers that get the same calls."""
 
     def __init__(self, quick: Scheduler, slow: Scheduler, rng: np.random.Generator) -> None:
         self.quick, self.slow, self.rng = quick, slow, rng
@@ -106,7 +106,8 @@ class Pair:
         return True
 
     def sample(self) -> None:
-        """What the newest step samples; for masks others have to land before. Some are late."""
+        """Sample the newest step; if it needs masks, the steps before land first. Some masks are
+        late."""
         step = self.in_flight[-1] if self.in_flight else None
         if step is None or step.result is not None:
             return
@@ -137,8 +138,9 @@ class Pair:
 def compare(
     seed: int, monkeypatch: pytest.MonkeyPatch, *, grammars: float = 0.0
 ) -> tuple[list[bool], int]:
-    """Whether each step was planned the quick way, and how many of those beside a row under a
-    grammar. grammars: the share of requests that have one. Their masks miss no step here."""
+    """Compare both plans of each step. Returns for each whether the fast path planned it, and how
+    many of those had a row under a grammar. grammars: the share of requests that have one. Their
+    masks miss no step here."""
     rng = np.random.default_rng(seed)
     settings = {
         "num_blocks": int(rng.choice([24, 60, 300])),

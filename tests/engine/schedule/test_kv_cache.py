@@ -1,4 +1,4 @@
-"""Block pool and prefix cache: who holds which block, what is found, what is evicted first."""
+"""Block pool and prefix cache: owners of blocks, prefix hits, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_kv(num_blocks: int = 11, *, caching: bool = True) -> KVCacheManager:
 
 
 def take(kv: KVCacheManager, slot: int, tokens: Sequence[int], salt: str | None = None) -> Request:
-    """Admit a request whole and compute all of it."""
+    """Admit a request as a whole and compute all of it."""
     request = make_request(f"r{slot}", tokens, salt=salt)
     cached = kv.find_cached(request)
     assert kv.can_admit(len(tokens), cached)

@@ -1,4 +1,5 @@
-"""Who loses its blocks, who waits, and what is computed again, also after a failed step.
+"""Preemption: which request loses its blocks, which waits, and what is computed again, also after a
+failed step.
 
 Over a scripted device, see scheduler_harness.py.
 """
@@ -77,7 +78,7 @@ def test_a_preempted_request_continues_with_the_same_tokens(depth: int, caching:
 
 
 def test_a_resumed_request_finds_its_own_blocks() -> None:
-    """Preempted with nobody to evict its blocks, it recomputes only what was not full."""
+    """Preempted while no request evicts its blocks, it recomputes only the last, partial block."""
     driver = Driver(make_scheduler(num_blocks=10, max_num_seqs=3))
     driver.add(*(make_request(f"r{i}", p, max_tokens=8) for i, p in enumerate(prompts(12, 11, 8))))
     driver.run()
@@ -88,7 +89,7 @@ def test_a_resumed_request_finds_its_own_blocks() -> None:
 
 @pytest.mark.parametrize("depth", [2, 3, 6])
 def test_a_preemption_with_tokens_in_flight_samples_them_again(depth: int) -> None:
-    """What lands for the old residency must not count; the new one gives the same tokens."""
+    """Results of the old residency must not count; the new one gives the same tokens."""
     driver = Driver(make_scheduler(num_blocks=10, max_num_seqs=3), depth=depth)
     driver.add(
         *(make_request(f"r{i}", p, max_tokens=16) for i, p in enumerate(prompts(12, 11, 11)))
@@ -144,7 +145,7 @@ def test_the_least_urgent_request_preempts_itself() -> None:
     driver.add(make_request("calm", calm, priority=9, max_tokens=8))
     driver.add(make_request("urgent", urgent, priority=0, max_tokens=8))
     driver.step()
-    plan = driver.step()  # calm needs a block, and nobody is less urgent
+    plan = driver.step()  # calm needs a block, and no request is less urgent
     assert plan is not None and set(driver.scheduled(plan)) == {"urgent"}
     assert driver.records["calm"].num_preemptions == 1
     driver.run()
@@ -152,7 +153,7 @@ def test_the_least_urgent_request_preempts_itself() -> None:
 
 
 def test_the_last_free_block_goes_to_the_most_urgent() -> None:
-    """Whatever their places in the batch; the one that goes without is not in the plan at all."""
+    """Their places in the batch do not matter; the other request is not in the plan at all."""
     driver = Driver(make_scheduler(num_blocks=8, max_num_seqs=2, policy="priority"))
     calm, urgent = prompts(12, 12)
     driver.add(make_request("calm", calm[:11], priority=5, max_tokens=8))
@@ -236,7 +237,7 @@ def test_requests_outside_the_failed_step_are_preempted_in_order() -> None:
     driver.add(*(make_request(n, p, max_tokens=20) for n, p in zip(names, shorts, strict=True)))
     driver.step()
     driver.step()
-    # Everybody runs; a plan made of nobody but `long` fails.
+    # Every request runs; a plan of `long` alone fails.
     driver.add(make_request("long", long, max_tokens=2))
     plan = driver.launch(fails=True)
     assert plan is not None

@@ -1,4 +1,4 @@
-"""What requests share through the prefix cache, and when it is published.
+"""Sharing through the prefix cache, and the time of publication.
 
 Over a scripted device, see scheduler_harness.py.
 """

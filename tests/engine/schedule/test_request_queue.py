@@ -59,7 +59,8 @@ def test_priority_queue_stays_in_order_under_removal(seed: int) -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_set_aside_comes_back_to_its_place(policy: str, seed: int) -> None:
-    """Against a sorted list, with requests set aside from the head as the scheduler does it."""
+    """Compare with a sorted list, with requests set aside from the head as the scheduler does
+    it."""
     print(f"seed={seed}")
     rng = np.random.default_rng(seed)
     queue = make_queue(policy)
@@ -90,7 +91,7 @@ def test_what_is_set_aside_comes_back_to_its_place(policy: str, seed: int) -> No
             held = aside if not line or (aside and rng.random() < 0.5) else line
             request = held.pop(int(rng.integers(len(held))))
             queue.remove(request)
-            queue.take_back(request)  # it does not wait any more
+            queue.take_back(request)  # it has left the queue
         line.sort(key=place)
         assert queue.peek() is (line[0] if line else None)
         assert list(queue) == [*aside, *line] and len(queue) == len(line) + len(aside)
@@ -114,7 +115,7 @@ def test_the_first_that_has_begun_is_found_wherever_it_waits(policy: str) -> Non
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_taking_one_out_of_many_looks_at_few(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Aborting all that wait, from the middle and the ends, must not cost their number squared."""
+    """Aborting all waiting requests, from the middle and the ends, must not take quadratic time."""
     num_looks = 0
 
     def equal(self: Request, other: object) -> bool:

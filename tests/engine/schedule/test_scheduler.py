@@ -1,4 +1,4 @@
-"""Budget, chunks, admission, order, and what a plan says.
+"""Budget, chunks, admission, order, and the contents of a plan.
 
 Over a scripted device, see scheduler_harness.py.
 """
@@ -64,7 +64,7 @@ def test_a_prompt_is_admitted_only_if_all_of_it_fits() -> None:
     driver.step()
     driver.add(make_request("long", long, max_tokens=4))
     steps = [driver.scheduled(plan) for plan in itertools.islice(iter(driver.step, None), 10)]
-    # A chunk of 7 tokens would fit the budget and the blocks; the prompt as a whole does not.
+    # A chunk of 7 tokens would fit the budget and the blocks; the whole prompt does not.
     assert steps[:3] == [{"running": 8}, {"running": 8}, {"running": 1}]
     assert steps[8:] == [{"running": 1}, {"long": 8}]
     driver.run()

@@ -25,7 +25,7 @@ NUM_ACTIONS = 120
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one seed does, drawn once."""
+    """The traffic of one seed, drawn once."""
 
     p_add: float
     p_abort: float
@@ -163,7 +163,7 @@ def test_random_traffic_gives_reference_tokens(seed: int) -> None:
 
 
 def test_the_soak_reaches_what_it_is_for() -> None:
-    """A fuzz test that never preempts, hits, evicts, fails or chunks proves nothing."""
+    """A fuzz test without preemptions, hits, evictions, failures or chunks proves nothing."""
     totals: dict[str, int] = {}
     for seed in range(12):
         soak = Soak(seed)

@@ -1,4 +1,4 @@
-"""What the events tell of each request's part in a step, against what was planned."""
+"""The events' account of each request's part in a step, against the plan."""
 
 from __future__ import annotations
 

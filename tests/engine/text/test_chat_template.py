@@ -1,4 +1,4 @@
-"""Chats to prompts: the text transformers renders, and faults named by their place."""
+"""Chats to prompts: the text that transformers renders, and errors that name the message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deltas on their way to a reader that is behind: merged, in order, at a bearable cost."""
+"""Deltas for a reader that is behind: merged, in order, at low cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incremental text equals one-shot text, whatever the tokens; stop strings cut it exactly."""
+"""Incremental text equals one-shot text for any tokens; stop strings cut it exactly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
 
 
 def metaspace_tokenizer() -> Tokenizer:
-    """A decoder that is no plain concatenation: the first token's space is dropped."""
+    """A decoder that does more than concatenate: the first token's space is dropped."""
     pieces = ["▁the", "▁a", "b", "▁", "é", "�", "▁你"]
     backend = Backend(BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
     backend.decoder = decoders.Metaspace(prepend_scheme="always")
@@ -79,7 +79,7 @@ class TestTokenDecoders:
             if whole == text and "\ufffd" not in text:
                 num_exact += 1
                 assert not any("\ufffd" in piece for piece in pieces), (SEED, text)
-        assert num_exact > 400  # the vocabulary lacks a few bytes of characters nobody uses
+        assert num_exact > 400  # the vocabulary lacks a few bytes of unused characters
 
     def test_unfinished_character_at_the_end_is_one_replacement(self, smollm2: Tokenizer) -> None:
         ids = smollm2.encode("a👋")[:-1]
@@ -139,7 +139,7 @@ class TestTokenDecoders:
 def run(
     text: str, stops: list[str], cuts: list[int], *, include: bool = False, min_tokens: int = 0
 ) -> tuple[list[str], str | None]:
-    """Feed `text` in tokens ending at `cuts`; the shown pieces and the stop string."""
+    """Feed `text` in tokens ending at `cuts`. Returns the shown pieces and the stop string."""
     edges = sorted({0, len(text), *(c % (len(text) + 1) for c in cuts)})
     tokens = {i: text[a:b].encode() for i, (a, b) in enumerate(zip(edges, edges[1:], strict=False))}
     detokenizer = Detokenizer(

@@ -1,4 +1,4 @@
-"""Long texts become the same tokens, and Python goes on meanwhile."""
+"""Long texts give the same tokens, and other threads run meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts with a gap, as each family of models has learnt them."""
+"""Prompts with a gap, in the format of each model family."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_gap_is_written_as_the_family_has_it(family: str, bos: bool) -> None:
 
 
 def code_llama() -> Tokenizer:
-    """A vocabulary of SentencePiece's kind: a space is put before every text."""
+    """A vocabulary like SentencePiece's: a space is put before every text."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     pieces += ["▁", *"abcdefghij", "▁a", "ab", "▁ab"]
     merges = [("▁", "a"), ("a", "b"), ("▁a", "b")]

@@ -56,7 +56,7 @@ class TestEqualsTransformers:
         assert ours.eos_token_ids == (theirs.eos_token_id,)
 
     def test_renders_chats_alike(self, ours: Tokenizer, theirs: Any) -> None:
-        # text that spells a special token is another matter: see test_chat_forgery.py
+        # test_chat_forgery.py covers text that spells a special token
         spelled = [ours.token_text(i) for i in ours.special_token_ids]
         texts = [t for t in sample_texts(SEED + 1, 300) if not any(s in t for s in spelled)]
         for a, b in zip(texts[::2], texts[1::2], strict=False):
@@ -248,7 +248,7 @@ def test_text_never_merges_into_a_control_token() -> None:
 
 
 def test_sentencepiece_equals_the_same_model_written_as_tokenizer_json() -> None:
-    """The layout Llama 2, Mistral and TinyLlama folders have, built here step by step."""
+    """The layout of Llama 2, Mistral and TinyLlama folders, built here step by step."""
     metadata = sentencepiece_metadata()
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [("▁", "h"), ("e", "l"), ("l", "o"), ("▁h", "el"), ("▁hel", "lo"), ("l", "l")]
@@ -264,7 +264,7 @@ def test_sentencepiece_equals_the_same_model_written_as_tokenizer_json() -> None
 
 
 def gemma_metadata(rng: random.Random) -> dict[str, Any]:
-    """A vocabulary as Gemma 3 files have it, its words made at random of two of those before."""
+    """A vocabulary like Gemma 3's, with random words, each made of two earlier ones."""
     spaces, lines = [" " * n for n in range(2, 8)], ["\n" * n for n in range(1, 5)]
     user_defined = ["[multimodal]", *lines, *spaces, "<table>"]
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<unused0>"]
@@ -325,7 +325,7 @@ def test_gemma_vocabularies_equal_transformers() -> None:
         tokenizer, reference = build(metadata), transformers_backend(metadata)
         assert metadata == given
         assert tokenizer.encode("a")[0] == tokenizer.bos_token_id == 2
-        # No text merges into byte tokens, which is up to chance in transformers' reading.
+        # No text merges into byte tokens, which transformers' reading leaves to chance.
         theirs = merges_of(reference.to_str())
         assert merges_of(tokenizer.to_json()) == [m for m in theirs if "".join(m)[:3] != "<0x"]
         for _ in range(400):
@@ -341,7 +341,7 @@ def test_spaces_of_a_gemma_vocabulary_are_merged_like_text() -> None:
     metadata = gemma_metadata(random.Random(SEED))
     tokenizer = build(metadata)
     assert texts_of(tokenizer, "   ") == ["   "]
-    # The longest token, matched first as a user-defined one is, would leave four behind seven.
+    # The longest token is matched first, as a user-defined one, and would leave four behind seven.
     assert [len(token) for token in texts_of(tokenizer, " " * 11)] == [4, 7]
     # A file that has both spellings keeps both.
     tokens = metadata["tokenizer.ggml.tokens"]

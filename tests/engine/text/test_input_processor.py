@@ -1,4 +1,4 @@
-"""Every request is completed and judged here, before the engine sees it."""
+"""Every request is completed and checked here, before the engine sees it."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ class TestEnvelope:
 
 
 class TestClamping:
-    """`clamp_max_tokens`: an answer has what the context leaves, instead of an error."""
+    """With `clamp_max_tokens` an answer gets the rest of the context instead of an error."""
 
     @pytest.mark.parametrize(("wanted", "given"), [(1000, MAX_LEN - 3), (5, 5), (None, 197)])
     def test_max_tokens_is_cut_to_the_room(self, wanted: int | None, given: int) -> None:

@@ -69,7 +69,7 @@ class TestText:
     def test_early_stop_token_the_engine_passes_over_is_text(
         self, processor: OutputProcessor, smollm2: Tokenizer
     ) -> None:
-        # min_tokens is the engine's business: here only its verdict counts
+        # the engine handles min_tokens: only its decision counts here
         ids = [EOS, *smollm2.encode("on")]
         processor.add(request(skip_special_tokens=False, min_tokens=2), 0)
         deltas = feed(processor, ids, end=finish())
@@ -181,7 +181,7 @@ class TestRows:
     ) -> None:
         a, b, c = smollm2.encode("a b c")
         processor.add(request(), 0)
-        assert processor.process(delivery([(0, 0, [a])])) == []  # nobody started there
+        assert processor.process(delivery([(0, 0, [a])])) == []  # no request has that slot
         first = processor.process(
             delivery([(3, 5, [a])], started=[start(slot=3, epoch=5, cached=16)])
         )

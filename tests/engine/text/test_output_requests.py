@@ -81,7 +81,7 @@ class TestFanOut:
 
 
 class TestNames:
-    """A name may be used again at once; the engine may still be busy with its earlier bearer."""
+    """A name may be used again at once; the engine may still run its earlier request."""
 
     def names(self, requests: Sequence[GenerationRequest]) -> list[str]:
         return [r.request_id for r in requests]
@@ -120,7 +120,7 @@ class TestNames:
         fresh = delivery([(2, 0, smollm2.encode("new"))], started=[start("a~2", 2)])
         assert [(d.request_id, d.text) for d in processor.process(fresh)] == [("a", "new")]
         assert processor.cancel("a") == ["a~2"]
-        # the engine is done with the first bearer, and its name is free again
+        # the engine has finished the first request, and its name is free again
         assert self.names(processor.expect(request("a"), 0)) == ["a"]
 
     def test_nothing_is_remembered_once_the_engine_has_told_the_end(

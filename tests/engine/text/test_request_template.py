@@ -1,4 +1,4 @@
-"""Chat templates that may never end, of requests and of models: the same text, and no harm."""
+"""Chat templates that may never end, from requests and from models: same text, no harm."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_what_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_from_threads() -> list[Any]:
-    """The processes that it took."""
+    """Returns the processes it used."""
     workers = TemplateWorkers()
 
     def render(n: int) -> str:
@@ -280,7 +280,7 @@ def test_a_models_template_of_unknown_cost_writes_the_same_elsewhere(llama: Toke
 async def test_a_models_endless_template_costs_only_its_chats(
     tmp_path: Path, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading, requests of token ids meanwhile, and shutting down included."""
+    """Loading, requests of token ids meanwhile, and shutting down are not affected."""
     monkeypatch.setattr(request_template, "MAX_ANSWER_S", 1.0)
     folder = tmp_path / "model"
     shutil.copytree(tiny_llama_dir, folder)

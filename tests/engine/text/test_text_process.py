@@ -1,4 +1,4 @@
-"""Long prompts become the same tokens in another process, and the same faults."""
+"""Long prompts give the same tokens in another process, and the same errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def here(sizes: tuple[Path, int, int]) -> InputProcessor:
 
 
 def outcome(tokenize: Any, prompt: Prompt, **how: bool) -> Any:
-    """The tokens, or what is wrong."""
+    """The tokens, or the error."""
     how = {"add_special_tokens": True, "has_to_fit": False, **how}
     try:
         return tokenize(prompt, **how)
@@ -78,7 +78,7 @@ def test_it_gives_what_would_be_made_here(texts: TextProcess, here: InputProcess
 def test_what_does_not_fit_is_refused_there(
     prompt: Prompt, texts: TextProcess, here: InputProcessor
 ) -> None:
-    """So that its tokens do not even come back."""
+    """The refusal happens there, so that its tokens are not even sent back."""
     with pytest.raises(ContextLengthError, match="maximum context length is 3000 tokens") as fault:
         texts.tokenize(prompt, add_special_tokens=True, has_to_fit=True)
     assert fault.value.param == ("prompt" if isinstance(prompt, str) else "messages")
@@ -97,7 +97,7 @@ def test_a_process_that_dies_costs_one_prompt(texts: TextProcess) -> None:
     process.wait()
     assert tokens() == expected, "one that has died before is started again"
     process = texts._helper.start()
-    process.send_signal(signal.SIGSTOP)  # it cannot answer, and is killed then
+    process.send_signal(signal.SIGSTOP)  # it cannot answer, and is then killed
     asked = asyncio.run(_ask_and_kill(texts, process))
     assert isinstance(asked, RequestError) and asked.status == 413 and asked.param == "prompt"
     assert tokens() == expected

@@ -1,4 +1,4 @@
-"""Tokenizers from model folders, and what `Tokenizer` promises whatever it was read from."""
+"""Tokenizers from model folders, and the guarantees of `Tokenizer` for any source."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_folder(
 
 
 def bos_backend() -> Backend:
-    """Puts <s> before every text by itself, as Llama 3's tokenizer.json does."""
+    """A tokenizer that puts <s> before every text by itself, like Llama 3's tokenizer.json."""
     backend = make_backend()
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
@@ -318,7 +318,7 @@ class TestBrokenFiles:
     def test_a_panic_of_the_library_is_a_refusal_too(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A panic is no `Exception`; what ends the program is let through."""
+        """A panic is not an `Exception`; exceptions that end the program are passed through."""
         folder = write_folder(tmp_path)
         panic = type("PanicException", (BaseException,), {})
         for fault in (panic("in native code"), ValueError("in native code")):

@@ -1,4 +1,4 @@
-"""How a model writes calls, found out from what its files hold."""
+"""Detecting from its files how a model writes calls."""
 
 from __future__ import annotations
 

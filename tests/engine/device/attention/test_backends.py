@@ -29,7 +29,8 @@ WINDOWS = (None, 1, 3, 5, 16, 17)
 
 @dataclass(frozen=True)
 class Where:
-    """A backend, where to run it, and what it is asked for there; the first of each is usual."""
+    """A backend, its device, and the types and sizes to test there; the first of each is the usual
+    one."""
 
     backend: type[AttentionBackend]
     device: torch.device
@@ -45,7 +46,7 @@ def on(device: torch.device, *names: str) -> list[object]:
 
 @pytest.fixture(params=[*on(CPU, *BACKENDS), *on(CUDA, *BACKENDS)])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Where:
-    """On a CPU Triton's kernels are interpreted, and stand-ins take the place of other packages."""
+    """On a CPU Triton's kernels are interpreted, and stand-ins replace other packages."""
     name, device = request.param
     if name in EXTRAS:
         return where_optional(name, device, monkeypatch)
@@ -138,7 +139,8 @@ def test_an_fp8_cache(dtype: torch.dtype, head_dim: int, where: Where) -> None:
 
 @with_fp8
 def test_an_fp8_cache_is_near_an_exact_one(where: Where) -> None:
-    """Three bits of mantissa: an error of 1/16 at most in each number, 3% or so in the mean."""
+    """The mantissa has three bits: an error of at most 1/16 in each number, 3% or so in the
+    mean."""
     rows = [(15, 1), (300, 1), (0, 9), (3, 70)]
     exact = make_case(where, rows).run()
     rounded = make_case(where, rows, kv_cache_dtype=FP8).run()
@@ -171,7 +173,8 @@ def test_padded_rows_see_nothing_and_spoil_nothing(with_prefill: bool, where: Wh
 
 @pytest.mark.parametrize("num_decodes", [0, 1, 3, 4])
 def test_a_step_whose_split_only_the_device_knows(num_decodes: int, where: Where) -> None:
-    """As recorded: rows without tokens, tokens without rows, and no number of decodes."""
+    """A recorded step has rows without tokens, tokens without rows, and no host count of
+    decodes."""
     rows = [(9, 1), (20, 1), (0, 1), (35, 1)][:num_decodes] + [(3, 6), (0, 18), (17, 2)]
     case = make_case(where, rows, max_num_seqs=16, max_num_tokens=64)
     real, total, num_rows = case.metadata, case.metadata.num_tokens, len(rows)
@@ -233,7 +236,8 @@ def test_the_result_goes_where_it_is_wanted(rows: list[tuple[int, int]], where: 
 @pytest.mark.parametrize("where", on(CUDA, "triton", "flash_attn"), indirect=True)
 @pytest.mark.parametrize("num_decodes", [3, 1])
 def test_a_recording_follows_the_lengths(num_decodes: int, where: Where) -> None:
-    """Planned and computed in a CUDA graph: right for the lengths that it finds when replayed."""
+    """A step planned and computed in a CUDA graph is right for the lengths that the replay
+    finds."""
     assert "FULL" in where.backend.capabilities.graph_modes
     decodes = [(9, 1), (700, 1), (33, 1)][:num_decodes]
     rows = decodes + [(20, 9), (0, 300)][: 3 - num_decodes]
@@ -243,7 +247,7 @@ def test_a_recording_follows_the_lengths(num_decodes: int, where: Where) -> None
     expected = {window: case.expected(sliding_window=window) for window in (None, 17)}
     for window in expected:
         metadata.seq_lens.copy_(metadata.query_start_loc.diff())  # no context yet
-        case.run(sliding_window=window)  # compiles, which no recording can hold
+        case.run(sliding_window=window)  # compiles, which cannot be recorded
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             actual = case.run(sliding_window=window)

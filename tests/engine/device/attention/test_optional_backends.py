@@ -1,4 +1,4 @@
-"""FlashInfer and FlashAttention: who gets them, what is said where they cannot run."""
+"""FlashInfer and FlashAttention: when they are chosen, and the errors where they cannot run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXTRA = [("flashinfer", "flashinfer"), ("flash_attn", "flash-attn")]
 
 
 def cuda_shape(**changes: object) -> AttentionShape:
-    """A shape both packages run, on a device that need not be there."""
+    """A shape that both packages run, on a device that need not exist."""
     usual = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "block_size": 256}
     usual["kv_cache_dtype"] = torch.bfloat16
     return dataclasses.replace(AttentionCase([(0, 1)]).shape, **{**usual, **changes})
@@ -103,7 +103,7 @@ def test_installed_packages_are_no_default(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_package_that_does_not_load_is_the_users_to_mend(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = ModuleType(name)  # installed, and without what it should have
+    broken = ModuleType(name)  # installed, but without this function
     broken.__spec__ = ModuleSpec(name, None)
     monkeypatch.setitem(sys.modules, name, broken)
     with_capability(monkeypatch, 9, 0)

@@ -1,4 +1,4 @@
-"""What only the torch reference does: grouping rows, tiling queries, asking no device."""
+"""Peculiarities of the torch reference: grouping rows, tiling queries, no synchronisation."""
 
 from __future__ import annotations
 

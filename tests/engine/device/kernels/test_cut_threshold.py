@@ -31,7 +31,7 @@ def run(
     min_p: Any = 0.0,
     capacity: int = 4096,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which logits the kernel and the reference keep. Rows use slots in reverse order."""
+    """The logits that the kernel and the reference keep. Rows use slots in reverse order."""
     device, num_rows = logits.device, len(logits)
 
     def column(value: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -65,7 +65,7 @@ def assert_same_cut(
     temperature: float = 1.0,
     top_p: float = 1.0,
 ) -> None:
-    """Only a logit whose mass before it is `top_p` but for rounding may be kept by one alone."""
+    """The results may differ only in a logit whose preceding mass is `top_p` up to rounding."""
     ours, theirs = kept
     either = (logits / temperature).double().masked_fill(~(ours | theirs), -INF)
     probs = either.softmax(-1)
@@ -116,7 +116,7 @@ def test_the_likeliest_stays_however_small_top_p_is(
 @devices
 @pytest.mark.parametrize("capacity", [32, 4096])
 def test_the_cuts_compose_in_order(device: str, capacity: int) -> None:
-    """min-p, then top-k, then top-p of what is left, renormalised."""
+    """min-p, then top-k, then top-p of the rest, renormalised."""
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     logits = normal(6, 1300, dtype=torch.float32, device=device, seed=seed, scale=1.5)
@@ -154,7 +154,7 @@ def test_ties_at_a_cut_are_all_kept(device: str, capacity: int) -> None:
 
 @devices
 def test_large_logits_crowded_in_one_place(device: str) -> None:
-    # The guess supposes that they are spread over the row: here it lets through far too many.
+    # The estimate assumes a uniform spread over the row: here it lets far too many through.
     logits = normal(3, 1500, dtype=torch.float32, device=device, seed=5)
     logits[:, 256:512] += 40.0
     for cuts in ({"top_k": 200}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.95}):

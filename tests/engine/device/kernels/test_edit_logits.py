@@ -25,10 +25,10 @@ def test_rows_are_edited_as_by_hand(device: str, dtype: torch.dtype, vocab: int)
     print("seed", seed)
     rng = random.Random(seed)
     tables = LogitEditTables(ROWS, vocab, torch.device(device))
-    token_ids = torch.full((ROWS, LENGTH), 1, dtype=torch.int32)  # what lay there before
+    token_ids = torch.full((ROWS, LENGTH), 1, dtype=torch.int32)  # leftovers
     for _ in range(4):
         rows = [random_row(rng, slot, vocab) for slot in range(ROWS - 1)]
-        rows.append(added(ROWS - 1, [1, 2], 1))  # one that asks for nothing
+        rows.append(added(ROWS - 1, [1, 2], 1))  # one without edits
         for row in rows:
             tables.take_over(row)
             token_ids[row.slot, : len(row.token_ids)] = torch.from_numpy(row.token_ids)

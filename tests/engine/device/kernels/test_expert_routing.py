@@ -31,7 +31,7 @@ def test_route(
     ids, weights = route(logits, top_k, renormalize=renormalize)
     expected, expected_weights = reference.route(logits, top_k, renormalize=renormalize)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
-    # Of equal logits, which half types have, and of vanished weights any may come first.
+    # Any of several equal logits, which half types have, and of underflowed weights may come first.
     chosen, best = logits.gather(1, ids.long()), logits.gather(1, expected)
     assert torch.equal(chosen[weights > 0], best[weights > 0])
     assert all(len(set(row)) == top_k for row in ids.tolist())

@@ -25,7 +25,7 @@ TILES = {
     "64": ExpertTiles(64, Tile(64, 32, 4, 3, 8), Tile(64, 32, 4, 2, 1), chunk=32, scan=128),
 }
 cuts = pytest.mark.parametrize("tiles", TILES.values(), ids=TILES.keys())
-# Of the types on a GPU the one that models have: every other one is as many kernels to compile.
+# A GPU runs only the models' type: each further type compiles as many kernels again.
 devices_and_dtypes = pytest.mark.parametrize(
     ("device", "dtype"), [p for p in DEVICES_AND_DTYPES if p.id not in ("cuda-f32", "cuda-f16")]
 )
@@ -47,8 +47,8 @@ class Case:
             return normal(*shape, dtype=dtype, device=device, seed=seed, scale=scale)
 
         self.x = draw(num_tokens, hidden, seed=1)
-        # No two alike in a row, even in half types: the choice of experts is then no matter of
-        # rounding.
+        # All values of a row differ, even in half types, so rounding does not decide the choice of
+        # experts.
         ranks = draw(num_tokens, num_experts, seed=2).float().argsort(1)
         self.logits = (ranks * 0.25).to(dtype)
         self.gate_up = draw(num_experts, 2 * inner, hidden, seed=3, scale=hidden**-0.5)
@@ -92,7 +92,7 @@ def test_options(device: str, dtype: torch.dtype, activation: str, renormalize: 
 
 @devices_and_dtypes
 def test_experts_without_tokens(device: str, dtype: torch.dtype) -> None:
-    """Two of nine have them all; what an expert without tokens holds is not read."""
+    """Two of nine have all tokens; the values of an expert without tokens are not read."""
     case = Case(20, dtype=dtype, device=device, num_experts=9)
     case.logits[:] = -5.0
     case.logits[:, 3], case.logits[:, 7] = 2.0, 1.0
@@ -112,7 +112,7 @@ def test_the_cut_that_serving_chooses(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tiles", [TILES["16"], TILES["64"]], ids=["16", "64"])
 def test_a_token_does_not_see_the_others(device: str, tiles: ExpertTiles) -> None:
-    """Bit by bit: alone, among others, and beside tokens of NaN."""
+    """The result is the same bit by bit: alone, among others, and beside tokens of NaN."""
     case = Case(6, dtype=torch.float16, device=device)
     expected = case.run(tiles)
     assert torch.equal(case.run(tiles), expected)
@@ -127,7 +127,7 @@ def test_a_token_does_not_see_the_others(device: str, tiles: ExpertTiles) -> Non
 
 @pytest.mark.gpu
 def test_a_recording_gives_what_eager_does() -> None:
-    """Bit by bit, padded or not, whatever the values it was recorded with."""
+    """The result is the same bit by bit, padded or not, whatever values it was recorded with."""
     recorded = Case(32, dtype=torch.bfloat16, device="cuda", num_experts=64, top_k=4, hidden=256)
     recorded.run(None)
     torch.cuda.synchronize()
@@ -143,7 +143,7 @@ def test_a_recording_gives_what_eager_does() -> None:
         graph.replay()
         assert torch.equal(out, recorded.run(None))
         assert torch.equal(out[:19], recorded.run(None, slice(19)))
-        recorded.logits[19:] = float("nan")  # what padded tokens hold is of no account
+        recorded.logits[19:] = float("nan")  # values of padded tokens do not matter
         assert torch.equal(out[:19], recorded.run(None)[:19])
 
 

@@ -1,4 +1,4 @@
-"""An engine whose steps begin and end in kernels gives the tokens of one that uses torch."""
+"""An engine whose steps begin and end in kernels gives the tokens of one that uses torch alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_engine(folder: Path, device: str, *, fused: bool) -> SyncEngine:
     runner.fused_sampler = None
     if fused:
         runner.use_fused_sampler(MAX_NUM_SEQS)
-        # Steps with a ring; what is recorded is simply run again.
+        # Steps with a ring; a recording simply runs its operations again.
         dispatcher = CudaGraphDispatcher((1, 3), mixed=(24,), max_num_seqs=MAX_NUM_SEQS)
         runner.graphs = runner.make_graphs(dispatcher)
         runner.graphs.record_all(lambda operations: operations, lambda done: None)

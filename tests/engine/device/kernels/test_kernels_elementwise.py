@@ -42,7 +42,7 @@ def test_rmsnorm(device: str, dtype: torch.dtype, num_rows: int, size: int) -> N
 @devices_and_dtypes
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (7, 576), (2, 2048)])
 def test_add_rmsnorm(device: str, dtype: torch.dtype, num_rows: int, size: int) -> None:
-    # x is a part of something wider, as a fused projection's output may be.
+    # x is a slice of a wider tensor, as a fused projection's output may be.
     x = normal(num_rows, size + 8, dtype=dtype, device=device, seed=2)[:, :size]
     residual = normal(num_rows, size, dtype=dtype, device=device, seed=3, scale=9.0)
     weight = normal(size, dtype=dtype, device=device, seed=4)
@@ -94,7 +94,7 @@ def make_cache(
     device: str,
     heads_first: bool,
 ) -> torch.Tensor:
-    """A poisoned cache as the kernels see it, in either layout."""
+    """A poisoned cache in the kernels' view, in either layout."""
     if not heads_first:
         shape = (num_blocks, block_size, 2, num_kv_heads, head_dim)
         return poison(*shape, dtype=dtype, device=device)
@@ -157,7 +157,7 @@ def test_qk_rope_kv(
 def test_an_fp8_cache_gets_the_bytes_of_a_saturating_conversion(
     device: str, dtype: torch.dtype
 ) -> None:
-    """Every finite 16-bit pattern as a value; as float32 also what lies beside it."""
+    """Every finite 16-bit pattern as a value; in float32 its neighbours too."""
     half_type = torch.float16 if dtype is torch.float32 else dtype
     tokens, num_kv_heads, head_dim = 32, 8, 256
     shape = (tokens, num_kv_heads, head_dim)
@@ -169,7 +169,7 @@ def test_an_fp8_cache_gets_the_bytes_of_a_saturating_conversion(
     k = normal(*shape, dtype=dtype, device="cpu", seed=1, scale=300.0)
     q = normal(tokens, 1, head_dim, dtype=dtype, device="cpu", seed=2)
     qkv = torch.cat((q, k, v), 1).flatten(1).to(device)
-    # Rotated by nothing, so that the keys are exact as well.
+    # Rotated by zero, so that the keys are exact as well.
     cos, sin = make_rotation(torch.zeros(tokens, dtype=torch.int64, device=device), head_dim)
     slots = torch.randperm(tokens).to(device)
     cache = make_cache(
@@ -203,7 +203,7 @@ def test_rotation(device: str, half: int, scale: float) -> None:
 def test_qk_rope_kv_of_many_tokens(
     device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Programs of more heads, the last one of fewer, write what small programs write."""
+    """Programs of several heads, the last one of fewer, write the same as programs of one head."""
     monkeypatch.setattr("termgen.engine.device.kernels.qk_rope_kv._MANY_TOKENS", 5)
     num_heads, num_kv_heads, head_dim = 20, 4, 64
     heads = num_heads + 2 * num_kv_heads

@@ -209,7 +209,8 @@ def test_random_batches(device: str, seed: int) -> None:
 
 
 def plan_of(lengths: list[int], device: str) -> tuple[list[list[int]], int]:
-    """What each program takes (row, head, first tile, tiles), two key heads; tiles of a run."""
+    """The work of each program (row, head, first tile, tiles) with two key heads, and the tiles of
+    a run."""
     workspace = DecodeWorkspace(
         num_heads=4,
         num_kv_heads=2,

@@ -118,7 +118,7 @@ def test_tokens_are_those_of_the_reference(
     device: str, dtype: torch.dtype, num_rows: int, vocab_size: int
 ) -> None:
     batch = Batch(num_rows, vocab_size, device=device, seed=vocab_size)
-    # Rows of something wider, whose other columns would win.
+    # Rows of a wider tensor, whose other columns would win.
     wide = normal(num_rows, vocab_size + 5, dtype=dtype, device=device, seed=num_rows, scale=3.0)
     wide[:, vocab_size:] = 1000.0
     batch.check(wide[:, :vocab_size])
@@ -126,7 +126,7 @@ def test_tokens_are_those_of_the_reference(
 
 @devices
 def test_a_peaked_row_and_a_flat_one_get_the_reference_tokens(device: str) -> None:
-    # Later blocks of a row are spared their noise: the winner must not be among the spared.
+    # Later blocks of a row skip the noise: the winner must not be among the skipped.
     batch = Batch(8, 9000, device=device, seed=12)
     batch.tables["temperature"].fill_(0.9)
     scales = torch.tensor([0.0, 0.01, 0.1, 0.5, 1.0, 4.0, 20.0, 200.0], device=device)
@@ -170,7 +170,7 @@ def test_ties_go_to_the_lowest_id_in_whatever_program_it_is(device: str) -> None
 def test_a_row_whose_logits_are_not_numbers_is_marked_and_no_other(
     device: str, dtype: torch.dtype, temperature: float, num_programs: int
 ) -> None:
-    """Wherever in the row the NaN is, in one program or in many."""
+    """The NaN may be anywhere in the row, in one program or in many."""
     batch = Batch(9, 2500, device=device, seed=5)
     batch.workspace.num_programs = num_programs
     batch.workspace.partial = torch.empty(64, dtype=torch.int64, device=device)

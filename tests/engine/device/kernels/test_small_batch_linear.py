@@ -1,4 +1,4 @@
-"""The linear method of CUDA: the configuration that fits a row count, or torch's own product."""
+"""The linear method of CUDA: the configuration for a row count, or torch's own product."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_nothing_but_a_hopper_gpu_has_a_measured_choice() -> None:
 
 @pytest.mark.gpu
 def test_padding_never_changes_the_configuration() -> None:
-    """A row must come out the same, bit for bit, however far its batch is padded."""
+    """A row's result must be the same, bit for bit, however far its batch is padded."""
     from termgen.engine.device.runner.dispatch import (
         CudaGraphDispatcher,
         SamplingVariant,

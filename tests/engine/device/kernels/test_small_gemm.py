@@ -1,4 +1,4 @@
-"""Products of a few rows: both kernels, every edge, cut K, and rows that do not see each other."""
+"""Products of a few rows: both kernels, every edge, split K, and independence of rows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_workspace(config: SmallGemmConfig, n: int, device: str) -> SmallGemmWor
 
 
 class Case:
-    """x [M, K], a part of something wider, times weight [N, K]."""
+    """x [M, K], a slice of a wider tensor, times weight [N, K]."""
 
     def __init__(
         self, m: int, n: int, k: int, *, bias: bool, dtype: torch.dtype, device: str, seed: int = 0
@@ -89,7 +89,8 @@ def test_whole_tiles(device: str, dtype: torch.dtype, config: SmallGemmConfig) -
 @configs
 @pytest.mark.parametrize(("n", "k"), [(1, 16), (70, 336), (33, 100)])
 def test_edges(device: str, dtype: torch.dtype, config: SmallGemmConfig, n: int, k: int) -> None:
-    """Rows, features and depth that fill no tile; a K shorter than a tile, or than its pieces."""
+    """Rows, features and depth that do not fill a tile; a K shorter than a tile, or than its
+    pieces."""
     rows = max(1, config.block_m - 3)
     Case(rows, n, k, bias=True, dtype=dtype, device=device, seed=n).check(config)
 
@@ -104,7 +105,7 @@ def test_numbers_of_rows(device: str, dtype: torch.dtype, m: int) -> None:
 @configs
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_does_not_see_the_others(device: str, config: SmallGemmConfig) -> None:
-    """Bit by bit: alone, among others, and beside rows of NaN."""
+    """The result is the same bit by bit: alone, among others, and beside rows of NaN."""
     whole = Case(config.block_m, 70, 336, bias=True, dtype=torch.float16, device=device, seed=5)
     expected = whole.run(config)
     assert torch.equal(whole.run(config), expected)
@@ -119,7 +120,8 @@ def test_a_row_does_not_see_the_others(device: str, config: SmallGemmConfig) -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_workspace_serves_many(device: str) -> None:
-    """Of different shapes, one after the other; what an earlier one left is never added."""
+    """Products of different shapes run one after the other; no leftover of an earlier one is
+    added."""
     cut = [CONFIGS[name] for name in ("mma16-cut2", "mma64-cut8", "mma32-cut3")]
     workspace = SmallGemmWorkspace(
         torch.device(device),
@@ -159,7 +161,7 @@ def test_full_size(config: SmallGemmConfig) -> None:
 
 @pytest.mark.gpu
 def test_overlapping_launches_give_the_same_bits() -> None:
-    """A chain in which each product reads what the one before it wrote, overlapped and not."""
+    """A chain in which each product reads its predecessor's output, overlapped and not."""
     config = SmallGemmConfig("mma", 16, 64, 128, 4, num_stages=4, splits=4)
     gemv = SmallGemmConfig("gemv", 1, 8, 1024, 4)
     weights = [

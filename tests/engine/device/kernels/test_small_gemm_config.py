@@ -1,4 +1,4 @@
-"""What small products are cut into: candidates that can run, and the choice among measured ones."""
+"""How small products are tiled: candidates that can run, and the choice among measured ones."""
 
 from __future__ import annotations
 

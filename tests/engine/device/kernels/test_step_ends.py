@@ -1,4 +1,4 @@
-"""The kernels before and after a decode step's model, against the torch code they stand in for."""
+"""The kernels before and after a decode step's model, against the torch code they replace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCAB_SIZE = 60
 
 
 def make_state(rng: random.Random, max_num_seqs: int, *, device: str) -> RequestState:
-    """Rows in the middle of their lives, with every column drawn at random."""
+    """Rows in mid-request, with every column drawn at random."""
     state = RequestState(
         max_num_seqs=max_num_seqs,
         max_model_len=MAX_LEN,
@@ -163,7 +163,7 @@ def test_samples_are_taken_in_as_by_torch(
     took = set()
     for _ in range(5):
         slots, counts = make_rows(rng, fused, num_rows, num_padded)
-        if rng.random() < 0.3:  # a step of a prompt computes more, and may still be too few
+        if rng.random() < 0.3:  # a prompt step computes more tokens, and may still be too short
             counts[:num_rows] = torch.tensor([rng.randint(1, 5) for _ in range(num_rows)])
         ids = [rng.randrange(VOCAB_SIZE) for _ in range(num_rows + num_padded)]
         for row in range(0, num_rows, 2):  # often a stop id

@@ -14,7 +14,7 @@ INF = float("inf")
 
 
 def case(vocab_size: int, num_slots: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which slots have a grammar [R], and random bits [R, W]."""
+    """Slots with a grammar [R], and random bits [R, W]."""
     generator = torch.Generator().manual_seed(vocab_size)
     words = -(-vocab_size // 32)
     bits = torch.randint(-(2**31), 2**31, (num_slots, words), generator=generator)

@@ -56,7 +56,7 @@ def test_norm_add_norm_with_weights_of_float32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_float32_weight_is_not_rounded_before_the_product(dtype: torch.dtype) -> None:
-    """As Gemma defines its norm: (x * weight) rounded, where others round x, then the product."""
+    """Gemma's norm rounds (x * weight), where others round x before the product."""
     x, weight = normal(64, 96, dtype=dtype), normal(96, seed=1)
     exact = rms_norm(x, weight, 1e-6)
     assert torch.equal(OPS.rms_norm(x, weight, 1e-6), exact.to(dtype))

@@ -1,4 +1,4 @@
-"""GGUF checkpoints against what they were converted from, and against transformers' reading."""
+"""GGUF checkpoints against their source weights, and against transformers' reading."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def test_sizes_must_be_those_of_the_tensors(
 
 
 def test_k_rows_that_are_no_heads(tmp_path: Path, llama_folder: Path) -> None:
-    # A bias, since the weights' shapes are looked at when the file is opened.
+    # A bias, because the weights' shapes are checked when the file is opened.
     path = write_model(
         llama_folder,
         tmp_path / "m.gguf",

@@ -1,4 +1,4 @@
-"""GGUF files of Gemma 3 against what they were converted from, and against transformers."""
+"""GGUF files of Gemma 3 against their source weights, and against transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from termgen.library.catalog import resolve_model
 Q = gguf.GGMLQuantizationType
 Extra = Callable[[gguf.GGUFWriter], None]
 
-# What no key of a file says: scores divided by the root of the head size, six layers a period.
+# Values that no key of a file holds: scores divided by the root of the head size, six layers a
+# period.
 SILENT = {"query_pre_attn_scalar": 32, "num_hidden_layers": 7, "sliding_window_pattern": 6}
 LINEAR = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
@@ -63,7 +64,7 @@ def test_equals_the_model_it_was_made_from(folder: Path, tmp_path: Path) -> None
     assert sorted(checkpoint.names()) == sorted(expected)
     assert len([name for name in expected if "norm" in name]) == 7 * 6 + 1
     for name in checkpoint.names():
-        # A norm had one added to it in single precision.
+        # One was added to a norm in single precision.
         atol = 1e-6 if "norm" in name else 0.0
         torch.testing.assert_close(checkpoint.tensor(name), expected[name], rtol=0, atol=atol)
     config = checkpoint.config
@@ -245,7 +246,7 @@ def test_an_absurd_number_of_layers_is_refused_at_once(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def real_file() -> Path:
-    """Gemma 3 270M as the catalog has it, if it was fetched: 238 MB are too many for a test."""
+    """Gemma 3 270M of the catalog, if already fetched: 238 MB are too many for a test."""
     name = "gemma-3-270m-base-q4"
     try:
         return resolve_model(name).path

@@ -1,6 +1,6 @@
-"""Mutated model files: whatever a file holds, reading it works or raises ModelError naming it.
+"""Mutated model files: reading any file works or raises ModelError naming it.
 
-Memory is bounded too: a small file must not make the reader ask for much. Seeds are printed.
+Memory is bounded too: a small file must not make the reader allocate much. Seeds are printed.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def read_all(path: Path) -> None:
 
 
 def outcomes(files: Iterator[bytes], path: Path, read: Callable[[], None]) -> tuple[int, int]:
-    """(read well, refused). Anything but a one-line TermgenError, or much memory, fails."""
+    """(read well, refused). Anything but a one-line TermgenError, or a large allocation, fails."""
     good = bad = 0
     tracemalloc.start()
     try:
@@ -188,14 +188,14 @@ def test_gguf_mutations(fixture: str, tmp_path: Path, request: pytest.FixtureReq
     read_all_gguf(path)
     files = mutations(small, header, scaled(300), random.Random(seed))
     good, bad = outcomes(files, path, lambda: read_all_gguf(path))
-    # Both happen: the mutations reach past the first check, and not all of them matter.
+    # Both occur: the mutations reach past the first check, and not all of them matter.
     assert good > 10 and bad > 100
 
 
 def test_gguf_cut_anywhere_is_refused(small_gguf: bytes, tmp_path: Path) -> None:
     header = data_start(small_gguf, tmp_path)
     path = tmp_path / "m.gguf"
-    # The writer pads the last tensor: what is cut off must be more than that.
+    # The writer pads the last tensor: the cut must be longer than that.
     every = 3 if scaled(1) == 1 else 1
     cuts = [*range(0, header, every), *range(header, len(small_gguf) - 32, 97)]
     good, bad = outcomes((small_gguf[:cut] for cut in cuts), path, lambda: read_all_gguf(path))
@@ -203,7 +203,7 @@ def test_gguf_cut_anywhere_is_refused(small_gguf: bytes, tmp_path: Path) -> None
 
 
 def test_gguf_every_length_field_absurd(small_gguf: bytes, tmp_path: Path) -> None:
-    """At every byte position of the header, 8 bytes become a length no file can have."""
+    """At every byte position of the header, 8 bytes become an impossible length."""
     header = data_start(small_gguf, tmp_path)
     path = tmp_path / "m.gguf"
     absurd = struct.pack("<Q", 2**63 - 1)
@@ -255,7 +255,7 @@ ODD_VALUES: tuple[Any, ...] = (
 
 
 def damaged(value: dict[str, Any], count: int, rng: random.Random) -> Iterator[bytes]:
-    """Copies of a JSON object with places of it replaced, removed, doubled or renamed."""
+    """Copies of a JSON object with parts of it replaced, removed, doubled or renamed."""
     for _ in range(count):
         root = [copy.deepcopy(value)]
         for _ in range(rng.choice((1, 1, 2, 3))):
@@ -273,7 +273,7 @@ def damaged(value: dict[str, Any], count: int, rng: random.Random) -> Iterator[b
 
 
 def places(holder: Any) -> Iterator[tuple[Any, Any]]:
-    """Every value in a JSON value, as the container that holds it and the key or index there."""
+    """Every value in a JSON value, as its container and the key or index there."""
     for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
         yield holder, key
         if isinstance(holder[key], dict | list):
@@ -337,7 +337,7 @@ def test_damaged_config(
     own: dict[str, Any], count: int, rng: random.Random, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.json"
-    # The first one imports transformers, whose memory is not that of a file.
+    # The first one imports transformers, whose memory does not count as the file's.
     for whole in (FOREIGN, own):
         path.write_text(json.dumps({**CONFIG, **whole}))
         load_model_config(tmp_path)

@@ -1,4 +1,4 @@
-"""Folders of safetensors: reading, and one line for each way in which a folder can be broken."""
+"""Folders of safetensors: reading, and a one-line error for each way to break a folder."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from termgen.vocabulary.sampling_params import SamplingParams
 
 SAMPLE = 40
 MIN_RUNNING = 60
-"""How many of all architectures run, at least."""
+"""The least number of architectures that must run."""
 MOST_PARAMETERS = 50_000_000
 PROMPT_LENGTHS = (3, 40)
 NUM_TOKENS = 6
@@ -107,11 +107,11 @@ RAW = re.compile(
     r"\b\w+Error\b|Traceback|object has no attribute|positional argument|unsupported operand"
     r"|object is not|unexpected keyword|termgen_paged|out of range"
 )
-"""Words of an exception that Python or a library raised for programmers, not for users."""
+"""Phrases of exceptions that Python or a library raised for programmers, not for users."""
 
 
 def make_config(model_type: str) -> Any | None:
-    """A tiny config, or the default one where tiny sizes are refused; None: both are."""
+    """A tiny config, or the default one if tiny sizes are refused; None if both are."""
     kind = CONFIG_MAPPING[model_type]
     small = SMALL.get(model_type, {})
     with suppress(Exception):
@@ -182,7 +182,7 @@ def compare(folder: Path, seed: int) -> None:
 
 
 def outcome(folder: Path, model_type: str, seed: int) -> str:
-    """What became of one architecture: "runs", or the reason why not."""
+    """The outcome for one architecture: "runs", or the reason why not."""
     config = make_config(model_type)
     if config is None:
         return "not tried: transformers refuses its default config"

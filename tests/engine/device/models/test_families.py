@@ -115,7 +115,7 @@ def random_sequences(rng: random.Random, lengths: tuple[int, ...]) -> list[list[
 
 
 def random_steps(rng: random.Random, sequences: list[list[int]]) -> list[list[Row]]:
-    """Cuts sequences into ragged steps of chunks and single tokens, decodes first in each."""
+    """Split sequences into ragged steps of chunks and single tokens, decodes first in each."""
     computed = [0] * len(sequences)
     steps = []
     while any(done < len(tokens) for done, tokens in zip(computed, sequences, strict=True)):
@@ -155,7 +155,7 @@ def test_logits_equal_transformers(case: str, tiny_model_dir: TinyModelDir) -> N
 
 
 def check_greedy(model: CausalDecoder, reference: Any, prompt: list[int], num_tokens: int) -> None:
-    """Each of our tokens is what transformers picks after the same ones: by induction, all are."""
+    """Each of our tokens is transformers' choice after the same ones: by induction, all are."""
     tokens = PagedModel(model).greedy(prompt, num_tokens)
     with torch.inference_mode():
         logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]

@@ -1,7 +1,7 @@
 """Logits of every family in half types, by the kernels that serve it on a GPU.
 
-The reference is transformers in float32 on the CPU with the same rounded weights, so that what is
-left is the arithmetic. Heads have the sizes of real models; prompts go through prefill in chunks,
+The reference is transformers in float32 on the CPU with the same rounded weights, so that only the
+arithmetic differs. Heads have the sizes of real models; prompts go through prefill in chunks,
 beyond every window, and some decode steps follow. On a CPU the kernels are interpreted.
 """
 
@@ -33,7 +33,7 @@ TinyModelDir = Callable[..., Path]
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 BLOCK_SIZE = 16
 MAX_RELATIVE_ERROR = {_F32: 2e-5, _F16: 4e-3, _BF16: 3e-2}
-"""Of the logits of one token: the norm of their error over their norm."""
+"""The norm of the error of one token's logits, divided by the norm of the logits."""
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}),

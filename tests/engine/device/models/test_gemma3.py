@@ -1,4 +1,4 @@
-"""What sets Gemma 3 apart outside of its arithmetic: files with a vision part, types, tokens."""
+"""Gemma 3 apart from its arithmetic: files with a vision part, types, tokens."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_float16_is_refused_and_never_chosen(tiny_model_dir: TinyModelDir) -> No
 def test_a_tokenizer_may_know_special_tokens_without_rows(
     special: bool, tiny_model_dir: TinyModelDir, tmp_path: Path
 ) -> None:
-    """As that of gemma-3-1b, which has one for images."""
+    """The tokenizer of gemma-3-1b has such a token for images."""
     folder = shutil.copytree(tiny_model_dir("gemma3_text"), tmp_path / "model")
     path = folder / "tokenizer.json"
     raw = json.loads(path.read_text())

@@ -116,7 +116,7 @@ def test_qwen3_says_its_own_head_size() -> None:
     assert qwen3.head_dim == 128 and qwen3.qk_norm and not qwen3.qkv_bias
 
 
-# As gemma-3-1b has it: what is the class's default is left out.
+# config.json of gemma-3-1b, which leaves out the class's defaults.
 GEMMA: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -141,7 +141,7 @@ GEMMA: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 262144,
 }
-# As gemma-3-27b has it.
+# config.json of gemma-3-27b.
 GEMMA_WITH_VISION: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "model_type": "gemma3",
@@ -197,7 +197,7 @@ def test_what_gemma3_leaves_out_is_what_transformers_fills_in() -> None:
     bare = {"architectures": GEMMA["architectures"]}
     written = AutoConfig.for_model("gemma3_text").to_dict()
     ours, theirs = ModelConfig.from_hf(bare), ModelConfig.from_hf({**written, **bare})
-    # Which tokens are special is the config's own business.
+    # The config alone says which tokens are special.
     assert ours == dataclasses.replace(theirs, bos_token_id=None, eos_token_ids=())
 
 
@@ -406,7 +406,7 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(model_type:
         whole = {**config_class(**left).to_dict(), "architectures": architectures}
         try:
             found = ModelConfig.from_hf({**left, "architectures": architectures})
-        except CorruptFileError as error:  # sizes must be said
+        except CorruptFileError as error:  # sizes are required
             name = "num_experts" if key == "num_local_experts" else key
             assert f"{key} is missing" in str(error) or f"{name} is missing" in str(error), key
             continue

@@ -23,7 +23,7 @@ families = pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 
 
 def stacked(folder: Path, family: str) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """The tensors as transformers holds them: an expert matrix of all experts is one."""
+    """The tensors in transformers' layout: one matrix holds all experts."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert any(name.endswith("mlp.experts.gate_up_proj") for name in tensors), family
@@ -68,7 +68,7 @@ def test_int8_is_not_for_experts(tiny_model_dir: TinyModelDir) -> None:
 
 
 def load_on_kernels(folder: Path, dtype: torch.dtype, device: torch.device) -> CausalDecoder:
-    """The path that a GPU takes: paged attention and everything else in Triton."""
+    """The path of a GPU: paged attention and everything else in Triton."""
     require_triton()
     from termgen.engine.device.attention.triton_paged import TritonPagedAttention
     from termgen.engine.device.kernels.ops import TritonOps
@@ -107,7 +107,7 @@ def check_against_transformers(
     whole = paged.step([Row(k, 0, prompt) for k, prompt in enumerate(prompts)])
     decodes = paged.step([Row(k, len(p) - 1, p[-1:]) for k, p in enumerate(prompts)])
     expected += [logits[-1:] for logits in expected]
-    # Over all tokens: a rounding may send a token to another expert, as good as the first.
+    # Over all tokens: rounding may send a token to another, equally good expert.
     logits = torch.cat(expected)
     error = float((torch.cat(whole + decodes).cpu() - logits).std() / logits.std())
     print("relative error", error)

@@ -1,8 +1,8 @@
-"""Models that run through transformers' code: parity with transformers itself, and who is refused.
+"""Models that run through transformers' code: parity with transformers itself, and refusals.
 
 Small random models in float32, greedy, one request at a time in the reference. The families here
-differ in what matters to the backend: learned positions, partial rotation, layers without any,
-scaled logits, windows in some layers, heads shared by all queries, experts.
+differ in aspects that matter to the backend: learned positions, partial rotation, layers without
+any, scaled logits, windows in some layers, heads shared by all queries, experts.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def save_model(folder: Path, model_type: str, overrides: Overrides) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                # Born as zeros and ones, which would hide that one was left out.
+                # Zeros and ones at first, which would hide an omission.
                 if name.endswith("bias"):
                     parameter.normal_(std=0.3)
                 elif parameter.dim() == 1:
@@ -400,5 +400,5 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(
     assert run(engine, prompts) == expected
     assert steps() == {("NONE", "GPT2LMHeadModel cannot be recorded: operation not permitted")}
     runner = engines(make_model("llama")).core.executor._runner  # type: ignore[attr-defined]
-    with pytest.raises(RecordingError):  # of termgen's own code that is a fault
+    with pytest.raises(RecordingError):  # in termgen's own code that is a fault
         record_steps(runner, sizes, fail, lambda done: None)

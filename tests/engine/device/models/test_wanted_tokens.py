@@ -1,4 +1,4 @@
-"""The last layer computes no more than the tokens whose hidden states are wanted."""
+"""The last layer computes only the tokens whose hidden states are wanted."""
 
 from __future__ import annotations
 

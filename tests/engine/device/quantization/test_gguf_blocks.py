@@ -34,7 +34,7 @@ def random_blocks(ggml_type: GGMLType, num_blocks: int, seed: int) -> np.ndarray
         values = rng.standard_normal((num_blocks, 1)).astype(np.float32)
         return values.view(np.uint8).reshape(-1)
     if ggml_type.name in ("F16", "BF16"):
-        # Below the exponent of all ones: every other bit pattern is a number.
+        # Below the exponent of all ones, every bit pattern is a number.
         exponents = 0x7C00 if ggml_type.name == "F16" else 0x7F80
         patterns = raw.view(np.uint16)
         patterns[(patterns & exponents) == exponents] = 0x3C01

@@ -1,6 +1,6 @@
-"""What the device half must hold while the host is steps behind: its rows, and results on the way.
+"""Duties of the device half while the host is steps behind: its rows, and results in flight.
 
-On the CPU; streams and events are stand-ins that say what they were asked to do.
+Runs on the CPU; streams and events are stand-ins that record their calls.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def plan(num_rows: int, *, added: tuple[AddedRow, ...] = ()) -> StepPlan:
 
 
 class Stream:
-    """A copy stream that writes down what happened, in order."""
+    """A copy stream that records its calls, in order."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -71,7 +71,7 @@ class Event:
 
 
 class DeviceTensor:
-    """Stands for memory on a device, which a later step would get if nobody held it."""
+    """Stands for device memory, which a later step would reuse if nothing held it."""
 
     def __init__(self, values: list[int], log: list[str]) -> None:
         self._values = values
@@ -111,7 +111,7 @@ def test_a_result_on_its_way_holds_its_device_memory_until_it_was_read(
 
 
 def test_penalties_of_the_next_step_count_the_token_that_no_host_has_seen() -> None:
-    """Steps follow each other on the device alone: the row is never told anything in between."""
+    """Steps follow each other on the device alone: the host never updates the row in between."""
     vocab = 12
     state = RequestState(
         max_num_seqs=2,
@@ -158,12 +158,12 @@ def test_penalties_of_the_next_step_count_the_token_that_no_host_has_seen() -> N
         )
         sampled = sampler(logits.clone(), metadata).token_ids
         drawn += state.append_sampled(slots, ones, sampled).tolist()
-    # 5: 2.5 -> 1.5 -> 0.5; 6: 2 -> 1 -> 0; 7: 1.75 -> 0.75. The largest of what is left, in turn.
+    # 5: 2.5 -> 1.5 -> 0.5; 6: 2 -> 1 -> 0; 7: 1.75 -> 0.75. Each step takes the largest.
     assert drawn == [5, 6, 7, 5, 6, 7]
 
 
 def test_a_result_read_keeps_its_tokens_when_the_ring_comes_round() -> None:
-    """A reader may be many steps behind: what it holds is not the ring's memory."""
+    """A reader may be many steps behind: its result does not alias the ring's memory."""
     tokens = np.asarray([7, 8], np.int32)
     dispatch, decodes = Dispatch(GraphMode.FULL), plan(2)._replace(num_decode_rows=2)
     result = RecordedOutput(Launch(decodes, dispatch, 0), tokens).result()

@@ -1,4 +1,4 @@
-"""Graphs recorded in idle moments: which come first, what stands in for them, and their tokens."""
+"""Graphs recorded in idle moments: their order, their substitutes, and their tokens."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_steps_are_right_before_during_and_after(tiny_model_dir: ModelDir) -> No
     def recorder(operations: Callable[[], None]) -> Callable[[], None]:
         nonlocal made
         made += 1
-        operations()  # as the real one does: it must touch nobody's rows
+        operations()  # as the real recorder does: it must touch no request's rows
         return operations
 
     engine = make_engine(folder, recorder, asynchronous=True)
@@ -157,7 +157,7 @@ def test_steps_are_right_before_during_and_after(tiny_model_dir: ModelDir) -> No
     ("error", "reason"),
     [
         (torch.OutOfMemoryError("no memory"), "not recorded for lack of memory"),
-        # The driver's own memory, by torch's words for it.
+        # The driver's own memory, as torch reports it.
         (RuntimeError("CUDA error: out of memory"), "not recorded for lack of memory"),
         (RecordingError("it waits"), "cannot be recorded: it waits"),
     ],

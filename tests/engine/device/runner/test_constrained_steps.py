@@ -30,7 +30,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 2, "min_tokens": 3},
 ]
 RECORDED_KINDS = KINDS[:3]
-"""What recordings of whole steps hold."""
+"""The kinds that recordings of whole steps cover."""
 Answers = dict[str, list[int]]
 
 
@@ -73,8 +73,8 @@ def use_kernels(engine: SyncEngine) -> SyncEngine:
 def run(
     engine: SyncEngine, kinds: list[dict[str, Any]] = KINDS, *, on_time: float = 1.0
 ) -> tuple[Answers, list[StepRecord]]:
-    """Two of three requests have a grammar; what they say, and every step. on_time: the share of
-    masks that steps ahead do not miss."""
+    """Run 18 requests, two of three with a grammar. Returns their tokens, and every step. on_time:
+    the share of masks that arrive in time for steps ahead."""
     rng = np.random.default_rng(7)
     num_late = make_late(engine.core.scheduler, np.random.default_rng(8), on_time)
     ring = engine.core.bus.subscribe()

@@ -1,6 +1,6 @@
 """A request whose logits are NaN ends with an error, however its steps are run; others go on.
 
-One row of the embedding is NaN, so whatever holds that token has activations that are no numbers.
+One row of the embedding is NaN, so a request with that token has NaN activations.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def spoil(engine: SyncEngine, token: int) -> None:
 
 
 def prompt_of(i: int, last: int) -> tuple[int, ...]:
-    """No two begin alike: a masked NaN is one all the same, so a request that turns NaN spoils the
-    blocks it computed in that step, for those too that took them from it in the same step."""
+    """No two begin alike: a masked NaN is still a NaN, so a request that turns NaN spoils the
+    blocks it computed in that step, even for requests that share them in the same step."""
     return (50 + i, *range(20, 37 + i), last)
 
 
 def run(engine: SyncEngine, bad: int, spoilt: set[int]) -> tuple[Answers, list[StepRecord]]:
-    """What each of NUM requests says; the prompts of those `spoilt` end with the bad token."""
+    """The tokens of each of NUM requests; the prompts of those `spoilt` end with the bad token."""
     ring = engine.core.bus.subscribe()
     answers: Answers = {str(i): [] for i in range(NUM)}
     failed = set()
@@ -97,7 +97,7 @@ def run(engine: SyncEngine, bad: int, spoilt: set[int]) -> tuple[Answers, list[S
 def check(
     engine: SyncEngine, expected: Answers, bad: int, *, is_exact: bool = True
 ) -> list[StepRecord]:
-    """Every second request turns NaN; then its blocks are somebody else's. is_exact: tokens do not
+    """Turn every second request NaN; then other requests reuse its blocks. is_exact: tokens do not
     depend on what else is in a step."""
     spoil(engine, bad)
     spoilt = {0, 3, 4, 6, 9}
@@ -107,7 +107,7 @@ def check(
         assert not answers[str(i)] if i in spoilt else len(answers[str(i)]) == 12, i
         assert i in spoilt or not is_exact or answers[str(i)] == expected[str(i)], i
     engine.core.scheduler.stats.num_corrupted = 0
-    # NaN lies in freed blocks, where these requests' own last blocks will be.
+    # NaN remains in freed blocks, where these requests' own last blocks will be.
     again, _ = run(engine, bad, set())
     assert again == expected or not is_exact
     engine.shutdown()

@@ -157,7 +157,7 @@ def test_every_decode_batch_is_replayed(tiny_model_dir: ModelDir) -> None:
 def test_a_replayed_step_of_an_unchanged_batch_uploads_nothing(tiny_model_dir: ModelDir) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    # One block holds a whole sequence, so that no step needs a new one. Two steps in flight: the
+    # One block holds a whole sequence, so no step needs a new one. Two steps are in flight: the
     # profiler sees as many launches as steps.
     engine = make_engine(tiny_model_dir("llama"), block_size=128, run_ahead_ms=0)
     for i in range(5):

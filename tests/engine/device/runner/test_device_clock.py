@@ -58,7 +58,7 @@ class ScriptedEvent:
 def errors_of_a_run(
     world: World, clock: DeviceClock, rng: random.Random, count: int, *, most_rest_s: float
 ) -> tuple[list[float], list[float]]:
-    """Of each step, how far off the told end and the told duration are, in ns."""
+    """For each step: the errors of the reported end and of the reported duration, in ns."""
     ends, durations = [], []
     for _ in range(count):
         world.now += rng.uniform(0, most_rest_s) * SECOND
@@ -82,7 +82,7 @@ def test_device_times_stay_right_over_hours_of_clocks_that_drift(rate: float) ->
     clock = DeviceClock(world.event, lambda: round(world.now))
     for _ in range(3):
         ends, durations = errors_of_a_run(world, clock, rng, 7000, most_rest_s=0.4)
-        # 8 s of drift at 20 ppm are 160 us, and what the fastest look takes is taken for none.
+        # 8 s of drift at 20 ppm are 160 us, and the time of the fastest reading is taken as 0.
         settled = ends[200:]
         assert max(map(abs, settled)) < 300 * US
         assert max(map(abs, durations)) < 2 * US

@@ -127,7 +127,7 @@ def test_a_disabled_dispatcher_gives_its_reason() -> None:
 
 
 class InPieces:
-    """As much of a `PiecewiseModel` as is looked at."""
+    """The part of `PiecewiseModel` that dispatch uses."""
 
     num_attentions = 1
 
@@ -218,7 +218,7 @@ def test_a_model_without_pieces_still_has_its_decodes_recorded() -> None:
 def test_experts_that_wait_for_the_device_are_in_no_recording(
     family: str, tiny_model_dir: Callable[[str], Path]
 ) -> None:
-    """Without Triton on a GPU, where attention between pieces is the only kind there is."""
+    """Without Triton on a GPU, the only attention is the one between pieces."""
     model = build(load_model_config(tiny_model_dir(family)))
     dispatcher = choose("cuda", {"NONE", "PIECEWISE"}, model=model)
     assert dispatcher.is_empty == (family == "qwen3_moe")

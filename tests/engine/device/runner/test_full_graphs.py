@@ -1,7 +1,7 @@
 """Whole steps from device memory: padding, rows kept on the device, the ring of tokens.
 
-A recorder that simply runs the operations again stands in for CUDA graphs, so the same path runs
-on a CPU. `test_cuda_graphs` does the same with real recordings.
+A recorder that simply runs the operations again replaces CUDA graphs, so the same path runs on a
+CPU. `test_cuda_graphs` does the same with real recordings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nothing is compiled once the engine is ready, and what is would be counted and shown."""
+"""Nothing is compiled once the engine is ready; a late compilation would be counted and shown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def compile_something() -> None:
-    """What Triton does when it has compiled a kernel, or loaded it from its cache."""
+    """Call what Triton calls when it has compiled a kernel, or loaded it from its cache."""
     hook = knobs.runtime.jit_post_compile_hook
     if hook is not None:
         hook(repr="kernel[num_warps=4]()", key="", fn=None, compile={})
@@ -74,7 +74,7 @@ def test_counters_of_two_engines_come_and_go_in_any_order() -> None:
             thread.start()
             assert entered.wait(10)
             compile_something()
-        leaves.set()  # the one that came first has left first
+        leaves.set()  # the first one has left first
         thread.join()
     assert (counter.count, other.count) == (2, 2)
     assert knobs.runtime.jit_post_compile_hook is before
@@ -135,7 +135,7 @@ def test_a_late_compilation_reaches_the_records_of_steps(tiny_model_dir: ModelDi
 
 
 def run_everything(engine: SyncEngine, seed: int, max_num_seqs: int) -> list[StepRecord]:
-    """Every batch size, then requests of all kinds that share text, are cut off and preempted."""
+    """Every batch size, then requests of all kinds that share text, are aborted and preempted."""
     rng = np.random.default_rng(seed)
     ring = engine.core.bus.subscribe()
 

@@ -1,4 +1,5 @@
-"""Launching a step never waits for the device: else it would idle while the host catches up."""
+"""Launching a step never waits for the device: otherwise it would idle until the host catches
+up."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_no_launch_waits_for_the_device(mode: str, tiny_model_dir: Callable[...,
     )
     load = {"num_requests": 30, "longest_prompt": 300, "most_tokens": 40}
     run_mixed_load(engine, SEED, **load)
-    torch.cuda.set_sync_debug_mode("error")  # waiting for an event, as the results do, is no error
+    torch.cuda.set_sync_debug_mode("error")  # results wait for an event, which is no error
     try:
         _, steps = run_mixed_load(engine, SEED, **load)
     finally:

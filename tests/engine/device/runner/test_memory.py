@@ -1,7 +1,7 @@
-"""The account of a device's memory: what it adds up to, and what it says when something is short.
+"""The memory account of a device: its sums, and its messages when memory is short.
 
-A device made of numbers stands in for the GPU, so the arithmetic and every refusal run on a CPU.
-`test_memory_gpu` holds the same account to a real device.
+A simulated device replaces the GPU, so the arithmetic and every refusal run on a CPU.
+`test_memory_gpu` compares the same account with a real device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_the_parts_are_what_was_taken_and_add_up() -> None:
     assert ledger.expected_graphs_bytes == 320 * MIB + 10 * 20 * MIB
     assert ledger.other_bytes == GIB // 2
     assert ledger.free_bytes == device.free_and_total()[0]
-    # All that gpu_memory_utilization grants went to the KV cache, but for what the graphs did not
+    # All that gpu_memory_utilization grants went to the KV cache, except what the graphs did not
     # need in the end, a block, and the rounding of its four tensors.
     assert 0 <= ledger.free_below_limit_bytes - 30 * MIB < BLOCK + 4 * 2 * MIB + 1
     assert ledger.free_above_limit_bytes == ledger.total_bytes - ledger.limit_bytes

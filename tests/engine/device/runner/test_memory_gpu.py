@@ -37,7 +37,7 @@ SHAPE = {
 
 @pytest.fixture
 def meter() -> Iterator[CudaMeter]:
-    """The device, rid of what earlier tests left."""
+    """The device, without leftovers of earlier tests."""
     gc.collect()
     meter = CudaMeter(torch.device("cuda:0"))
     meter.release()
@@ -103,8 +103,8 @@ def test_the_ledger_is_the_device(meter: CudaMeter, model: Callable[..., Path], 
     assert sum(ledger.parts().values()) == ledger.total_bytes == total
     assert ledger.weights_bytes == weight_bytes(runner.model)
     assert ledger.kv_cache_bytes == sum(cache.nbytes for cache in runner.kv_caches) > GIB
-    # Measured apart from each other: the rest must be what the others held before, and the kernels
-    # that the driver has loaded since.
+    # Measured separately: the rest must be the others' memory from before, and the kernels that the
+    # driver has loaded since.
     assert -8 * MIB <= ledger.other_bytes - held_before < 400 * MIB
     assert abs(meter.free_and_total()[0] - ledger.free_bytes) < 8 * MIB
     # The logits of the largest recording stay in its pool, if nothing else does.
@@ -142,7 +142,7 @@ def test_what_is_short_is_named(meter: CudaMeter, model: Callable[..., Path]) ->
     long = refused(small, kv_cache_gib=0.01, max_model_len=4096, **eager)
     assert long.param == "max_model_len" and "needs a KV cache of 32 MiB" in str(long)
     gc.collect()
-    meter.release()  # what the engines above left is not others' memory
+    meter.release()  # leftovers of the engines above are not others' memory
     free, _ = meter.free_and_total()
     full = refused(small, gpu_memory_utilization=(total - free + 300 * MIB) / total, **eager)
     assert full.param == "gpu_memory_utilization" and "weights" in str(full)

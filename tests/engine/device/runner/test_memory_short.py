@@ -1,4 +1,4 @@
-"""What the account of a device's memory says when something is short."""
+"""The messages of the memory account when something is short."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_others_hold_what_the_utilization_grants() -> None:
     assert "gpu_memory_utilization 0.5 lets 40.0 GiB of 80.0 GiB be in use on cuda:0" in message
     assert "other processes and the driver hold 45.0 GiB already" in message
     account(Device(others=39 * GIB), gpu_memory_utilization=0.5).check_others()
-    # A size given outright is held to what is free, and not to a share.
+    # An explicit size is limited by free memory, not by a share.
     account(Device(others=45 * GIB), gpu_memory_utilization=0.5, kv_cache_gib=1).check_others()
 
 
@@ -136,7 +136,7 @@ def test_one_request_that_does_not_fit_says_both_sizes() -> None:
     assert "lower max_model_len or raise gpu_memory_utilization or kv_cache_gib" in message
     message, _ = refusal(lambda: fit(100, max_model_len=4096, kv_cache_gib=0.2))
     assert message.endswith("lower max_model_len or raise kv_cache_gib")
-    # The size that the message asks for is enough, and one block less is not.
+    # The size in the message is enough, and one block less is not.
     assert fit(257, max_model_len=4096) == 4096
     refusal(lambda: fit(256, max_model_len=4096))
     assert fit(100) == 1585, "a length that nobody asked for is cut"

@@ -88,6 +88,6 @@ def test_an_engine_agrees_with_the_reference(
     expected, _ = greedy_tokens(folder, attention_backend="torch_reference", **options)
     actual, modes = greedy_tokens(folder, attention_backend=name, **options)
     assert ("FULL" in modes) == (name == "flash_attn")
-    # Rounding differs, and a near tie may then go the other way.
+    # Rounding differs, so a near tie may go the other way.
     equal = sum(a == b for a, b in zip(actual, expected, strict=True))
     assert equal > 0.8 * len(expected), f"{equal} of {len(expected)} tokens"

@@ -1,7 +1,7 @@
 """Steps cut at attention, on a CPU: rows, padding, shared buffers, and addresses that moved.
 
-A recorder that simply runs the operations again stands in for CUDA graphs. `test_cuda_graphs` does
-the same with real recordings.
+A recorder that simply runs the operations again replaces CUDA graphs. `test_cuda_graphs` does the
+same with real recordings.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def runner_of(engine: SyncEngine) -> Any:
 
 
 def spoil(pieces: Any) -> None:
-    """What a step does not write itself must not matter to it."""
+    """Overwrite everything that a step does not write itself: it must not matter."""
     for buffer in (pieces.q, pieces.attended, pieces.hidden):
         buffer.fill_(float("nan"))
     pieces.last_tokens.zero_()
@@ -110,7 +110,7 @@ def test_decodes_that_no_whole_recording_serves_are_replayed_in_pieces(
 
 
 def caches_of(engine: SyncEngine, num_requests: int) -> list[torch.Tensor]:
-    """What is in the KV cache once so many requests of 6 and 4 tokens are done."""
+    """The KV cache after `num_requests` requests of 6 and 4 tokens."""
     runner = runner_of(engine)
     for cache in runner.kv_caches:
         cache.fill_(7.0)
@@ -128,7 +128,7 @@ def test_padding_writes_to_the_null_block_alone(
     num_requests: int, tiny_model_dir: ModelDir
 ) -> None:
     folder = tiny_model_dir("llama")
-    # Without and with rows of padding, for tokens of padding to be taken for.
+    # Without and with rows of padding, to which tokens of padding could be assigned.
     padded = caches_of(make_engine(folder, piecewise=(16, 48)), num_requests)
     eager = caches_of(make_engine(folder), num_requests)
     for cache, expected in zip(padded, eager, strict=True):

@@ -1,4 +1,4 @@
-"""An engine's memory goes when the engine is left, not when garbage is next collected."""
+"""An engine's memory is freed when the engine is left, not at the next garbage collection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine's GPU, or the lack of one, makes of the device setting."""
+"""The effect of a machine's GPU, or of its absence, on the device setting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040).\nP
 
 @pytest.fixture
 def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch with CUDA behaves beside a driver that it cannot use."""
+    """Make torch behave as its CUDA build does with a driver that it cannot use."""
 
     def init() -> None:
         raise RuntimeError(TOO_OLD)

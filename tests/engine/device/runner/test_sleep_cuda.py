@@ -62,13 +62,13 @@ def test_memory_is_free_and_steps_are_recorded_again(
         held = torch.cuda.memory_allocated()
         engine.sleep(level)
         free, _ = torch.cuda.mem_get_info()
-        # Large tensors lie in segments of their own, so that what is freed is given back whole.
+        # Large tensors have segments of their own, so freed memory is returned completely.
         wanted = ledger.kv_cache_bytes + ledger.weights_bytes
         assert free - awake > 0.95 * wanted, (level, (free - awake) / MIB, wanted / MIB)
         assert held - torch.cuda.memory_allocated() > 0.99 * wanted
         assert engine.core.executor.graph_status().num_recorded == 0
         print(f"level {level}: {(free - awake) / MIB:.0f} MiB free, {wanted / MIB:.0f} wanted")
-        # Whoever takes the memory meanwhile must not be what a stale recording writes to.
+        # Memory that is allocated meanwhile must not be written to by a stale recording.
         others = torch.full((ledger.kv_cache_bytes // 4,), 7, dtype=torch.int32, device="cuda")
         engine.wake_up()
         assert engine.core.executor.graph_status() == num_graphs

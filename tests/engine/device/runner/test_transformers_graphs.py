@@ -57,7 +57,7 @@ def make_engine(folder: Path, **options: object) -> SyncEngine:
 
 
 def test_recorded_steps_give_the_tokens_of_eager_ones(olmo2_dir: Path) -> None:
-    """In float32, where padding cannot turn a choice."""
+    """The type is float32, in which padding cannot change a choice."""
     seed = 7
     print(f"seed {seed}")
 

@@ -35,7 +35,7 @@ MODES = {
     "piecewise": ["NONE", "PIECEWISE"],
     "full_and_piecewise": ["FULL", "NONE", "PIECEWISE"],
 }
-"""How steps run where these graphs were asked for: some are too large for any."""
+"""How steps run with these graphs: some are too large for any."""
 PROGRAM = Path(__file__).with_name("variants_without_gpu.py")
 
 
@@ -60,7 +60,7 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
     settings = {"max_num_batched_tokens": 1100, "max_model_len": 512, "skip_tokenizer_init": True}
     common = {"seed": seed, "graphs": "full"}
     cases = [
-        {  # odd sizes: nothing that is cut from a buffer by rows stays aligned
+        {  # odd sizes: no slice of a buffer by rows stays aligned
             **common,
             "folder": str(tiny_model_dir("llama", vocab_size=5001)),
             "settings": {**settings, "max_num_seqs": 19},
@@ -82,7 +82,8 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
             "batches": [3, 257, 301],
             "num_blocks": 330,
         },
-        {  # pieces beside whole steps; experts cut otherwise for 4096 tokens than below and above
+        # pieces beside whole steps; experts have another tiling at 4096 tokens than around that
+        {
             **common,
             "folder": str(tiny_model_dir("qwen3_moe", num_experts=256, num_experts_per_tok=1)),
             "settings": {**settings, "max_num_seqs": 12, "max_num_batched_tokens": 8200},
@@ -111,7 +112,7 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
 
 
 def test_warm_up_leaves_no_trace(tiny_model_dir: Callable[[str], Path]) -> None:
-    """Its steps run for real, with the kernels interpreted where there is no GPU."""
+    """Its steps really run, with the kernels interpreted where there is no GPU."""
 
     def make_engine() -> tuple[SyncEngine, Any]:
         engine = SyncEngine(

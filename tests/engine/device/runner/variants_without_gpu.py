@@ -1,12 +1,12 @@
-"""A program: which kernel variants warm-up and serving reach, found without a GPU.
+"""A program that lists the kernel variants reached by warm-up and by serving, without a GPU.
 
-Triton is told of a GPU that is not there. Every launcher then binds its arguments as it would on
-one, alignment and divisibility included, and asks for the variant they choose; instead of a launch,
-the request is written down. What the kernels should have computed stays as it was, so the steps are
-those of a real scheduler whose tokens are made up.
+It gives Triton a simulated GPU. Every launcher then binds its arguments as it would on a real one,
+alignment and divisibility included, and asks for the variant they choose; the request is recorded
+instead of launched. The kernels' outputs stay unwritten, so the steps are those of a real scheduler
+with made-up tokens.
 
-Argument: a JSON list of cases. Prints a JSON list: for each case what was reached, and as `late`
-the variants that serving reached and warm-up had not, with the step that did.
+Argument: a JSON list of cases. Prints a JSON list: for each case the variants reached, and as
+`late` those that serving reached and warm-up had not, with the step that reached them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 class AnyToken:
-    """A grammar and its own matcher, of answers without end."""
+    """A grammar and its own matcher, for endless answers."""
 
     num_words = 200
     is_slow = False
@@ -89,7 +89,7 @@ class AnyToken:
 
 
 def pretend_a_gpu() -> None:
-    """Triton compiles for a Hopper GPU; our own code takes the CPU for one with kernels."""
+    """Make Triton compile for a Hopper GPU, and our own code take the CPU for one with kernels."""
     driver.set_active(
         SimpleNamespace(
             get_current_device=lambda: 0,
@@ -104,7 +104,7 @@ def pretend_a_gpu() -> None:
 
 
 def small_gemm_choice(num_rows: int, spec: LinearSpec) -> SmallGemmConfig | None:
-    """One configuration for each class of rows, as the measured table has."""
+    """One configuration for each class of rows, like the measured table."""
     rows = 1 << (num_rows - 1).bit_length()
     if rows <= 4:
         return SmallGemmConfig("gemv", rows, 4, 1024, 4)
@@ -118,7 +118,7 @@ NUM_REQUESTS = 35
 
 
 class PlanExecutor:
-    """Runs every plan and makes up its tokens. Keeps count of what rows have and have computed."""
+    """Runs every plan and makes up its tokens. Tracks the known and computed tokens of rows."""
 
     def __init__(self, runner: model_runner.ModelRunner, missing: Missing) -> None:
         self._runner = runner
@@ -196,8 +196,8 @@ def make_runner(config: EngineConfig, folder: Path) -> model_runner.ModelRunner:
 
 
 def serve(core: EngineCore, seed: int, *, longest: int, batches: list[int]) -> None:
-    """Batches of these sizes, a burst of long prompts, then requests of all kinds that come, are
-    cut off and share text."""
+    """Batches of these sizes, a burst of long prompts, then requests of all kinds that arrive, are
+    aborted and share text."""
     rng = np.random.default_rng(seed)
     count = 0
 
@@ -262,7 +262,7 @@ def make_core(runner: model_runner.ModelRunner, executor: PlanExecutor, blocks: 
 
 
 def choose_sizes(mode: str, most_rows: int, most_tokens: int) -> CudaGraphDispatcher:
-    """As `choose_graphs` does, but for fewer whole steps, so that some of both kinds miss them."""
+    """`choose_graphs` with fewer whole steps, so that some steps of both kinds miss them."""
     if mode == "none":
         return CudaGraphDispatcher((), disabled_reason="--enforce-eager")
     return CudaGraphDispatcher(

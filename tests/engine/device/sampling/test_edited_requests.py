@@ -1,7 +1,7 @@
 """Logit bias, allowed ids, bad words and prompt log-probabilities through the whole engine.
 
-Against transformers, token by token, with the edits made by hand: however the steps are cut, under
-preemption, with steps in flight, next to requests that ask for nothing of the kind.
+Compared with transformers, token by token, with the edits made by hand: however the steps are cut,
+under preemption, with steps in flight, beside requests without edits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_TOKENS = 12
 
 @dataclass
 class Case:
-    """A request and what must come of it."""
+    """A request and its expected answer."""
 
     prompt: list[int]
     params: SamplingParams
@@ -85,7 +85,7 @@ def cases(tiny_llama_dir: Path) -> list[Case]:
     with torch.inference_mode():
         for one in made:
             answer(model, one)
-        # Forbid what would be written: one token, and two that follow each other.
+        # Forbid the model's choice: one token, and two that follow each other.
         for length in (12, 34):
             plain = case(length)
             answer(model, plain)
@@ -193,7 +193,7 @@ def test_edits_and_prompt_logprobs_equal_transformers(
 
 
 def test_completions_of_one_prompt_compute_it_once(engines: Callable[..., SyncEngine]) -> None:
-    """And each draws by a seed of its own, the same one every time."""
+    """Each completion samples with a seed of its own, the same one every time."""
     engine = engines(device="cpu", block_size=16, async_scheduling=True)
     prompt = tuple(range(3, 103))
     params = SamplingParams(n=6, seed=11, max_tokens=8, ignore_eos=True, prompt_logprobs=1)

@@ -1,7 +1,7 @@
-"""What requests may ask for at its most extreme, through the whole engine on the CPU.
+"""The most extreme sampling parameters, through the whole engine on the CPU.
 
-Each batch is one step's rows together: none of them may fail, draw what it forbade itself, or
-change a token of its neighbour's.
+Each batch is one step's rows together: none of them may fail, sample a token that it forbade
+itself, or change a token of its neighbour's.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def engine(tiny_llama_dir: Path) -> Iterator[SyncEngine]:
 
 
 def answers(engine: SyncEngine, rows: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
-    """The tokens of each row, all of which must end as requests do."""
+    """The tokens of each row; all rows must end regularly."""
     for i, (prompt, params) in enumerate(rows):
         engine.add(
             GenerationRequest(request_id=str(i), prompt_token_ids=tuple(prompt), params=params)
@@ -108,7 +108,7 @@ def test_no_extreme_fails_or_changes_a_neighbour(engine: SyncEngine) -> None:
         assert together[0] == alone, [params.describe() for _, params in batch]
         for (_, params), tokens in zip(batch, together, strict=True):
             allowed = params.allowed_token_ids
-            # Where nothing may be drawn at all, something is: its stop tokens too soon.
+            # If no token is allowed at all, one is sampled anyway: its stop tokens too soon.
             if allowed is not None and not set(allowed) <= set(params.stop_token_ids):
                 assert set(tokens) <= set(allowed), params
 

@@ -23,7 +23,7 @@ def test_rows_are_edited_as_by_hand(
     print("seed", seed)
     rng = random.Random(seed)
     tables = LogitEditTables(ROWS, VOCAB, torch.device(device))
-    token_ids = torch.full((ROWS, LENGTH), 1, dtype=torch.int32)  # what lay there before
+    token_ids = torch.full((ROWS, LENGTH), 1, dtype=torch.int32)  # leftovers
     for _ in range(12):
         rows = [random_row(rng, slot, VOCAB) for slot in range(ROWS)]  # over old ones
         for row in rows:

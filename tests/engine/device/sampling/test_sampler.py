@@ -1,4 +1,4 @@
-"""The sampler as a whole: the distribution it draws from, what a draw depends on."""
+"""The sampler as a whole: the distribution of samples, and their dependencies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def draw_many(
 
 
 def fit(draws: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts and expected counts, with what is too rare for chi-square in one cell."""
+    """Counts and expected counts; values too rare for chi-square share one cell."""
     counts = torch.bincount(draws, minlength=len(probs)).double()
     assert len(counts) == len(probs) and not counts[probs == 0].any()
     expected = probs * len(draws)
@@ -157,7 +157,7 @@ def test_rows_that_are_no_numbers_are_marked_and_harm_no_other(
     meta.needs = meta.needs._replace(min_tokens=is_masked)
     output = Sampler()(logits, meta)
     corrupt = (output.token_ids == CORRUPT_TOKEN).tolist()
-    # Masks of the request's own may leave a row nothing but -inf.
+    # The request's own masks may leave a row nothing but -inf.
     assert corrupt == [True, not is_masked, True, True, True, False]
     assert output.logprobs is not None
     assert 0 <= int(output.logprobs.token_ids.min()) <= int(output.logprobs.token_ids.max()) < 1001
@@ -181,7 +181,7 @@ def test_an_infinity_of_the_requests_own_making_is_no_fault(
 
 
 def mixed_batch(make_meta: MakeMeta, num_rows: int, vocab_size: int) -> SamplingMetadata:
-    """Every kind of row: greedy, random, cut in all ways, penalised, with stops suppressed."""
+    """Every kind of row: greedy, random, every kind of cut, penalised, with stops suppressed."""
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -353,7 +353,7 @@ def test_rows_drawn_in_parts_are_drawn_as_one(
     monkeypatch: pytest.MonkeyPatch,
     limits: dict[str, Any],
 ) -> None:
-    """On a CPU, so that many rows take no more memory at a time than a few."""
+    """The CPU samples in parts, so that many rows take no more memory at a time than a few."""
     logits = random_logits(23, 257)
     temperature = torch.tensor([0.0, 0.8, 1.3] * 8)[:23]
     meta = make_meta(23, seeds=5, temperature=temperature, **limits)

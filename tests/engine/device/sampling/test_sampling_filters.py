@@ -95,7 +95,7 @@ def test_min_p_equals_transformers(random_logits, form, min_p: float) -> None:
 
 @FORMS
 def test_the_cuts_compose_in_order(random_logits, form) -> None:
-    """min-p, then top-k, then top-p on what is left, renormalised."""
+    """min-p, then top-k, then top-p on the rest, renormalised."""
     logits = random_logits(200, VOCAB, scale=1.5, seed=61)  # fixed: no rounding at min-p
     before_top_p = TopKLogitsWarper(40)(None, MinPLogitsWarper(0.02)(None, logits))
     expected = TopPLogitsWarper(0.7)(None, before_top_p)
@@ -150,7 +150,8 @@ def test_cpu_form_equals_the_reference_on_coarse_logits(random_logits) -> None:
         )
         probs = before_top_p.double().softmax(-1)
         for row in (cpu != reference).any(dim=-1).nonzero().squeeze(1).tolist():
-            # Sums in another order: allowed only where the smaller set just about has the mass.
+            # Sums in another order: a difference is allowed only where the smaller set just about
+            # has the mass.
             mass = min(probs[row][kept[row] > -torch.inf].sum() for kept in (cpu, reference))
             assert float(mass) == pytest.approx(parameters["top_p"][row], abs=1e-5), row
 

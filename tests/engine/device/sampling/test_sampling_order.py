@@ -93,7 +93,7 @@ def test_every_step_in_order(logits: torch.Tensor, meta: SamplingMetadata) -> No
 def test_another_order_differs(
     logits: torch.Tensor, meta: SamplingMetadata, first: str, second: str
 ) -> None:
-    """Keeps the test above honest: swapped, these two would give other tokens."""
+    """A control for the test above: swapped, these two would give other tokens."""
     steps = list(ORDER)
     left, right = steps.index(first), steps.index(second)
     steps[left], steps[right] = second, first

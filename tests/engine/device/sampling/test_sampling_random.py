@@ -1,4 +1,4 @@
-"""The generator: known answers, the shape of the noise, independence, and no dependence."""
+"""The generator: known answers, the shape of the noise, and independence."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_bits_at_indices_equal_the_row(vocab_size: int) -> None:
             seeds[i].expand(50), positions[i].expand(50), ids[i], stream=Stream.DRAFT
         )
         assert torch.equal(at, row[i, ids[i]])
-        # The same float noise too, wherever in a tensor the element lies.
+        # The float noise is the same too, wherever in a tensor the element is.
         assert torch.equal(gumbel_from_bits(at), gumbel_from_bits(row)[i, ids[i]])
 
 

@@ -39,7 +39,7 @@ def test_only_what_the_mask_allows_is_drawn_and_cuts_count_only_that(
     masks = masks_for(allowed)
     greedy = replace(make_meta(ROWS, temperature=0.0), token_masks=masks)
     assert Sampler()(logits, greedy).token_ids.tolist() == expected
-    # The best of what is allowed is all that top-k leaves: without the mask it would be another.
+    # Top-k leaves only the best allowed token: without the mask it would be a different one.
     best = replace(make_meta(ROWS, temperature=1.3, top_k=1, max_logprobs=2), token_masks=masks)
     output = Sampler()(logits, best)
     assert output.token_ids.tolist() == expected
