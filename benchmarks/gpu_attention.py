@@ -15,10 +15,15 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from termgen.engine.device.kernels import decode_plan, paged_decode, paged_prefill, prefill_plan
-from termgen.engine.device.kernels.decode_plan import DecodeConfig, DecodeWorkspace
-from termgen.engine.device.kernels.prefill_plan import PrefillConfig
-from termgen.engine.device.quantization.kv_cache import kv_cache_dtype
+from termgen.engine.device.kernels.attention import (
+    decode_plan,
+    paged_decode,
+    paged_prefill,
+    prefill_plan,
+)
+from termgen.engine.device.kernels.attention.decode_plan import DecodeConfig, DecodeWorkspace
+from termgen.engine.device.kernels.attention.prefill_plan import PrefillConfig
+from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
 
 HEADS = {
     "qwen3-0.6b": (16, 8, 128),

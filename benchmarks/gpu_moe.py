@@ -5,7 +5,7 @@
 A time is that of one call inside a CUDA graph that holds a chain of them, with other tokens that
 choose other experts each time. What a cut computes is compared with the reference first: a wrong
 one is reported, not timed. The floor is reading each expert in use once, or the arithmetic, which
-ever takes longer. `now` is what termgen/engine/device/kernels/expert_tiles.py chooses.
+ever takes longer. `now` is what termgen/engine/device/kernels/moe/experts.py chooses.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from gpu_gemm import COMPILE_THREADS, DEVICE, MAX_ERROR, error_of, time_chain
 from gpu_shapes import READ_BYTES_PER_SECOND
 from triton.runtime.errors import TritonError
 
-from termgen.engine.device.kernels.expert_routing import PairTiles, route, sort_pairs
-from termgen.engine.device.kernels.expert_tiles import Tile, choose_tiles
-from termgen.engine.device.kernels.experts import experts, multiply
+from termgen.engine.device.kernels.moe.experts import Tile, choose_tiles, experts, multiply
+from termgen.engine.device.kernels.moe.routing import PairTiles, route, sort_pairs
 from termgen.engine.device.layers.experts import run_experts
 from termgen.engine.device.layers.ops import TorchOps
 

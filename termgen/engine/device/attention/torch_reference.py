@@ -25,7 +25,7 @@ from termgen.engine.device.attention.base import (
     AttentionMetadata,
     AttentionShape,
 )
-from termgen.engine.device.quantization.kv_cache import FP8, movable
+from termgen.engine.device.kernels.kv_cache import FP8, movable
 
 _QUERY_TILE = 256
 """Queries of one row computed together: past this, causal tiles skip what cannot be seen."""

@@ -1,4 +1,7 @@
-"""Facts about the device and shapes that launchers share."""
+"""What launchers share: facts about the device and shapes, and a prefetch into the L2 cache."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: no-check-untyped-defs
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import functools
 
 import torch
 import triton
+import triton.language as tl
 
 _GLUON_RELEASES = ("3.6.", "3.7.")
 """Of Triton, whose Gluon the kernels compile with."""
@@ -67,3 +71,24 @@ def pdl_options(device: torch.device, *, enabled: bool = True) -> dict[str, bool
     if enabled and has_pdl(device):
         return {"USE_PDL": True, "launch_pdl": True}
     return {"USE_PDL": False}
+
+
+@triton.jit
+def ask_l2(address, num_bytes):
+    """One request per element: address int64 and num_bytes int32, both multiples of 16; 0 asks for
+    nothing. As many elements as the program has threads, so that each asks once."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred asks;
+        setp.ne.u32 asks, $2, 0;
+        @!asks bra asked;
+        cp.async.bulk.prefetch.L2.global [$1], $2;
+        asked:
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [address, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

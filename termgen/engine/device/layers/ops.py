@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from termgen.engine.device.kernels.kv_cache import movable, to_cache_dtype
 from termgen.engine.device.layers.experts import route, run_experts
 from termgen.engine.device.layers.rotary import Rotation, rotate
-from termgen.engine.device.quantization.kv_cache import movable, to_cache_dtype
 
 
 class LayerOps(Protocol):

@@ -78,7 +78,9 @@ def build_model(
 
 def _linear_method(quantization: str | None, device: torch.device) -> Any:
     if quantization is None and not why_unusable(device):
-        from termgen.engine.device.kernels.linear import SmallBatchLinears  # triton may be missing
+        from termgen.engine.device.layers.triton_ops import (
+            SmallBatchLinears,  # triton may be missing
+        )
 
         return SmallBatchLinears()
     return _resolve(LINEAR_METHODS[quantization])

@@ -91,6 +91,6 @@ def _load_transformers_model(
 def _make_ops(shape: AttentionShape) -> LayerOps:
     if why_unusable(shape.device, dtype=shape.kv_cache_dtype):
         return TorchOps()
-    from termgen.engine.device.kernels.ops import TritonOps  # triton may be missing elsewhere
+    from termgen.engine.device.layers.triton_ops import TritonOps  # triton may be missing elsewhere
 
     return TritonOps()

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
-from termgen.engine.device.kernels.sample import SampleWorkspace, sample
-from termgen.engine.device.kernels.token_mask import mask_tokens_
-from termgen.engine.device.kernels.top_k_top_p import CutWorkspace, cut_threshold
+from termgen.engine.device.kernels.sampling.edit_logits import mask_tokens_
+from termgen.engine.device.kernels.sampling.sample import SampleWorkspace, sample
+from termgen.engine.device.kernels.sampling.top_k_top_p import CutWorkspace, cut_threshold
 from termgen.engine.device.sampling.random import Stream
 
 

@@ -27,7 +27,7 @@ from termgen.engine.device.models.config import ModelConfig
 triton_device.require_triton()
 
 from termgen.engine.device.attention.triton_paged import TritonPagedAttention  # noqa: E402
-from termgen.engine.device.kernels.ops import TritonOps  # noqa: E402
+from termgen.engine.device.layers.triton_ops import TritonOps  # noqa: E402
 
 TinyModelDir = Callable[..., Path]
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16

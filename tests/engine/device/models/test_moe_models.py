@@ -71,7 +71,7 @@ def load_on_kernels(folder: Path, dtype: torch.dtype, device: torch.device) -> C
     """The path that a GPU takes: paged attention and everything else in Triton."""
     require_triton()
     from termgen.engine.device.attention.triton_paged import TritonPagedAttention
-    from termgen.engine.device.kernels.ops import TritonOps
+    from termgen.engine.device.layers.triton_ops import TritonOps
 
     checkpoint = open_checkpoint(folder)
     config = checkpoint.config
