@@ -1,8 +1,5 @@
 """What launchers share: facts about the device and shapes, and a prefetch into the L2 cache."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 import functools

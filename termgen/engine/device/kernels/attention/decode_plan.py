@@ -6,9 +6,6 @@ as short, as with a few rows of like length, those are taken instead: a program'
 wait for its first. `paged_decode` reads the plan.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -16,9 +16,6 @@ rather than for memory. Every e4m3 value is exact in float16, and so is a bfloat
 values beyond its range (where softmax knows one key only) or too small to matter.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 import torch

@@ -10,9 +10,6 @@ Written in Gluon, Triton's language for explicit layouts and barriers, which its
 not run: the tests of `paged_prefill` run over this kernel on such a GPU alone.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 import torch

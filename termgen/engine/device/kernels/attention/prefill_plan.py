@@ -4,9 +4,6 @@ A tile is some consecutive queries of one row times the query heads that share o
 `paged_prefill` reads the plan.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -16,9 +16,6 @@ leave the L2 cache first; what a program reads first is fetched before the kerne
 has ended. `small_gemm_config` says which configuration, if any, beats cuBLAS.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 from typing import Any

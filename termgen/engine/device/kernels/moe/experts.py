@@ -10,9 +10,6 @@ is padded to in a recorded step share one choice, so padding changes no bit of a
 choice goes by the next power of two, and recordings exist for every power of two below the largest.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 from dataclasses import dataclass

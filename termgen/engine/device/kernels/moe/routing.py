@@ -5,9 +5,6 @@ so that a recorded step can hold them. Pair p is choice p % top_k of token p // 
 token is routed like any other; its pairs lie in tiles of their own rows and disturb nobody.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 from typing import NamedTuple

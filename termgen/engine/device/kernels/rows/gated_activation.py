@@ -4,9 +4,6 @@ Called by the decoder's layers. The activation is rounded before it is multiplie
 `layers.ops` does it.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 import torch

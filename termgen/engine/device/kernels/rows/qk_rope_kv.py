@@ -9,9 +9,6 @@ head (unless its weight is float32), its product with the weight, and the rotate
 models whose own code rotates (`models.transformers_backend`).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 import torch

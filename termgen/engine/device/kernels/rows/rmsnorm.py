@@ -5,9 +5,6 @@ Called by the decoder's layers. Rounds where `layers.norm` does: the sum of the 
 the stream's type before it is normalised, a normalised and weighted row once.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 import torch

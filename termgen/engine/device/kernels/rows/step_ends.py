@@ -8,9 +8,6 @@ from device memory, so a recorded launch stays right. Rows of one step have diff
 padded ones, which change nothing.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

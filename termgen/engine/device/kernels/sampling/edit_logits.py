@@ -10,9 +10,6 @@ grammar. Recorded in graphs between the model and the sampling kernels: whether 
 is device memory, and the programs of a row without one end at once.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

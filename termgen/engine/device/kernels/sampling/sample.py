@@ -12,9 +12,6 @@ A NaN, or an infinity above all else, therefore wins its row: whether logits are
 the winner alone, and costs one load where the winner's score is not finite.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 import torch

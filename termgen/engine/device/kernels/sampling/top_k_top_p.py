@@ -14,9 +14,6 @@ takes over, which is as exact and takes longer. Logits are compared as `sample.s
 them, after division by their temperature, as `sample` divides. Sums have a fixed order.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: no-check-untyped-defs
-
 from __future__ import annotations
 
 import torch
