@@ -1,9 +1,10 @@
-"""Paged attention in plain torch: the CPU's backend, and the oracle for every other one.
+"""Paged attention in torch without a loop over requests: the backend of a CPU.
 
-No Python loop over requests. `prepare` cuts a step into groups, each computed as one padded
-batch: the decode rows (one query each), and the rest in tiles of queries. What all layers share
-(which slots to gather, what each query may see) is worked out once per step and window size;
-a layer then writes, gathers and runs one fused attention call per group.
+Computes what `reference.py` spells out row by row; skip it on a first reading. `prepare` cuts a
+step into groups, each computed as one padded batch: the decode rows (one query each), and the rest
+in tiles of queries. What all layers share (which slots to gather, what each query may see) is
+worked out once per step and window size; a layer then gathers and runs one fused attention call
+per group.
 
     cache of a layer   [num_blocks, block_size, 2 (k, v), num_kv_heads, head_dim]
 

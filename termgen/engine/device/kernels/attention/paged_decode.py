@@ -415,29 +415,3 @@ def _prefetch_tiles(cache: torch.Tensor, tile: int) -> int:
     in_one_piece = cache.stride()[1:3] == (head_dim, block_size * head_dim)
     aligned = head_dim * cache.element_size() % 16 == 0
     return _PREFETCH_TILES if in_one_piece and aligned else 0
-
-
-def paged_decode_reference(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-) -> torch.Tensor:
-    """Row by row in float64."""
-    block_size, num_kv_heads = cache.shape[1], cache.shape[3]
-    group = q.shape[1] // num_kv_heads
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    for row, length in enumerate(seq_lens.tolist()):
-        if not length:
-            continue
-        first = 0 if sliding_window is None else max(0, length - sliding_window)
-        place = torch.arange(first, length, device=q.device)
-        blocks = block_table[row, place // block_size].long()
-        k, v = cache[blocks, place % block_size].double().unbind(1)  # [n, num_kv_heads, head_dim]
-        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-        weights = torch.einsum("hd,nhd->hn", q[row].double() * scale, k).softmax(-1)
-        out[row] = torch.einsum("hn,nhd->hd", weights, v)
-    return out

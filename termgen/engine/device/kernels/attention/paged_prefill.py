@@ -347,36 +347,3 @@ def _cache_lines(cache: torch.Tensor, tile: int) -> TensorDescriptor:
     """The cache as lines of one key or value of one head, to be copied `tile` at a time."""
     lines = cache.permute(0, 3, 2, 1, 4).reshape(-1, cache.shape[4])
     return TensorDescriptor.from_tensor(lines, [tile, next_power_of_2(cache.shape[4])])
-
-
-def paged_prefill_reference(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-) -> torch.Tensor:
-    """Row by row in float64."""
-    block_size, num_kv_heads = cache.shape[1], cache.shape[3]
-    group = q.shape[1] // num_kv_heads
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    starts = query_start_loc.tolist()
-    for row, length in enumerate(seq_lens.tolist()):
-        first, end = starts[row], starts[row + 1]
-        if not length:
-            continue
-        keys = torch.arange(length, device=q.device)
-        blocks = block_table[row, keys // block_size].long()
-        k, v = cache[blocks, keys % block_size].double().unbind(1)
-        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-        positions = torch.arange(length - (end - first), length, device=q.device)[:, None]
-        hidden = keys > positions
-        if sliding_window is not None:
-            hidden |= keys <= positions - sliding_window
-        scores = torch.einsum("qhd,nhd->hqn", q[first:end].double() * scale, k)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        out[first:end] = torch.einsum("hqn,nhd->qhd", weights, v)
-    return out

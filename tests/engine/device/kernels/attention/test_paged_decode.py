@@ -18,16 +18,14 @@ from triton_device import (
 
 require_triton()
 
+from termgen.engine.device.attention.reference import paged_attention  # noqa: E402
 from termgen.engine.device.kernels.attention.decode_plan import (  # noqa: E402
     DecodeConfig,
     DecodeWorkspace,
     default_config,
     plan_decode,
 )
-from termgen.engine.device.kernels.attention.paged_decode import (  # noqa: E402
-    paged_decode,
-    paged_decode_reference,
-)
+from termgen.engine.device.kernels.attention.paged_decode import paged_decode  # noqa: E402
 
 SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
 
@@ -103,11 +101,12 @@ class Case:
         return out
 
     def check(self, *, sliding_window: int | None = None) -> None:
-        expected = paged_decode_reference(
+        expected = paged_attention(
             self.q,
             self.cache,
             self.table,
             self.seq_lens,
+            torch.arange(len(self.q) + 1),
             scale=self.scale,
             sliding_window=sliding_window,
         )

@@ -18,10 +18,10 @@ from triton_device import (
 
 require_triton()
 
+from termgen.engine.device.attention.reference import paged_attention  # noqa: E402
 from termgen.engine.device.kernels.attention.paged_prefill import (  # noqa: E402
     can_use_tma,
     paged_prefill,
-    paged_prefill_reference,
 )
 from termgen.engine.device.kernels.attention.prefill_plan import (  # noqa: E402
     PLAN_FIELDS,
@@ -122,7 +122,7 @@ class Case:
         )
 
     def expected(self, *, sliding_window: int | None = None) -> torch.Tensor:
-        return paged_prefill_reference(
+        return paged_attention(
             self.q,
             self.cache,
             self.table,
