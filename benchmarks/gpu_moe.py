@@ -24,8 +24,7 @@ from triton.runtime.errors import TritonError
 
 from termgen.engine.device.kernels.moe.experts import Tile, choose_tiles, experts, multiply
 from termgen.engine.device.kernels.moe.routing import PairTiles, route, sort_pairs
-from termgen.engine.device.layers.experts import run_experts
-from termgen.engine.device.layers.ops import TorchOps
+from termgen.engine.device.layers.ops import TorchOps, run_experts
 
 SHAPES = {  # hidden, inner, experts, experts of a token
     "qwen3-30b-a3b": (2048, 768, 128, 8),

@@ -1,8 +1,8 @@
 """One tensor of a checkpoint and where it goes.
 
-Layers describe themselves as a list of these; `loader.weights` and `loader.dummy` fill them and
-know nothing else about a model. A fused parameter is several slots, each loading its own rows, so
-fusing and quantizing happen while a tensor is read and no second copy of the model ever exists.
+Layers describe themselves as a list of these; `loader.weights` fills them and knows nothing else
+about a model. A fused parameter is several slots, each loading its own rows, so fusing and
+quantizing happen while a tensor is read and no second copy of the model ever exists.
 """
 
 from __future__ import annotations

@@ -18,15 +18,19 @@ import torch
 from torch import nn
 
 from termgen.engine.device.attention.base import AttentionBackend, ForwardContext
-from termgen.engine.device.layers.embedding import VocabEmbedding
-from termgen.engine.device.layers.linear import Linear, LinearMethodFactory, QKVLinear, RowLinear
-from termgen.engine.device.layers.mlp import GatedMLP
-from termgen.engine.device.layers.moe import SparseMoe
+from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.layers.linear import (
+    Linear,
+    LinearMethodFactory,
+    QKVLinear,
+    RowLinear,
+    VocabEmbedding,
+)
+from termgen.engine.device.layers.mlp import GatedMLP, SparseMoe
 from termgen.engine.device.layers.norm import RMSNorm
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.layers.rotary import inverse_frequencies
 from termgen.engine.device.layers.weight_slot import WeightSlot
-from termgen.engine.device.models.config import ModelConfig
 from termgen.engine.device.models.pieces import Carried
 
 

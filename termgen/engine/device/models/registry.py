@@ -11,8 +11,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from termgen.engine.device.config.model_config import ModelConfig, unsupported_architecture
 from termgen.engine.device.kernels import why_unusable
-from termgen.engine.device.models.config import ModelConfig, unsupported_architecture
 from termgen.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:

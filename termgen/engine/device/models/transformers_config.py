@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from termgen.engine.device.models.config import (
+from termgen.engine.device.config.config_reader import ConfigReader
+from termgen.engine.device.config.model_config import (
     ModelConfig,
     TransformersSource,
     architecture_name,
     read_torch_dtype,
     reject_foreign_quantization,
 )
-from termgen.engine.device.models.config_reader import ConfigReader
-from termgen.engine.device.models.rope_config import RopeConfig
+from termgen.engine.device.config.rope_config import RopeConfig
 from termgen.engine.device.models.transformers_attention import (
     IMPLEMENTATION,
     LayerCall,

@@ -12,9 +12,9 @@ import torch
 from termgen.config import EngineConfig
 from termgen.engine.device.attention.base import AttentionShape
 from termgen.engine.device.attention.registry import make_backend
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
 from termgen.engine.device.loader import load_model_config
-from termgen.engine.device.models.config import ModelConfig
 from termgen.engine.device.runner import resolve
 from termgen.engine.device.runner.choose_graphs import choose_graphs
 from termgen.engine.device.runner.cuda_graphs import CudaRecorder

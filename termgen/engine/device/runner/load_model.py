@@ -8,18 +8,15 @@ from pathlib import Path
 
 from termgen.config import EngineConfig
 from termgen.engine.device.attention.base import AttentionBackend, AttentionShape
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.layers.ops import LayerOps, TorchOps
 from termgen.engine.device.loader import open_checkpoint
-from termgen.engine.device.loader.dummy import load_dummy
-from termgen.engine.device.loader.weights import load_weights
-from termgen.engine.device.models.config import ModelConfig
+from termgen.engine.device.loader.transformers_weights import build_transformers_model
+from termgen.engine.device.loader.weights import load_dummy, load_weights
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.device.models.registry import build_model, check_memory
-from termgen.engine.device.models.transformers_backend import (
-    TransformersDecoder,
-    build_transformers_model,
-)
+from termgen.engine.device.models.transformers_backend import TransformersDecoder
 from termgen.errors import ConfigError, ModelNotFoundError
 
 

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from termgen.engine.device.layers.moe import SparseMoe
+from termgen.engine.device.layers.mlp import SparseMoe
 from termgen.engine.device.models.decoder import one_layer_of_each_kind
 from termgen.engine.device.runner.cuda_graphs import FullGraphs
 from termgen.engine.device.runner.dispatch import (

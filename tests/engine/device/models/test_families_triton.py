@@ -19,10 +19,10 @@ from paged_model import PagedModel, Row, build
 from transformers import AutoModelForCausalLM
 
 from termgen.engine.device.attention.base import AttentionShape
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.loader import open_checkpoint
 from termgen.engine.device.loader.weights import load_weights
-from termgen.engine.device.models.config import ModelConfig
 
 triton_device.require_triton()
 

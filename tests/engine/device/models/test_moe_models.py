@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from triton_device import IS_INTERPRETED, require_triton
 
 from termgen.engine.device.attention.base import AttentionShape
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.loader import load_model_config, open_checkpoint
 from termgen.engine.device.loader.weights import load_weights
-from termgen.engine.device.models.config import ModelConfig
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.errors import ConfigError, CorruptFileError
 

@@ -182,7 +182,7 @@ def experts(
     tiles: ExpertTiles | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
-    """[T, hidden]. `layers.experts` is the reference. `tiles`: the cut, to try others."""
+    """[T, hidden]. `layers.ops.run_experts` is the reference. `tiles`: the cut, to try others."""
     num_tokens, hidden = x.shape
     num_experts, _, inner = down.shape
     assert router_logits.shape == (num_tokens, num_experts), router_logits.shape

@@ -124,7 +124,7 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, num_experts] -> each token's experts, int32, and their weights, float32: [T, k].
 
-    The likeliest first. `layers.experts.route` is the reference.
+    The likeliest first. `layers.ops.route` is the reference.
     """
     num_tokens, num_experts = logits.shape
     assert logits.is_contiguous() and top_k <= num_experts, (logits.stride(), top_k)

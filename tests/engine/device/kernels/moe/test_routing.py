@@ -13,7 +13,7 @@ from termgen.engine.device.kernels.moe.routing import (  # noqa: E402
     sort_pairs,
     sort_pairs_reference,
 )
-from termgen.engine.device.layers import experts as reference  # noqa: E402
+from termgen.engine.device.layers import ops as reference  # noqa: E402
 
 devices = pytest.mark.parametrize("device", DEVICES)
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from termgen.engine.device.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from termgen.engine.device.config.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
+from termgen.engine.device.config.rope_config import RopeConfig
 from termgen.engine.device.models.registry import MODELS
-from termgen.engine.device.models.rope_config import RopeConfig
 from termgen.errors import CorruptFileError, UnsupportedModelError
 
 LLAMA: dict[str, Any] = {

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from termgen.engine.device.models.config_reader import ConfigReader
+from termgen.engine.device.config.config_reader import ConfigReader
 from termgen.errors import UnsupportedModelError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -13,14 +13,42 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from termgen.engine.device.models.config_reader import ConfigReader
-from termgen.engine.device.models.gemma3_config import gemma3_keys
-from termgen.engine.device.models.moe_config import MoeConfig, read_mixtral, read_qwen3_moe
-from termgen.engine.device.models.rope_config import RopeConfig, read_rope, rope_keys
+from termgen.engine.device.config.config_reader import ConfigReader
+from termgen.engine.device.config.rope_config import RopeConfig, read_rope, rope_keys
 from termgen.errors import UnsupportedModelError
 
 HIDDEN_ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 TORCH_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """What a checkpoint with one tensor for each expert's matrix calls them."""
+
+    block: str
+    """The part of a layer that holds the router and the experts."""
+    gate: str
+    up: str
+    down: str
+
+
+QWEN_NAMES = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
+MIXTRAL_NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """Experts: small gated MLPs, of which a router picks a few for each token."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    """Of one expert."""
+    norm_topk_prob: bool
+    """Whether the weights of a token's experts are scaled to add up to one."""
+    sparse_layers: frozenset[int]
+    """The layers that have experts in the place of an MLP."""
+    names: ExpertNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +139,7 @@ class ModelConfig:
         architecture = _architecture(ConfigReader(config))
         read = ConfigReader({**_CLASS_DEFAULTS.get(architecture, {}), **config})
         if architecture.startswith("Gemma3"):
-            read = gemma3_keys(read)
+            read = _gemma3_keys(read)
         family = _FAMILIES[architecture](read)
         reject_foreign_quantization(read)
         hidden_size = read.integer("hidden_size")
@@ -222,7 +250,7 @@ def _qwen3(read: ConfigReader) -> _Family:
 
 
 def _mixtral(read: ConfigReader) -> _Family:
-    return _Family(sliding_window=read.optional_integer("sliding_window"), moe=read_mixtral)
+    return _Family(sliding_window=read.optional_integer("sliding_window"), moe=_mixtral_moe)
 
 
 def _qwen3_moe(read: ConfigReader) -> _Family:
@@ -232,14 +260,14 @@ def _qwen3_moe(read: ConfigReader) -> _Family:
         o_bias=attention_bias,
         qk_norm=True,
         sliding_window=_qwen_window(read),
-        moe=read_qwen3_moe,
+        moe=_qwen3_moe_experts,
     )
 
 
 def _gemma3(read: ConfigReader) -> _Family:
     attention_bias = read.flag("attention_bias", default=False)
     ropes = read.child("rope_parameters")
-    assert ropes is not None  # gemma3_keys
+    assert ropes is not None  # _gemma3_keys
     return _Family(
         qkv_bias=attention_bias,
         o_bias=attention_bias,
@@ -363,3 +391,123 @@ def _layer_windows(read: ConfigReader, family: _Family, num_layers: int) -> tupl
         if kind == "sliding_attention" and window is None:
             read.fail("layer_types", "has sliding_attention, but no sliding_window is in use")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _qwen3_moe_experts(read: ConfigReader, num_layers: int) -> MoeConfig:
+    # transformers 5 writes the number under the name that Mixtral has for it.
+    key = "num_experts" if read.get("num_local_experts") is None else "num_local_experts"
+    step = read.integer("decoder_sparse_step", default=1)
+    dense = _layer_list(read, "mlp_only_layers", num_layers)
+    sparse = (layer for layer in range(num_layers) if (layer + 1) % step == 0)
+    return MoeConfig(
+        **_expert_sizes(read, key),
+        intermediate_size=read.integer("moe_intermediate_size"),
+        norm_topk_prob=read.flag("norm_topk_prob", default=False),
+        sparse_layers=frozenset(sparse) - dense,
+        names=QWEN_NAMES,
+    )
+
+
+def _mixtral_moe(read: ConfigReader, num_layers: int) -> MoeConfig:
+    return MoeConfig(
+        **_expert_sizes(read, "num_local_experts"),
+        intermediate_size=read.integer("intermediate_size"),
+        norm_topk_prob=True,
+        sparse_layers=frozenset(range(num_layers)),
+        names=MIXTRAL_NAMES,
+    )
+
+
+def _expert_sizes(read: ConfigReader, key: str) -> dict[str, int]:
+    num_experts = read.integer(key, most=1024)
+    chosen = read.integer("num_experts_per_tok")
+    if chosen > num_experts:
+        read.fail("num_experts_per_tok", f"is {chosen}, but there are {num_experts} experts")
+    return {"num_experts": num_experts, "num_experts_per_tok": chosen}
+
+
+def _layer_list(read: ConfigReader, key: str, num_layers: int) -> frozenset[int]:
+    layers = read.get(key)
+    if layers is None:
+        return frozenset()
+    if not isinstance(layers, list | tuple):
+        read.fail(key, "must be a list of layers")
+    for layer in layers:
+        if type(layer) is not int or not 0 <= layer < num_layers:
+            read.fail(key, f"must hold layers from 0 to {num_layers - 1}, not {layer!r}")
+    return frozenset(layers)
+
+
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+_SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
+"""What a config with a vision part may say for both parts."""
+_GEMMA3_REFUSED = (
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "use_bidirectional_attention",
+)
+
+
+def _gemma3_keys(read: ConfigReader) -> ConfigReader:
+    """The config in the keys of other families: of a model with a vision part, its text_config.
+
+    A config on the hub leaves out whatever is the class's own default, and older ones say in other
+    keys which layers have a window and how those rotate; here all that is filled in. What the
+    engine does not compute is refused by name.
+    """
+    text = read.child("text_config") or read
+    shared = {key: read.get(key) for key in _SHARED_KEYS}
+    values = {**_GEMMA3_DEFAULTS, **ConfigReader(shared).present(), **text.present()}
+    text = ConfigReader(values, text.prefix)
+    for key in _GEMMA3_REFUSED:
+        if values.get(key):
+            raise UnsupportedModelError(
+                f"config.json: {key} {values[key]!r} is not supported for Gemma 3 models"
+            )
+    changed = {
+        "hidden_act": values["hidden_activation"],
+        "layer_types": values.get("layer_types") or _gemma3_layer_types(text),
+        "rope_parameters": _gemma3_ropes(text),
+    }
+    return ConfigReader({**values, **changed}, text.prefix)
+
+
+def _gemma3_layer_types(text: ConfigReader) -> list[str]:
+    """The last layer of each group of `sliding_window_pattern` sees everything."""
+    every = text.integer("sliding_window_pattern")
+    return [
+        "sliding_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(text.integer("num_hidden_layers", most=1024))
+    ]
+
+
+def _gemma3_ropes(text: ConfigReader) -> dict[str, dict[str, Any]]:
+    """For both kinds of layers; older configs scale the layers that see everything alone."""
+    nothing = ConfigReader({})
+    ropes = text.child("rope_parameters") or nothing
+    for key in ropes.present():
+        if key not in ("full_attention", "sliding_attention"):
+            ropes.fail(key, "is neither full_attention nor sliding_attention")
+    full = ropes.child("full_attention") or text.child("rope_scaling") or nothing
+    window = ropes.child("sliding_attention") or nothing
+    theta = text.number("rope_theta", default=1e6)
+    window_theta = text.number("rope_local_base_freq", default=1e4)
+    return {
+        "full_attention": {"rope_theta": theta, **full.present()},
+        "sliding_attention": {"rope_theta": window_theta, **window.present()},
+    }

@@ -1,7 +1,7 @@
 """Reads typed values from a config.json that may be wrong or hostile.
 
-Used by `models.config` only. Every value is checked for type and range before it sizes anything;
-an error is a CorruptFileError naming the key, with the key's path when it is nested.
+Every value is checked for type and range before it sizes anything; an error is a CorruptFileError
+naming the key, with the key's path when it is nested.
 """
 
 from __future__ import annotations
