@@ -23,11 +23,12 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from gemm_candidates import candidates
 from machine import machine_facts
 from triton.runtime.errors import TritonError
 
 from termgen.engine.device.kernels.gemm.small_gemm import SmallGemmWorkspace, small_gemm
-from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig, candidates
+from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
 
 SHAPES = {  # [N, K] of each weight
     "qwen3-0.6b": {

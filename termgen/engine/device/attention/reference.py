@@ -1,6 +1,6 @@
 """Paged attention in plain torch, one row after the other: what every backend must compute.
 
-The file to read first. No engine runs it: tests compare every backend and kernel with it.
+The file to read first. Tests compare every backend and kernel with it.
 
 A step has one row per request. The tokens of all rows lie one after another: those of row b are
 [query_start_loc[b], query_start_loc[b + 1]), one in a decode and more in a prefill. They are the

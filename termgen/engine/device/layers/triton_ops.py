@@ -32,23 +32,12 @@ class TritonOps:
     ) -> Rotation:
         return Rotation(*rotation(positions, frequencies, scale))
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rmsnorm(x, weight, eps)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        return add_rmsnorm(x, residual, weight, eps)
-
-    def norm_add_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        first: torch.Tensor,
-        second: torch.Tensor,
-        eps: float,
-    ) -> torch.Tensor:
-        return norm_add_norm(x, residual, first, second, eps)
+    rms_norm = staticmethod(rmsnorm)
+    add_rms_norm = staticmethod(add_rmsnorm)
+    norm_add_norm = staticmethod(norm_add_norm)
+    gated_activation = staticmethod(gated_activation)
+    experts = staticmethod(experts)
+    store = staticmethod(store_kv)
 
     def rotate_and_store(
         self,
@@ -72,39 +61,6 @@ class TritonOps:
             norm_weight=norm_weight,
             eps=eps,
             q=q,
-        )
-
-    def store(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        store_kv(k, v, kv_cache, slot_mapping)
-
-    def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        return gated_activation(gate_up, activation=activation)
-
-    def experts(
-        self,
-        x: torch.Tensor,
-        router_logits: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        *,
-        top_k: int,
-        renormalize: bool,
-        activation: str,
-    ) -> torch.Tensor:
-        return experts(
-            x,
-            router_logits,
-            gate_up,
-            down,
-            top_k=top_k,
-            renormalize=renormalize,
-            activation=activation,
         )
 
 

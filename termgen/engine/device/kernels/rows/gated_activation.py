@@ -58,8 +58,8 @@ def _gated_activation_kernel(
 
 def gated_activation(
     gate_up: torch.Tensor,
-    *,
     activation: str = "silu",
+    *,
     out: torch.Tensor | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:

@@ -262,24 +262,24 @@ def _store_kv_kernel(
 def store_kv(
     k: torch.Tensor,  # [T, num_kv_heads, head_dim]
     v: torch.Tensor,  # [T, num_kv_heads, head_dim]
-    cache: torch.Tensor,  # view [num_blocks, block_size, 2, num_kv_heads, head_dim]
+    kv_cache: torch.Tensor,  # view [num_blocks, block_size, 2, num_kv_heads, head_dim]
     slot_mapping: torch.Tensor,  # [T] int64
 ) -> None:
-    """Of k and v each token's heads must lie together. `cache_layout.kv_store_reference` is what
-    this does."""
+    """Writes k and v, whose heads of a token lie together, at the tokens' slots.
+    `kv_cache.kv_store_reference` is the reference."""
     num_tokens, num_kv_heads, head_dim = k.shape
     assert k.shape == v.shape and k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
-    assert cache.shape[3:] == k.shape[1:], (cache.shape, k.shape)
+    assert kv_cache.shape[3:] == k.shape[1:], (kv_cache.shape, k.shape)
     if not num_tokens:
         return
     _store_kv_kernel[(num_tokens, triton.cdiv(num_kv_heads, _HEADS))](
         k,
         v,
-        cache,
+        kv_cache,
         slot_mapping,
         k.stride(0),
         v.stride(0),
-        **cache_constants(cache),
+        **cache_constants(kv_cache),
         BLOCK_H=_HEADS,
         BLOCK_D=next_power_of_2(head_dim),
         num_warps=2,

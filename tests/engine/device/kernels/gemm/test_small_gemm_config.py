@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[5] / "benchmarks"))
+from gemm_candidates import candidates
 
 from termgen.engine.device.kernels.gemm.small_gemm_config import (
     MAX_ROWS,
     SmallGemmConfig,
-    candidates,
     choose,
 )
 
