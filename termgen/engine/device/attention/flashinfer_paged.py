@@ -167,7 +167,7 @@ class PageLists:
     them: arrays on the host, and one of page ids on the device. Padding has no place in them."""
 
     tokens: slice | torch.Tensor
-    """Where their queries are among the step's: a range, or indices where padding lies between."""
+    """Their tokens among the step's: a range, or indices where padding lies between."""
     qo_indptr: torch.Tensor
     """[n+1] int32 on the host: row i's queries are [qo_indptr[i], qo_indptr[i+1]) of `tokens`."""
     kv_indptr: torch.Tensor

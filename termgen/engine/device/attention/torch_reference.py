@@ -51,7 +51,7 @@ class TorchReferenceAttention:
     )
 
     def __init__(self, shape: AttentionShape | None = None) -> None:
-        """Runs any shape, so that it need not be told."""
+        """Runs any shape, so it ignores this one."""
         del shape
         self._prepared: AttentionMetadata | None = None
         self._groups: list[_Group] = []
@@ -106,7 +106,7 @@ class _Batch:
     first_query: torch.Tensor  # [n] int64
     num_queries: int
     first_token: int | None
-    """Where the batch's tokens start, if they are consecutive and none is padding."""
+    """The batch's first token, if its tokens are consecutive and none is padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ def _mask(is_seen: torch.Tensor, group_size: int, dtype: torch.dtype) -> torch.T
     """is_seen [n, num_queries, num_keys] -> what is added to the scores, or None for nothing."""
     if is_seen.device.type == "cpu" and np.all(is_seen.numpy()):
         return None
-    # What sees nothing at all is padding; it is let see its first key, lest it become NaN.
+    # A query that sees nothing is padding; it may see its first key, lest it become NaN.
     blind = ~is_seen.any(-1, keepdim=True)
     mask = torch.zeros(is_seen.shape, dtype=dtype, device=is_seen.device)
     mask.masked_fill_(~is_seen & ~blind, float("-inf"))

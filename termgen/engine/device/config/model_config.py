@@ -43,7 +43,7 @@ class MoeConfig:
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int
-    """Of one expert."""
+    """Inner size of one expert."""
     norm_topk_prob: bool
     """Whether the weights of a token's experts are scaled to add up to one."""
     sparse_layers: frozenset[int]
@@ -78,9 +78,9 @@ class ModelConfig:
     tie_word_embeddings: bool
     rope: RopeConfig
     window_rope: RopeConfig | None
-    """Of layers with a sliding window, in a family where it is another."""
+    """The rotation of layers with a sliding window, in a family where it is another."""
     attention_scale: float
-    """What a query times a key is multiplied with."""
+    """Factor of attention scores."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -97,9 +97,8 @@ class ModelConfig:
     overflows_float16: bool = False
     """Whether activations of the family's models are known to leave the range of float16."""
     transformers: TransformersSource | None = None
-    """Set when transformers' code runs the model. Of its arithmetic nothing is known here then: the
-    fields from `intermediate_size` to `qk_norm` that attention and the cache do not need are empty.
-    """
+    """Set when transformers' code runs the model. Its arithmetic is unknown here then: the fields
+    from `intermediate_size` to `qk_norm` that attention and the cache do not need are empty."""
 
     @property
     def layer_ropes(self) -> tuple[RopeConfig, ...]:
@@ -455,7 +454,7 @@ _GEMMA3_DEFAULTS = {
     "sliding_window_pattern": 6,
 }
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
-"""What a config with a vision part may say for both parts."""
+"""Keys that a config with a vision part may hold for both parts."""
 _GEMMA3_REFUSED = (
     "final_logit_softcapping",
     "attn_logit_softcapping",
@@ -497,7 +496,7 @@ def _gemma3_layer_types(text: ConfigReader) -> list[str]:
 
 
 def _gemma3_ropes(text: ConfigReader) -> dict[str, dict[str, Any]]:
-    """For both kinds of layers; older configs scale the layers that see everything alone."""
+    """The rotation of each kind of layer; older configs scale only layers without a window."""
     nothing = ConfigReader({})
     ropes = text.child("rope_parameters") or nothing
     for key in ropes.present():

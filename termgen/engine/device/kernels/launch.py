@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 _GLUON_RELEASES = ("3.6.", "3.7.")
-"""Of Triton, whose Gluon the kernels compile with."""
+"""Releases of Triton whose Gluon compiles the kernels."""
 _INTERPRETED_SMS = 4
 """Multiprocessors a CPU stands in for when kernels are interpreted: enough to split work."""
 
@@ -59,11 +59,11 @@ def has_hopper_gluon(device: torch.device) -> bool:
 def pdl_options(device: torch.device, *, enabled: bool = True) -> dict[str, bool]:
     """Launch arguments of a kernel that takes part in programmatic dependent launch.
 
-    Its contract: before `gdc_wait` it writes nothing, and of what the step computes it reads only
-    what a launch without early start has followed since, as the embedding follows rotations and
-    plans: such a launch begins when all before it has ended, and the chain begins when it has.
-    Every program waits, and tells its dependents to start as early as it can, for they wait for the
-    end of it in any case. A chain gains only where all its kernels do so.
+    Its contract: before `gdc_wait` it writes nothing, and of the step's values it reads only those
+    that a launch without early start lies behind, as the embedding lies behind rotations and plans:
+    such a launch begins when all before it has ended, and the chain begins when it has. Every
+    program waits, and lets its dependents start as early as it can, for they wait for its end in
+    any case. A chain gains only where all its kernels do so.
     """
     if enabled and has_pdl(device):
         return {"USE_PDL": True, "launch_pdl": True}

@@ -44,8 +44,8 @@ class Checkpoint(Protocol):
         """Hugging Face names of all tensors, in the order in which reading them is cheapest."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """On the CPU, in the stored type; float32 if it had to be dequantised. Do not write to it:
-        it may be a view of the file."""
+        """A tensor on the CPU in the stored type, or float32 if it had to be dequantised. Do not
+        write to it: it may be a view of the file."""
 
     def close(self) -> None: ...
 

@@ -40,7 +40,7 @@ def load_weights(
     *,
     progress: Callable[[float], None] | None = None,
 ) -> None:
-    """Fills every parameter. `progress` is told the part done, rising from above 0 to 1."""
+    """Fills every parameter. `progress` is called with the part done, rising from above 0 to 1."""
     names = checkpoint.names()  # in the order in which reading is cheapest
     slots = _slots_in(model.weight_slots(), set(names))
     _check_names(set(slots), names, model.ignored_weights())
@@ -80,7 +80,7 @@ def check_finite(model: nn.Module) -> None:
 
 
 def _named_in_file(checkpoint: TensorSource) -> CorruptFileError | None:
-    """The tensor of the file that has them; None where they come from the change of type."""
+    """The error for a tensor of the file; None where the change of type made the values."""
     for name in checkpoint.names():
         if not bool(checkpoint.tensor(name).isfinite().all()):
             return CorruptFileError(f"tensor {name} has NaN or infinite values")
@@ -149,7 +149,7 @@ def load_dummy(model: DummyTarget, seed: int) -> None:
 
 
 def _smallest(slots: Iterable[WeightSlot]) -> Iterator[WeightSlot]:
-    """The pieces of what has any: less has to be held at a time."""
+    """Pieces in place of slots that have them: less has to be held at a time."""
     for slot in slots:
         yield from slot.pieces or (slot,)
 

@@ -36,7 +36,7 @@ from termgen.engine.device.models.pieces import Carried
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Where a layer stands in its model."""
+    """What a layer knows of the model around it."""
 
     index: int
     """Its KV cache among those of the layers."""

@@ -1,4 +1,4 @@
-"""From an architecture's name to a model with empty parameters.
+"""The model class of each architecture, and models with empty parameters.
 
 Called by the model runner, once. Literal dictionaries, resolved lazily: a family's file is
 imported only when a model of it is built. The weights come from `loader.weights`, after which the
@@ -87,8 +87,8 @@ def _linear_method(quantization: str | None, device: torch.device) -> Any:
 
 
 def check_memory(needed_bytes: int) -> None:
-    """Before anything is allocated: a machine that swaps its weights is of no use, and a hostile
-    config must not get to ask for terabytes."""
+    """Refuse weights that do not fit, before anything is allocated: a machine that swaps them is
+    of no use, and a hostile config must not ask for terabytes."""
     if not hasattr(os, "sysconf"):
         return
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -57,7 +57,7 @@ def register() -> None:
 
 
 def install(model: nn.Module, stage: AttentionStage) -> None:
-    """From now on the model's attention is `stage`."""
+    """Make `stage` the model's attention."""
     for module in model.modules():
         setattr(module, _STAGE, stage)
 
@@ -87,7 +87,7 @@ def _attention(
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What one layer asks of attention."""
+    """The attention that one layer asks for."""
 
     num_heads: int
     num_kv_heads: int
@@ -96,7 +96,7 @@ class LayerCall:
 
 
 class MeasuredCalls:
-    """AttentionStage for a model without memory: notes what each layer asks for.
+    """AttentionStage for a model without memory: records what each layer asks for.
 
     Raises UnsupportedModelError for what paged attention does not do.
     """

@@ -42,7 +42,7 @@ _MAX_LAYERS = 1024
 _NUM_TOKENS = 4
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _FAULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
-"""Exceptions of Python and torch in the midst of transformers' code; their texts do not help."""
+"""Exceptions of Python and torch inside transformers' code, whose texts do not help a user."""
 
 
 def read_transformers_config(raw: Mapping[str, Any]) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Who computes which part of a step's decode attention, worked out on the device.
+"""Which program computes which part of a step's decode attention, worked out on the device.
 
 The work is tiles of keys: (row, key head, TILE keys). A fixed number of programs takes equal runs
 of all tiles in one order, rows first, then heads. Where runs that keep to one (row, head) are about
@@ -39,8 +39,8 @@ class DecodeConfig:
 
 
 def default_config(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> DecodeConfig:
-    """By the type that is multiplied: registers bound the tile. A cache of fewer bytes has more
-    tiles in flight instead."""
+    """The tile that registers allow for the type that is multiplied. A cache of fewer bytes has
+    more tiles in flight instead."""
     row_bytes = next_power_of_2(head_dim) * dtype.itemsize
     num_stages = 3 if cache_dtype == dtype else 4
     if row_bytes <= 128:
@@ -153,7 +153,7 @@ def plan_decode(
     num_kv_heads: int,
     sliding_window: int | None = None,
 ) -> None:
-    """Deals the step's tiles out to the programs. Once per step for all layers of one window."""
+    """Divide the step's tiles among the programs; once per step for all layers of one window."""
     config = workspace.config
     assert num_rows <= workspace.max_rows, (num_rows, workspace.max_rows)
     _plan_kernel[(triton.cdiv(workspace.num_programs, _PLAN_PROGRAMS),)](

@@ -1,13 +1,13 @@
 """Attention of rows with one query each over the paged KV cache, split over the keys.
 
-A plan of `decode_plan` deals the step's tiles of keys out to a fixed number of programs, from the
+A plan of `decode_plan` divides the step's tiles of keys among a fixed number of programs by the
 lengths on the device, so one 32k context among short ones costs what its bytes cost and a recorded
 launch is right for every context. The heads that share a key head are the rows of one matrix
 product.
 
     whole (row, head) in one run        written straight to the output
-    (row, head) cut between programs    partial sums in a workspace; who arrives last adds them up,
-                                        in program order, so the result does not depend on timing
+    (row, head) cut between programs    partial sums in a workspace; the last program to arrive adds
+                                        them up, in program order, so timing changes no result
 
 A cache is taken as a view [num_blocks, block_size, 2 (k, v), num_kv_heads, head_dim] of any layout.
 An 8-bit cache meets its queries as float16: eight bits become float16 in one instruction for two
@@ -289,18 +289,9 @@ def _paged_decode_kernel(
                 run,
                 seq_len,
                 scale,
-                BLOCK_STRIDE,
-                TOKEN_STRIDE,
-                V_OFFSET,
-                BLOCK_SIZE,
-                HEAD_DIM,
-                BLOCK_D,
-                WINDOW,
-                TILE,
-                IS_WITHIN_BLOCK,
-                NUM_STAGES,
-                PRECISION,
-            )
+                BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, TILE,
+                IS_WITHIN_BLOCK, NUM_STAGES, PRECISION,
+            )  # fmt: skip
 
             out_at = out_ptr + row.to(tl.int64) * ROW_SIZE + kv_head * (GROUP * HEAD_DIM)
             if run == all_tiles:

@@ -200,62 +200,18 @@ def _paged_prefill_kernel(
         block_here = block
         block = _load_blocks(table, (step + 1) * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
         acc, top, total = _attend_tile(
-            q,
-            acc,
-            top,
-            total,
-            cache,
-            block_here,
-            step * TILE,
-            last_key,
-            positions,
-            kv_head,
-            scale,
-            BLOCK_STRIDE,
-            TOKEN_STRIDE,
-            V_OFFSET,
-            HEAD_STRIDE,
-            BLOCK_SIZE,
-            NUM_KV_HEADS,
-            HEAD_DIM,
-            BLOCK_D,
-            WINDOW,
-            TILE,
-            IS_WITHIN_BLOCK,
-            USE_TMA,
-            False,
-            PRECISION,
-        )
+            q, acc, top, total, cache, block_here, step * TILE, last_key, positions, kv_head, scale,
+            BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM,
+            BLOCK_D, WINDOW, TILE, IS_WITHIN_BLOCK, USE_TMA, False, PRECISION,
+        )  # fmt: skip
     for step in tl.range(num_full, last_tile, num_stages=NUM_STAGES):
         block_here = block
         block = _load_blocks(table, (step + 1) * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
         acc, top, total = _attend_tile(
-            q,
-            acc,
-            top,
-            total,
-            cache,
-            block_here,
-            step * TILE,
-            last_key,
-            positions,
-            kv_head,
-            scale,
-            BLOCK_STRIDE,
-            TOKEN_STRIDE,
-            V_OFFSET,
-            HEAD_STRIDE,
-            BLOCK_SIZE,
-            NUM_KV_HEADS,
-            HEAD_DIM,
-            BLOCK_D,
-            WINDOW,
-            TILE,
-            IS_WITHIN_BLOCK,
-            USE_TMA,
-            True,
-            PRECISION,
-        )
+            q, acc, top, total, cache, block_here, step * TILE, last_key, positions, kv_head, scale,
+            BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM,
+            BLOCK_D, WINDOW, TILE, IS_WITHIN_BLOCK, USE_TMA, True, PRECISION,
+        )  # fmt: skip
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # a padded row has seen nothing
     to = out_ptr + (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(to, result.to(out_ptr.dtype.element_ty), mask=live)

@@ -6,8 +6,9 @@ multiplies the next tile's scores while it takes the exponentials of this one's,
 take turns of themselves: what FlashAttention-3 (Shah et al. 2024) calls overlapping softmax with
 products. Programs stay: each takes tiles of the plan one after the other.
 
-Written in Gluon, Triton's language for explicit layouts and barriers, which its interpreter does
-not run: the tests of `paged_prefill` run over this kernel on such a GPU alone.
+Skip it on a first reading: `paged_prefill` computes the same. Written in Gluon, Triton's language
+for explicit layouts and barriers, which its interpreter does not run: the tests of `paged_prefill`
+run over this kernel on such a GPU alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from termgen.engine.device.kernels.attention.prefill_plan import PLAN_FIELDS, Pr
 from termgen.engine.device.kernels.launch import num_sms
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-"""Of the warps that run the same function; Triton 3.7 renamed it."""
+"""Barrier of the warps that run the same function; Triton 3.7 renamed it."""
 _LOG2_E = 1.4426950408889634
 _ROWS = gl.constexpr(64)
 """Rows of a group of four warps, as one of its products has."""

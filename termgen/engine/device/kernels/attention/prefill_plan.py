@@ -15,8 +15,8 @@ import triton.language as tl
 from termgen.engine.device.kernels.launch import has_hopper_gluon, next_power_of_2
 
 PLAN_FIELDS = tl.constexpr(5)
-"""Of a tile, int32: its row, -1 where none is left; its first token; how many queries it holds; the
-position of the first one; the row's length."""
+"""int32 fields of a tile: its row, -1 where none is left; its first token; its number of queries;
+the position of the first one; the row's length."""
 _PLAN_TILES = 16
 _PLAN_ROWS = 256
 
@@ -70,7 +70,7 @@ def default_config(
 ) -> PrefillConfig:
     """`max_query_len` may be any upper bound: it chooses among two configurations.
 
-    can_specialise: what the function of that name says.
+    can_specialise: the result of the function of that name.
     """
     row_bytes = next_power_of_2(head_dim) * dtype.itemsize
     is_short = max_query_len * group <= 64

@@ -9,8 +9,8 @@ and ending a kernel. Three kernels, one contract:
     mma     up to 64 rows  the weight's rows are the tall operand of the matrix units and the tokens
                            the narrow one, padded to 16; tiles are copied asynchronously
 
-Where an mma grid would leave multiprocessors idle, K is cut between `splits` programs; who arrives
-last adds the parts up in a fixed order. A row's result depends on its own values and the
+Where an mma grid would leave multiprocessors idle, K is cut between `splits` programs; the
+last to arrive adds the parts up in a fixed order. A row's result depends on its own values and the
 configuration, never on the rows beside it or on timing. The weight is read once, so it is marked to
 leave the L2 cache first; what a program reads first is fetched before the kernel ahead of this one
 has ended. `small_gemm_config` says which configuration, if any, beats cuBLAS.

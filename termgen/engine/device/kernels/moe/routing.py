@@ -1,8 +1,8 @@
-"""Which experts a token goes to, and those (token, expert) pairs sorted into tiles for products.
+"""Routes tokens to experts, and sorts the (token, expert) pairs into tiles for the products.
 
 Two kernels, all on the device and with outputs whose sizes follow from the number of tokens alone,
 so that a recorded step can hold them. Pair p is choice p % top_k of token p // top_k. A padded
-token is routed like any other; its pairs lie in tiles of their own rows and disturb nobody.
+token is routed like any other; its pairs lie in rows of their own and change no other result.
 """
 
 from __future__ import annotations

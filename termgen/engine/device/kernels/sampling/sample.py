@@ -1,9 +1,9 @@
-"""From logits to token ids in one kernel: temperature, cut, Gumbel noise and argmax.
+"""Logits to token ids in one kernel: temperature, cut, Gumbel noise and argmax.
 
 Called by the sampler when nothing else is asked for. Reproduces `sampling.gumbel.gumbel_argmax`:
 the random bits are those of `sampling.random` bit for bit, the noise is theirs to float32 rounding.
-A row is dealt out to several programs. Each leaves its best (score, id) in a workspace, and who
-arrives last takes the best of them; ids break ties, so the result does not depend on timing.
+A row is divided among several programs. Each leaves its best (score, id) in a workspace, and the
+last to arrive takes the best of them; ids break ties, so the result does not depend on timing.
 
 Scores are compared as integers that sort like floats, NaN above everything. One 64-bit integer
 holds a score above and its id, reversed, below: the largest one names the lowest id that wins.
