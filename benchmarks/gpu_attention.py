@@ -15,10 +15,16 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from termgen.engine.device.kernels import decode_plan, paged_decode, paged_prefill, prefill_plan
-from termgen.engine.device.kernels.decode_plan import DecodeConfig, DecodeWorkspace
-from termgen.engine.device.kernels.prefill_plan import PrefillConfig
-from termgen.engine.device.quantization.kv_cache import kv_cache_dtype
+from termgen.engine.device.attention.reference import paged_attention
+from termgen.engine.device.kernels.attention import (
+    decode_plan,
+    paged_decode,
+    paged_prefill,
+    prefill_plan,
+)
+from termgen.engine.device.kernels.attention.decode_plan import DecodeConfig, DecodeWorkspace
+from termgen.engine.device.kernels.attention.prefill_plan import PrefillConfig
+from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
 
 HEADS = {
     "qwen3-0.6b": (16, 8, 128),
@@ -162,9 +168,10 @@ def time_decode(batch: Batch, config: DecodeConfig) -> float | None:
     )
     out.fill_(float("nan"))  # includes a launch that waits for the plan
     call(batch.caches[0])
-    expected = paged_decode.paged_decode_reference(
-        batch.q, batch.caches[0], batch.table, batch.seq_lens, scale=batch.scale
-    )
+    expected = paged_attention(
+        batch.q, batch.caches[0], batch.table, batch.seq_lens, torch.arange(rows + 1),
+        scale=batch.scale,
+    )  # fmt: skip
     if not is_near(out, expected):
         return None
     return time_chain([lambda cache=cache: call(cache) for cache in batch.caches])
@@ -189,7 +196,7 @@ def time_prefill(batch: Batch, config: PrefillConfig) -> float | None:
 
     call(batch.caches[0])
     first = batch.lengths[0]
-    expected = paged_prefill.paged_prefill_reference(
+    expected = paged_attention(
         batch.q[:512], batch.caches[0], batch.table[:1], torch.full_like(batch.seq_lens[:1], 512),
         torch.tensor([0, 512]), scale=batch.scale,
     )  # fmt: skip

@@ -6,7 +6,7 @@ A time is that of one product inside a CUDA graph that holds a chain of them ove
 of the weight, more than the L2 cache keeps. Candidates run as a chain that overlaps (programmatic
 dependent launch); the best one is timed again without. What a candidate computes is compared with
 float32 first: a wrong one is reported, not timed. FILE.json holds all the times; FILE.py is the
-table from which the engine chooses, termgen/engine/device/kernels/small_gemm_table.py.
+table from which the engine chooses, termgen/engine/device/kernels/gemm/small_gemm_table.py.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from gemm_candidates import candidates
 from machine import machine_facts
 from triton.runtime.errors import TritonError
 
-from termgen.engine.device.kernels.small_gemm import SmallGemmWorkspace, small_gemm
-from termgen.engine.device.kernels.small_gemm_config import SmallGemmConfig, candidates
+from termgen.engine.device.kernels.gemm.small_gemm import SmallGemmWorkspace, small_gemm
+from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
 
 SHAPES = {  # [N, K] of each weight
     "qwen3-0.6b": {
@@ -290,7 +291,7 @@ def write_table(path: Path, cells: list[Cell]) -> None:
         "",
         "from __future__ import annotations",
         "",
-        "from termgen.engine.device.kernels.small_gemm_config import SmallGemmConfig, Table",
+        "from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig, Table",
         "",
         "_C = SmallGemmConfig",
         "",

@@ -5,7 +5,7 @@
 A time is that of one call inside a CUDA graph that holds a chain of them, with different tokens
 that choose different experts each time. A tiling's result is compared with the reference first: a
 wrong one is reported, not timed. The floor is the larger of reading each expert in use once and of
-the arithmetic. `now` is the choice of termgen/engine/device/kernels/expert_tiles.py.
+the arithmetic. `now` is the choice of termgen/engine/device/kernels/moe/experts.py.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from gpu_gemm import COMPILE_THREADS, DEVICE, MAX_ERROR, error_of, time_chain
 from gpu_shapes import READ_BYTES_PER_SECOND
 from triton.runtime.errors import TritonError
 
-from termgen.engine.device.kernels.expert_routing import PairTiles, route, sort_pairs
-from termgen.engine.device.kernels.expert_tiles import Tile, choose_tiles
-from termgen.engine.device.kernels.experts import experts, multiply
-from termgen.engine.device.layers.experts import run_experts
-from termgen.engine.device.layers.ops import TorchOps
+from termgen.engine.device.kernels.moe.experts import Tile, choose_tiles, experts, multiply
+from termgen.engine.device.kernels.moe.routing import PairTiles, route, sort_pairs
+from termgen.engine.device.layers.ops import TorchOps, run_experts
 
 SHAPES = {  # hidden, inner, experts, experts of a token
     "qwen3-30b-a3b": (2048, 768, 128, 8),

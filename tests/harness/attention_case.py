@@ -9,6 +9,7 @@ import torch
 from paged_model import CPU, BlockPool, Row, nan_cache
 
 from termgen.engine.device.attention.base import AttentionBackend, AttentionShape
+from termgen.engine.device.attention.reference import paged_attention
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -115,9 +116,23 @@ class AttentionCase:
             results.append(out)
         return torch.cat(results)
 
+    def reference(self, *, sliding_window: int | None = None) -> torch.Tensor:
+        """`expected` from the cache: the page that readers of attention begin with."""
+        metadata = self.metadata
+        return paged_attention(
+            torch.cat(self.queries),
+            self.cache,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            scale=self.scale,
+            sliding_window=sliding_window,
+        )
+
     def check(self, *, sliding_window: int | None = None) -> None:
         actual = self.run(sliding_window=sliding_window)
         expected = self.expected(sliding_window=sliding_window)
+        torch.testing.assert_close(self.reference(sliding_window=sliding_window), expected)
         tolerance = TOLERANCE[actual.dtype]
         torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 

@@ -20,10 +20,10 @@ from termgen.engine.device.attention.base import (
     empty_kv_cache,
 )
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.ops import LayerOps, TorchOps
 from termgen.engine.device.loader import open_checkpoint
 from termgen.engine.device.loader.weights import load_weights
-from termgen.engine.device.models.config import ModelConfig
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.device.models.registry import build_model
 

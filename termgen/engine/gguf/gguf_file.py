@@ -24,17 +24,19 @@ import numpy.typing as npt
 
 from termgen.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
 
-# Far above any real model; they bound the work and memory that a hostile file can ask for.
-# Bounds-checked reads from a memory-mapped GGUF file: numbers, texts and metadata values.
-#
-# Used by `gguf_file` alone. It knows how a value is encoded, not what the sections of a file are.
-# Walking a value (`skip`) checks that it lies inside the file; decoding one (`value`) makes Python
-# objects of it. Every failure is a `CorruptFileError` that names the file and the thing read.
+MAGIC = b"GGUF"
+SUPPORTED_VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
 
+# Far above any real model: they bound the work and memory that a hostile file can ask for.
 MAX_NAME_BYTES = 1 << 10
 MAX_STRING_BYTES = 1 << 24
 MAX_ARRAY_ELEMENTS = 1 << 23
 MAX_ARRAY_DEPTH = 4
+MAX_ALIGNMENT = 1 << 20
+MAX_DIMS = 4
+MAX_METADATA_KEYS = 1 << 16
+MAX_TENSORS = 1 << 17
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _SCALARS: dict[int, struct.Struct] = {
@@ -55,7 +57,10 @@ _U64 = struct.Struct("<Q")
 
 
 class GGUFBytes:
-    """Bounds-checked reads at explicit positions. `what` names the thing read, for the error."""
+    """Bounds-checked reads at explicit positions. `what` names the thing read, for the error.
+
+    `skip` walks a value and checks that it lies inside the file; `value` decodes it.
+    """
 
     def __init__(self, path: Path, memory_map: mmap.mmap) -> None:
         self.path = path
@@ -185,17 +190,6 @@ class GGUFBytes:
         return [bool(value) for value in raw]
 
 
-MAGIC = b"GGUF"
-SUPPORTED_VERSIONS = (2, 3)
-DEFAULT_ALIGNMENT = 32
-
-# Far above any real model; they bound the work that a hostile file can ask for.
-MAX_ALIGNMENT = 1 << 20
-MAX_DIMS = 4
-MAX_METADATA_KEYS = 1 << 16
-MAX_TENSORS = 1 << 17
-
-
 @dataclass(frozen=True, slots=True)
 class GGMLType:
     """A tensor type: `block_size` elements are stored in `block_bytes` bytes."""
@@ -252,7 +246,7 @@ class GGUFTensor:
     """Outermost dimension first, as torch has it; GGUF stores the reverse."""
     type: GGMLType
     offset: int
-    """Offset of the first byte, from the start of the file."""
+    """Position of the first byte in the file."""
     nbytes: int
     _map: mmap.mmap = field(repr=False, compare=False)
 
@@ -266,7 +260,7 @@ class GGUFMetadata(Mapping[str, Any]):
     """The key-value section. A value is decoded when first asked for, then kept.
 
     Values are plain Python: int, float, bool, str, and lists of those. A tokenizer's vocabulary is
-    most of the section, and who only wants the model's shape should not pay for it.
+    most of the section, and a reader of the model's shape should not pay for it.
     """
 
     def __init__(self, file: GGUFBytes, places: dict[str, tuple[int, int]]) -> None:
@@ -380,7 +374,7 @@ def _parse(path: Path, memory_map: mmap.mmap) -> GGUFFile:
 
 
 def _metadata_places(file: GGUFBytes, num_keys: int) -> tuple[dict[str, tuple[int, int]], int]:
-    """Where each value lies: key -> (value type, position); and where the section ends."""
+    """Key -> (value type, position) of each value, and the end of the section."""
     position = 24
     places: dict[str, tuple[int, int]] = {}
     for index in range(num_keys):

@@ -1,4 +1,4 @@
-"""What attention is given and what it must do: the seam between the model and its KV cache.
+"""The interface of attention: what a step gives it, and what a backend must do.
 
 The runner fills an `AttentionMetadata` for each step, has the backend `prepare` it, and passes it
 to the model inside a `ForwardContext`; layers hand it on. Nothing here is global: two models can
@@ -16,12 +16,12 @@ import torch
 
 @dataclass(slots=True, eq=False)
 class AttentionMetadata:
-    """Where one step's tokens are and what they may see.
+    """The places of one step's tokens, and what they may see.
 
     Rows are in batch order, tokens row by row. Rows [0, num_decodes) have exactly one token;
     later rows have one or more. A padded row has seq_len 0: it sees nothing, and its tokens'
     slots are in the null block. In a recorded step padded rows may have no token, and tokens past
-    the last row's are padding too: what comes out for them is nobody's.
+    the last row's are padding too: their results are not used.
     """
 
     query_start_loc: torch.Tensor
@@ -61,7 +61,7 @@ class AttentionCapabilities:
     device_types: frozenset[str]
     dtypes: frozenset[torch.dtype]
     graph_modes: frozenset[str]
-    """Of NONE, PIECEWISE and FULL: how its steps may be recorded."""
+    """The kinds of recording that its steps allow, of NONE, PIECEWISE and FULL."""
     head_dims: frozenset[int] | None = None
     block_sizes: frozenset[int] | None = None
     preferred_block_size: int = 16
@@ -72,7 +72,7 @@ class AttentionCapabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What one engine's attention looks like: a backend is made for it."""
+    """The sizes and types of one engine's attention; a backend is made for them."""
 
     num_heads: int
     num_kv_heads: int
@@ -84,7 +84,7 @@ class AttentionShape:
     max_num_seqs: int
     max_num_tokens: int
     dtype: torch.dtype
-    """Of queries and results."""
+    """Type of queries and results."""
     kv_cache_dtype: torch.dtype
     device: torch.device
 
@@ -100,7 +100,7 @@ class AttentionBackend(Protocol):
     """How a cache lies in memory: its dimensions, the slowest first. See `empty_kv_cache`."""
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Once per step, before the model's forward: what all layers share is worked out here."""
+        """Work out what all layers share; once per step, before the model's forward."""
 
     def forward(
         self,

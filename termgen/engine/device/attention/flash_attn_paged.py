@@ -44,8 +44,8 @@ class FlashAttnAttention:
         self._decode = flash_attn_with_kvcache
         self._ragged = flash_attn_varlen_func
         self._num_decodes = 0
-        # Of rows that are not decodes, [n+1] int32 each: where their queries and keys would start
-        # if each lay one after another.
+        # [n+1] int32 each, for rows that are not decodes: where their queries and keys would start
+        # if they lay one after another.
         self._query_starts = torch.zeros(1, dtype=torch.int32, device=shape.device)
         self._key_starts = self._query_starts
         self._prepared: AttentionMetadata | None = None

@@ -1,9 +1,10 @@
-"""Paged attention in plain torch: the CPU's backend, and the oracle for every other one.
+"""Paged attention in torch without a loop over requests: the backend of a CPU.
 
-No Python loop over requests. `prepare` cuts a step into groups, each computed as one padded
-batch: the decode rows (one query each), and the rest in tiles of queries. What all layers share
-(which slots to gather, what each query may see) is worked out once per step and window size;
-a layer then writes, gathers and runs one fused attention call per group.
+Computes what `reference.py` spells out row by row; skip it on a first reading. `prepare` cuts a
+step into groups, each computed as one padded batch: the decode rows (one query each), and the rest
+in tiles of queries. What all layers share (which slots to gather, what each query may see) is
+worked out once per step and window size; a layer then gathers and runs one fused attention call
+per group.
 
     cache of a layer   [num_blocks, block_size, 2 (k, v), num_kv_heads, head_dim]
 
@@ -25,7 +26,7 @@ from termgen.engine.device.attention.base import (
     AttentionMetadata,
     AttentionShape,
 )
-from termgen.engine.device.quantization.kv_cache import FP8, movable
+from termgen.engine.device.kernels.kv_cache import FP8, movable
 
 _QUERY_TILE = 256
 """Queries of one row computed together: past this, causal tiles skip what cannot be seen."""
@@ -50,7 +51,7 @@ class TorchReferenceAttention:
     )
 
     def __init__(self, shape: AttentionShape | None = None) -> None:
-        """Runs any shape, so that it need not be told."""
+        """Runs any shape, so it ignores this one."""
         del shape
         self._prepared: AttentionMetadata | None = None
         self._groups: list[_Group] = []
@@ -105,7 +106,7 @@ class _Batch:
     first_query: torch.Tensor  # [n] int64
     num_queries: int
     first_token: int | None
-    """Where the batch's tokens start, if they are consecutive and none is padding."""
+    """The batch's first token, if its tokens are consecutive and none is padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +221,7 @@ def _mask(is_seen: torch.Tensor, group_size: int, dtype: torch.dtype) -> torch.T
     """is_seen [n, num_queries, num_keys] -> what is added to the scores, or None for nothing."""
     if is_seen.device.type == "cpu" and np.all(is_seen.numpy()):
         return None
-    # What sees nothing at all is padding; it is let see its first key, lest it become NaN.
+    # A query that sees nothing is padding; it may see its first key, lest it become NaN.
     blind = ~is_seen.any(-1, keepdim=True)
     mask = torch.zeros(is_seen.shape, dtype=dtype, device=is_seen.device)
     mask.masked_fill_(~is_seen & ~blind, float("-inf"))

@@ -13,8 +13,13 @@ from termgen.engine.device.attention.base import (
     AttentionMetadata,
     AttentionShape,
 )
-from termgen.engine.device.kernels import decode_plan, paged_decode, paged_prefill, prefill_plan
-from termgen.engine.device.quantization.kv_cache import FP8
+from termgen.engine.device.kernels.attention import (
+    decode_plan,
+    paged_decode,
+    paged_prefill,
+    prefill_plan,
+)
+from termgen.engine.device.kernels.kv_cache import FP8
 
 MAX_HEAD_DIM = 256
 

@@ -1,12 +1,18 @@
-"""Triton kernels of the CUDA path: one op a file, its launcher and its torch reference together.
+"""Triton kernels of the CUDA path: an operation's kernels, launcher and reference in one file.
 
-Nothing outside this package imports triton, and whoever uses a kernel imports its module where the
-path is chosen, after `why_unusable`, so that a machine without triton loads everything else.
+    attention   decode and prefill over the paged cache, and the plans that divide their work
+    gemm        products of a few rows, and the table of measured shapes
+    moe         routing to experts, and their products
+    sampling    logits to token ids
+    rows        everything that goes row by row: norms, rotation, activation, the ends of a step
 
-A launcher waits for nothing and takes its lengths from device memory. Of the counts that change
-from step to step, none reaches the compiler as a value (`do_not_specialize`); one may choose among
+No other package imports triton. The code that chooses the path imports a kernel's module, after
+`why_unusable`, so that a machine without triton loads everything else.
+
+A launcher waits for nothing and takes its lengths from device memory. A count that changes from
+step to step never reaches the compiler as a value (`do_not_specialize`); it may choose among
 constants by its next power of two, or by a limit that is a power of two and at most 1024. So
-`runner.warm_up` can run one step of each class and have compiled everything.
+`runner.warm_up` runs one step of each class and has compiled everything.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ FP8_COMPUTE_CAPABILITY = (8, 9)
 
 
 def why_unusable(device: torch.device, *, dtype: torch.dtype | None = None) -> str:
-    """Why the kernels cannot run here, with a KV cache of `dtype`; empty when they can."""
+    """The reason that kernels cannot run here with a KV cache of `dtype`; empty when they can."""
     if device.type != "cuda":
         return f"Triton kernels need a CUDA device, not {device.type}"
     if find_spec("triton") is None:

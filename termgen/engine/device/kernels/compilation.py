@@ -1,11 +1,11 @@
-"""When Triton compiles: all variants ahead of time, in parallel, and counted when one comes late.
+"""Compiles Triton's kernels ahead of time, in parallel, and counts those that come late.
 
 Used by the runner while it starts (`collect_missing`, `compile_all`) and around each step later
-(`CompileCounter`). Triton tells of compilations by global hooks; each is set for the length of a
-`with` block and then put back, so that nothing of one engine stays behind for another.
+(`CompileCounter`). Triton reports compilations through global hooks; each is set for the length of
+a `with` block and then put back, so that nothing of one engine stays behind for another.
 
-To Triton, a kernel that lies in its cache on disk is compiled too, only faster: whoever waits for
-it waits all the same, so it counts like any other.
+A kernel in Triton's cache on disk is compiled too, only faster: requests wait for it all the same,
+so it counts like any other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 16
-"""More do not help: a third of the work holds the interpreter lock."""
+"""More do not help: a third of the work holds the GIL."""
 
 Missing = dict[tuple[str, str], tuple[Any, str]]
 """(kernel, specialisation) -> what Triton needs to compile it without its arguments."""
@@ -34,10 +34,10 @@ Missing = dict[tuple[str, str], tuple[Any, str]]
 
 @contextmanager
 def collect_missing() -> Iterator[Missing]:
-    """Within the block this thread launches nothing; what it would have to compile is written down.
+    """Within the block this thread launches nothing; what it would have to compile is collected.
 
-    None is launched, compiled or not, because one may run for ever on what another left unwritten.
-    Outputs keep their old values.
+    No kernel is launched, because one may run for ever on what another left unwritten. Outputs keep
+    their old values.
     """
     missing: Missing = {}
     thread = threading.get_ident()
@@ -67,7 +67,7 @@ def collect_missing() -> Iterator[Missing]:
 def compile_all(
     missing: Missing, device: torch.device, on_progress: Callable[[float], None]
 ) -> None:
-    """Compile what was collected, several at once: passes and assembler run without the lock."""
+    """Compile what was collected, several at once: compilation runs mostly without the GIL."""
     if not missing:
         return
 
@@ -95,7 +95,7 @@ class _Counters:
     def __init__(self, before: Any) -> None:
         self.before = before
         self.entered: dict[CompileCounter, int] = {}
-        """With the thread that entered."""
+        """Counter -> the thread that entered it."""
 
     def __call__(self, *, repr: str, **event: Any) -> object:
         here = threading.get_ident()

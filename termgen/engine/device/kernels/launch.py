@@ -1,4 +1,4 @@
-"""Facts about the device and shapes that launchers share."""
+"""What launchers share: facts about the device and shapes, and a prefetch into the L2 cache."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import functools
 
 import torch
 import triton
+import triton.language as tl
 
 _GLUON_RELEASES = ("3.6.", "3.7.")
-"""Of Triton, whose Gluon the kernels compile with."""
+"""Releases of Triton whose Gluon compiles the kernels."""
 _INTERPRETED_SMS = 4
 """Multiprocessors a CPU stands in for when kernels are interpreted: enough to split work."""
 
@@ -58,12 +59,33 @@ def has_hopper_gluon(device: torch.device) -> bool:
 def pdl_options(device: torch.device, *, enabled: bool = True) -> dict[str, bool]:
     """Launch arguments of a kernel that takes part in programmatic dependent launch.
 
-    Its contract: before `gdc_wait` it writes nothing, and of what the step computes it reads only
-    what a launch without early start has followed since, as the embedding follows rotations and
-    plans: such a launch begins when all before it has ended, and the chain begins when it has.
-    Every program waits, and tells its dependents to start as early as it can, for they wait for the
-    end of it in any case. A chain gains only where all its kernels do so.
+    Its contract: before `gdc_wait` it writes nothing, and of the step's values it reads only those
+    that a launch without early start lies behind, as the embedding lies behind rotations and plans:
+    such a launch begins when all before it has ended, and the chain begins when it has. Every
+    program waits, and lets its dependents start as early as it can, for they wait for its end in
+    any case. A chain gains only where all its kernels do so.
     """
     if enabled and has_pdl(device):
         return {"USE_PDL": True, "launch_pdl": True}
     return {"USE_PDL": False}
+
+
+@triton.jit
+def ask_l2(address, num_bytes):
+    """One request per element: address int64 and num_bytes int32, both multiples of 16; 0 asks for
+    nothing. As many elements as the program has threads, so that each asks once."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred asks;
+        setp.ne.u32 asks, $2, 0;
+        @!asks bra asked;
+        cp.async.bulk.prefetch.L2.global [$1], $2;
+        asked:
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [address, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from termgen.engine.device.layers.weight_slot import WeightSlot, empty_parameter
+from termgen.engine.device.layers.weight_slot import WeightSlot, empty_parameter, parameter_slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,3 +216,19 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype is torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+class VocabEmbedding(nn.Module):
+    """A table of its own. A tied model has none and looks rows up in its head (`Linear.embed`)."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.weight = empty_parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)  # [T] -> [T, hidden]
+
+    def weight_slot(self, name: str) -> WeightSlot:
+        return parameter_slot(name, self.weight, "matrix")

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.layers.weight_slot import WeightSlot, empty_parameter
-from termgen.engine.device.models.config import ModelConfig
 
 
 class RMSNorm(nn.Module):

@@ -1,7 +1,7 @@
-"""The small operations between matrix products, in torch.
+"""The small operations between matrix products, in torch, and experts as a loop of them.
 
-A layer gets these as an object, so that a device can bring its own: `kernels.ops` has the fused
-Triton form. Called by the decoder's layers; the caller holds `torch.inference_mode`.
+A layer gets these as an object, so that a device can bring its own: `layers.triton_ops` has the
+fused Triton form. Called by the decoder's layers; the caller holds `torch.inference_mode`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from termgen.engine.device.layers.experts import route, run_experts
+from termgen.engine.device.kernels.kv_cache import movable, to_cache_dtype
 from termgen.engine.device.layers.rotary import Rotation, rotate
-from termgen.engine.device.quantization.kv_cache import movable, to_cache_dtype
 
 
 class LayerOps(Protocol):
@@ -212,3 +212,39 @@ class TorchOps:
             return self.gated_activation(pair, activation)
 
         return run_experts(x, ids, weights, gate_up, down, activate)
+
+
+def route(
+    logits: torch.Tensor, top_k: int, *, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [T, num_experts] -> each token's experts, int64, and their weights, float32, [T, k]:
+    the softmax over all experts, scaled to add up to one if `renormalize`."""
+    weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    if renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return ids, weights
+
+
+def run_experts(
+    x: torch.Tensor,  # [T, hidden]
+    ids: torch.Tensor,  # [T, k]
+    weights: torch.Tensor,  # [T, k] float32
+    gate_up: torch.Tensor,  # [num_experts, 2 * inner, hidden]
+    down: torch.Tensor,  # [num_experts, hidden, inner]
+    activate: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, [T, hidden], added up in float32.
+
+    Pairs of a token and an expert are sorted by expert, so that an expert is two products.
+    """
+    top_k = ids.shape[1]
+    pairs = ids.flatten().argsort(stable=True)  # pair p is expert p % top_k of token p // top_k
+    ends = torch.bincount(ids.flatten(), minlength=len(gate_up)).cumsum(0).tolist()
+    outputs = x.new_empty(len(pairs), x.shape[1])
+    for expert, (start, end) in enumerate(pairwise([0, *ends])):
+        if start < end:
+            rows = pairs[start:end]
+            activated = activate(F.linear(x[rows // top_k], gate_up[expert]))
+            outputs[rows] = F.linear(activated, down[expert])
+    weighted = outputs.view(*ids.shape, x.shape[1]).float() * weights[..., None]
+    return weighted.sum(dim=1).to(x.dtype)

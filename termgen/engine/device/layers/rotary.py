@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from termgen.engine.device.models.rope_config import RopeConfig
+from termgen.engine.device.config.rope_config import RopeConfig
 
 
 class Rotation(NamedTuple):

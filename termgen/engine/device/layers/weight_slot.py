@@ -1,8 +1,8 @@
 """One tensor of a checkpoint and where it goes.
 
-Layers describe themselves as a list of these; `loader.weights` and `loader.dummy` fill them and
-know nothing else about a model. A fused parameter is several slots, each loading its own rows, so
-fusing and quantizing happen while a tensor is read and no second copy of the model ever exists.
+Layers describe themselves as a list of these; `loader.weights` fills them and knows nothing else
+about a model. A fused parameter is several slots, each loading its own rows, so fusing and
+quantizing happen while a tensor is read and no second copy of the model ever exists.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class WeightSlot:
     load: Callable[[torch.Tensor], None]
     """Takes the whole tensor, of `shape` and any floating type, on any device."""
     offset: float = 0.0
-    """What `load` adds: the tensor's values lie around zero where others lie around this."""
+    """What `load` adds: this family's values lie around zero, those of others around this."""
     pieces: tuple[WeightSlot, ...] = ()
-    """Where checkpoints differ: what holds the same values in one that lacks `name`."""
+    """Slots with the same values together, for a checkpoint that lacks `name`."""
 
 
 def parameter_slot(

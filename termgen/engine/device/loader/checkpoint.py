@@ -20,7 +20,7 @@ from termgen.errors import ConfigError, CorruptFileError, ModelError, ModelNotFo
 if TYPE_CHECKING:
     import torch
 
-    from termgen.engine.device.models.config import ModelConfig
+    from termgen.engine.device.config.model_config import ModelConfig
 
 MAX_CONFIG_BYTES = 1 << 24
 MAX_INDEX_BYTES = 1 << 26
@@ -44,8 +44,8 @@ class Checkpoint(Protocol):
         """Hugging Face names of all tensors, in the order in which reading them is cheapest."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """On the CPU, in the stored type; float32 if it had to be dequantised. Do not write to it:
-        it may be a view of the file."""
+        """A tensor on the CPU in the stored type, or float32 if it had to be dequantised. Do not
+        write to it: it may be a view of the file."""
 
     def close(self) -> None: ...
 
@@ -76,7 +76,7 @@ def parse_config(
     config: dict[str, Any], source: Path, *, model_impl: str = "termgen"
 ) -> ModelConfig:
     """The configuration's meaning, with the file's name in front of its errors."""
-    from termgen.engine.device.models.config import ModelConfig, is_known
+    from termgen.engine.device.config.model_config import ModelConfig, is_known
 
     try:
         if model_impl == "termgen" or (model_impl == "auto" and is_known(config)):

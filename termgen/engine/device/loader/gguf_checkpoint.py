@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.loader.checkpoint import check_sizes, parse_config
 from termgen.engine.device.loader.gguf_config import ROPE_FACTORS, hf_config
-from termgen.engine.device.models.config import ModelConfig
 from termgen.engine.device.quantization.gguf_blocks import check_supported, dequantize
 from termgen.engine.gguf.gguf_file import GGUFFile
 from termgen.errors import CorruptFileError, UnsupportedModelError

@@ -301,7 +301,7 @@ def _yarn(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama3_factors(head_dim: int, theta: float, factor: float) -> npt.NDArray[np.float64]:
-    """By what each rotary frequency is divided under Llama 3's scaling, [head_dim / 2]."""
+    """The divisor of each rotary frequency under Llama 3's scaling, [head_dim / 2]."""
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     turns = _LLAMA3_CONTEXT * frequencies / (2 * math.pi)
     # Few turns within the trained context: divided in full; many: left alone; a ramp between.

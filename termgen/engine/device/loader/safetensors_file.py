@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.loader.checkpoint import (
     MAX_INDEX_BYTES,
     PICKLE_SUFFIXES,
@@ -24,7 +25,6 @@ from termgen.engine.device.loader.checkpoint import (
     read_config,
     read_json,
 )
-from termgen.engine.device.models.config import ModelConfig
 from termgen.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
 
 SINGLE = "model.safetensors"

@@ -1,8 +1,7 @@
-"""Weights for a model that runs through transformers' code, by transformers' own loading.
+"""A model that runs through transformers' code, with its weights by transformers' own loading.
 
-It knows which tensors of old files are named, split or fused otherwise, which `loader.weights`
-cannot know. The files are checked first, as for termgen's own models. Called by
-`models.transformers_backend`.
+That knows which tensors of old files are named, split or fused otherwise, which `loader.weights`
+cannot know. The files are checked first, as for termgen's own models. Called by the runner.
 """
 
 from __future__ import annotations
@@ -12,15 +11,50 @@ from typing import Any
 
 import torch
 
+from termgen.engine.device.attention.base import AttentionBackend
+from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.loader.safetensors_file import WeightFiles
+from termgen.engine.device.loader.weights import check_finite
 from termgen.engine.device.models.transformers_attention import IMPLEMENTATION, register
-from termgen.engine.device.models.transformers_config import freeze_rope, quiet
+from termgen.engine.device.models.transformers_backend import TransformersDecoder
+from termgen.engine.device.models.transformers_config import (
+    build_empty,
+    freeze_rope,
+    make_hf_config,
+    quiet,
+    refusals_of,
+)
 from termgen.errors import CorruptFileError
 
 _PROBLEMS = {"missing_keys": "lacks tensor", "mismatched_keys": "has another shape for tensor"}
 
 
-def load_hf_model(hf_config: Any, folder: Path, dtype: torch.dtype) -> Any:
+def build_transformers_model(
+    config: ModelConfig,
+    *,
+    folder: Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: AttentionBackend,
+    ops: LayerOps,
+) -> TransformersDecoder:
+    """The model with the weights in `folder`; without one, memory that the caller must fill."""
+    assert config.transformers is not None
+    with refusals_of(config.architecture), quiet():
+        hf_config = make_hf_config(config.transformers.raw)
+        if folder is None:
+            hf_model = build_empty(hf_config, dtype=dtype, device=device)
+    if folder is not None:
+        hf_model = _load_hf_model(hf_config, folder, dtype).to(device)
+        check_finite(hf_model)
+    hf_model.requires_grad_(False)
+    return TransformersDecoder(
+        hf_model, config, dtype=dtype, device=device, attention=attention, ops=ops
+    )
+
+
+def _load_hf_model(hf_config: Any, folder: Path, dtype: torch.dtype) -> Any:
     """transformers' model on the CPU. Raises CorruptFileError when its weights are not there."""
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Fills a model from a checkpoint, strictly.
+"""Fills a model from a checkpoint, strictly, or with random numbers.
 
 Called by the model runner. Each tensor is read once and goes straight into its place in the
 model's type, fused or quantized on the way. Every parameter must be filled and every tensor used;
@@ -7,7 +7,8 @@ what does not fit is an error that names the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -39,7 +40,7 @@ def load_weights(
     *,
     progress: Callable[[float], None] | None = None,
 ) -> None:
-    """Fills every parameter. `progress` is told the part done, rising from above 0 to 1."""
+    """Fills every parameter. `progress` is called with the part done, rising from above 0 to 1."""
     names = checkpoint.names()  # in the order in which reading is cheapest
     slots = _slots_in(model.weight_slots(), set(names))
     _check_names(set(slots), names, model.ignored_weights())
@@ -79,7 +80,7 @@ def check_finite(model: nn.Module) -> None:
 
 
 def _named_in_file(checkpoint: TensorSource) -> CorruptFileError | None:
-    """The tensor of the file that has them; None where they come from the change of type."""
+    """The error for a tensor of the file; None where the change of type made the values."""
     for name in checkpoint.names():
         if not bool(checkpoint.tensor(name).isfinite().all()):
             return CorruptFileError(f"tensor {name} has NaN or infinite values")
@@ -123,3 +124,40 @@ def _check_tensor(slot: WeightSlot, tensor: torch.Tensor) -> None:
         )
     if not tensor.is_floating_point():
         raise CorruptFileError(f"tensor {slot.name} holds {tensor.dtype}, not floating point")
+
+
+class DummyTarget(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+    def weight_slots(self) -> Iterable[WeightSlot]: ...
+
+
+def load_dummy(model: DummyTarget, seed: int) -> None:
+    """Fills every parameter with random values: benchmarks and tests need only a model's shape.
+
+    Deterministic in (seed, tensor name) on one kind of device, so neither the order of layers nor
+    fusing changes a value. Scales keep activations near one through any depth, so that sampled
+    tokens vary.
+    """
+    generator = torch.Generator(device=model.device)
+    with torch.no_grad():
+        for slot in _smallest(model.weight_slots()):
+            # A 32-bit seed: of a longer one the CPU's generator uses the low half alone.
+            generator.manual_seed(zlib.crc32(f"{seed} {slot.name}".encode()))
+            slot.load(_random_tensor(slot, generator))
+
+
+def _smallest(slots: Iterable[WeightSlot]) -> Iterator[WeightSlot]:
+    """Pieces in place of slots that have them: less has to be held at a time."""
+    for slot in slots:
+        yield from slot.pieces or (slot,)
+
+
+def _random_tensor(slot: WeightSlot, generator: torch.Generator) -> torch.Tensor:
+    tensor = torch.empty(slot.shape, device=generator.device)
+    if slot.role == "norm":
+        return tensor.normal_(1.0 - slot.offset, 0.05, generator=generator)
+    if slot.role == "bias":
+        return tensor.normal_(0.0, 0.02, generator=generator)
+    return tensor.normal_(0.0, slot.shape[-1] ** -0.5, generator=generator)

@@ -1,37 +1,60 @@
 """The decoder skeleton: embedding, layers of attention and MLP, norm, head.
 
-Families whose difference is in their config are this class as it is; one with other arithmetic
-derives from it in its own file. A layer is two halves with attention between them, so that the
-halves can be recorded as graphs while attention runs eagerly. What a step needs travels as a
-`ForwardContext` argument; nothing is global. The caller holds `torch.inference_mode`.
+`CausalDecoder.forward` is the whole pass. Families whose difference is in their config are this
+class as it is; one with other arithmetic derives from it in its own file. A layer is two halves
+with attention between them, so that the halves can be recorded as graphs while attention runs
+eagerly. What a step needs travels as a `ForwardContext` argument; nothing is global. The caller
+holds `torch.inference_mode`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 
 from termgen.engine.device.attention.base import AttentionBackend, ForwardContext
-from termgen.engine.device.layers.embedding import VocabEmbedding
-from termgen.engine.device.layers.linear import Linear, LinearMethodFactory, QKVLinear, RowLinear
-from termgen.engine.device.layers.mlp import GatedMLP
-from termgen.engine.device.layers.moe import SparseMoe
+from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.layers.linear import (
+    Linear,
+    LinearMethodFactory,
+    QKVLinear,
+    RowLinear,
+    VocabEmbedding,
+)
+from termgen.engine.device.layers.mlp import GatedMLP, SparseMoe
 from termgen.engine.device.layers.norm import RMSNorm
 from termgen.engine.device.layers.ops import LayerOps
-from termgen.engine.device.layers.rotary import Rotation, inverse_frequencies
+from termgen.engine.device.layers.rotary import inverse_frequencies
 from termgen.engine.device.layers.weight_slot import WeightSlot
-from termgen.engine.device.models.config import ModelConfig
 from termgen.engine.device.models.pieces import Carried
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """What a layer knows of the model around it."""
+
+    index: int
+    """Its KV cache among those of the layers."""
+    rope: int
+    """Its rotation among those of a step."""
+    attention: AttentionBackend
+    next_norm: RMSNorm
+    """The input norm of the next layer, or the norm behind the last one."""
+    is_last: bool
+
+
 class DecoderLayer(nn.Module):
-    """norm, q/k/v, rotation | attention | output projection, norm, MLP or experts."""
+    """q/k/v, rotation | attention | output projection, norm, MLP or experts, next layer's norm."""
 
     norm_offset: float = 0.0
     """What a family adds to the norm weights of a checkpoint."""
+    place: Place
+    """Set by the model, once it has made all layers."""
 
     def __init__(
         self,
@@ -79,20 +102,28 @@ class DecoderLayer(nn.Module):
         mlp_class = GatedMLP if config.moe is None else SparseMoe
         self.mlp = mlp_class(config, dtype=dtype, device=device, method=method, ops=ops)
 
+    def forward(self, normed: torch.Tensor, carried: Carried, ctx: ForwardContext) -> torch.Tensor:
+        """normed [T, hidden], this layer's input -> that of the next layer.
+
+        Adds to `carried.residual` in place. An input is normalised already: one kernel adds a
+        layer's output to the residual and normalises the sum for the next layer.
+        """
+        attended = self.attend(self.before_attention(normed, carried, ctx), ctx)
+        return self.finish(attended, carried, ctx.wanted)
+
     def before_attention(
         self,
         normed: torch.Tensor,
-        rotation: Rotation,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        carried: Carried,
+        ctx: ForwardContext,
         q: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """normed [T, hidden] -> q [T, num_heads, head_dim]; k and v go to their slots [T]."""
+        """normed [T, hidden] -> q [T, num_heads, head_dim]; k and v go to their slots."""
         return self._ops.rotate_and_store(
             self.qkv_proj(normed),
-            kv_cache,
-            rotation,
-            slot_mapping,
+            ctx.kv_caches[self.place.index],
+            carried.rotations[self.place.rope],
+            ctx.metadata.slot_mapping,
             num_heads=self._num_heads,
             norm_weight=self.qk_norm_weight(),
             eps=self._eps,
@@ -103,15 +134,33 @@ class DecoderLayer(nn.Module):
         """[num_heads + num_kv_heads, head_dim] of a family that normalises q and k."""
         return None
 
-    def after_attention(
-        self, attended: torch.Tensor, residual: torch.Tensor, next_norm: RMSNorm
+    def attend(
+        self, q: torch.Tensor, ctx: ForwardContext, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """attended [T, num_heads, head_dim] -> the next layer's normed input [T, hidden].
+        """[T, num_heads, head_dim] from the same."""
+        return self.place.attention.forward(
+            q,
+            ctx.kv_caches[self.place.index],
+            ctx.metadata,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            out=out,
+        )
 
-        Adds to `residual` [T, hidden] in place. `next_norm` is the norm that follows the layer.
-        """
+    def finish(
+        self, attended: torch.Tensor, carried: Carried, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """attended [T, num_heads, head_dim] -> the next layer's input [T, hidden]; the last layer
+        computes the tokens `wanted` alone, [N, hidden]."""
+        residual = carried.residual
+        if wanted is not None and self.place.is_last:
+            # No later token looks at what others become past the last keys and values.
+            attended, residual = attended[wanted], residual[wanted]
+        return self.after_attention(attended, residual)
+
+    def after_attention(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         normed = self.post_attention_norm.add(self.o_proj(attended.flatten(1)), residual)
-        return next_norm.add(self.mlp(normed), residual)
+        return self.place.next_norm.add(self.mlp(normed), residual)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield self.input_norm.weight_slot(f"{prefix}.input_layernorm.weight")
@@ -154,8 +203,7 @@ class CausalDecoder(nn.Module):
         self.register_buffer(
             "inverse_frequencies", torch.stack(frequencies).to(device), persistent=False
         )
-        self._layer_ropes = [self._ropes.index(rope) for rope in config.layer_ropes]
-        self.decoder_layers = [
+        layers = [
             self.layer_class(
                 config.of_layer(index),
                 sliding_window=window,
@@ -166,7 +214,8 @@ class CausalDecoder(nn.Module):
             )
             for index, window in enumerate(config.layer_windows)
         ]
-        self.layers = nn.ModuleList(self.decoder_layers)
+        # Typed as what it holds, which ModuleList does not say.
+        self.layers = cast(list[DecoderLayer], nn.ModuleList(layers))
         self.norm = RMSNorm(
             config.hidden_size,
             eps=config.rms_norm_eps,
@@ -175,8 +224,11 @@ class CausalDecoder(nn.Module):
             ops=ops,
             offset=self.layer_class.norm_offset,
         )
-        self.norms = [*(layer.input_norm for layer in self.decoder_layers), self.norm]
-        """The norm before each layer, and the last one."""
+        following = [*(layer.input_norm for layer in layers[1:]), self.norm]
+        for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
+            rope = self._ropes.index(config.layer_ropes[index])
+            is_last = index == len(layers) - 1
+            layer.place = Place(index, rope, attention, next_norm, is_last)
         self.head = Linear(
             config.hidden_size,
             {"model.embed_tokens" if tied else "lm_head": config.vocab_size},
@@ -194,91 +246,20 @@ class CausalDecoder(nn.Module):
 
         The attention backend must have prepared `ctx.metadata`.
         """
-        carried, q = self.first_piece(input_ids, positions, ctx)
-        for index in range(self.num_attentions - 1):
-            q = self.next_piece(index, self.attend(index, q, ctx), carried, ctx)
-        attended = self.attend(self.num_attentions - 1, q, ctx)
-        return self.last_piece(attended, carried, ctx.wanted)
+        carried = self._begin(input_ids, positions)
+        normed: torch.Tensor = self.layers[0].input_norm(carried.residual)
+        for layer in self.layers:
+            normed = layer(normed, carried, ctx)
+        return normed
 
-    @property
-    def can_be_recorded(self) -> bool:
-        """Whether CUDA graphs can hold what lies between attentions."""
-        return self.config.moe is None or self._ops.can_record_experts
-
-    @property
-    def num_attentions(self) -> int:
-        return len(self.decoder_layers)
-
-    def first_piece(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        ctx: ForwardContext,
-        *,
-        q: torch.Tensor | None = None,
-    ) -> tuple[Carried, torch.Tensor]:
-        # First: the kernels of a layer may read it before the one ahead of them has ended, which
-        # is safe behind the embedding, a launch that waits for all before it.
+    def _begin(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Carried:
+        # Rotations first: the kernels of a layer may read them before the one ahead has ended,
+        # which is safe behind the embedding, a launch that waits for all before it.
         rotations = tuple(
             self._ops.rotation(positions, frequencies, rope.attention_factor)
             for frequencies, rope in zip(self.inverse_frequencies, self._ropes, strict=True)
         )
-        residual = self.embed(input_ids)
-        carried = Carried(residual, rotations)
-        return carried, self._queries(0, self.norms[0](residual), carried, ctx, q)
-
-    def attend(
-        self,
-        index: int,
-        q: torch.Tensor,
-        ctx: ForwardContext,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        layer = self.decoder_layers[index]
-        return self.attention.forward(
-            q,
-            ctx.kv_caches[index],
-            ctx.metadata,
-            scale=layer.scale,
-            sliding_window=layer.sliding_window,
-            out=out,
-        )
-
-    def next_piece(
-        self,
-        index: int,
-        attended: torch.Tensor,
-        carried: Carried,
-        ctx: ForwardContext,
-        *,
-        q: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        layer, norm = self.decoder_layers[index], self.norms[index + 1]
-        normed = layer.after_attention(attended, carried.residual, norm)
-        return self._queries(index + 1, normed, carried, ctx, q)
-
-    def last_piece(
-        self, attended: torch.Tensor, carried: Carried, wanted: torch.Tensor | None
-    ) -> torch.Tensor:
-        residual = carried.residual
-        if wanted is not None:
-            # No later token looks at what others become past the last keys and values.
-            attended, residual = attended[wanted], residual[wanted]
-        return self.decoder_layers[-1].after_attention(attended, residual, self.norm)
-
-    def _queries(
-        self,
-        index: int,
-        normed: torch.Tensor,
-        carried: Carried,
-        ctx: ForwardContext,
-        q: torch.Tensor | None,
-    ) -> torch.Tensor:
-        rotation = carried.rotations[self._layer_ropes[index]]
-        return self.decoder_layers[index].before_attention(
-            normed, rotation, ctx.kv_caches[index], ctx.metadata.slot_mapping, q
-        )
+        return Carried(self.embed(input_ids), rotations)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.embedding is None:
@@ -295,7 +276,7 @@ class CausalDecoder(nn.Module):
         """Every tensor the model wants from a checkpoint, each exactly once."""
         if self.embedding is not None:
             yield self.embedding.weight_slot("model.embed_tokens.weight")
-        for index, layer in enumerate(self.decoder_layers):
+        for index, layer in enumerate(self.layers):
             yield from layer.weight_slots(f"model.layers.{index}")
         yield self.norm.weight_slot("model.norm.weight")
         yield from self.head.weight_slots("")
@@ -311,6 +292,56 @@ class CausalDecoder(nn.Module):
             if isinstance(module, Linear):
                 module.finalize()
 
+    # The same forward pass in pieces, for recordings (`PiecewiseModel`): skip on a first reading.
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether CUDA graphs can hold what lies between attentions."""
+        return self.config.moe is None or self._ops.can_record_experts
+
+    @property
+    def num_attentions(self) -> int:
+        return len(self.layers)
+
+    def first_piece(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        ctx: ForwardContext,
+        *,
+        q: torch.Tensor | None = None,
+    ) -> tuple[Carried, torch.Tensor]:
+        carried, first = self._begin(input_ids, positions), self.layers[0]
+        normed = first.input_norm(carried.residual)
+        return carried, first.before_attention(normed, carried, ctx, q)
+
+    def attend(
+        self,
+        index: int,
+        q: torch.Tensor,
+        ctx: ForwardContext,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.layers[index].attend(q, ctx, out=out)
+
+    def next_piece(
+        self,
+        index: int,
+        attended: torch.Tensor,
+        carried: Carried,
+        ctx: ForwardContext,
+        *,
+        q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        normed = self.layers[index].after_attention(attended, carried.residual)
+        return self.layers[index + 1].before_attention(normed, carried, ctx, q)
+
+    def last_piece(
+        self, attended: torch.Tensor, carried: Carried, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.layers[-1].finish(attended, carried, wanted)
+
 
 @contextmanager
 def one_layer_of_each_kind(model: object) -> Iterator[None]:
@@ -320,7 +351,7 @@ def one_layer_of_each_kind(model: object) -> Iterator[None]:
     if not isinstance(model, CausalDecoder):
         yield  # whose layers are not ours to leave out
         return
-    layers = model.decoder_layers
+    layers = model.layers
     kinds: dict[object, DecoderLayer] = {}
     for layer in layers:
         weights = [
@@ -328,8 +359,8 @@ def one_layer_of_each_kind(model: object) -> Iterator[None]:
         ]
         kinds.setdefault((type(layer), layer.sliding_window, *weights), layer)
     others = [layer for layer in kinds.values() if layer is not layers[-1]]
-    model.decoder_layers = [*others, layers[-1]]
+    model.layers = cast(list[DecoderLayer], nn.ModuleList([*others, layers[-1]]))
     try:
         yield
     finally:
-        model.decoder_layers = layers
+        model.layers = layers

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.linear import LinearMethodFactory
 from termgen.engine.device.layers.norm import HeadNorm, RMSNorm
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.layers.weight_slot import WeightSlot
-from termgen.engine.device.models.config import ModelConfig
 from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
 
 
@@ -55,12 +55,10 @@ class Gemma3Layer(DecoderLayer):
     def qk_norm_weight(self) -> torch.Tensor:
         return self.qk_norm.weight
 
-    def after_attention(
-        self, attended: torch.Tensor, residual: torch.Tensor, next_norm: RMSNorm
-    ) -> torch.Tensor:
+    def after_attention(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         output = self.o_proj(attended.flatten(1))
         normed = self.post_attention_norm.norm_add(output, residual, self.pre_mlp_norm)
-        return self.post_mlp_norm.norm_add(self.mlp(normed), residual, next_norm)
+        return self.post_mlp_norm.norm_add(self.mlp(normed), residual, self.place.next_norm)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from super().weight_slots(prefix)

@@ -1,4 +1,4 @@
-"""A forward pass in pieces, with attention between them.
+"""A forward pass in pieces, with attention between them. Skip it on a first reading.
 
 What lies between two attentions depends on the number of tokens alone, so it can be recorded per
 token count; attention, which depends on rows and lengths, runs eagerly between recordings. The
@@ -46,7 +46,7 @@ class PiecewiseModel(Protocol):
         *,
         q: torch.Tensor | None = None,
     ) -> tuple[Carried, torch.Tensor]:
-        """From the tokens to the queries of attention 0."""
+        """The queries of attention 0."""
 
     def attend(
         self,
@@ -67,10 +67,10 @@ class PiecewiseModel(Protocol):
         *,
         q: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """From the result of attention `index` to the queries of the one after it."""
+        """The queries of the attention after `index`, from the result of that one."""
 
     def last_piece(
         self, attended: torch.Tensor, carried: Carried, wanted: torch.Tensor | None
     ) -> torch.Tensor:
-        """From the result of the last attention to the normed hidden states [N, hidden] of the
-        tokens `wanted` [N] int64; None: of all."""
+        """The normed hidden states [N, hidden] of the tokens `wanted` [N] int64, or of all, from
+        the result of the last attention."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.linear import LinearMethodFactory
 from termgen.engine.device.layers.norm import HeadNorm
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.layers.weight_slot import WeightSlot
-from termgen.engine.device.models.config import ModelConfig
 from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
 
 

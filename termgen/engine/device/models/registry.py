@@ -1,4 +1,4 @@
-"""From an architecture's name to a model with empty parameters.
+"""The model class of each architecture, and models with empty parameters.
 
 Called by the model runner, once. Literal dictionaries, resolved lazily: a family's file is
 imported only when a model of it is built. The weights come from `loader.weights`, after which the
@@ -11,8 +11,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from termgen.engine.device.config.model_config import ModelConfig, unsupported_architecture
 from termgen.engine.device.kernels import why_unusable
-from termgen.engine.device.models.config import ModelConfig, unsupported_architecture
 from termgen.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -78,15 +78,17 @@ def build_model(
 
 def _linear_method(quantization: str | None, device: torch.device) -> Any:
     if quantization is None and not why_unusable(device):
-        from termgen.engine.device.kernels.linear import SmallBatchLinears  # triton may be missing
+        from termgen.engine.device.layers.triton_ops import (
+            SmallBatchLinears,  # triton may be missing
+        )
 
         return SmallBatchLinears()
     return _resolve(LINEAR_METHODS[quantization])
 
 
 def check_memory(needed_bytes: int) -> None:
-    """Before anything is allocated: a machine that swaps its weights is of no use, and a hostile
-    config must not get to ask for terabytes."""
+    """Refuse weights that do not fit, before anything is allocated: a machine that swaps them is
+    of no use, and a hostile config must not ask for terabytes."""
     if not hasattr(os, "sysconf"):
         return
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -10,14 +10,15 @@ three tokens (`OwnTokens`) and compared with transformers' own attention on one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from termgen.engine.device.attention.base import AttentionBackend, ForwardContext
+from termgen.engine.device.attention.reference import attend
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.errors import UnsupportedModelError
 
@@ -31,19 +32,21 @@ _HARMLESS = frozenset(
 """Arguments of an attention call that change nothing of what it computes."""
 
 
-class AttentionStage(Protocol):
-    def __call__(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,  # [T, num_heads, head_dim]
-        k: torch.Tensor,  # [T, num_kv_heads, head_dim]
-        v: torch.Tensor,  # [T, num_kv_heads, head_dim]
-        *,
-        scale: float,
-        sliding_window: int | None,
-        options: Mapping[str, Any],
-    ) -> torch.Tensor:  # [T, num_heads, head_dim]
-        """options: whatever else the model's code says about this call."""
+class AttentionCall(NamedTuple):
+    """One layer's call of attention."""
+
+    module: nn.Module
+    q: torch.Tensor  # [T, num_heads, head_dim]
+    k: torch.Tensor  # [T, num_kv_heads, head_dim]
+    v: torch.Tensor  # [T, num_kv_heads, head_dim]
+    scale: float
+    sliding_window: int | None
+    options: Mapping[str, Any]
+    """Whatever else the model's code says about this call."""
+
+
+AttentionStage = Callable[[AttentionCall], torch.Tensor]
+"""Returns [T, num_heads, head_dim]."""
 
 
 def register() -> None:
@@ -54,7 +57,7 @@ def register() -> None:
 
 
 def install(model: nn.Module, stage: AttentionStage) -> None:
-    """From now on the model's attention is `stage`."""
+    """Make `stage` the model's attention."""
     for module in model.modules():
         setattr(module, _STAGE, stage)
 
@@ -70,21 +73,21 @@ def _attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:  # [1, T, num_heads, head_dim], and no weights
     stage: AttentionStage = getattr(module, _STAGE)
-    out = stage(
+    call = AttentionCall(
         module,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        options={"attention_mask": attention_mask, **options},
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window,
+        {"attention_mask": attention_mask, **options},
     )
-    return out[None], None
+    return stage(call)[None], None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What one layer asks of attention."""
+    """The attention that one layer asks for."""
 
     num_heads: int
     num_kv_heads: int
@@ -93,7 +96,7 @@ class LayerCall:
 
 
 class MeasuredCalls:
-    """AttentionStage for a model without memory: notes what each layer asks for.
+    """AttentionStage for a model without memory: records what each layer asks for.
 
     Raises UnsupportedModelError for what paged attention does not do.
     """
@@ -102,22 +105,13 @@ class MeasuredCalls:
         self.calls: list[LayerCall] = []
         self._seen: set[int] = set()
 
-    def __call__(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        options: Mapping[str, Any],
-    ) -> torch.Tensor:
-        if id(module) in self._seen:
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        q, k, v = call.q, call.k, call.v
+        if id(call.module) in self._seen:
             raise UnsupportedModelError("it calls attention more than once in a layer")
-        self._seen.add(id(module))
-        _check_options(module, options)
-        if any(isinstance(value, torch.Tensor) for value in (scale, sliding_window)):
+        self._seen.add(id(call.module))
+        _check_options(call.module, call.options)
+        if any(isinstance(value, torch.Tensor) for value in (call.scale, call.sliding_window)):
             raise UnsupportedModelError("it computes the scale or window of attention")
         if k.shape[-1] != v.shape[-1]:
             raise UnsupportedModelError(
@@ -125,7 +119,7 @@ class MeasuredCalls:
             )
         if q.shape[1] % k.shape[1]:
             raise UnsupportedModelError(f"{k.shape[1]} key heads do not divide {q.shape[1]} heads")
-        self.calls.append(LayerCall(q.shape[1], k.shape[1], q.shape[2], sliding_window))
+        self.calls.append(LayerCall(q.shape[1], k.shape[1], q.shape[2], call.sliding_window))
         return torch.empty_like(q)
 
 
@@ -148,47 +142,21 @@ class OwnTokens:
         self.layers: dict[int, int] = {}
         """id of the calling module -> its layer, in the order of the calls."""
 
-    def __call__(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        options: Mapping[str, Any],
-    ) -> torch.Tensor:
-        self.layers.setdefault(id(module), len(self.layers))
-        group = q.shape[1] // k.shape[1]
-        return (q + (k + v).repeat_interleave(group, 1)) / 2
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        self.layers.setdefault(id(call.module), len(self.layers))
+        group = call.q.shape[1] // call.k.shape[1]
+        return (call.q + (call.k + call.v).repeat_interleave(group, 1)) / 2
 
 
 class PlainLayers:
     """AttentionStage over one text without a cache: what `PagedLayers` computes for it."""
 
-    def __call__(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        options: Mapping[str, Any],
-    ) -> torch.Tensor:
-        group = q.shape[1] // k.shape[1]
-        keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
-        place = torch.arange(q.shape[0], device=q.device)
-        distance = place[:, None] - place[None]
-        is_seen = distance >= 0
-        if sliding_window is not None:
-            is_seen &= distance < sliding_window
-        scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
-        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        out = attend(
+            call.q.float() * call.scale, call.k.float(), call.v.float(), call.sliding_window
+        )
         # Some models' code takes views that only a dense result has.
-        return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype).contiguous()
+        return out.to(call.q.dtype).contiguous()
 
 
 class PagedLayers:
@@ -201,26 +169,19 @@ class PagedLayers:
         self._attention = attention
         self._ops = ops
         self.context: ForwardContext | None = None
-        """Of the forward pass that is under way."""
+        """The context of the forward pass under way."""
 
-    def __call__(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        options: Mapping[str, Any],
-    ) -> torch.Tensor:
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
         assert self.context is not None, "attention outside a forward pass"
         metadata = self.context.metadata
-        kv_cache = self.context.kv_caches[self._layers[id(module)]]
-        self._ops.store(_dense(k), _dense(v), kv_cache, metadata.slot_mapping)
-        # Without a copy for most models: heads come as a view of [T, num_heads, head_dim].
+        kv_cache = self.context.kv_caches[self._layers[id(call.module)]]
+        self._ops.store(_dense(call.k), _dense(call.v), kv_cache, metadata.slot_mapping)
         return self._attention.forward(
-            q.contiguous(), kv_cache, metadata, scale=scale, sliding_window=sliding_window
+            call.q.contiguous(),  # no copy for most models: a view of [T, num_heads, head_dim]
+            kv_cache,
+            metadata,
+            scale=call.scale,
+            sliding_window=call.sliding_window,
         )
 
 

@@ -2,25 +2,23 @@
 
 What `CausalDecoder` is to the runner, for every architecture without a family file here. The base
 model runs a step's tokens as one row, each with its position; its attention calls come back to
-`PagedLayers`. Built by the runner's builder; refused with a reason where `transformers_config`
-finds that the architecture cannot run so. The caller holds `torch.inference_mode`.
+`PagedLayers`. Built by `loader.transformers_weights`; refused with a reason where
+`transformers_config` finds that the architecture cannot run so. The caller holds
+`torch.inference_mode`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from termgen.engine.device.attention.base import AttentionBackend, ForwardContext
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.layers.weight_slot import WeightSlot, parameter_slot
-from termgen.engine.device.loader.transformers_weights import load_hf_model
-from termgen.engine.device.loader.weights import check_finite
-from termgen.engine.device.models.config import ModelConfig
 from termgen.engine.device.models.transformers_attention import (
     IMPLEMENTATION,
     OwnTokens,
@@ -29,9 +27,6 @@ from termgen.engine.device.models.transformers_attention import (
     install,
 )
 from termgen.engine.device.models.transformers_config import (
-    build_empty,
-    make_hf_config,
-    quiet,
     refusals_of,
     split,
 )
@@ -169,27 +164,3 @@ class TransformersDecoder(nn.Module):
                 "a short text has other states than in transformers itself, because its positions"
                 " do not begin at 0 or its attention does more than a causal mask and a window"
             )
-
-
-def build_transformers_model(
-    config: ModelConfig,
-    *,
-    folder: Path | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: AttentionBackend,
-    ops: LayerOps,
-) -> TransformersDecoder:
-    """The model with the weights in `folder`; without one, memory that the caller must fill."""
-    assert config.transformers is not None
-    with refusals_of(config.architecture), quiet():
-        hf_config = make_hf_config(config.transformers.raw)
-        if folder is None:
-            hf_model = build_empty(hf_config, dtype=dtype, device=device)
-    if folder is not None:
-        hf_model = load_hf_model(hf_config, folder, dtype).to(device)
-        check_finite(hf_model)
-    hf_model.requires_grad_(False)
-    return TransformersDecoder(
-        hf_model, config, dtype=dtype, device=device, attention=attention, ops=ops
-    )

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from termgen.engine.device.models.config import (
+from termgen.engine.device.config.config_reader import ConfigReader
+from termgen.engine.device.config.model_config import (
     ModelConfig,
     TransformersSource,
     architecture_name,
     read_torch_dtype,
     reject_foreign_quantization,
 )
-from termgen.engine.device.models.config_reader import ConfigReader
-from termgen.engine.device.models.rope_config import RopeConfig
+from termgen.engine.device.config.rope_config import RopeConfig
 from termgen.engine.device.models.transformers_attention import (
     IMPLEMENTATION,
     LayerCall,
@@ -42,7 +42,7 @@ _MAX_LAYERS = 1024
 _NUM_TOKENS = 4
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _FAULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
-"""Exceptions of Python and torch in the midst of transformers' code; their texts do not help."""
+"""Exceptions of Python and torch inside transformers' code, whose texts do not help a user."""
 
 
 def read_transformers_config(raw: Mapping[str, Any]) -> ModelConfig:

@@ -17,19 +17,16 @@ import torch
 from termgen.config import EngineConfig
 from termgen.engine.device.attention.base import AttentionBackend, AttentionShape
 from termgen.engine.device.attention.registry import make_backend
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.kernels import why_unusable
+from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
 from termgen.engine.device.layers.ops import LayerOps, TorchOps
 from termgen.engine.device.loader import load_model_config, open_checkpoint
-from termgen.engine.device.loader.dummy import load_dummy
-from termgen.engine.device.loader.weights import load_weights
-from termgen.engine.device.models.config import ModelConfig
+from termgen.engine.device.loader.transformers_weights import build_transformers_model
+from termgen.engine.device.loader.weights import load_dummy, load_weights
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.device.models.registry import build_model, check_memory
-from termgen.engine.device.models.transformers_backend import (
-    TransformersDecoder,
-    build_transformers_model,
-)
-from termgen.engine.device.quantization.kv_cache import kv_cache_dtype
+from termgen.engine.device.models.transformers_backend import TransformersDecoder
 from termgen.engine.device.runner import resolve
 from termgen.engine.device.runner.cuda_graphs import CudaRecorder
 from termgen.engine.device.runner.memory import MemoryAccount, MemoryMeter, make_meter, weight_bytes
@@ -314,6 +311,6 @@ def _load_transformers_model(
 def _make_ops(shape: AttentionShape) -> LayerOps:
     if why_unusable(shape.device, dtype=shape.kv_cache_dtype):
         return TorchOps()
-    from termgen.engine.device.kernels.ops import TritonOps  # triton may be missing elsewhere
+    from termgen.engine.device.layers.triton_ops import TritonOps  # triton may be missing elsewhere
 
     return TritonOps()

@@ -182,7 +182,7 @@ class InputBuffers:
         num_blocks: int,
     ) -> torch.Tensor:
         """The same in one kernel, which leaves out block ids beyond a row's length."""
-        from termgen.engine.device.kernels.prepare_inputs import prepare_decode
+        from termgen.engine.device.kernels.rows.step_ends import prepare_decode
 
         num_rows = len(slots)
         if self._block_table is None:

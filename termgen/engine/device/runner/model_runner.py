@@ -23,8 +23,8 @@ from termgen.engine.device.attention.base import (
     ForwardContext,
     empty_kv_cache,
 )
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.kernels import why_unusable
-from termgen.engine.device.models.config import ModelConfig
 from termgen.engine.device.models.decoder import CausalDecoder, one_layer_of_each_kind
 from termgen.engine.device.models.transformers_backend import TransformersDecoder
 from termgen.engine.device.runner.async_output import (
@@ -61,7 +61,7 @@ from termgen.vocabulary.token_mask import RowMasks
 
 if TYPE_CHECKING:
     from termgen.engine.device.kernels.compilation import CompileCounter
-    from termgen.engine.device.sampling.fused import FusedSampler
+    from termgen.engine.device.kernels.sampling.fused import FusedSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class ModelRunner:
 
     def use_fused_sampler(self, max_num_seqs: int) -> None:
         """Sample by kernels whatever they can sample."""
-        from termgen.engine.device.sampling.fused import FusedSampler
+        from termgen.engine.device.kernels.sampling.fused import FusedSampler
 
         self.fused_sampler = FusedSampler(
             max_rows=max_num_seqs, vocab_size=self.config.vocab_size, device=self.device

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from termgen.engine.device.attention.base import AttentionBackend, AttentionMetadata, ForwardContext
-from termgen.engine.device.models.config import ModelConfig
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.models.pieces import Carried, PiecewiseModel
 from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers, RowHeader
 from termgen.engine.device.runner.request_state import RequestState

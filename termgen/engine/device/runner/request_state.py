@@ -226,7 +226,7 @@ class RequestState:
         assert tables is not None
         lengths = {"total_len": self.total_len, "prompt_len": self.prompt_len}
         if self.fused:
-            from termgen.engine.device.kernels.edit_logits import edit_logits
+            from termgen.engine.device.kernels.sampling.edit_logits import edit_logits
 
             return edit_logits(logits, slots, tables, token_ids=tokens, **lengths)
         edits = tables.gather(slots, token_ids=tokens, **lengths)
@@ -293,7 +293,7 @@ class RequestState:
         sampled: torch.Tensor,
         ring: TokenRing | None,
     ) -> torch.Tensor:
-        from termgen.engine.device.kernels.update_state import append_sampled
+        from termgen.engine.device.kernels.rows.step_ends import append_sampled
 
         return append_sampled(
             slots,

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from termgen.config import EngineConfig
-from termgen.engine.device.models.config import ModelConfig
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from attention_case import random_rows
 from paged_model import BlockPool, Row
 
 from termgen.engine.device.attention.base import AttentionMetadata
-from termgen.engine.device.attention.page_lists import PageLists, split_page_lists
+from termgen.engine.device.attention.flashinfer_paged import PageLists, split_page_lists
 
 
 def by_hand(

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from sample_texts import sample_texts
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.loader import load_model_config, open_checkpoint
-from termgen.engine.device.models.config import ModelConfig
 from termgen.engine.device.runner.resolve import resolve_dtype
 from termgen.engine.text.tokenizer import load_tokenizer
 from termgen.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError

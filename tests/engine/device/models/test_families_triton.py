@@ -19,15 +19,15 @@ from paged_model import PagedModel, Row, build
 from transformers import AutoModelForCausalLM
 
 from termgen.engine.device.attention.base import AttentionShape
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.loader import open_checkpoint
 from termgen.engine.device.loader.weights import load_weights
-from termgen.engine.device.models.config import ModelConfig
 
 triton_device.require_triton()
 
 from termgen.engine.device.attention.triton_paged import TritonPagedAttention  # noqa: E402
-from termgen.engine.device.kernels.ops import TritonOps  # noqa: E402
+from termgen.engine.device.layers.triton_ops import TritonOps  # noqa: E402
 
 TinyModelDir = Callable[..., Path]
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16

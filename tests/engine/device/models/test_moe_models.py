@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from triton_device import IS_INTERPRETED, require_triton
 
 from termgen.engine.device.attention.base import AttentionShape
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.loader import load_model_config, open_checkpoint
 from termgen.engine.device.loader.weights import load_weights
-from termgen.engine.device.models.config import ModelConfig
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.errors import ConfigError, CorruptFileError
 
@@ -71,7 +71,7 @@ def load_on_kernels(folder: Path, dtype: torch.dtype, device: torch.device) -> C
     """The path of a GPU: paged attention and everything else in Triton."""
     require_triton()
     from termgen.engine.device.attention.triton_paged import TritonPagedAttention
-    from termgen.engine.device.kernels.ops import TritonOps
+    from termgen.engine.device.layers.triton_ops import TritonOps
 
     checkpoint = open_checkpoint(folder)
     config = checkpoint.config

@@ -18,7 +18,7 @@ def test_wanted_tokens_alone_pass_the_last_layer(
     rows = [Row(0, 0, [5]), Row(1, 0, list(range(3, 20))), Row(2, 0, [9, 8, 7])]
     every = [logits[-1] for logits in PagedModel(model).step(rows)]
     sizes: dict[int, list[int]] = {}
-    for index, layer in enumerate(model.decoder_layers):
+    for index, layer in enumerate(model.layers):
         layer.mlp.register_forward_hook(
             lambda module, args, result, at=index: sizes.setdefault(at, []).append(len(args[0]))
         )

@@ -9,11 +9,10 @@ import torch
 from paged_model import PagedModel, Row, StateDictCheckpoint, build, load
 
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
+from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.ops import TorchOps
 from termgen.engine.device.loader import load_model_config, open_checkpoint
-from termgen.engine.device.loader.dummy import load_dummy
-from termgen.engine.device.loader.weights import check_finite, load_weights
-from termgen.engine.device.models.config import ModelConfig
+from termgen.engine.device.loader.weights import check_finite, load_dummy, load_weights
 from termgen.engine.device.models.registry import build_model
 from termgen.errors import ConfigError, CorruptFileError, ModelError
 

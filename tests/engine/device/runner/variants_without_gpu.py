@@ -31,10 +31,9 @@ from termgen.config import EngineConfig
 from termgen.engine.device import kernels
 from termgen.engine.device.attention.triton_paged import TritonPagedAttention
 from termgen.engine.device.kernels.compilation import Missing, collect_missing
-from termgen.engine.device.kernels.linear import SmallBatchLinears
-from termgen.engine.device.kernels.ops import TritonOps
-from termgen.engine.device.kernels.small_gemm_config import SmallGemmConfig
+from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
 from termgen.engine.device.layers.linear import LinearSpec
+from termgen.engine.device.layers.triton_ops import SmallBatchLinears, TritonOps
 from termgen.engine.device.models import registry
 from termgen.engine.device.runner import build, model_runner, resolve, warm_up
 from termgen.engine.device.runner.dispatch import (

@@ -1,0 +1,77 @@
+"""Paged attention in plain torch, one row after the other: what every backend must compute.
+
+The file to read first. Tests compare every backend and kernel with it.
+
+A step has one row per request. The tokens of all rows lie one after another: those of row b are
+[query_start_loc[b], query_start_loc[b + 1]), one in a decode and more in a prefill. They are the
+last tokens of a sequence of seq_lens[b] tokens, whose keys and values, this step's among them, are
+in the KV cache already.
+
+The cache of a layer is cut into blocks of block_size tokens. The blocks of one sequence lie
+anywhere; its row of the block table names them in the order of the sequence:
+
+    kv_cache      [num_blocks, block_size, 2 (k, v), num_kv_heads, head_dim]
+    block_table   [B, max_blocks]
+
+    position p of row b  ->  kv_cache[block_table[b, p // block_size], p % block_size]
+
+A token sees itself and the tokens before it; under a sliding window of w, the last w of these. The
+query heads are in groups of equal size, each of which shares one key head.
+
+From here: `base.py` has the interface of a backend, `triton_paged.py` is the one of a GPU, and
+`torch_reference.py` that of a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def paged_attention(
+    q: torch.Tensor,  # [T, num_heads, head_dim]
+    kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
+    block_table: torch.Tensor,  # [B, max_blocks]
+    seq_lens: torch.Tensor,  # [B]; 0 for a row of padding, which sees nothing and gives zeros
+    query_start_loc: torch.Tensor,  # [B + 1]
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:  # [T, num_heads, head_dim] float64
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    starts = query_start_loc.tolist()
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        if seq_len:
+            tokens = slice(starts[row], starts[row + 1])
+            keys, values = gather(kv_cache, block_table[row], seq_len)
+            out[tokens] = attend(q[tokens].double() * scale, keys, values, sliding_window)
+    return out
+
+
+def gather(
+    kv_cache: torch.Tensor, blocks: torch.Tensor, seq_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:  # two of [seq_len, num_kv_heads, head_dim] float64
+    """The keys and values of one sequence, from its blocks."""
+    position = torch.arange(seq_len, device=kv_cache.device)
+    block_size = kv_cache.shape[1]
+    block = blocks[position // block_size].long()
+    keys, values = kv_cache[block, position % block_size].double().unbind(1)
+    return keys, values
+
+
+def attend(
+    q: torch.Tensor,  # [n, num_heads, head_dim]: the last n tokens of a sequence, scaled
+    keys: torch.Tensor,  # [seq_len, num_kv_heads, head_dim]
+    values: torch.Tensor,
+    sliding_window: int | None,
+) -> torch.Tensor:  # [n, num_heads, head_dim]
+    """softmax(q @ keys) @ values over what each token sees, head by head."""
+    group_size = q.shape[1] // keys.shape[1]
+    keys, values = (heads.repeat_interleave(group_size, 1) for heads in (keys, values))
+    key_position = torch.arange(len(keys), device=q.device)
+    query_position = key_position[len(keys) - len(q) :, None]
+    is_seen = key_position <= query_position  # [n, seq_len]
+    if sliding_window is not None:
+        is_seen &= key_position > query_position - sliding_window
+    scores = torch.einsum("qhd,khd->hqk", q, keys)
+    weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)

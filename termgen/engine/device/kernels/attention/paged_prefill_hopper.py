@@ -1,0 +1,408 @@
+"""`paged_prefill` for Hopper GPUs: warps that copy keys and values beside warps that compute.
+
+A program is one warp that copies tiles of keys and values into a ring in shared memory
+(`copy_tiles`), and two groups of four warps with 64 rows of the queries each. A group
+multiplies the next tile's scores while it takes the exponentials of this one's, and the two groups
+take turns of themselves: what FlashAttention-3 (Shah et al. 2024) calls overlapping softmax with
+products. Programs stay: each takes tiles of the plan one after the other.
+
+Skip it on a first reading: `paged_prefill` computes the same. Written in Gluon, Triton's language
+for explicit layouts and barriers, which its interpreter does not run: the tests of `paged_prefill`
+run over this kernel on such a GPU alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from termgen.engine.device.kernels.attention.prefill_plan import PLAN_FIELDS, PrefillConfig
+from termgen.engine.device.kernels.launch import num_sms
+
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+"""Barrier of the warps that run the same function; Triton 3.7 renamed it."""
+_LOG2_E = 1.4426950408889634
+_ROWS = gl.constexpr(64)
+"""Rows of a group of four warps, as one of its products has."""
+_GROUPS = gl.constexpr(2)
+_COPIER_REGISTERS = gl.constexpr(24)
+_GROUP_REGISTERS = gl.constexpr(240)
+COPIED = gl.constexpr(64)
+"""Keys of one copy: they lie within a block."""
+
+
+@gluon.jit
+def next_work(turn):
+    """Back and forth over the programs: who got the most keys in one turn gets the fewest next."""
+    place = gl.program_id(0)
+    if turn % 2 == 1:
+        place = gl.num_programs(0) - 1 - place
+    return turn * gl.num_programs(0) + place
+
+
+@gluon.jit
+def read_tile(
+    plan_ptr,
+    tile,
+    num_tiles,
+    QUERIES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """A tile of the plan, and which tiles of keys it sees: [first, last), none for a tile that is
+    not in use or whose row is padding. The first, and those from `num_full`, need a mask."""
+    entry = plan_ptr + (num_tiles - 1 - tile) * PLAN_FIELDS
+    row = gl.load(entry)
+    first_token = gl.load(entry + 1)
+    num_queries = gl.load(entry + 2)
+    first_position = gl.load(entry + 3)
+    seq_len = gl.load(entry + 4)
+    first = 0
+    num_full = gl.maximum(first_position + 1, 0) // TILE
+    if WINDOW > 0:
+        first = gl.maximum(first_position - WINDOW + 1, 0) // TILE
+        num_full = first
+    end = gl.minimum(first_position + QUERIES, seq_len)
+    last = gl.maximum((end + TILE - 1) // TILE, first)
+    if row < 0:
+        num_queries = 0
+        last = first
+    if seq_len == 0:
+        last = first
+    return row, first_token, num_queries, first_position, seq_len, first, num_full, last
+
+
+@gluon.jit
+def copy_tiles(
+    lines,
+    block_table_ptr,
+    plan_ptr,
+    num_tiles,
+    table_stride,
+    ring,
+    ready,
+    free,
+    NUM_KV_HEADS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    QUERIES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The warp that copies. Keys of the n-th tile go to place 2n of the ring, values to 2n + 1."""
+    count = 0
+    num_works = num_tiles * NUM_KV_HEADS
+    for turn in range(gl.cdiv(num_works, gl.num_programs(0))):
+        work = next_work(turn)
+        if work < num_works:
+            kv_head = work % NUM_KV_HEADS
+            row, first_token, num_queries, first_position, seq_len, first, num_full, last = (
+                read_tile(plan_ptr, work // NUM_KV_HEADS, num_tiles, QUERIES, WINDOW, TILE)
+            )
+            table = block_table_ptr + gl.maximum(row, 0).to(gl.int64) * table_stride
+            for tile in range(first, last):
+                stage = count % STAGES * 2
+                phase = (count // STAGES & 1) ^ 1
+                for part in gl.static_range(2):
+                    mbarrier.wait(free.index(stage + part), phase)
+                    mbarrier.expect(
+                        ready.index(stage + part), lines.block_type.nbytes * (TILE // COPIED)
+                    )
+                    for piece in gl.static_range(TILE // COPIED):
+                        # Keys past the last one are masked: any block will do for them.
+                        key = gl.minimum(tile * TILE + piece * COPIED, seq_len - 1)
+                        block = gl.load(table + key // BLOCK_SIZE)
+                        line = (block * NUM_KV_HEADS + kv_head) * 2 + part
+                        line = line * BLOCK_SIZE + key % BLOCK_SIZE // COPIED * COPIED
+                        tma.async_copy_global_to_shared(
+                            lines,
+                            [line, 0],
+                            ready.index(stage + part),
+                            ring.index(stage + part).slice(piece * COPIED, COPIED),
+                        )
+                count += 1
+
+
+@gluon.jit
+def _mask(
+    scores,
+    tile,
+    positions,
+    WINDOW: gl.constexpr,
+    TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
+    is_seen = key[None, :] <= positions[:, None]
+    if WINDOW > 0:
+        is_seen = is_seen & (key[None, :] > positions[:, None] - WINDOW)
+    return gl.where(is_seen, scores, float("-inf"))
+
+
+@gluon.jit
+def _weigh(scores, top, total, scale, WINDOW: gl.constexpr):
+    """Softmax so far: weights of these keys, and by how much what was before shrinks."""
+    new_top = gl.maximum(top, gl.max(scores, axis=1))
+    shift = new_top
+    if WINDOW > 0:
+        # A query may see nothing of a tile at its window's far end, and nothing before it either.
+        shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = gl.exp2(scores * scale - (shift * scale)[:, None])
+    shrink = gl.exp2((top - shift) * scale)
+    return weights, shrink, new_top, total * shrink + gl.sum(weights, axis=1)
+
+
+@gluon.jit
+def _attend_next(
+    q,
+    weights,
+    acc,
+    top,
+    total,
+    tile,
+    count,
+    positions,
+    scale,
+    ring,
+    ready,
+    free,
+    WINDOW: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    MASKED: gl.constexpr,
+    S: gl.constexpr,
+    R: gl.constexpr,
+    W: gl.constexpr,
+):
+    """Scores and weights of a tile, while `weights` of the one before meet their values."""
+    keys = count % STAGES * 2
+    values = (count - 1) % STAGES * 2 + 1
+    nothing = gl.full([_ROWS, TILE], 0.0, gl.float32, S)
+    mbarrier.wait(ready.index(keys), count // STAGES & 1)
+    k = ring.index(keys).permute((1, 0))
+    scores = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+    mbarrier.wait(ready.index(values), (count - 1) // STAGES & 1)
+    acc = warpgroup_mma(weights, ring.index(values), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    if MASKED:
+        scores = _mask(scores, tile, positions, WINDOW, TILE, S)
+    new_weights, shrink, top, total = _weigh(scores, top, total, scale, WINDOW)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    _barrier()  # one thread speaks for all four warps
+    mbarrier.arrive(free.index(keys))
+    mbarrier.arrive(free.index(values))
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, R), assert_trivial=True)[:, None]
+    return gl.convert_layout(new_weights.to(q.dtype), W), acc, top, total
+
+
+@gluon.jit
+def _attend(
+    group,
+    q_ptr,
+    out_ptr,
+    plan_ptr,
+    scale,
+    num_tiles,
+    q_stride,
+    ring,
+    ready,
+    free,
+    spare,
+    NUM_KV_HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    GROUP: gl.constexpr,
+    QUERIES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """A group of four warps: 64 rows of each of the program's tiles."""
+    # Layouts of scores, of the result, of weights and queries as left sides, and of memory.
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    W: gl.constexpr = gl.DotOperandLayout(0, R, 2)
+    Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    M: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    count = 0
+    num_works = num_tiles * NUM_KV_HEADS
+    lane = group * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, M))
+    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, M))
+    # Lanes without a query look where the last one does, so that every lane sees something.
+    query = (group * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, S))) // GROUP
+    query = gl.minimum(query, QUERIES - 1)
+    for turn in range(gl.cdiv(num_works, gl.num_programs(0))):
+        work = next_work(turn)
+        if work < num_works:
+            row, first_token, num_queries, first_position, seq_len, first, num_full, last = (
+                read_tile(plan_ptr, work // NUM_KV_HEADS, num_tiles, QUERIES, WINDOW, TILE)
+            )
+            heads = work % NUM_KV_HEADS * GROUP + lane % GROUP
+            tokens = (first_token + lane // GROUP).to(gl.int64)
+            is_live = (lane // GROUP < num_queries)[:, None]
+            to = (tokens * (NUM_KV_HEADS * GROUP) + heads) * HEAD_DIM
+            to = out_ptr + to[:, None] + dims[None, :]
+            if last == first:
+                gl.store(to, gl.full([_ROWS, HEAD_DIM], 0.0, q_ptr.dtype.element_ty, M), is_live)
+            else:
+                at = q_ptr + (tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
+                q = gl.convert_layout(gl.load(at, mask=is_live, other=0.0), Q)
+                positions = first_position + query
+                top = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+                total = gl.full([_ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+                acc = gl.full([_ROWS, HEAD_DIM], 0.0, gl.float32, R)
+
+                stage = count % STAGES * 2
+                mbarrier.wait(ready.index(stage), count // STAGES & 1)
+                k = ring.index(stage).permute((1, 0))
+                scores = gl.full([_ROWS, TILE], 0.0, gl.float32, S)
+                scores = warpgroup_mma(q, k, scores, use_acc=False)
+                _barrier()
+                mbarrier.arrive(free.index(stage))
+                scores = _mask(scores, first, positions, WINDOW, TILE, S)
+                weights, shrink, top, total = _weigh(scores, top, total, scale, WINDOW)
+                weights = gl.convert_layout(weights.to(q.dtype), W)
+                count += 1
+                num_full = gl.maximum(num_full, first + 1)
+                for tile in range(first + 1, num_full):
+                    weights, acc, top, total = _attend_next(
+                        q, weights, acc, top, total, tile, count, positions, scale,
+                        ring, ready, free, WINDOW, TILE, STAGES, False, S, R, W,
+                    )  # fmt: skip
+                    count += 1
+                for tile in range(num_full, last):
+                    weights, acc, top, total = _attend_next(
+                        q, weights, acc, top, total, tile, count, positions, scale,
+                        ring, ready, free, WINDOW, TILE, STAGES, True, S, R, W,
+                    )  # fmt: skip
+                    count += 1
+
+                stage = (count - 1) % STAGES * 2 + 1
+                mbarrier.wait(ready.index(stage), (count - 1) // STAGES & 1)
+                if last * TILE > seq_len:
+                    # A block's unused places may hold anything, and 0 * NaN is not 0.
+                    key = (last - 1) * TILE + gl.arange(0, TILE, gl.SliceLayout(1, M))
+                    v = ring.index(stage).load(M)
+                    own = spare.index(group)
+                    own.store(gl.where((key < seq_len)[:, None], v, 0.0))
+                    fence_async_shared()
+                    _barrier()
+                    acc = warpgroup_mma(weights, own, acc)
+                else:
+                    acc = warpgroup_mma(weights, ring.index(stage), acc)
+                _barrier()
+                mbarrier.arrive(free.index(stage))
+                share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, R), assert_trivial=True)
+                result = gl.convert_layout((acc * share[:, None]).to(q.dtype), M)
+                gl.store(to, result, is_live)
+
+
+@gluon.jit(
+    do_not_specialize=["num_tiles", "table_stride"],
+    do_not_specialize_on_alignment=["block_table_ptr", "plan_ptr"],
+)
+def _paged_prefill_hopper_kernel(
+    q_ptr,
+    lines,
+    out_ptr,
+    block_table_ptr,
+    plan_ptr,
+    scale,
+    num_tiles,
+    q_stride,
+    table_stride,
+    NUM_KV_HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    QUERIES: gl.constexpr = _GROUPS * _ROWS // GROUP
+    BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
+    ring = gl.allocate_shared_memory(lines.dtype, [2 * STAGES, TILE, HEAD_DIM], lines.layout)
+    spare = gl.allocate_shared_memory(lines.dtype, [_GROUPS, TILE, HEAD_DIM], lines.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIERS)
+    free = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIERS)
+    for i in gl.static_range(2 * STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=_GROUPS)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    0, q_ptr, out_ptr, plan_ptr, scale, num_tiles, q_stride, ring, ready, free,
+                    spare, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE, STAGES,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    1, q_ptr, out_ptr, plan_ptr, scale, num_tiles, q_stride, ring, ready, free,
+                    spare, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE, STAGES,
+                ),
+            ),
+            (
+                copy_tiles,
+                (
+                    lines, block_table_ptr, plan_ptr, num_tiles, table_stride, ring, ready, free,
+                    NUM_KV_HEADS, BLOCK_SIZE, QUERIES, WINDOW, TILE, STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [_GROUP_REGISTERS, _COPIER_REGISTERS],
+    )  # fmt: skip
+
+
+def paged_prefill_hopper(
+    q: torch.Tensor,  # [T, num_heads, head_dim], heads dense
+    cache: torch.Tensor,  # view [num_blocks, block_size, 2, num_kv_heads, head_dim]
+    block_table: torch.Tensor,  # [B, max_blocks] int32
+    plan: torch.Tensor,
+    *,
+    config: PrefillConfig,
+    num_tiles: int,
+    scale: float,
+    sliding_window: int | None,
+    out: torch.Tensor,  # [T, num_heads, head_dim], contiguous
+) -> None:
+    """`paged_prefill` under a configuration that is `specialised`, for a cache that the tensor
+    memory accelerator can copy from."""
+    num_heads, head_dim = q.shape[1:]
+    _, block_size, _, num_kv_heads, _ = cache.shape
+    lines = cache.permute(0, 3, 2, 1, 4).reshape(-1, head_dim)
+    element = getattr(gl, str(cache.dtype).removeprefix("torch."))
+    shape = [COPIED.value, head_dim]
+    layout = gl.NVMMASharedLayout.get_default_for(shape, element)
+    num_programs = min(num_tiles * num_kv_heads, num_sms(q.device))
+    _paged_prefill_hopper_kernel[(num_programs,)](
+        q,
+        TensorDescriptor.from_tensor(lines, shape, layout),
+        out,
+        block_table,
+        plan,
+        scale * _LOG2_E,
+        num_tiles,
+        q.stride(0),
+        block_table.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        GROUP=num_heads // num_kv_heads,
+        BLOCK_SIZE=block_size,
+        WINDOW=sliding_window or 0,
+        TILE=config.tile,
+        STAGES=config.num_stages,
+        num_warps=4,
+    )

@@ -1,0 +1,265 @@
+"""A mixture of experts in five kernels: route, sort, gate and up, down, weighted sum.
+
+Both products go tile by tile over the pairs of a token and an expert that `routing` sorted: the
+weight of a tile is one expert's, its rows are gathered, and what it computes is stored by pair. The
+last kernel adds up a token's pairs in their order: no float is added atomically, so a token's
+result depends on its own values and the tiles' shape, never on the tokens beside it or on timing.
+
+The tiles are chosen by how many tokens an expert gets on average. A number of tokens and those it
+is padded to in a recorded step share one choice, so padding changes no bit of a token's result: the
+choice goes by the next power of two, and recordings exist for every power of two below the largest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from termgen.engine.device.kernels.launch import dot_precision, next_power_of_2, pdl_options
+from termgen.engine.device.kernels.moe.routing import PairTiles, route, sort_pairs
+from termgen.engine.device.kernels.rows.gated_activation import activate
+
+_COMBINE_BLOCK = 512
+_MAX_STREAMED_ROWS = 16
+LARGEST_ROWS = 8192
+"""Numbers of tokens from which on nothing changes any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One program's part of a product. Up to 96 KiB of tiles in flight fit every supported GPU."""
+
+    block_n: int
+    """Rows of the weight; of gate and of up each, where both are multiplied."""
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group: int
+    """Tiles of tokens that go through the weight side by side, so that it is read once for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """The cut of both products, which share their tiles of tokens."""
+
+    block_m: int
+    """Pairs of a token and an expert in a tile, all of one expert; at least 16."""
+    gate_up: Tile
+    down: Tile
+    chunk: int
+    """Pairs that one program sorts by expert."""
+    scan: int
+    """Pairs that it counts at a time."""
+
+
+_HALF = {  # average number of tokens of an expert, at most -> tiles
+    8: ExpertTiles(16, Tile(32, 128, 4, 4, 1), Tile(32, 128, 4, 4, 1), chunk=32, scan=512),
+    16: ExpertTiles(32, Tile(32, 128, 4, 4, 1), Tile(64, 128, 4, 4, 1), chunk=64, scan=2048),
+    64: ExpertTiles(64, Tile(64, 64, 4, 4, 4), Tile(64, 64, 4, 4, 4), chunk=64, scan=2048),
+    LARGEST_ROWS: ExpertTiles(
+        128, Tile(64, 64, 8, 3, 16), Tile(128, 64, 8, 3, 16), chunk=128, scan=4096
+    ),
+}
+_FLOAT = ExpertTiles(16, Tile(32, 32, 4, 2, 1), Tile(32, 32, 4, 2, 1), chunk=32, scan=512)
+
+
+def choose_tiles(num_tokens: int, *, num_experts: int, top_k: int, itemsize: int) -> ExpertTiles:
+    if itemsize == 4:
+        return _FLOAT
+    rows = min(next_power_of_2(num_tokens), LARGEST_ROWS)
+    average = min(rows * top_k / num_experts, rows)
+    return next(tiles for most, tiles in _HALF.items() if average <= most)
+
+
+@triton.jit
+def expert_tile(at, columns, K: tl.constexpr, BLOCK_K: tl.constexpr, POLICY: tl.constexpr):
+    if K % BLOCK_K == 0:
+        return tl.load(at, eviction_policy=POLICY)
+    return tl.load(at, mask=(columns < K)[None, :], other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _product_kernel(
+    x_ptr,  # [num_pairs / PAIRS_PER_ROW, K]
+    w_ptr,  # [num_experts, N, K]; of GATED, [num_experts, 2 * N, K]
+    out_ptr,  # [num_pairs, N]
+    order_ptr,
+    tiles_ptr,
+    num_tiles,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    POLICY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    # GROUP tiles of pairs take turns at each tile of the weight, which stays in the L2 cache.
+    N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    first_tile = program // (GROUP * N_TILES) * GROUP
+    in_group = program % (GROUP * N_TILES)
+    group = tl.minimum(num_tiles - first_tile, GROUP)
+    tile = first_tile + in_group % group
+    expert = tl.load(tiles_ptr + tile)
+    if expert < 0:
+        return
+    at = tl.load(tiles_ptr + num_tiles + tile) + tl.arange(0, BLOCK_M)
+    is_pair = at < tl.load(tiles_ptr + 2 * num_tiles + tile)
+    pairs = tl.load(order_ptr + at, mask=is_pair, other=0)
+    rows = in_group // group * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_rows = expert.to(tl.int64) * ((2 if GATED else 1) * N) + tl.minimum(rows, N - 1)
+    w_at = w_ptr + w_rows[:, None] * K
+    x_at = x_ptr + (pairs // PAIRS_PER_ROW).to(tl.int64)[:, None] * K
+    # The weight's rows are the tall operand of the matrix units, the pairs the narrow one.
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if GATED:
+        acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        columns = start + tl.arange(0, BLOCK_K)
+        x_mask = is_pair[:, None]
+        if K % BLOCK_K != 0:
+            x_mask = x_mask & (columns < K)[None, :]
+        x = tl.trans(tl.load(x_at + columns[None, :], mask=x_mask, other=0.0))
+        w = expert_tile(w_at + columns[None, :], columns, K, BLOCK_K, POLICY)
+        acc = tl.dot(w, x, acc, input_precision=PRECISION)
+        if GATED:
+            up = expert_tile(w_at + N * K + columns[None, :], columns, K, BLOCK_K, POLICY)
+            acc_up = tl.dot(up, x, acc_up, input_precision=PRECISION)
+    if GATED:
+        acc = activate(acc, ACTIVATION) * acc_up
+    out_at = out_ptr + pairs.to(tl.int64)[None, :] * N + rows[:, None]
+    mask = is_pair[None, :] & (rows < N)[:, None]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _combine_kernel(
+    y_ptr,  # [T * TOP_K, SIZE]
+    weights_ptr,  # [T, TOP_K] float32
+    out_ptr,  # [T, SIZE]
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    acc = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        weight = tl.load(weights_ptr + row * TOP_K + slot)
+        y = tl.load(y_ptr + (row * TOP_K + slot) * SIZE + columns, mask=inside, other=0.0)
+        acc += weight * y.to(tl.float32)
+    tl.store(out_ptr + row * SIZE + columns, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def experts(
+    x: torch.Tensor,  # [T, hidden], contiguous
+    router_logits: torch.Tensor,  # [T, num_experts]
+    gate_up: torch.Tensor,  # [num_experts, 2 * inner, hidden]
+    down: torch.Tensor,  # [num_experts, hidden, inner]
+    *,
+    top_k: int,
+    renormalize: bool,
+    activation: str,
+    tiles: ExpertTiles | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """[T, hidden]. `layers.ops.run_experts` is the reference. `tiles`: the cut, to try others."""
+    num_tokens, hidden = x.shape
+    num_experts, _, inner = down.shape
+    assert router_logits.shape == (num_tokens, num_experts), router_logits.shape
+    assert gate_up.shape == (num_experts, 2 * inner, hidden) and gate_up.is_contiguous()
+    assert down.shape == (num_experts, hidden, inner) and down.is_contiguous()
+    out = torch.empty_like(x)
+    if not num_tokens:
+        return out
+    if tiles is None:
+        tiles = choose_tiles(
+            num_tokens, num_experts=num_experts, top_k=top_k, itemsize=x.element_size()
+        )
+    ids, weights = route(router_logits, top_k, renormalize=renormalize, pdl=pdl)
+    pairs = sort_pairs(
+        ids,
+        num_experts=num_experts,
+        block_m=tiles.block_m,
+        chunk=tiles.chunk,
+        scan=tiles.scan,
+        pdl=pdl,
+    )
+    activated = multiply(
+        x, gate_up, pairs, tiles.block_m, tiles.gate_up, top_k=top_k, activation=activation, pdl=pdl
+    )
+    y = multiply(activated, down, pairs, tiles.block_m, tiles.down, pdl=pdl)
+    _combine_kernel[(num_tokens, triton.cdiv(hidden, _COMBINE_BLOCK))](
+        y,
+        weights,
+        out,
+        TOP_K=top_k,
+        SIZE=hidden,
+        BLOCK=_COMBINE_BLOCK,
+        num_warps=2,
+        **pdl_options(x.device, enabled=pdl),
+    )
+    return out
+
+
+def multiply(
+    x: torch.Tensor,  # [num_pairs / top_k, K]: pair p has row p // top_k
+    weight: torch.Tensor,  # [num_experts, rows, K]
+    pairs: PairTiles,
+    block_m: int,
+    tile: Tile,
+    *,
+    top_k: int = 1,
+    activation: str | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """[num_pairs, rows]: each pair's row of x times its expert's weight. With an activation the
+    rows of a weight are those of gate, then those of up, and the result is act(gate) * up."""
+    num_experts, n, k = weight.shape
+    assert x.is_contiguous() and x.shape[1] == k, (x.stride(), x.shape)
+    if activation is not None:
+        n //= 2
+    num_pairs, num_tiles = len(pairs.order), pairs.tiles.shape[1]
+    out = torch.empty((num_pairs, n), dtype=x.dtype, device=x.device)
+    _product_kernel[(num_tiles * triton.cdiv(n, tile.block_n),)](
+        x,
+        weight,
+        out,
+        *pairs,
+        num_tiles,
+        N=n,
+        K=k,
+        PAIRS_PER_ROW=top_k,
+        GATED=activation is not None,
+        ACTIVATION=activation,
+        BLOCK_M=block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        NUM_STAGES=tile.num_stages,
+        GROUP=tile.group,
+        # A weight that few pairs use is read once: it should leave the L2 cache first.
+        POLICY="evict_first" if block_m <= _MAX_STREAMED_ROWS else "",
+        PRECISION=dot_precision(x.dtype),
+        num_warps=tile.num_warps,
+        **pdl_options(x.device, enabled=pdl),
+    )
+    return out

@@ -1,0 +1,194 @@
+"""Routes tokens to experts, and sorts the (token, expert) pairs into tiles for the products.
+
+Two kernels, all on the device and with outputs whose sizes follow from the number of tokens alone,
+so that a recorded step can hold them. Pair p is choice p % top_k of token p // top_k. A padded
+token is routed like any other; its pairs lie in rows of their own and change no other result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from termgen.engine.device.kernels.launch import next_power_of_2, pdl_options
+
+
+class PairTiles(NamedTuple):
+    """Pairs sorted by expert, and cut into tiles of one expert each."""
+
+    order: torch.Tensor
+    """[num_pairs] int32: the pairs, those of an expert side by side and in their own order."""
+    tiles: torch.Tensor
+    """[3, max_tiles] int32: a tile's expert, -1 for a tile not in use; where its pairs start in
+    `order`; where its expert's pairs end."""
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    ids_ptr,
+    weights_ptr,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, BINS)
+    at = logits_ptr + row * NUM_EXPERTS + experts
+    logits = tl.load(at, mask=experts < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
+    # NaN comes last. Of equals the first is chosen, so an expert is always one that exists.
+    rest = tl.where(logits == logits, logits, float("-inf"))
+    highest = tl.max(rest, axis=0)
+    slots = tl.arange(0, SLOTS)
+    ids = tl.zeros([SLOTS], tl.int32)
+    weights = tl.zeros([SLOTS], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        best = tl.max(rest, axis=0)
+        expert = tl.argmax(rest, axis=0)
+        ids = tl.where(slots == slot, expert, ids)
+        weights = tl.where(slots == slot, tl.exp(best - highest), weights)
+        rest = tl.where(experts == expert, float("-inf"), rest)
+    if RENORMALIZE:
+        total = tl.sum(weights, axis=0)
+    else:
+        total = tl.sum(tl.exp(logits - highest), axis=0)
+    out = row * TOP_K + slots
+    tl.store(ids_ptr + out, ids, mask=slots < TOP_K)
+    tl.store(weights_ptr + out, weights / total, mask=slots < TOP_K)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def _sort_kernel(
+    ids_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_pairs,
+    num_tiles,
+    BINS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SCAN: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    first = tl.program_id(0) * CHUNK
+    # Every program counts all pairs: that takes less time than another launch to share the counts.
+    counts = tl.zeros([BINS], tl.int32)
+    before = tl.zeros([BINS], tl.int32)
+    for start in range(0, num_pairs, SCAN):
+        at = start + tl.arange(0, SCAN)
+        scanned = tl.load(ids_ptr + at, mask=at < num_pairs, other=0)
+        counts += tl.histogram(scanned, BINS, mask=at < num_pairs)
+        if start < first:
+            before += tl.histogram(scanned, BINS, mask=at < first)
+    ends = tl.cumsum(counts, axis=0)
+    starts = ends - counts
+
+    within = tl.arange(0, CHUNK)
+    pairs = first + within
+    ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=BINS)
+    is_earlier = (ids[:, None] == ids[None, :]) & (within[None, :] < within[:, None])
+    rank = tl.sum(is_earlier.to(tl.int32), axis=1)
+    place = tl.gather(starts + before, tl.minimum(ids, BINS - 1), axis=0) + rank
+    tl.store(order_ptr + place, pairs, mask=pairs < num_pairs)
+
+    # There are no more tiles than pairs: the program writes those of its pairs' numbers.
+    tile = pairs
+    tiles = tl.cdiv(counts, BLOCK_M)
+    tile_ends = tl.cumsum(tiles, axis=0)
+    expert = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+    is_tile = tile < num_tiles
+    tl.store(tiles_ptr + tile, tl.where(expert < BINS, expert, -1), mask=is_tile)
+    expert = tl.minimum(expert, BINS - 1)
+    first_tile = tl.gather(tile_ends - tiles, expert, axis=0)
+    start = tl.gather(starts, expert, axis=0) + (tile - first_tile) * BLOCK_M
+    end = tl.gather(ends, expert, axis=0)
+    tl.store(tiles_ptr + num_tiles + tile, start, mask=is_tile)
+    tl.store(tiles_ptr + 2 * num_tiles + tile, end, mask=is_tile)
+
+
+def route(
+    logits: torch.Tensor, top_k: int, *, renormalize: bool, pdl: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [T, num_experts] -> each token's experts, int32, and their weights, float32: [T, k].
+
+    The likeliest first. `layers.ops.route` is the reference.
+    """
+    num_tokens, num_experts = logits.shape
+    assert logits.is_contiguous() and top_k <= num_experts, (logits.stride(), top_k)
+    ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+    if num_tokens:
+        _route_kernel[(num_tokens,)](
+            logits,
+            ids,
+            weights,
+            NUM_EXPERTS=num_experts,
+            BINS=_bins(num_experts),
+            TOP_K=top_k,
+            SLOTS=max(2, next_power_of_2(top_k)),
+            RENORMALIZE=renormalize,
+            num_warps=1,
+            **pdl_options(logits.device, enabled=pdl),
+        )
+    return ids, weights
+
+
+def sort_pairs(
+    ids: torch.Tensor, *, num_experts: int, block_m: int, chunk: int, scan: int, pdl: bool = True
+) -> PairTiles:
+    """ids [T, top_k] int32, contiguous. A program sorts `chunk` pairs, each compared with each, and
+    counts all pairs, `scan` at a time: these change the time it takes, and nothing else."""
+    assert ids.is_contiguous() and ids.numel(), ids.shape
+    num_pairs = ids.numel()
+    num_tiles = max_tiles(num_pairs, num_experts, block_m)
+    order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
+    tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=ids.device)
+    _sort_kernel[(triton.cdiv(num_pairs, chunk),)](
+        ids,
+        order,
+        tiles,
+        num_pairs,
+        num_tiles,
+        BINS=_bins(num_experts),
+        BLOCK_M=block_m,
+        CHUNK=chunk,
+        SCAN=scan,
+        num_warps=4,
+        **pdl_options(ids.device, enabled=pdl),
+    )
+    return PairTiles(order, tiles)
+
+
+def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """Tiles of tokens that so many pairs can fill, however they fall to the experts."""
+    return (num_pairs + min(num_pairs, num_experts) * (block_m - 1)) // block_m
+
+
+def _bins(num_experts: int) -> int:
+    return max(2, next_power_of_2(num_experts))
+
+
+def sort_pairs_reference(ids: torch.Tensor, *, num_experts: int, block_m: int) -> PairTiles:
+    flat = ids.flatten()
+    num_tiles = max_tiles(flat.numel(), num_experts, block_m)
+    tiles, start = [], 0
+    for expert, count in enumerate(torch.bincount(flat, minlength=num_experts).tolist()):
+        end = start + count
+        tiles += [(expert, first, end) for first in range(start, end, block_m)]
+        start = end
+    tiles += [(-1, 0, 0)] * (num_tiles - len(tiles))
+    order = flat.argsort(stable=True).int()
+    return PairTiles(order, torch.tensor(tiles, dtype=torch.int32, device=ids.device).T)

@@ -1,0 +1,351 @@
+"""The smallest logit that min-p, top-k and top-p keep, for each row that asks, without sorting.
+
+Called by the sampler before `sample`. Keeps what `sampling.top_k_top_p.cut_threshold_reference`
+keeps, ties included, up to the rounding of the probability mass. One program does one row:
+
+    1  Read the row, keep the largest logit of every small piece of it. The largest of all is among
+       them, and the m-th largest of them has at least m logits that are not below it: a guess
+       that leaves few logits, and for top-k (m = k) one that never leaves too few.
+    2  Read the row again, collect the logits that reach the guess, and sum up the mass of all.
+    3  Search the collected ones by bisection. All of it happens in registers.
+
+If too many reach the guess, or too little mass does, a bisection that reads the row in every step
+takes over, which is as exact and takes longer. Logits are compared as `sample.sortable_key` sorts
+them, after division by their temperature, as `sample` divides. Sums have a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from termgen.engine.device.kernels.launch import next_power_of_2
+from termgen.engine.device.kernels.sampling.sample import (
+    _GREEDY_EPSILON,
+    _INF_KEY,
+    _LOWEST_KEY,
+    _MINUS_INF_KEY,
+    sortable_key,
+)
+from termgen.engine.device.sampling.top_k_top_p import cut_threshold_reference
+from termgen.vocabulary.sampling_params import GREEDY_EPSILON
+
+_TILE = 4096
+_MAX_PIECES = 2048
+_MIN_PIECE = 16
+_CAPACITY = 4096
+_GUESS_GRAIN = tl.constexpr(1 << 10)  # keys: how exact a guess has to be
+
+
+@triton.jit
+def _value(key):
+    """The float32 of a sortable key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_keys(row_ptr, first, temperature, VOCAB_SIZE: tl.constexpr, TILE: tl.constexpr):
+    ids = first + tl.arange(0, TILE)
+    inside = ids < VOCAB_SIZE
+    logits = tl.load(row_ptr + ids, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, sortable_key(tl.div_rn(logits, temperature)), _LOWEST_KEY)
+
+
+@triton.jit
+def _weights(keys, top, COUNTED: tl.constexpr):
+    """What a logit adds to the sum that a search is after: 1, or its mass, the largest having 1."""
+    if COUNTED:
+        return tl.where(keys > _LOWEST_KEY, 1.0, 0.0)
+    return tl.where(keys > _LOWEST_KEY, tl.exp(_value(keys) - top), 0.0)
+
+
+@triton.jit
+def _sum_from(keys, weights, key):
+    return tl.sum(tl.where(keys >= key.to(tl.int32), weights, 0.0), axis=0)
+
+
+@triton.jit
+def _search(keys, weights, goal, low, high, GRAIN: tl.constexpr):
+    """The largest key in [low, high) from which on the weights reach the goal, or `low`; with a
+    grain, a key below that by less than the grain."""
+    while high - low > GRAIN:
+        middle = (low + high) >> 1
+        reached = _sum_from(keys, weights, middle) >= goal
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle)
+    return low
+
+
+@triton.jit
+def _search_row(
+    row_ptr,
+    temperature,
+    top,
+    goal,
+    low,
+    high,
+    VOCAB_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
+    """`_search` over a whole row, in quarters, for each of which the row is read once."""
+    while high - low > 1:
+        step = tl.maximum((high - low) >> 2, 1)
+        first = low + step
+        second = tl.minimum(first + step, high - 1)
+        third = tl.minimum(second + step, high - 1)
+        sums1 = tl.zeros([TILE], tl.float32)
+        sums2 = tl.zeros([TILE], tl.float32)
+        sums3 = tl.zeros([TILE], tl.float32)
+        for start in range(0, VOCAB_SIZE, TILE):
+            keys = _load_keys(row_ptr, start, temperature, VOCAB_SIZE, TILE)
+            weights = _weights(keys, top, COUNTED)
+            sums1 += tl.where(keys >= first.to(tl.int32), weights, 0.0)
+            sums2 += tl.where(keys >= second.to(tl.int32), weights, 0.0)
+            sums3 += tl.where(keys >= third.to(tl.int32), weights, 0.0)
+        reached1 = tl.sum(sums1, axis=0) >= goal
+        reached2 = tl.sum(sums2, axis=0) >= goal
+        reached3 = tl.sum(sums3, axis=0) >= goal
+        high = tl.where(reached3, high, tl.where(reached2, third, second))
+        high = tl.where(reached1, high, first)
+        low = tl.where(reached1, tl.where(reached2, second, first), low)
+        low = tl.where(reached3, third, low)
+    return low
+
+
+@triton.jit
+def _sum_row(
+    row_ptr,
+    temperature,
+    top,
+    key,
+    VOCAB_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Mass of the logits from `key` on."""
+    sums = tl.zeros([TILE], tl.float32)
+    for start in range(0, VOCAB_SIZE, TILE):
+        keys = _load_keys(row_ptr, start, temperature, VOCAB_SIZE, TILE)
+        sums += tl.where(keys >= key.to(tl.int32), _weights(keys, top, False), 0.0)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def _collect(
+    row_ptr,
+    collected_ptr,
+    temperature,
+    top,
+    min_key,
+    guess,
+    VOCAB_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """Store the keys from `guess` on, in their order and as far as they fit. Returns how many
+    there are, and the mass from `min_key` on."""
+    num_collected = 0
+    masses = tl.zeros([TILE], tl.float32)
+    for start in range(0, VOCAB_SIZE, TILE):
+        keys = _load_keys(row_ptr, start, temperature, VOCAB_SIZE, TILE)
+        masses += tl.where(keys >= min_key.to(tl.int32), _weights(keys, top, False), 0.0)
+        reaches = keys >= guess.to(tl.int32)
+        num_new = tl.sum(reaches.to(tl.int32), axis=0)
+        if (num_new > 0) & (num_collected < CAPACITY):
+            at = num_collected + tl.cumsum(reaches.to(tl.int32), axis=0) - 1
+            tl.store(collected_ptr + at, keys, mask=reaches & (at < CAPACITY))
+        num_collected += num_new
+    return num_collected, tl.sum(masses, axis=0)
+
+
+@triton.jit
+def _piece_maxima(
+    row_ptr,
+    pieces_ptr,
+    temperature,
+    VOCAB_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    NUM_PIECES: tl.constexpr = (VOCAB_SIZE + PIECE - 1) // PIECE
+    PIECES_OF_TILE: tl.constexpr = TILE // PIECE
+    for start in range(0, VOCAB_SIZE, TILE):
+        keys = _load_keys(row_ptr, start, temperature, VOCAB_SIZE, TILE)
+        maxima = tl.max(tl.reshape(keys, [PIECES_OF_TILE, PIECE]), axis=1)
+        at = start // PIECE + tl.arange(0, PIECES_OF_TILE)
+        tl.store(pieces_ptr + at, maxima, mask=at < NUM_PIECES)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "out_ptr"])
+def _cut_kernel(
+    logits_ptr,
+    slots_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    out_ptr,
+    pieces_ptr,
+    collected_ptr,
+    logits_stride,
+    VOCAB_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK_PIECES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    NUM_PIECES: tl.constexpr = (VOCAB_SIZE + PIECE - 1) // PIECE
+    MOST_GUESSED: tl.constexpr = (NUM_PIECES * 3 + 3) // 4
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    temperature = tl.load(temperature_ptr + slot)
+    top_k = tl.load(top_k_ptr + slot)
+    top_p = tl.load(top_p_ptr + slot)
+    min_p = tl.load(min_p_ptr + slot)
+    has_k = (top_k > 0) & (top_k < VOCAB_SIZE)
+    has_p = top_p < 1.0
+    tl.store(out_ptr + row, float("-inf"))
+    if (temperature < _GREEDY_EPSILON) | ((has_k | has_p | (min_p > 0.0)) == 0):
+        return
+
+    row_ptr = logits_ptr + row * logits_stride
+    pieces_ptr += row * BLOCK_PIECES
+    _piece_maxima(row_ptr, pieces_ptr, temperature, VOCAB_SIZE, TILE, PIECE)
+    tl.debug_barrier()  # what one thread stored, another loads
+    at = tl.arange(0, BLOCK_PIECES)
+    pieces = tl.load(pieces_ptr + at, mask=at < NUM_PIECES, other=_LOWEST_KEY, cache_modifier=".cg")
+    top_key = tl.max(pieces, axis=0)
+    if (top_key >= _INF_KEY) | (top_key == _MINUS_INF_KEY):
+        return  # lost to NaN or infinities: nothing is cut
+    top = _value(top_key)
+    high = top_key.to(tl.int64) + 1
+    lowest = high * 0 + _MINUS_INF_KEY
+    cut = lowest
+    if min_p > 0.0:
+        cut = sortable_key(top + tl.log(min_p)).to(tl.int64)
+    if has_k | has_p:
+        guess = lowest
+        if VOCAB_SIZE > CAPACITY:
+            wanted = tl.where(has_k, tl.minimum(top_k, MOST_GUESSED), MOST_GUESSED)
+            ones = _weights(pieces, top, True)
+            guess = _search(pieces, ones, wanted.to(tl.float32), lowest, high, _GUESS_GRAIN)
+        guess = tl.maximum(guess, cut)
+        collected_ptr += row * CAPACITY
+        num_collected, total = _collect(
+            row_ptr, collected_ptr, temperature, top, cut, guess, VOCAB_SIZE, TILE, CAPACITY
+        )
+        tl.debug_barrier()
+        index = tl.arange(0, CAPACITY)
+        keys = tl.load(
+            collected_ptr + index,
+            mask=index < num_collected,
+            other=_LOWEST_KEY,
+            cache_modifier=".cg",
+        )
+        # Below the guess lies nothing that counts, if the guess is the cut itself.
+        fits = num_collected <= CAPACITY
+        is_all = fits & (guess == cut)
+        if has_k:
+            goal = top_k.to(tl.float32)
+            if is_all | (fits & (num_collected >= top_k)):
+                cut = _search(keys, _weights(keys, top, True), goal, guess, high, 1)
+                total = _sum_from(keys, _weights(keys, top, False), cut)
+                is_all = fits
+            else:
+                cut = _search_row(
+                    row_ptr, temperature, top, goal, cut, high, VOCAB_SIZE, TILE, True
+                )
+                total = _sum_row(row_ptr, temperature, top, cut, VOCAB_SIZE, TILE)
+                is_all = fits & (guess <= cut)
+        if has_p:
+            goal = top_p * total
+            masses = _weights(keys, top, False)
+            if is_all | (fits & (tl.sum(masses, axis=0) >= goal)):
+                cut = _search(keys, masses, goal, tl.maximum(guess, cut), high, 1)
+            else:
+                cut = _search_row(
+                    row_ptr, temperature, top, goal, cut, high, VOCAB_SIZE, TILE, False
+                )
+    tl.store(out_ptr + row, _value(cut.to(tl.int32)))
+
+
+class CutWorkspace:
+    """Buffers of one engine's cuts; one launch at a time may use them."""
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        tile: int = _TILE,
+        capacity: int = _CAPACITY,
+    ) -> None:
+        """capacity: how many logits of a row can be collected; a power of two, as is `tile`."""
+        self.vocab_size = vocab_size
+        self.tile = tile
+        self.piece = max(_MIN_PIECE, next_power_of_2(-(-vocab_size // _MAX_PIECES)))
+        num_pieces = next_power_of_2(-(-vocab_size // self.piece))
+        self.pieces = torch.empty((max_rows, num_pieces), dtype=torch.int32, device=device)
+        self.collected = torch.empty((max_rows, capacity), dtype=torch.int32, device=device)
+
+
+def cut_threshold(
+    logits: torch.Tensor,  # [B, V], rows dense
+    slots: torch.Tensor,  # [B] int64
+    workspace: CutWorkspace,
+    *,
+    temperature: torch.Tensor,  # [R] float32
+    top_k: torch.Tensor,  # [R] int32
+    top_p: torch.Tensor,  # [R] float32
+    min_p: torch.Tensor,  # [R] float32
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # [B] float32, of the logits over their temperature
+    """Parameters are those of a row's slot; -inf for a row that asks for no cut or is greedy."""
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1 and vocab_size == workspace.vocab_size, logits.shape
+    assert num_rows <= len(workspace.pieces), (num_rows, len(workspace.pieces))
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    if num_rows:
+        _cut_kernel[(num_rows,)](
+            logits,
+            slots,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            out,
+            workspace.pieces,
+            workspace.collected,
+            logits.stride(0),
+            VOCAB_SIZE=vocab_size,
+            TILE=workspace.tile,
+            PIECE=workspace.piece,
+            BLOCK_PIECES=workspace.pieces.shape[1],
+            CAPACITY=workspace.collected.shape[1],
+            num_warps=16,
+        )
+    return out
+
+
+def cut_threshold_of_slots(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """The reference, in `cut_threshold`'s terms."""
+    temperatures = temperature[slots].unsqueeze(1)
+    greedy = temperatures < GREEDY_EPSILON
+    threshold = cut_threshold_reference(
+        logits.float() / temperatures.masked_fill(greedy, 1.0),
+        min_p=min_p[slots],
+        top_k=top_k[slots],
+        top_p=top_p[slots],
+    )
+    return threshold.masked_fill(greedy, -torch.inf).squeeze(1)

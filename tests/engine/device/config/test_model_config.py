@@ -1,0 +1,418 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from termgen.engine.device.config.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
+from termgen.engine.device.config.rope_config import RopeConfig
+from termgen.engine.device.models.registry import MODELS
+from termgen.errors import CorruptFileError, UnsupportedModelError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+LLAMA3_SCALING = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def read(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_hf({**LLAMA, **changes})
+
+
+def test_a_llama_config() -> None:
+    config = read()
+    assert config.head_dim == 64
+    assert (config.num_heads, config.num_kv_heads, config.num_layers) == (9, 3, 30)
+    assert config.rope == RopeConfig(theta=100000.0)
+    assert config.layer_windows == (None,) * 30
+    assert config.eos_token_ids == (2,) and config.bos_token_id == 1
+    assert config.torch_dtype == "bfloat16" and config.tie_word_embeddings
+    assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+
+
+def test_older_and_newer_rope_keys_mean_the_same() -> None:
+    older = read(rope_theta=500000.0, rope_scaling=LLAMA3_SCALING)
+    newer = read(rope_theta=None, rope_parameters={**LLAMA3_SCALING, "rope_theta": 500000.0})
+    oldest = {**LLAMA3_SCALING, "type": "llama3"}
+    del oldest["rope_type"]
+    assert older.rope == newer.rope == read(rope_theta=500000.0, rope_scaling=oldest).rope
+    assert older.rope.type == "llama3" and older.rope.factor == 32.0
+
+
+def test_older_and_newer_dtype_keys_mean_the_same() -> None:
+    assert read(torch_dtype="float16").torch_dtype == "float16"
+    assert read(torch_dtype=None, dtype="float16").torch_dtype == "float16"
+    assert read(torch_dtype="torch.bfloat16").torch_dtype == "bfloat16"
+
+
+def test_yarn_fills_in_what_is_absent() -> None:
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 2048}
+    rope = read(rope_scaling=scaling).rope
+    assert rope.factor == 4.0 and rope.truncate
+    assert rope.attention_factor == pytest.approx(1.13863, abs=1e-5)
+    assert read(rope_scaling={**scaling, "attention_factor": 1.0}).rope.attention_factor == 1.0
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_what_transformers_writes_is_read(model_type: str) -> None:
+    written = AutoConfig.for_model(model_type, num_hidden_layers=3)
+    raw = written.to_dict()
+    raw["architectures"] = [f"{model_type.capitalize()}ForCausalLM"]
+    config = ModelConfig.from_hf(raw)
+    assert config.hidden_size == written.hidden_size
+    assert config.num_kv_heads == written.num_key_value_heads
+    assert config.rms_norm_eps == written.rms_norm_eps
+    assert config.rope.theta == written.rope_parameters["rope_theta"]
+    assert config.sliding_window == written.sliding_window if model_type == "mistral" else True
+
+
+def test_qwen_windows_cover_the_later_layers() -> None:
+    qwen = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_hidden_layers": 4,
+        "sliding_window": 128,
+        "max_window_layers": 3,
+    }
+    assert read(**qwen).layer_windows == (None,) * 4
+    assert read(**qwen, use_sliding_window=True).layer_windows == (None, None, None, 128)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = read(**qwen, use_sliding_window=True, layer_types=kinds)
+    assert config.layer_windows == (128, None, 128, None)
+    with pytest.raises(CorruptFileError, match="layer_types"):
+        read(**qwen, layer_types=kinds)
+    with pytest.raises(UnsupportedModelError, match="chunked_attention"):
+        read(**qwen, layer_types=["chunked_attention"] * 4)
+
+
+def test_mistral_windows_cover_every_layer() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 2}
+    assert read(**mistral, sliding_window=64).layer_windows == (64, 64)
+    assert read(**mistral, sliding_window=None).layer_windows == (None, None)
+
+
+def test_qwen3_says_its_own_head_size() -> None:
+    qwen3 = read(architectures=["Qwen3ForCausalLM"])
+    assert qwen3.head_dim == 128 and qwen3.qk_norm and not qwen3.qkv_bias
+
+
+# config.json of gemma-3-1b, which leaves out the class's defaults.
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "bos_token_id": 2,
+    "eos_token_id": [1, 106],
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262144,
+}
+# config.json of gemma-3-27b.
+GEMMA_WITH_VISION: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "text_config": {
+        "model_type": "gemma3_text",
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+
+
+def test_a_gemma3_config() -> None:
+    config = ModelConfig.from_hf(GEMMA)
+    assert config.tie_word_embeddings and config.qk_norm and config.hidden_act == "gelu_tanh"
+    assert config.attention_scale == 1 / 16 and config.weight_prefix == ""
+    assert config.layer_windows[:7] == (512, 512, 512, 512, 512, None, 512)
+    near, far = RopeConfig(theta=1e4), RopeConfig(theta=1e6)
+    assert config.layer_ropes[:7] == (near, near, near, near, near, far, near)
+    assert config.eos_token_ids == (1, 106)
+
+
+def test_the_text_part_of_a_gemma3_with_vision() -> None:
+    config = ModelConfig.from_hf(GEMMA_WITH_VISION)
+    assert (config.vocab_size, config.max_position_embeddings) == (262208, 131072)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 16, 128)
+    assert config.attention_scale == 168**-0.5
+    assert config.torch_dtype == "bfloat16" and config.eos_token_ids == (1, 106)
+    assert config.weight_prefix == "language_model."
+    assert config.rope.type == "linear" and (config.rope.theta, config.rope.factor) == (1e6, 8.0)
+    assert config.window_rope == RopeConfig(theta=1e4)
+
+
+def test_older_and_newer_gemma3_keys_mean_the_same() -> None:
+    older = {**GEMMA, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    keys = {key: value for key, value in older.items() if key != "model_type"}
+    written = AutoConfig.for_model("gemma3_text", **keys).to_dict()
+    newer = {key: value for key, value in written.items() if "pattern" not in key}
+    assert "rope_theta" not in newer and len(newer["layer_types"]) == 26
+    assert ModelConfig.from_hf(newer) == ModelConfig.from_hf(older)
+
+
+def test_what_gemma3_leaves_out_is_what_transformers_fills_in() -> None:
+    bare = {"architectures": GEMMA["architectures"]}
+    written = AutoConfig.for_model("gemma3_text").to_dict()
+    ours, theirs = ModelConfig.from_hf(bare), ModelConfig.from_hf({**written, **bare})
+    # The config alone says which tokens are special.
+    assert ours == dataclasses.replace(theirs, bos_token_id=None, eos_token_ids=())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"final_logit_softcapping": 30.0}, UnsupportedModelError, "final_logit_softcapping 30"),
+        ({"attn_logit_softcapping": 50.0}, UnsupportedModelError, "attn_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, UnsupportedModelError, "use_bidirectional"),
+        ({"hidden_activation": "relu2"}, UnsupportedModelError, "relu2"),
+        ({"query_pre_attn_scalar": 0}, CorruptFileError, "query_pre_attn_scalar"),
+        ({"sliding_window_pattern": 0}, CorruptFileError, "sliding_window_pattern"),
+        ({"sliding_window": "x"}, CorruptFileError, "sliding_window"),
+        ({"layer_types": ["full_attention"]}, CorruptFileError, "layer_types"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, CorruptFileError, "rope_parameters.rope_theta"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "linear"}}},
+            CorruptFileError,
+            "rope_parameters.full_attention.factor is missing",
+        ),
+        ({"rope_local_base_freq": -1}, CorruptFileError, "sliding_attention.rope_theta"),
+    ],
+)
+def test_a_gemma3_config_that_cannot_be_run(
+    changes: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        ModelConfig.from_hf({**GEMMA, **changes})
+
+
+def test_an_error_in_the_text_part_says_where() -> None:
+    text = {**GEMMA_WITH_VISION["text_config"], "hidden_size": "5376"}
+    with pytest.raises(CorruptFileError, match=r"text_config\.hidden_size"):
+        ModelConfig.from_hf({**GEMMA_WITH_VISION, "text_config": text})
+
+
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 6,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 96,
+}
+
+
+def test_which_layers_have_experts() -> None:
+    def sparse(**changes: Any) -> set[int]:
+        moe = read(**{**MOE, **changes}).moe
+        assert moe is not None
+        return set(moe.sparse_layers)
+
+    assert sparse() == {0, 1, 2, 3, 4, 5}
+    assert sparse(decoder_sparse_step=2) == {1, 3, 5}
+    assert sparse(mlp_only_layers=[0, 3], decoder_sparse_step=2) == {1, 5}
+    config = read(**{**MOE, "mlp_only_layers": [2]})
+    assert config.of_layer(2).moe is None and config.of_layer(3).moe is config.moe
+    assert read().moe is None and read().of_layer(0).moe is None
+
+
+def test_older_and_newer_names_of_the_experts_mean_the_same() -> None:
+    older = read(**MOE).moe
+    assert older == read(**{**MOE, "num_experts": None, "num_local_experts": 16}).moe
+    assert older is not None and not older.norm_topk_prob
+    assert (older.num_experts, older.num_experts_per_tok, older.intermediate_size) == (16, 4, 96)
+
+
+def test_mixtral_scales_the_weights_of_every_layers_experts() -> None:
+    mixtral = {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 3}
+    config = read(**mixtral, num_local_experts=8, num_experts_per_tok=2, sliding_window=64)
+    assert config.moe is not None and config.moe.norm_topk_prob
+    assert config.moe.sparse_layers == {0, 1, 2}
+    assert config.moe.intermediate_size == config.intermediate_size
+    assert config.layer_windows == (64,) * 3
+
+
+def test_experts_count_as_parameters() -> None:
+    dense = read(**{**MOE, "mlp_only_layers": list(range(6))}).num_parameters
+    one = read(**{**MOE, "mlp_only_layers": list(range(5))}).num_parameters
+    assert one - dense == 576 * (16 * (3 * 96 + 1) - 3 * 1536)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"num_experts": None}, "num_experts"),
+        ({"num_experts": 0}, "num_experts"),
+        ({"num_experts": 10**6}, "num_experts"),
+        ({"num_experts_per_tok": 17}, "num_experts_per_tok"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok"),
+        ({"moe_intermediate_size": -1}, "moe_intermediate_size"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers"),
+        ({"mlp_only_layers": [6]}, "mlp_only_layers"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers"),
+    ],
+)
+def test_bad_values_of_the_experts_name_the_key(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(CorruptFileError, match=rf"config\.json: {key} "):
+        read(**{**MOE, **changes})
+
+
+def test_an_unknown_architecture_is_named_beside_the_known_ones() -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        read(architectures=["GPT2LMHeadModel"])
+    assert "GPT2LMHeadModel" in str(error.value)
+    for name in SUPPORTED_ARCHITECTURES:
+        assert name in str(error.value)
+    assert set(MODELS) == set(SUPPORTED_ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "rope_parameters"),
+        ({"hidden_act": "relu2"}, "relu2"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    ],
+)
+def test_what_is_not_supported_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        read(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": []}, "architectures"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"hidden_size": "576"}, "hidden_size"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"hidden_size": 577}, "hidden_size 577"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads"),
+        ({"head_dim": 63}, "head_dim"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": 1.0}}, "rope_parameters.rope_theta"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor"),
+        ({"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}}, "high_freq_factor"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ],
+)
+def test_a_wrong_value_is_an_error_naming_its_key(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(CorruptFileError, match=said):
+        read(**changes)
+
+
+def test_many_end_tokens() -> None:
+    assert read(eos_token_id=[128001, 128008]).eos_token_ids == (128001, 128008)
+    assert read(eos_token_id=None).eos_token_ids == ()
+
+
+def test_parameters_are_counted() -> None:
+    assert read().num_parameters == pytest.approx(134.5e6, rel=0.001)
+    untied = read(tie_word_embeddings=False).num_parameters
+    assert untied - read().num_parameters == 49152 * 576
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 512,
+    "intermediate_size": 112,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-3,
+    "sliding_window": 24,
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+    "tie_word_embeddings": True,
+    "rope_theta": 5e4,
+    "num_experts_per_tok": 3,
+    "num_local_experts": 16,
+    "moe_intermediate_size": 64,
+    "head_dim": 32,
+}
+NO_ARITHMETIC = {"bos_token_id": None, "eos_token_ids": (), "torch_dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"],
+)
+def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(model_type: str) -> None:
+    config_class = type(AutoConfig.for_model(model_type))
+    names = {
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "gemma3_text": "Gemma3ForCausalLM",
+    }
+    architectures = [names.get(model_type, f"{model_type.title()}ForCausalLM")]
+    known = set(config_class().to_dict()) | {"rope_theta"}
+    given = {key: value for key, value in SMALL.items() if key in known}
+    num_compared = 0
+    for key in given:
+        left = {k: v for k, v in given.items() if k != key}
+        whole = {**config_class(**left).to_dict(), "architectures": architectures}
+        try:
+            found = ModelConfig.from_hf({**left, "architectures": architectures})
+        except CorruptFileError as error:  # sizes are required
+            name = "num_experts" if key == "num_local_experts" else key
+            assert f"{key} is missing" in str(error) or f"{name} is missing" in str(error), key
+            continue
+        expected = ModelConfig.from_hf(whole)
+        assert dataclasses.replace(found, **NO_ARITHMETIC) == dataclasses.replace(
+            expected, **NO_ARITHMETIC
+        ), key
+        num_compared += 1
+    assert num_compared >= 5

@@ -1,0 +1,177 @@
+"""Mixtures of experts, kernels against the loop over experts, in every cut and at every edge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_device import DEVICES, DEVICES_AND_DTYPES, assert_near, normal, require_triton
+
+require_triton()
+
+from termgen.engine.device.kernels.moe.experts import (  # noqa: E402
+    ExpertTiles,
+    Tile,
+    choose_tiles,
+    experts,
+)
+from termgen.engine.device.kernels.moe.routing import max_tiles  # noqa: E402
+from termgen.engine.device.layers.ops import TorchOps  # noqa: E402
+from termgen.engine.device.runner.dispatch import decode_sizes  # noqa: E402
+from termgen.engine.device.runner.warm_up import size_classes  # noqa: E402
+
+TILES = {
+    "16": ExpertTiles(16, Tile(16, 32, 2, 2, 1), Tile(32, 64, 4, 3, 1), chunk=16, scan=64),
+    "32": ExpertTiles(32, Tile(32, 32, 4, 2, 3), Tile(32, 64, 4, 2, 2), chunk=64, scan=256),
+    "64": ExpertTiles(64, Tile(64, 32, 4, 3, 8), Tile(64, 32, 4, 2, 1), chunk=32, scan=128),
+}
+cuts = pytest.mark.parametrize("tiles", TILES.values(), ids=TILES.keys())
+# A GPU runs only the models' type: each further type compiles as many kernels again.
+devices_and_dtypes = pytest.mark.parametrize(
+    ("device", "dtype"), [p for p in DEVICES_AND_DTYPES if p.id not in ("cuda-f32", "cuda-f16")]
+)
+
+
+class Case:
+    def __init__(
+        self,
+        num_tokens: int,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        num_experts: int = 6,
+        top_k: int = 2,
+        hidden: int = 40,
+        inner: int = 32,
+    ) -> None:
+        def draw(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+            return normal(*shape, dtype=dtype, device=device, seed=seed, scale=scale)
+
+        self.x = draw(num_tokens, hidden, seed=1)
+        # All values of a row differ, even in half types, so rounding does not decide the choice of
+        # experts.
+        ranks = draw(num_tokens, num_experts, seed=2).float().argsort(1)
+        self.logits = (ranks * 0.25).to(dtype)
+        self.gate_up = draw(num_experts, 2 * inner, hidden, seed=3, scale=hidden**-0.5)
+        self.down = draw(num_experts, hidden, inner, seed=4, scale=inner**-0.5)
+        self.options = {"top_k": top_k, "renormalize": True, "activation": "silu"}
+
+    def run(self, tiles: ExpertTiles | None, rows: slice = slice(None)) -> torch.Tensor:
+        x, logits = self.x[rows].contiguous(), self.logits[rows].contiguous()
+        return experts(x, logits, self.gate_up, self.down, tiles=tiles, **self.options)  # type: ignore[arg-type]
+
+    def check(self, tiles: ExpertTiles | None) -> None:
+        weights = self.gate_up.float(), self.down.float()
+        expected = TorchOps().experts(self.x.float(), self.logits.float(), *weights, **self.options)  # type: ignore[arg-type]
+        assert_near(self.run(tiles), expected, self.x.dtype)
+
+
+@devices_and_dtypes
+@cuts
+@pytest.mark.parametrize("num_tokens", [1, 21])
+def test_numbers_of_tokens(
+    device: str, dtype: torch.dtype, tiles: ExpertTiles, num_tokens: int
+) -> None:
+    Case(num_tokens, dtype=dtype, device=device).check(tiles)
+
+
+@devices_and_dtypes
+@cuts
+def test_odd_sizes(device: str, dtype: torch.dtype, tiles: ExpertTiles) -> None:
+    Case(5, dtype=dtype, device=device, hidden=72, inner=33).check(tiles)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize(
+    ("activation", "renormalize"), [("silu", False), ("gelu", True), ("gelu_tanh", False)]
+)
+def test_options(device: str, dtype: torch.dtype, activation: str, renormalize: bool) -> None:
+    case = Case(3, dtype=dtype, device=device, num_experts=3, top_k=3)
+    case.options.update(activation=activation, renormalize=renormalize)
+    case.check(TILES["16"])
+
+
+@devices_and_dtypes
+def test_experts_without_tokens(device: str, dtype: torch.dtype) -> None:
+    """Two of nine have all tokens; the values of an expert without tokens are not read."""
+    case = Case(20, dtype=dtype, device=device, num_experts=9)
+    case.logits[:] = -5.0
+    case.logits[:, 3], case.logits[:, 7] = 2.0, 1.0
+    case.check(TILES["16"])
+    expected = case.run(TILES["16"])
+    for expert in set(range(9)) - {3, 7}:
+        case.gate_up[expert] = case.down[expert] = float("nan")
+    assert torch.equal(case.run(TILES["16"]), expected)
+
+
+@devices_and_dtypes
+def test_the_cut_that_serving_chooses(device: str, dtype: torch.dtype) -> None:
+    for num_tokens in (1, 12) if device == "cpu" else (1, 40, 100, 300, 900):
+        Case(num_tokens, dtype=dtype, device=device, num_experts=8, top_k=2).check(None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tiles", [TILES["16"], TILES["64"]], ids=["16", "64"])
+def test_a_token_does_not_see_the_others(device: str, tiles: ExpertTiles) -> None:
+    """The result is the same bit by bit: alone, among others, and beside tokens of NaN."""
+    case = Case(6, dtype=torch.float16, device=device)
+    expected = case.run(tiles)
+    assert torch.equal(case.run(tiles), expected)
+    x, logits = case.x.clone(), case.logits.clone()
+    for row in (0, 5):
+        assert torch.equal(case.run(tiles, slice(row, row + 1))[0], expected[row])
+        case.x, case.logits = torch.full_like(x, float("nan")), torch.full_like(logits, torch.nan)
+        case.x[row], case.logits[row] = x[row], logits[row]
+        assert torch.equal(case.run(tiles)[row], expected[row])
+        case.x, case.logits = x, logits
+
+
+@pytest.mark.gpu
+def test_a_recording_gives_what_eager_does() -> None:
+    """The result is the same bit by bit, padded or not, whatever values it was recorded with."""
+    recorded = Case(32, dtype=torch.bfloat16, device="cuda", num_experts=64, top_k=4, hidden=256)
+    recorded.run(None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    x, logits = recorded.x.clone(), recorded.logits.clone()
+    recorded.x.zero_()
+    recorded.logits.zero_()
+    with torch.cuda.graph(graph):
+        out = recorded.run(None)
+    for shift in range(3):
+        recorded.x.copy_(x.roll(shift, 0))
+        recorded.logits.copy_(logits.roll(-shift, 0))
+        graph.replay()
+        assert torch.equal(out, recorded.run(None))
+        assert torch.equal(out[:19], recorded.run(None, slice(19)))
+        recorded.logits[19:] = float("nan")  # values of padded tokens do not matter
+        assert torch.equal(out[:19], recorded.run(None)[:19])
+
+
+def test_no_token() -> None:
+    case = Case(0, dtype=torch.float32, device="cpu")
+    assert case.run(None).shape == (0, 40)
+    options = case.options
+    out = TorchOps().experts(case.x, case.logits, case.gate_up, case.down, **options)  # type: ignore[arg-type]
+    assert out.shape == (0, 40)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (8, 2), (64, 6), (4, 4)])
+def test_padding_keeps_the_cut(num_experts: int, top_k: int) -> None:
+    def cut(num_tokens: int) -> ExpertTiles:
+        return choose_tiles(num_tokens, num_experts=num_experts, top_k=top_k, itemsize=2)
+
+    for max_num_seqs in (1, 3, 10, 100, 256, 512):
+        sizes = decode_sizes(max_num_seqs)
+        for num_tokens in range(1, max_num_seqs + 1):
+            assert cut(num_tokens) == cut(min(s for s in sizes if s >= num_tokens))
+    warmed = {cut(num_tokens) for num_tokens in size_classes(20000)}
+    assert {cut(num_tokens) for num_tokens in range(1, 20000)} <= warmed
+
+
+def test_there_are_tiles_for_the_worst_case() -> None:
+    """One pair for each expert but one, and all others of that one."""
+    for num_pairs in range(1, 200):
+        for num_experts in (1, 3, 8, 128):
+            used = min(num_pairs, num_experts)
+            worst = used - 1 + -(-(num_pairs - used + 1) // 16)
+            assert worst <= max_tiles(num_pairs, num_experts, 16) <= num_pairs

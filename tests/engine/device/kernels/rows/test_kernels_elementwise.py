@@ -1,0 +1,246 @@
+"""RMSNorm, gated activation, and rotation with cache write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_device import DEVICES, DEVICES_AND_DTYPES, assert_near, normal, poison, require_triton
+
+require_triton()
+
+from termgen.engine.device.kernels.kv_cache import kv_store_reference  # noqa: E402
+from termgen.engine.device.kernels.rows.gated_activation import (  # noqa: E402
+    ACTIVATIONS,
+    gated_activation,
+    gated_activation_reference,
+)
+from termgen.engine.device.kernels.rows.qk_rope_kv import (  # noqa: E402  # noqa: E402
+    qk_rope_kv,
+    qk_rope_kv_reference,
+    rotation,
+    rotation_reference,
+    store_kv,
+)
+from termgen.engine.device.kernels.rows.rmsnorm import (  # noqa: E402
+    add_rmsnorm,
+    add_rmsnorm_reference,
+    norm_add_norm,
+    norm_add_norm_reference,
+    rmsnorm,
+    rmsnorm_reference,
+)
+
+devices_and_dtypes = pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (5, 576), (3, 1000), (2, 4096)])
+def test_rmsnorm(device: str, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    x = normal(num_rows, size, dtype=dtype, device=device, seed=size, scale=3.0)
+    weight = normal(size, dtype=dtype, device=device, seed=1)
+    out = poison(num_rows, size, dtype=dtype, device=device)
+    assert rmsnorm(x, weight, 1e-5, out=out) is out
+    assert_near(out, rmsnorm_reference(x, weight, 1e-5), dtype)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (7, 576), (2, 2048)])
+def test_add_rmsnorm(device: str, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    # x is a slice of a wider tensor, as a fused projection's output may be.
+    x = normal(num_rows, size + 8, dtype=dtype, device=device, seed=2)[:, :size]
+    residual = normal(num_rows, size, dtype=dtype, device=device, seed=3, scale=9.0)
+    weight = normal(size, dtype=dtype, device=device, seed=4)
+    expected_residual = residual.clone()
+    expected = add_rmsnorm_reference(x, expected_residual, weight, 1e-6)
+    assert_near(add_rmsnorm(x, residual, weight, 1e-6), expected, dtype)
+    assert torch.equal(residual, expected_residual)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (7, 1152), (2, 2048)])
+def test_norm_add_norm(device: str, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    x = normal(num_rows, size + 8, dtype=dtype, device=device, seed=2, scale=5.0)[:, :size]
+    residual = normal(num_rows, size, dtype=dtype, device=device, seed=3, scale=3.0)
+    # Beside a half type, weights of float32.
+    first, second = (normal(size, dtype=torch.float32, device=device, seed=s) for s in (4, 5))
+    expected_residual = residual.clone()
+    expected = norm_add_norm_reference(x, expected_residual, first, second, 1e-6)
+    out = poison(num_rows, size, dtype=dtype, device=device)
+    assert norm_add_norm(x, residual, first, second, 1e-6, out=out) is out
+    assert_near(out, expected, dtype)
+    assert_near(residual, expected_residual, dtype)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_activation(device: str, dtype: torch.dtype, activation: str) -> None:
+    for num_rows, size in ((1, 96), (3, 1536), (2, 1100)):
+        gate_up = normal(num_rows, 2 * size, dtype=dtype, device=device, seed=size, scale=4.0)
+        out = poison(num_rows, size, dtype=dtype, device=device)
+        gated_activation(gate_up, activation=activation, out=out)
+        assert_near(out, gated_activation_reference(gate_up, activation=activation), dtype)
+
+
+@devices_and_dtypes
+def test_silu_far_from_zero(device: str, dtype: torch.dtype) -> None:
+    gate = torch.tensor([[-200.0, -60.0, -1.0, 0.0, 1.0, 60.0, 200.0, 5.0]])
+    gate_up = torch.cat((gate, torch.ones_like(gate)), -1).to(device, dtype)
+    assert_near(gated_activation(gate_up), gated_activation_reference(gate_up), dtype)
+
+
+def make_cache(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    heads_first: bool,
+) -> torch.Tensor:
+    """A poisoned cache in the kernels' view, in either layout."""
+    if not heads_first:
+        shape = (num_blocks, block_size, 2, num_kv_heads, head_dim)
+        return poison(*shape, dtype=dtype, device=device)
+    shape = (num_blocks, num_kv_heads, 2, block_size, head_dim)
+    return poison(*shape, dtype=dtype, device=device).permute(0, 3, 2, 1, 4)
+
+
+def make_rotation(positions: torch.Tensor, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    frequencies = 1e4 ** (-torch.arange(0, rotary_dim, 2, device=positions.device) / rotary_dim)
+    angles = positions[:, None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize("norm_dtype", [None, "model", torch.float32])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "rotary_dim"),
+    [(2, 1, 64, 64), (5, 5, 80, 80), (9, 3, 96, 24), (8, 1, 128, 128), (3, 1, 256, 64)],
+)
+def test_qk_rope_kv(
+    device: str,
+    dtype: torch.dtype,
+    norm_dtype: torch.dtype | str | None,
+    in_place: bool,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+) -> None:
+    heads = num_heads + 2 * num_kv_heads
+    qkv = normal(4, heads * head_dim, dtype=dtype, device=device, seed=head_dim)
+    weight = None
+    if norm_dtype is not None:
+        kept = norm_dtype if isinstance(norm_dtype, torch.dtype) else dtype
+        weight = normal(heads - num_kv_heads, head_dim, dtype=kept, device=device, seed=8)
+    cos, sin = make_rotation(torch.tensor([0, 3, 1000, 31000], device=device), rotary_dim)
+    slots = torch.tensor([11, 0, 5, 14], device=device)
+    caches = [
+        make_cache(4, 4, num_kv_heads, head_dim, dtype=dtype, device=device, heads_first=in_place)
+        for _ in range(2)
+    ]
+    expected = qk_rope_kv_reference(
+        qkv, caches[1], cos, sin, slots, num_heads=num_heads, norm_weight=weight, eps=1e-6
+    )
+    q = qkv.view(4, heads, head_dim)[:, :num_heads]
+    if not in_place:
+        q = poison(4, num_heads, head_dim, dtype=dtype, device=device)
+    qk_rope_kv(
+        qkv, caches[0], cos, sin, slots, num_heads=num_heads, norm_weight=weight, eps=1e-6, q=q
+    )
+    assert_near(q, expected, dtype)
+    written = ~caches[1].isnan()
+    assert torch.equal(written, ~caches[0].isnan())
+    assert_near(caches[0][written], caches[1][written], dtype)
+
+
+@devices_and_dtypes
+def test_an_fp8_cache_gets_the_bytes_of_a_saturating_conversion(
+    device: str, dtype: torch.dtype
+) -> None:
+    """Every finite 16-bit pattern as a value; in float32 its neighbours too."""
+    half_type = torch.float16 if dtype is torch.float32 else dtype
+    tokens, num_kv_heads, head_dim = 32, 8, 256
+    shape = (tokens, num_kv_heads, head_dim)
+    v = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(half_type).to(dtype).view(shape)
+    v = v.nan_to_num(0.3)
+    if dtype is torch.float32:
+        toward = torch.tensor([0.0, 1e9, -1e9]).repeat(v.numel() // 3 + 1)[: v.numel()]
+        v = torch.where(toward.view(shape) == 0, v, v.nextafter(toward.view(shape)))
+    k = normal(*shape, dtype=dtype, device="cpu", seed=1, scale=300.0)
+    q = normal(tokens, 1, head_dim, dtype=dtype, device="cpu", seed=2)
+    qkv = torch.cat((q, k, v), 1).flatten(1).to(device)
+    # Rotated by zero, so that the keys are exact as well.
+    cos, sin = make_rotation(torch.zeros(tokens, dtype=torch.int64, device=device), head_dim)
+    slots = torch.randperm(tokens).to(device)
+    cache = make_cache(
+        2, 16, num_kv_heads, head_dim, dtype=torch.float8_e4m3fn, device=device, heads_first=True
+    )
+    qk_rope_kv(qkv, cache, cos, sin, slots, num_heads=1)
+    written = cache.flatten(0, 1)[slots].cpu()
+    for index, x in enumerate((k, v)):
+        expected = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(written[:, index].view(torch.uint8), expected.view(torch.uint8))
+    assert not written.isnan().any() and written.float().abs().max() == 448
+    reference = torch.full_like(cache, float("nan"))
+    qk_rope_kv_reference(qkv, reference, cos, sin, slots, num_heads=1)
+    assert torch.equal(reference.view(torch.uint8), cache.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("half", "scale"), [(32, 1.0), (40, 1.25), (64, 1.0)])
+def test_rotation(device: str, half: int, scale: float) -> None:
+    positions = torch.tensor([0, 1, 5, 4095, 131071], device=device)
+    frequencies = (1e4 ** (-torch.arange(half) / half)).to(device)
+    for actual, expected in zip(
+        rotation(positions, frequencies, scale),
+        rotation_reference(positions, frequencies, scale),
+        strict=True,
+    ):
+        assert_near(actual, expected, torch.float32)
+
+
+@devices_and_dtypes
+def test_qk_rope_kv_of_many_tokens(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of more heads, the last one of fewer, write what small programs write."""
+    monkeypatch.setattr("termgen.engine.device.kernels.rows.qk_rope_kv._MANY_TOKENS", 5)
+    num_heads, num_kv_heads, head_dim = 20, 4, 64
+    heads = num_heads + 2 * num_kv_heads
+    qkv = normal(6, heads * head_dim, dtype=dtype, device=device, seed=3)
+    weight = normal(heads - num_kv_heads, head_dim, dtype=dtype, device=device, seed=8)
+    cos, sin = make_rotation(torch.tensor([0, 1, 2, 3, 500, 31000], device=device), head_dim)
+    slots = torch.tensor([11, 0, 5, 14, 2, 3], device=device)
+    few, many = (
+        make_cache(4, 4, num_kv_heads, head_dim, dtype=dtype, device=device, heads_first=True)
+        for _ in range(2)
+    )
+    arguments = {"num_heads": num_heads, "norm_weight": weight, "eps": 1e-6}
+    q = qk_rope_kv(qkv, many, cos, sin, slots, **arguments)
+    for part in (slice(0, 3), slice(3, 6)):
+        small = qk_rope_kv(qkv[part], few, cos[part], sin[part], slots[part], **arguments)
+        assert_near(q[part], small, dtype)
+    assert_near(many.nan_to_num(-7.0), few.nan_to_num(-7.0), dtype)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 64), (5, 80), (8, 128)])
+def test_store_kv(
+    device: str, dtype: torch.dtype, heads_first: bool, num_kv_heads: int, head_dim: int
+) -> None:
+    # Parts of one projection's output, as a model that fuses q, k and v has them.
+    shape = (5, 3 * num_kv_heads, head_dim)
+    _, k, v = normal(*shape, dtype=dtype, device=device, seed=head_dim).chunk(3, dim=1)
+    slots = torch.tensor([11, 0, 5, 14, 2], device=device)
+    stored, expected = (
+        make_cache(4, 4, num_kv_heads, head_dim, dtype=dtype, device=device, heads_first=heads)
+        for heads in (heads_first, False)
+    )
+    store_kv(k, v, stored, slots)
+    kv_store_reference(k, v, expected, slots)
+    torch.testing.assert_close(stored, expected, atol=0, rtol=0, equal_nan=True)
