@@ -1,4 +1,4 @@
-"""What a request or its grammar changes in the logits before sampling.
+"""Changes to the logits before sampling, by a request or its grammar.
 
 `edit_logits`: allowed ids, a bias and bad words in two kernels that read the tables of the rows'
 slots. The first copies the logits and hides what a row may not draw. The second has one program per
