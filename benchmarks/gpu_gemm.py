@@ -287,7 +287,7 @@ def write_table(path: Path, cells: list[Cell]) -> None:
     for cell in cells:
         table.setdefault((cell.n, cell.k), {})[cell.m] = cell.winner
     lines = [
-        '"""What was measured to be best on a Hopper GPU; written by `benchmarks/gpu_gemm.py`."""',
+        '"""The fastest cuts measured on a Hopper GPU; written by `benchmarks/gpu_gemm.py`."""',
         "",
         "from __future__ import annotations",
         "",

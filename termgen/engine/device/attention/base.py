@@ -45,7 +45,7 @@ class AttentionMetadata:
 
 @dataclass(slots=True, eq=False)
 class ForwardContext:
-    """What one forward pass needs besides its tokens."""
+    """The inputs of one forward pass besides its tokens."""
 
     metadata: AttentionMetadata
     kv_caches: list[torch.Tensor]
@@ -56,7 +56,7 @@ class ForwardContext:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCapabilities:
-    """What a backend can run; None means any."""
+    """The shapes and types a backend can run; None means any."""
 
     device_types: frozenset[str]
     dtypes: frozenset[torch.dtype]

@@ -7,8 +7,8 @@ backend's kernels are imported only where they can run.
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,8 +95,7 @@ def why_not(name: str, shape: AttentionShape) -> str:
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
-    module, _, attribute = BACKENDS[name].partition(":")
-    backend: type[AttentionBackend] = getattr(import_module(module), attribute)
+    backend: type[AttentionBackend] = resolve_name(BACKENDS[name])
     return backend
 
 

@@ -111,7 +111,7 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What a group gathers and sees through one window size."""
+    """The keys that a group gathers and sees through one window size."""
 
     num_keys: int
     key_slots: torch.Tensor  # [n * num_keys] int64

@@ -1,7 +1,7 @@
 """Attention by Triton kernels: `paged_decode` for rows of one query, `paged_prefill` for others.
 
-The default on CUDA. Who computes what is planned on the device from the lengths, once per step, so
-a recorded step stays right for every context length and every mix of prompts.
+The default on CUDA. Plans made on the device from the lengths, once per step, divide the work, so a
+recorded step stays right for every context length and every mix of prompts.
 """
 
 from __future__ import annotations

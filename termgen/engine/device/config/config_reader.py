@@ -29,7 +29,7 @@ class ConfigReader:
         return self._values.get(key)
 
     def present(self) -> dict[str, Any]:
-        """What is not null."""
+        """The entries that are not null."""
         return {key: value for key, value in self._values.items() if value is not None}
 
     def values(self) -> Collection[Any]:

@@ -1,4 +1,4 @@
-"""What a model is, read from its config.json. Frozen, and free of torch.
+"""The shape of a model, read from its config.json. Frozen, and free of torch.
 
 `ModelConfig.from_hf` takes the dictionary of a Hugging Face config (both the older form with
 `rope_theta` and `rope_scaling`, and the newer one with `rope_parameters`); GGUF metadata is
@@ -23,7 +23,7 @@ TORCH_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """What a checkpoint with one tensor for each expert's matrix calls them."""
+    """Names in a checkpoint with one tensor for each expert's matrix."""
 
     block: str
     """The part of a layer that holds the router and the experts."""
@@ -53,7 +53,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersSource:
-    """What a model that runs through transformers' code is built from."""
+    """The source of a model that runs through transformers' code."""
 
     raw: Mapping[str, Any]
     """config.json as it is."""
@@ -93,7 +93,7 @@ class ModelConfig:
     torch_dtype: str
     moe: MoeConfig | None = None
     weight_prefix: str = ""
-    """What the checkpoint puts in front of this model's names; what lacks it is another model's."""
+    """Prefix of this model's tensors in the checkpoint; tensors without it are another model's."""
     overflows_float16: bool = False
     """Whether activations of the family's models are known to leave the range of float16."""
     transformers: TransformersSource | None = None
@@ -108,7 +108,7 @@ class ModelConfig:
 
     @property
     def implementation(self) -> str:
-        """Whose code runs the model: one of config.MODEL_IMPLS."""
+        """The code that runs the model: one of config.MODEL_IMPLS."""
         return "termgen" if self.transformers is None else "transformers"
 
     @property
@@ -127,7 +127,7 @@ class ModelConfig:
         return rows * self.hidden_size
 
     def of_layer(self, layer: int) -> ModelConfig:
-        """What one layer is built from: without experts where it has a plain MLP."""
+        """The config of one layer: without experts where it has a plain MLP."""
         if self.moe is None or layer in self.moe.sparse_layers:
             return self
         return replace(self, moe=None)
@@ -185,7 +185,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """What a family's config says beyond the common keys."""
+    """The part of a family's config beyond the common keys."""
 
     qkv_bias: bool = False
     o_bias: bool = False
@@ -303,8 +303,8 @@ _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
     "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "sliding_window": 4096},
 }
-"""What a key means that a config.json leaves out, where transformers' class for the architecture
-has another default than most. A key that is null keeps that meaning."""
+"""Values of keys that a config.json leaves out, where transformers' class for the architecture has
+another default than most. A key that is null keeps that meaning."""
 
 
 def is_known(config: Mapping[str, Any]) -> bool:

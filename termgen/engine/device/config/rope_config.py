@@ -27,7 +27,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    """What cos and sin are multiplied with: given, or worked out the way YaRN says."""
+    """Factor of cos and sin: given, or computed as YaRN defines it."""
 
 
 def rope_keys(read: ConfigReader) -> ConfigReader:

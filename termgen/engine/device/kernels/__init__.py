@@ -6,6 +6,8 @@
     sampling    logits to token ids
     rows        everything that goes row by row: norms, rotation, activation, the ends of a step
 
+The engine runs without them, in torch: skip this package on a first reading.
+
 No other package imports triton. The code that chooses the path imports a kernel's module, after
 `why_unusable`, so that a machine without triton loads everything else.
 

@@ -34,7 +34,7 @@ def movable(cache: torch.Tensor) -> torch.Tensor:
 
 
 def cache_constants(cache: torch.Tensor) -> dict[str, int]:
-    """What every kernel must know of a cache's layout to find a head of a token."""
+    """The layout of a cache, as constants by which every kernel finds a head of a token."""
     block, token, kv, head, dim = cache.stride()
     assert dim == 1, "a head of a token must be dense"
     return {

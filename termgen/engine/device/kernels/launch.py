@@ -1,4 +1,4 @@
-"""What launchers share: facts about the device and shapes, and a prefetch into the L2 cache."""
+"""Shared by launchers: facts about the device and shapes, and a prefetch into the L2 cache."""
 
 from __future__ import annotations
 

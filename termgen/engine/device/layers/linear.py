@@ -20,7 +20,7 @@ from termgen.engine.device.layers.weight_slot import WeightSlot, empty_parameter
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """What a method must store: weight [out_features, in_features] for activations of `dtype`."""
+    """A weight [out_features, in_features] to be stored, for activations of `dtype`."""
 
     in_features: int
     out_features: int

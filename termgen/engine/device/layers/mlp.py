@@ -1,6 +1,4 @@
-"""What stands behind attention in a decoder layer: a gated MLP, down(act(gate(x)) * up(x)), or a
-mixture of experts in its place.
-"""
+"""The MLP of a decoder layer: gated, down(act(gate(x)) * up(x)), or a mixture of experts."""
 
 from __future__ import annotations
 

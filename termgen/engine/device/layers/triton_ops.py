@@ -1,7 +1,8 @@
 """The layers' arithmetic on CUDA by Triton kernels: `TritonOps` between matrix products, and
 `SmallBatchLinears` for products of a few rows, where they were measured to beat cuBLAS.
 
-Imported where the path is chosen, after `kernels.why_unusable`: triton may be missing.
+The fast path of `ops` and `linear`: skip it on a first reading. Imported where the path is chosen,
+after `kernels.why_unusable`: triton may be missing.
 """
 
 from __future__ import annotations

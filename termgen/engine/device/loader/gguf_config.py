@@ -43,7 +43,7 @@ _SAMPLING = {
 
 
 def hf_config(file: GGUFFile) -> dict[str, Any]:
-    """What config.json would say."""
+    """The dictionary of a config.json."""
     keys = _Keys(file)
     _check_whole(keys)
     architecture = keys.architecture
@@ -85,7 +85,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def generation_config(file: GGUFFile) -> dict[str, Any]:
-    """What generation_config.json would say: end tokens and recommended sampling."""
+    """The dictionary of a generation_config.json: end tokens and recommended sampling."""
     keys = _Keys(file)
     settings: dict[str, Any] = {}
     ends = [keys.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]

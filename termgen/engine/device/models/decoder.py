@@ -36,7 +36,7 @@ from termgen.engine.device.models.pieces import Carried
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """What a layer knows of the model around it."""
+    """A layer's place in its model."""
 
     index: int
     """Its KV cache among those of the layers."""
@@ -52,7 +52,7 @@ class DecoderLayer(nn.Module):
     """q/k/v, rotation | attention | output projection, norm, MLP or experts, next layer's norm."""
 
     norm_offset: float = 0.0
-    """What a family adds to the norm weights of a checkpoint."""
+    """Added to the norm weights of a checkpoint."""
     place: Place
     """Set by the model, once it has made all layers."""
 

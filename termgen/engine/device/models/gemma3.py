@@ -16,7 +16,7 @@ from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
 
 
 class Gemma3Layer(DecoderLayer):
-    """What attention and MLP return is normalised before it is added to the residual."""
+    """The outputs of attention and MLP are normalised before they are added to the residual."""
 
     norm_offset = 1.0
 

@@ -18,7 +18,7 @@ from termgen.engine.device.layers.rotary import Rotation
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:
-    """What one forward pass keeps from its first piece to its last."""
+    """The state of one forward pass, from its first piece to its last."""
 
     residual: torch.Tensor
     """[T, hidden]: every piece adds to it in place."""

@@ -8,7 +8,7 @@ caller runs `model.finalize()`.
 from __future__ import annotations
 
 import os
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from termgen.engine.device.config.model_config import ModelConfig, unsupported_architecture
@@ -69,8 +69,7 @@ def build_model(
     if device.type == "cpu":
         check_memory(config.num_parameters * (1 if quantization == "int8" else dtype.itemsize))
     method = _linear_method(quantization, device)
-    model_class = _resolve(MODELS[config.architecture])
-    model: CausalDecoder = model_class(
+    model: CausalDecoder = resolve_name(MODELS[config.architecture])(
         config, dtype=dtype, device=device, method=method, attention=attention, ops=ops
     )
     return model
@@ -83,7 +82,7 @@ def _linear_method(quantization: str | None, device: torch.device) -> Any:
         )
 
         return SmallBatchLinears()
-    return _resolve(LINEAR_METHODS[quantization])
+    return resolve_name(LINEAR_METHODS[quantization])
 
 
 def check_memory(needed_bytes: int) -> None:
@@ -98,8 +97,3 @@ def check_memory(needed_bytes: int) -> None:
             f" {memory_bytes / 2**30:.1f} GiB of memory; use a smaller model or dtype, or"
             " --quantization int8"
         )
-
-
-def _resolve(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)

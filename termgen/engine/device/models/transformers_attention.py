@@ -42,7 +42,7 @@ class AttentionCall(NamedTuple):
     scale: float
     sliding_window: int | None
     options: Mapping[str, Any]
-    """Whatever else the model's code says about this call."""
+    """All other arguments of the call."""
 
 
 AttentionStage = Callable[[AttentionCall], torch.Tensor]

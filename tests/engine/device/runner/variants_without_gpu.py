@@ -169,7 +169,7 @@ def make_runner(config: EngineConfig, folder: Path) -> model_runner.ModelRunner:
     block_size = TritonPagedAttention.capabilities.preferred_block_size
     shape = replace(shape, block_size=config.block_size or block_size)
     attention = TritonPagedAttention(shape)
-    model = registry._resolve(registry.MODELS[model_config.architecture])(
+    model = registry.resolve_name(registry.MODELS[model_config.architecture])(
         model_config,
         dtype=torch.float16,
         device=device,

@@ -42,7 +42,7 @@ COPIED = gl.constexpr(64)
 
 @gluon.jit
 def next_work(turn):
-    """Back and forth over the programs: who got the most keys in one turn gets the fewest next."""
+    """Back and forth over the programs: most keys in one turn means fewest in the next."""
     place = gl.program_id(0)
     if turn % 2 == 1:
         place = gl.num_programs(0) - 1 - place

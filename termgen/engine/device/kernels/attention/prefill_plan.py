@@ -54,7 +54,7 @@ def can_specialise(
 
 
 def specialised_config(head_dim: int) -> PrefillConfig:
-    """What a group of warps holds in registers is as much at head size 64 as at 128."""
+    """A group of warps holds as much in registers at head size 64 as at 128."""
     tile, stages = (128, 2) if head_dim == 64 else (64, 3)
     return PrefillConfig(rows=128, tile=tile, num_warps=4, num_stages=stages, specialised=True)
 

@@ -30,6 +30,8 @@ from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
 from termgen.engine.device.kernels.launch import ask_l2, dot_precision, pdl_options
 
 _PREFETCH_ALIGNMENT = 16
+VECTOR: tl.constexpr = tl.constexpr(4)
+"""Words whose products are added up within a thread before anything crosses threads."""
 
 
 class SmallGemmWorkspace:
@@ -60,10 +62,6 @@ def weight_tile(at, columns, k, EVEN_K: tl.constexpr):
     if EVEN_K:
         return tl.load(at, eviction_policy="evict_first")
     return tl.load(at, mask=(columns < k)[None, :], other=0, eviction_policy="evict_first")
-
-
-VECTOR: tl.constexpr = tl.constexpr(4)
-"""Words whose products are added up within a thread before anything crosses threads."""
 
 
 @triton.jit
@@ -180,6 +178,9 @@ def gemv_kernel(
         tl.store(out_ptr + token * n + rows, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+# In a chain of short kernels the memory idles while one ends and the next begins. Here K is spread
+# over the warps, and they read their part of the weight while the kernel ahead still runs; after
+# the wait they read x, multiply, and add up the warps' sums in a fixed order.
 @triton.jit(do_not_specialize=["num_rows"])
 def held_kernel(
     x_ptr,

@@ -37,7 +37,7 @@ class SmallGemmConfig:
     splits: int = 1
     """mma: programs that share the K of one tile."""
     prefetch_bytes: int = 32768
-    """What a program asks the L2 cache for before it waits for the kernel ahead of it."""
+    """Bytes that a program prefetches into the L2 cache before it waits for the kernel ahead."""
 
     def tiles(self, out_features: int) -> int:
         return -(-out_features // self.block_n)

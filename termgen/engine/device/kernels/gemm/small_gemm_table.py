@@ -1,4 +1,4 @@
-"""What was measured to be best on a Hopper GPU; written by `benchmarks/gpu_gemm.py`."""
+"""The fastest cuts measured on a Hopper GPU; written by `benchmarks/gpu_gemm.py`."""
 
 from __future__ import annotations
 

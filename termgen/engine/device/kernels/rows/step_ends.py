@@ -10,7 +10,7 @@ padded ones, which change nothing.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -18,16 +18,11 @@ import triton.language as tl
 
 from termgen.engine.device.kernels.launch import next_power_of_2
 
+if TYPE_CHECKING:
+    from termgen.engine.device.runner.token_ring import TokenRing
+
 _BLOCK = 512
 """Block ids copied at once."""
-
-
-class Ring(Protocol):
-    """Tokens of the last steps: `sampling.token_ring.TokenRing`."""
-
-    tokens: torch.Tensor  # [num_steps, size] int32
-    index: torch.Tensor  # [1] int64: the row that the next step writes
-    arrivals: torch.Tensor  # [1] int32, 0 between launches
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "counts_ptr"])
@@ -200,7 +195,7 @@ def append_sampled(
     finished: torch.Tensor,  # [R] bool
     stop_ids: torch.Tensor,  # [R, K] int64, padded with -1
     output_counts: torch.Tensor | None = None,  # [R, V] int32
-    ring: Ring | None = None,
+    ring: TokenRing | None = None,
 ) -> torch.Tensor:  # [B] int32
     """Takes a step's samples into the rows of the state, in place. With a ring, the tokens that are
     returned are its next row too, and the row after it comes next."""

@@ -1,4 +1,4 @@
-"""What a request or its grammar changes in the logits before sampling.
+"""Changes to the logits before sampling, by a request or its grammar.
 
 `edit_logits`: allowed ids, a bias and bad words in two kernels that read the tables of the rows'
 slots. The first copies the logits and hides what a row may not draw. The second has one program per
@@ -12,16 +12,19 @@ is device memory, and the programs of a row without one end at once.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from termgen.engine.device.kernels.launch import num_sms
-from termgen.engine.device.sampling.logit_edits import NOTHING, LogitEdits
+from termgen.engine.device.sampling.logit_edits import NOTHING
 from termgen.engine.device.sampling.logit_edits import edit_logits as edit_gathered
 from termgen.engine.device.sampling.token_mask import TokenMasks, mask_tokens
+
+if TYPE_CHECKING:
+    from termgen.engine.device.runner.logit_edit_tables import LogitEditTables
 
 _BLOCK = 4096
 _BIASES = 256
@@ -29,26 +32,6 @@ _WORDS = 16
 _NOTHING = tl.constexpr(NOTHING)
 _MASK_BLOCK = 2048
 _PROGRAMS_PER_SM = 4
-
-
-class EditTables(Protocol):
-    """The edits of every slot: `runner.logit_edit_tables.LogitEditTables`."""
-
-    vocab_size: int
-    counts: torch.Tensor  # [R, 2] int32: biases and bad words in use
-    bias_ids: torch.Tensor  # [R, N] int32
-    biases: torch.Tensor  # [R, N] float32
-    allowed_bits: torch.Tensor  # [R, ceil(V / 8)] uint8
-    bad_words: torch.Tensor  # [R, W, LENGTH] int32, right-aligned
-
-    def gather(
-        self,
-        slots: torch.Tensor,
-        *,
-        token_ids: torch.Tensor,
-        total_len: torch.Tensor,
-        prompt_len: torch.Tensor,
-    ) -> LogitEdits: ...
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
@@ -129,7 +112,7 @@ def _change_kernel(
 def edit_logits(
     logits: torch.Tensor,  # [B, V], rows dense
     slots: torch.Tensor,  # [B] int64
-    tables: EditTables,
+    tables: LogitEditTables,
     *,
     token_ids: torch.Tensor,  # [R, max_model_len] int32
     total_len: torch.Tensor,  # [R] int64
@@ -178,7 +161,7 @@ def edit_logits(
 def edit_logits_reference(
     logits: torch.Tensor,
     slots: torch.Tensor,
-    tables: EditTables,
+    tables: LogitEditTables,
     *,
     token_ids: torch.Tensor,
     total_len: torch.Tensor,

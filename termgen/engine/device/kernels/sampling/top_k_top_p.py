@@ -54,7 +54,7 @@ def _load_keys(row_ptr, first, temperature, VOCAB_SIZE: tl.constexpr, TILE: tl.c
 
 @triton.jit
 def _weights(keys, top, COUNTED: tl.constexpr):
-    """What a logit adds to the sum that a search is after: 1, or its mass, the largest having 1."""
+    """Each logit's share of the sum of a search: 1, or its mass relative to the largest."""
     if COUNTED:
         return tl.where(keys > _LOWEST_KEY, 1.0, 0.0)
     return tl.where(keys > _LOWEST_KEY, tl.exp(_value(keys) - top), 0.0)
