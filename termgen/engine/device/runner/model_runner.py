@@ -29,9 +29,11 @@ from termgen.engine.device.models.decoder import CausalDecoder, one_layer_of_eac
 from termgen.engine.device.models.transformers_backend import TransformersDecoder
 from termgen.engine.device.runner.async_output import (
     AsyncOutput,
+    DeviceClock,
     Launch,
     RecordedOutput,
     StepTensors,
+    cuda_event,
     make_copy_stream,
 )
 from termgen.engine.device.runner.cuda_graphs import (
@@ -41,7 +43,6 @@ from termgen.engine.device.runner.cuda_graphs import (
     NamedTensor,
     tensors_of,
 )
-from termgen.engine.device.runner.device_clock import DeviceClock, cuda_event
 from termgen.engine.device.runner.dispatch import (
     NEEDS,
     BatchDescriptor,
