@@ -1,8 +1,8 @@
 """Sampling in a few kernels, for steps that ask for no more than temperature, cuts and grammars.
 
-Draws what `Sampler` draws, up to rounding. Imports triton: the runner imports this module only on
-a device whose kernels it can use. Penalties, `min_tokens` and log-probabilities stay with
-`Sampler`.
+Skip on a first reading: it draws what `Sampler` draws, up to rounding. Imports triton: the runner
+imports this module only on a device whose kernels it can use. Penalties, `min_tokens` and
+log-probabilities stay with `Sampler`.
 """
 
 from __future__ import annotations
