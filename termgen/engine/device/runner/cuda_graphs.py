@@ -1,5 +1,7 @@
 """Recordings of whole steps, and their replay; `piecewise_graphs` has those cut at attention.
 
+Skip on a first reading: a replayed step gives what `ModelRunner` launches one by one.
+
 A full graph holds input preparation, the model, sampling, the state update and the hand-over of
 the tokens to a ring, all reading their lengths and rows from device memory. Replaying a step whose
 rows are those of the step before uploads nothing at all. Steps whose sampling is unusual, or waits

@@ -181,7 +181,8 @@ class InputBuffers:
         state: RequestState,
         num_blocks: int,
     ) -> torch.Tensor:
-        """The same in one kernel, which leaves out block ids beyond a row's length."""
+        """Fast path, skip on a first reading: the same in one kernel, which leaves out block ids
+        beyond a row's length."""
         from termgen.engine.device.kernels.rows.step_ends import prepare_decode
 
         num_rows = len(slots)
@@ -232,7 +233,7 @@ class RowHeader:
 
     Row i is slot `tensor[0, i]` and `tensor[1, i]` tokens; the rest is padding. Every recording
     reads this one buffer. It is sent only when the rows changed: a replay of the same rows uploads
-    nothing.
+    nothing. Skip on a first reading: only recorded steps have one.
     """
 
     def __init__(self, size: int, *, pad_row: int, device: torch.device) -> None:

@@ -29,9 +29,11 @@ from termgen.engine.device.models.decoder import CausalDecoder, one_layer_of_eac
 from termgen.engine.device.models.transformers_backend import TransformersDecoder
 from termgen.engine.device.runner.async_output import (
     AsyncOutput,
+    DeviceClock,
     Launch,
     RecordedOutput,
     StepTensors,
+    cuda_event,
     make_copy_stream,
 )
 from termgen.engine.device.runner.cuda_graphs import (
@@ -41,7 +43,6 @@ from termgen.engine.device.runner.cuda_graphs import (
     NamedTensor,
     tensors_of,
 )
-from termgen.engine.device.runner.device_clock import DeviceClock, cuda_event
 from termgen.engine.device.runner.dispatch import (
     NEEDS,
     BatchDescriptor,
@@ -283,13 +284,15 @@ class ModelRunner:
         """
         launch = self._begin(plan)
         recording = launch.dispatch.descriptor
-        if recording is not None and recording.sampling is not SamplingVariant.OUTSIDE:
-            return self._land(launch, self.graphs.replay(recording, plan))  # compiles nothing
-        with torch.inference_mode(), self.watch_compiles():
-            output = self._run_model(plan, launch.dispatch)
-        launch.model_span_ns = output.span_ns
-        step = UnsampledStep(self, launch, output)
-        return step.sample(None) if plan.constrained is None else step
+        if recording is None or recording.sampling is SamplingVariant.OUTSIDE:
+            with torch.inference_mode(), self.watch_compiles():
+                output = self._run_model(plan, launch.dispatch)
+            launch.model_span_ns = output.span_ns
+            step = UnsampledStep(self, launch, output)
+            return step.sample(None) if plan.constrained is None else step
+        # Fast path, skip on a first reading: one recording holds model and sampling. It compiles
+        # nothing, so nothing is counted.
+        return self._land(launch, self.graphs.replay(recording, plan))
 
     def _begin(self, plan: StepPlan) -> Launch:
         """Bring the rows up to the plan and choose the recording. A busy device comes to the rows
@@ -308,11 +311,16 @@ class ModelRunner:
 
     def _run_model(self, plan: StepPlan, dispatch: Dispatch) -> ModelOutput:
         """Launch the model on a step that no recording samples."""
+        if dispatch.padded_tokens is None:
+            return self._run_operations(plan)
+        # Fast paths, skip on a first reading: the model as one recording, or as several pieces.
         if dispatch.descriptor is not None:
             return ModelOutput(*self.graphs.replay_model(dispatch.descriptor, plan))
-        if dispatch.padded_tokens is not None:
-            batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
-            return ModelOutput(batch.slots, batch.num_tokens, hidden)
+        batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
+        return ModelOutput(batch.slots, batch.num_tokens, hidden)
+
+    def _run_operations(self, plan: StepPlan) -> ModelOutput:
+        """Launch the model's operations one by one."""
         batch = self.buffers.prepare(plan, self.state)
         is_timed = self.device.type == "cpu"
         began_ns = time.perf_counter_ns() if is_timed else 0
@@ -337,6 +345,7 @@ class ModelRunner:
                     is_late[masks.late] = 1
                     num_tokens = num_tokens - self.state.upload(is_late)
                 elif needs.is_simple and not needs.edits:
+                    # Fast path, skip on a first reading: sampling with masks is recorded too.
                     if self.graphs.replay_sampling(launch.dispatch):
                         return self._land(launch, self.graphs.pushed(plan.num_rows))
             of_prompts = output.prompt_logprobs
@@ -409,14 +418,15 @@ class ModelRunner:
     ) -> StepTensors:
         """Sampling and state update."""
         logprobs = None
-        if kernels := self._kernels_for(needs):
-            if needs.edits:
-                logits = self.state.edit_logits(slots, logits)
-            token_ids = kernels(logits, slots, num_tokens, self.state, needs)
-        else:
+        kernels = self._kernels_for(needs)
+        if kernels is None:
             meta = self.state.sampling_metadata(slots, num_tokens, needs)
             output = self.sampler(logits.float(), meta)
             token_ids, logprobs = output.token_ids, output.logprobs
+        else:  # fast path, skip on a first reading: the same draws in a few kernels
+            if needs.edits:
+                logits = self.state.edit_logits(slots, logits)
+            token_ids = kernels(logits, slots, num_tokens, self.state, needs)
         return StepTensors(self.state.append_sampled(slots, num_tokens, token_ids, ring), logprobs)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Recordings of steps cut at attention: all that depends on a step's token count alone.
 
+Skip on a first reading: a replayed step gives what `ModelRunner` launches one by one.
+
 For each size, a number of tokens, the inputs are one graph, the model up to the first attention is
 another, what lies between two attentions is one each, and the end up to each row's hidden state is
 the last. Attention runs eagerly between them, with the step's own rows and lengths; logits and

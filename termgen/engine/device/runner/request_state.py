@@ -293,6 +293,7 @@ class RequestState:
         sampled: torch.Tensor,
         ring: TokenRing | None,
     ) -> torch.Tensor:
+        """Fast path, skip on a first reading: the same in one kernel."""
         from termgen.engine.device.kernels.rows.step_ends import append_sampled
 
         return append_sampled(

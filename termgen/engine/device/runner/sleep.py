@@ -15,12 +15,11 @@ from pathlib import Path
 import torch
 
 from termgen.config import EngineConfig
-from termgen.engine.device.runner.build import build_runner
+from termgen.engine.device.runner.build import build_runner, record_steps
 from termgen.engine.device.runner.cuda_graphs import CudaRecorder, FullGraphs
 from termgen.engine.device.runner.dispatch import CudaGraphDispatcher
 from termgen.engine.device.runner.memory import held_tensors, is_out_of_memory, make_meter
 from termgen.engine.device.runner.model_runner import ModelRunner
-from termgen.engine.device.runner.recording import record_steps
 from termgen.engine.device.runner.warm_up import run_largest_steps
 from termgen.errors import EngineError, TermgenError
 from termgen.vocabulary.memory_ledger import size

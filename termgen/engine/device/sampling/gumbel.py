@@ -69,7 +69,7 @@ def _argmax_of_few(
     greedy: torch.Tensor,
     stream: Stream,
 ) -> torch.Tensor:
-    """The same draw with noise for the survivors [B, V] alone.
+    """Fast path, skip on a first reading: the same draw with noise for the survivors [B, V] alone.
 
     CPU only: how many there are is a host value. Every row has at least one.
     """

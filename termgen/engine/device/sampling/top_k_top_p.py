@@ -48,6 +48,7 @@ def cut_threshold_reference(
 def cut_threshold_cpu(
     logits: torch.Tensor, *, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
+    """Fast path, skip on a first reading: the same thresholds without sorting every row."""
     threshold = logits.amax(dim=-1, keepdim=True) + min_p.log().unsqueeze(1)
     limited = ((top_k > 0) & (top_k < logits.shape[-1])) | (top_p < 1.0)
     rows = limited.nonzero().squeeze(1)

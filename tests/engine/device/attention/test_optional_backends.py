@@ -17,7 +17,7 @@ from attention_case import AttentionCase
 from termgen.config import EngineConfig
 from termgen.engine.device.attention.base import AttentionShape, empty_kv_cache
 from termgen.engine.device.attention.registry import EXTRAS, backend_class, make_backend, why_not
-from termgen.engine.device.runner.recording import choose_graphs
+from termgen.engine.device.runner.build import choose_graphs
 from termgen.engine.device.runner.resolve import Limits
 from termgen.errors import ConfigError
 

@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from termgen.config import EngineConfig
 from termgen.engine.device.loader import load_model_config
+from termgen.engine.device.runner.build import record_steps
 from termgen.engine.device.runner.cuda_graphs import RecordingError
 from termgen.engine.device.runner.dispatch import CudaGraphDispatcher
-from termgen.engine.device.runner.recording import record_steps
 from termgen.engine.loop.engine import SyncEngine
 from termgen.errors import (
     ConfigError,

@@ -12,8 +12,14 @@ import pytest
 import torch
 
 from termgen.config import EngineConfig
-from termgen.engine.device.runner.async_output import AsyncOutput, Launch, StepTensors
-from termgen.engine.device.runner.device_clock import DeviceClock, DeviceStart, TimingEvent
+from termgen.engine.device.runner.async_output import (
+    AsyncOutput,
+    DeviceClock,
+    DeviceStart,
+    Launch,
+    StepTensors,
+    TimingEvent,
+)
 from termgen.engine.device.runner.dispatch import Dispatch, GraphMode
 from termgen.engine.loop.engine import SyncEngine
 from termgen.vocabulary.events import StepRecord

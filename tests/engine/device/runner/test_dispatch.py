@@ -13,6 +13,7 @@ from paged_model import build
 from termgen.config import CUDAGRAPH_MODES, EngineConfig
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
 from termgen.engine.device.loader import load_model_config
+from termgen.engine.device.runner.build import choose_graphs
 from termgen.engine.device.runner.dispatch import (
     BatchDescriptor,
     CudaGraphDispatcher,
@@ -22,7 +23,6 @@ from termgen.engine.device.runner.dispatch import (
     mixed_sizes,
     variant_of,
 )
-from termgen.engine.device.runner.recording import choose_graphs
 from termgen.engine.device.runner.resolve import Limits
 from termgen.vocabulary.step import SamplingNeeds
 

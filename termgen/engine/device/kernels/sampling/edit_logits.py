@@ -24,7 +24,7 @@ from termgen.engine.device.sampling.logit_edits import edit_logits as edit_gathe
 from termgen.engine.device.sampling.token_mask import TokenMasks, mask_tokens
 
 if TYPE_CHECKING:
-    from termgen.engine.device.runner.logit_edit_tables import LogitEditTables
+    from termgen.engine.device.sampling.logit_edits import LogitEditTables
 
 _BLOCK = 4096
 _BIASES = 256
