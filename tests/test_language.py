@@ -1,4 +1,4 @@
-"""Docstrings and comments keep the part of CONTRIBUTING.md's language rule that a test can hold."""
+"""The part of CONTRIBUTING.md's language rule that a test can hold: docstrings, comments, pages."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ FILES = sorted(
     for file in (ROOT / top).rglob("*.py")
 )
 FOLDERS = sorted({str(file.relative_to(ROOT).parent) for file in FILES})
+PAGES = [
+    "README.md",
+    "CHANGELOG.md",
+    *sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md")),
+]
 
 OPENING = re.compile(r"(Of|By|As|To be|(In|For|From|At|On|With) which)\b", re.IGNORECASE)
 """A text begins with its noun or its verb: these begin with neither."""
@@ -89,6 +94,13 @@ def test_docstrings_and_comments_are_plain(folder: str) -> None:
         for line, text in faults(file.read_text(encoding="utf-8"), allowed):
             found.append(f"{name}:{line}: {text[:160]}")
     assert not found, "see Language in CONTRIBUTING.md\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_name_the_component(page: str) -> None:
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    found = [text[max(0, m.start() - 60) : m.end() + 60] for m in PHRASES.finditer(text)]
+    assert found == []
 
 
 def test_every_exception_is_used() -> None:
