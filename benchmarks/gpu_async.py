@@ -37,7 +37,7 @@ from gpu_shapes import MODELS, write_config
 from machine import machine_facts
 from made_up_model import TINY, write_tiny, write_tokenizer
 
-from termgen.system.turns import share_lock_quickly
+from termgen.system.cpu_slices import share_lock_quickly
 
 ENGINE_PARTS = ("host", "sync", "hold", "idle")
 """In this order: once torch's profiler has run, every launch takes five times as long."""

@@ -16,7 +16,7 @@ import time
 
 from hostile_kinds import CONNECTIONS, bytes_of
 
-from termgen.system.turns import take_long_turns
+from termgen.system.cpu_slices import take_long_slices
 
 NUM_CONNECTIONS = 4
 ANSWER_TIMEOUT_S = 15.0
@@ -71,7 +71,7 @@ def main() -> None:
     args = parser.parse_args()
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # whoever serves goes first
     os.nice(10)
-    take_long_turns()
+    take_long_slices()
     for line in sys.stdin:
         seconds, kind = line.strip().split(" ", 1)
         if kind not in CONNECTIONS:

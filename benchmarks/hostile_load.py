@@ -34,7 +34,7 @@ from termgen.config import EngineConfig, ServerConfig
 from termgen.engine.loop.engine import AsyncEngine
 from termgen.library.catalog import resolve_model
 from termgen.server import Server
-from termgen.system.turns import share_lock_quickly
+from termgen.system.cpu_slices import share_lock_quickly
 
 HERE = Path(__file__).parent
 NUM_STREAMS = 4

@@ -23,7 +23,7 @@ from server_load import serving
 from termgen.bench.options import ServeOptions
 from termgen.bench.serve import ServeBench
 from termgen.bench.server_api import ServerApi
-from termgen.system.turns import share_lock_quickly
+from termgen.system.cpu_slices import share_lock_quickly
 
 STEP_S = 0.05
 STREAMS = (20, 100, 250, 500, 1000)

@@ -25,7 +25,7 @@ from typing import Any
 
 from textual.app import App, ComposeResult
 
-from termgen.system.turns import share_lock_quickly
+from termgen.system.cpu_slices import share_lock_quickly
 from termgen.tui.conversation import AnswerState, Turn
 from termgen.tui.palette import Palette
 from termgen.tui.widgets.entries import AnswerEntry, QuestionEntry

@@ -53,7 +53,7 @@ from simulated_gpu import Simulation, installed
 
 from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.engine.loop.engine import AsyncEngine
-from termgen.system.turns import share_lock_quickly
+from termgen.system.cpu_slices import share_lock_quickly
 from termgen.vocabulary.events import StepRecord
 
 PARTS = (

@@ -36,7 +36,7 @@ from scripted_engine import ScriptedEngine
 from termgen.client import EngineClient
 from termgen.config import EngineConfig, ServerConfig
 from termgen.server import Server
-from termgen.system.turns import share_lock_quickly
+from termgen.system.cpu_slices import share_lock_quickly
 from termgen.vocabulary.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent

@@ -29,7 +29,7 @@ from made_up_model import TINY, write_tiny, write_tokenizer
 
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import AsyncEngine
-from termgen.system.turns import share_lock_quickly
+from termgen.system.cpu_slices import share_lock_quickly
 from termgen.vocabulary.sampling_params import SamplingParams
 
 VOCAB = TINY["vocab_size"]

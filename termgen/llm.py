@@ -26,7 +26,7 @@ from termgen.engine.loop.engine import SyncEngine
 from termgen.engine.text.output import RequestOutput, RequestOutputBuilder
 from termgen.engine.text.tokenizer import Tokenizer
 from termgen.errors import ConfigError, EngineError, RequestError
-from termgen.system.turns import quick_lock
+from termgen.system.cpu_slices import quick_lock
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 

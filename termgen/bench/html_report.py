@@ -14,7 +14,7 @@ from termgen.bench.serve import ServeRun
 from termgen.bench.serve_report import rows_of
 from termgen.bench.serve_result import TITLES
 from termgen.bench.sweep import SweepResult, verdict
-from termgen.durations import took
+from termgen.vocabulary.durations import took
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2530; --paper: #fbfbf9; --grid: #d8dcdf;

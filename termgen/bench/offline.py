@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from termgen.bench.options import LatencyOptions, ThroughputOptions
 from termgen.client import EngineClient
-from termgen.durations import took
 from termgen.errors import ConfigError, EngineError
+from termgen.vocabulary.durations import took
 from termgen.vocabulary.sampling_params import SamplingParams
 
 JOB256_REQUESTS = 256

@@ -31,7 +31,7 @@ from termgen.commands.exit_codes import BROKEN_PIPE, INTERRUPTED, OK, TERMINATED
 from termgen.commands.settings import SettingLayers, flag_of
 from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.errors import ConfigError, TermgenError
-from termgen.system.turns import share_lock_quickly
+from termgen.system.cpu_slices import share_lock_quickly
 
 ENGINE_THREAD = "termgen-engine"
 """Name of the thread that `AsyncEngine` starts."""

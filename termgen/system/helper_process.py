@@ -31,7 +31,7 @@ from types import FunctionType
 from typing import Any
 
 from termgen.errors import OverloadedError, RequestError, TermgenError
-from termgen.system.turns import take_long_turns
+from termgen.system.cpu_slices import take_long_slices
 
 logger = logging.getLogger(__name__)
 
@@ -338,7 +338,7 @@ def answer_questions(answer: Callable[[Any, bytes], object]) -> None:
     and of the bytes that came with it."""
     with contextlib.suppress(AttributeError, OSError):  # not every system can
         os.nice(NICENESS)  # the engine goes first
-    take_long_turns()
+    take_long_slices()
     gc.disable()  # JSON has no cycles
     channel = socket.socket(fileno=sys.stdin.fileno()).makefile("rwb")
     channel.write(READY)

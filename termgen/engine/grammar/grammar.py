@@ -40,9 +40,9 @@ from termgen.engine.grammar.grammar_source import (
 )
 from termgen.engine.grammar.mask_filler import SLOW_S
 from termgen.errors import EngineDeadError, OverloadedError, RequestError
+from termgen.system.cpu_slices import long_slices
 from termgen.system.daemon_threads import DaemonThreads, spare_threads
 from termgen.system.helper_process import HelperClosed, HelperFault, HelperProcess, no_process
-from termgen.system.turns import long_turns
 from termgen.vocabulary.grammar_times import GrammarTimes
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 from termgen.vocabulary.token_mask import IntArray, faults_of
@@ -93,7 +93,7 @@ class Grammar:
         self._without_eos = list(stays.items())
         self._first_mask = np.zeros(num_words, np.int32)
         began = time.perf_counter()
-        with long_turns():
+        with long_slices():
             Matcher(prototype, executor, num_words, None).fill(self._first_mask)
         self.is_slow = time.perf_counter() - began > SLOW_S
 
@@ -555,7 +555,7 @@ class GrammarCompiler:
         vocabulary = self._vocabulary_of_model()
         has_json = kind in ("json", "json_object") or "%json" in str(job.wanted.grammar)
         with contextlib.nullcontext() if job.is_slow else self._computing:
-            with long_turns():
+            with long_slices():
                 prototype = compile_source(proof.source, kind, vocabulary)
             return Grammar(
                 prototype,

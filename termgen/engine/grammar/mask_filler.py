@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
+from termgen.system.cpu_slices import long_slices
 from termgen.system.daemon_threads import DaemonThreads
-from termgen.system.turns import long_turns
 from termgen.vocabulary.token_mask import GrammarState
 
 NUM_THREADS = 2
@@ -93,7 +93,7 @@ class MaskFiller:
             self._progress.wait(timeout_s)
 
     def _fill_slowly(self, rows: list[GrammarState]) -> None:
-        with long_turns():
+        with long_slices():
             self._fill(rows)
 
     def _fill(self, rows: list[GrammarState]) -> None:

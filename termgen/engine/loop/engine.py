@@ -37,7 +37,7 @@ from termgen.engine.loop.sync_engine import Settled, SyncEngine
 from termgen.engine.text.prompt_threads import PromptThreads
 from termgen.engine.text.tokenizer import Tokenizer
 from termgen.errors import EngineDeadError, EngineError, RequestError
-from termgen.system.turns import take_short_turns
+from termgen.system.cpu_slices import take_short_slices
 from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.events import EngineSnapshot, EventRing
 from termgen.vocabulary.grammar_times import GrammarTotals
@@ -158,7 +158,7 @@ class AsyncEngine:
     def _begin_turns(self) -> None:
         """Of this thread: the engine's, or that of the loop."""
         if self.model.device != "cpu":
-            take_short_turns()
+            take_short_slices()
 
     async def shutdown(self) -> None:
         """Stop the engine thread; whatever still runs or waits ends with `EngineDeadError`."""

@@ -19,17 +19,17 @@ from termgen.config import EngineConfig
 from termgen.engine.grammar.mask_filler import MaskFiller
 from termgen.engine.loop.engine import AsyncEngine
 from termgen.engine.loop.executor import LocalExecutor
-from termgen.system import turns
-from termgen.system.helper_process import HelperProcess
-from termgen.system.turns import (
+from termgen.system import cpu_slices
+from termgen.system.cpu_slices import (
     SHORT_SLICE_NS,
-    long_turns,
+    long_slices,
     quick_lock,
     share_lock_quickly,
     slice_ns,
-    take_long_turns,
-    take_short_turns,
+    take_long_slices,
+    take_short_slices,
 )
+from termgen.system.helper_process import HelperProcess
 from termgen.vocabulary.step import DeviceInfo
 from termgen.vocabulary.token_mask import GrammarState, IntArray, faults_of
 
@@ -62,23 +62,23 @@ def same_interval() -> object:
 def usual_ns() -> int:
     """Skips where the system has no slices to ask for: it tells 0, or nothing."""
     found: list[int | None] = []
-    in_a_thread(lambda: (take_long_turns(), found.append(slice_ns())))
+    in_a_thread(lambda: (take_long_slices(), found.append(slice_ns())))
     if not found[0]:
         pytest.skip("needs Linux 6.12 or newer")
     return found[0]
 
 
-def test_short_turns_are_for_all_that_begins_later(usual_ns: int) -> None:
+def test_short_slices_are_for_all_that_begins_later(usual_ns: int) -> None:
     def check() -> None:
         nice = os.nice(0)
-        take_short_turns()
+        take_short_slices()
         assert slice_ns() == SHORT_SLICE_NS < usual_ns
         assert os.nice(0) == nice
         in_a_thread(lambda: _expect(SHORT_SLICE_NS))
-        with long_turns():
+        with long_slices():
             assert slice_ns() == usual_ns
         assert slice_ns() == SHORT_SLICE_NS
-        take_long_turns()
+        take_long_slices()
         assert slice_ns() == usual_ns
 
     in_a_thread(check)
@@ -91,9 +91,9 @@ def _expect(nanoseconds: int) -> None:
 
 def test_a_lower_priority_stays_what_it_is(usual_ns: int) -> None:
     code = (
-        "import os; from termgen.system.turns import *; os.nice(7); os.sched_setscheduler(0,"
-        " os.SCHED_BATCH, os.sched_param(0)); take_short_turns(); s = slice_ns();"
-        " take_long_turns(); print(os.nice(0), os.sched_getscheduler(0), s, slice_ns())"
+        "import os; from termgen.system.cpu_slices import *; os.nice(7); os.sched_setscheduler(0,"
+        " os.SCHED_BATCH, os.sched_param(0)); take_short_slices(); s = slice_ns();"
+        " take_long_slices(); print(os.nice(0), os.sched_getscheduler(0), s, slice_ns())"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     batch = os.SCHED_BATCH if sys.platform == "linux" else -1
@@ -106,14 +106,16 @@ def test_other_systems_only_set_the_lock(missing: str, monkeypatch: pytest.Monke
         monkeypatch.setattr("platform.machine", lambda: "a new one")
     else:  # a sandbox that knows no such call
         number = 1_000_000
-        monkeypatch.setattr(turns, "_CALLS", dict.fromkeys(turns._CALLS, (number, number)))
+        monkeypatch.setattr(
+            cpu_slices, "_CALLS", dict.fromkeys(cpu_slices._CALLS, (number, number))
+        )
 
     def check() -> None:
         share_lock_quickly()
-        take_short_turns()
+        take_short_slices()
         assert slice_ns() is None
-        assert sys.getswitchinterval() == pytest.approx(turns.SWITCH_INTERVAL_S)
-        with long_turns():
+        assert sys.getswitchinterval() == pytest.approx(cpu_slices.SWITCH_INTERVAL_S)
+        with long_slices():
             pass
 
     in_a_thread(check)
@@ -122,7 +124,7 @@ def test_other_systems_only_set_the_lock(missing: str, monkeypatch: pytest.Monke
 def test_a_library_gives_the_lock_back_as_it_was() -> None:
     sys.setswitchinterval(0.005)
     with pytest.raises(KeyError), quick_lock():
-        assert sys.getswitchinterval() == pytest.approx(turns.SWITCH_INTERVAL_S)
+        assert sys.getswitchinterval() == pytest.approx(cpu_slices.SWITCH_INTERVAL_S)
         raise KeyError
     assert sys.getswitchinterval() == pytest.approx(0.005)
     sys.setswitchinterval(1e-5)
@@ -134,18 +136,18 @@ PROGRAM = """
 import sys
 sys.path.insert(0, {root!r})
 from termgen.system.helper_process import answer_questions
-from termgen.system.turns import slice_ns
+from termgen.system.cpu_slices import slice_ns
 answer_questions(lambda task, raw: slice_ns())
 """
 
 
-def test_a_helper_has_long_turns(usual_ns: int, tmp_path: Path) -> None:
+def test_a_helper_has_long_slices(usual_ns: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(root=str(Path(turns.__file__).parents[2])))
+    program.write_text(PROGRAM.format(root=str(Path(cpu_slices.__file__).parents[2])))
     helper = HelperProcess(program)
 
     def check() -> None:
-        take_short_turns()
+        take_short_slices()
         assert helper.ask("your slice", limit_s=60.0) == usual_ns
 
     try:
@@ -178,11 +180,11 @@ class TellingGrammar:
         self.slices.append(slice_ns())
 
 
-def test_slow_masks_have_long_turns(usual_ns: int) -> None:
+def test_slow_masks_have_long_slices(usual_ns: int) -> None:
     slow, quick = TellingGrammar(is_slow=True), TellingGrammar(is_slow=False)
 
     def check() -> None:
-        take_short_turns()
+        take_short_slices()
         filler = MaskFiller()
         rows = [GrammarState(grammar, ends_at_eos=True) for grammar in (slow, quick)]
         filler.begin(rows)
@@ -194,7 +196,7 @@ def test_slow_masks_have_long_turns(usual_ns: int) -> None:
     assert quick.slices == [SHORT_SLICE_NS]
 
 
-def test_compiling_has_long_turns(usual_ns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_has_long_slices(usual_ns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     llguidance = pytest.importorskip("llguidance")
     from termgen.engine.grammar import grammar
     from termgen.engine.grammar.grammar_source import Proof, Verdict
@@ -218,7 +220,7 @@ def test_compiling_has_long_turns(usual_ns: int, monkeypatch: pytest.MonkeyPatch
     wanted = grammar.StructuredOutputsParams(regex="a")
 
     def check() -> None:
-        take_short_turns()
+        take_short_slices()
         with pytest.raises(grammar.RequestError, match="no more than this"):
             compiler._compile(grammar._Job(wanted, grammar.Compilation(), ""))
         assert slice_ns() == SHORT_SLICE_NS
@@ -228,7 +230,7 @@ def test_compiling_has_long_turns(usual_ns: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("device", ["cpu", "scripted"])
-def test_an_engine_and_its_loop_have_short_turns_beside_a_device(
+def test_an_engine_and_its_loop_have_short_slices_beside_a_device(
     device: str, usual_ns: int, monkeypatch: pytest.MonkeyPatch, tiny_llama_dir: Path
 ) -> None:
     """Where the cores compute the model, everybody has the usual ones."""
@@ -261,7 +263,7 @@ def test_asking_for_a_slice_leaves_no_garbage() -> None:
     gc.disable()
     try:
         for _ in range(20):
-            with long_turns():
+            with long_slices():
                 slice_ns()
         assert gc.collect() == 0
     finally:
