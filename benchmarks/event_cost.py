@@ -29,8 +29,14 @@ from termgen.engine.loop.engine import AsyncEngine
 from termgen.engine.loop.snapshot import StateCopy
 from termgen.serving.metrics import ServerMetrics
 from termgen.system.cpu_slices import share_lock_quickly
-from termgen.telemetry import TOPICS, decode, encode_cache, encode_events, encode_snapshot
 from termgen.vocabulary.events import EngineEvent
+from termgen.vocabulary.telemetry import (
+    TOPICS,
+    decode,
+    encode_cache,
+    encode_events,
+    encode_snapshot,
+)
 
 HZ = 4
 STREAMS = 64

@@ -20,8 +20,8 @@ from machine import machine_facts
 from scripted_engine import ScriptedEngine
 from server_load import serving
 
+from termgen.bench.options import ServeOptions
 from termgen.bench.serve import ServeBench
-from termgen.bench.serve_options import ServeOptions
 from termgen.bench.server_api import ServerApi
 from termgen.system.cpu_slices import share_lock_quickly
 

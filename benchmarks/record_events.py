@@ -28,7 +28,8 @@ from made_up_model import TINY
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import AsyncEngine
 from termgen.serving.event_hub import EventHub, Listener
-from termgen.telemetry import (
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.telemetry import (
     TOPICS,
     Opening,
     encode,
@@ -37,7 +38,6 @@ from termgen.telemetry import (
     encode_snapshot,
     frame_id,
 )
-from termgen.vocabulary.sampling_params import SamplingParams
 
 HZ = 4.0
 CAPTURE_S = 120.0

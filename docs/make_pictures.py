@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from termgen.bench.serve_options import ServeOptions
+from termgen.bench.options import ServeOptions
 from termgen.client import ChatPrompt
-from termgen.commands.bench_command import Subject
+from termgen.commands.bench_run import Subject
 from termgen.commands.bench_watch import BenchWatch, measure_serve
 from termgen.config import EngineConfig, UIConfig
 from termgen.engine.loop.engine import AsyncEngine

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from termgen.bench.compare_options import CompareOptions
+from termgen.bench.options import CompareOptions
 from termgen.config import MAX_INT
 from termgen.errors import ConfigError
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from termgen.bench.live_times import LiveTimes
-from termgen.bench.serve_options import ServeOptions
+from termgen.bench.options import ServeOptions
+from termgen.bench.progress_lines import LiveTimes
 
 METRICS = ("ttft", "itl", "tpot", "e2el")
 RATE_WINDOW = 8

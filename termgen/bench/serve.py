@@ -18,10 +18,9 @@ import numpy as np
 
 from termgen.bench import report
 from termgen.bench.datasets import check_fits, make_prompts, warmup_prompts
-from termgen.bench.load import LoadPlan
-from termgen.bench.load_process import OnProgress, Stopped, StopSwitch, run_in_process
+from termgen.bench.load import LoadPlan, OnProgress, Stopped, StopSwitch, run_in_process
+from termgen.bench.options import ServeOptions
 from termgen.bench.prompts import Prompt, RequestMaker
-from termgen.bench.serve_options import ServeOptions
 from termgen.bench.serve_result import ServeResult, make_result
 from termgen.bench.server_api import ServedModel, ServerApi, choose_model, error_text
 from termgen.bench.stream_client import Target

@@ -5,7 +5,7 @@ from __future__ import annotations
 from termgen.bench import plots, report
 from termgen.bench.serve import ServeRun
 from termgen.bench.serve_result import TITLES
-from termgen.durations import took
+from termgen.vocabulary.durations import took
 
 
 def summary(run: ServeRun) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from termgen.bench.serve_options import ServeOptions
+from termgen.bench.options import ServeOptions
 
 LAG_LIMIT_S = 0.010
 """Later than this at the 99th percentile, the client and not the server is what was measured."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from termgen.bench.words import WORDS
+from termgen.bench.prompts import WORDS
 from termgen.errors import ConfigError
 from termgen.system.waiting import NotYet, read_loading, wait_for_server, why_unreachable
 

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from termgen.bench import plots, report
-from termgen.bench.load_process import Stopped
+from termgen.bench.load import Stopped
+from termgen.bench.options import ServeOptions, SweepOptions
 from termgen.bench.serve import ServeRun
-from termgen.bench.serve_options import ServeOptions
-from termgen.bench.sweep_options import SweepOptions
 from termgen.errors import EngineError
 
 REQUESTS_PER_CLIENT = 4

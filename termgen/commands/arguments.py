@@ -11,10 +11,13 @@ from dataclasses import fields
 from typing import Any
 
 import termgen
-from termgen.bench.compare_options import CompareOptions
-from termgen.bench.options import LatencyOptions, ThroughputOptions
-from termgen.bench.serve_options import ServeOptions
-from termgen.bench.sweep_options import SweepOptions
+from termgen.bench.options import (
+    CompareOptions,
+    LatencyOptions,
+    ServeOptions,
+    SweepOptions,
+    ThroughputOptions,
+)
 from termgen.commands.generate import add_generate_flags
 from termgen.commands.settings import FlagParser, add_flags, add_server_flags, add_wait_flag
 from termgen.config import EngineConfig, ServerConfig, UIConfig

@@ -1,50 +1,34 @@
-"""`termgen bench serve`, `sweep` and `compare`: the commands. Finds or starts the server.
-
-Called by `cli`. The settings of the engine are for the server that is started; of one that is
-there already only its model's name is taken, and the seed, which is that of the prompts.
-"""
+"""`termgen bench serve`, `sweep` and `compare`: the commands, on a plain terminal."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import os
 import sys
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, fields
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
 
-from termgen.bench import html_report, report, serve_report, sweep
-from termgen.bench.compare_options import CompareOptions
-from termgen.bench.options import check_seed
-from termgen.bench.own_server import OwnServer, own_server
-from termgen.bench.serve import ServeBench, ServeRun, document, file_name
-from termgen.bench.serve_options import ServeOptions
-from termgen.bench.server_api import ServerApi
-from termgen.bench.sweep_options import SweepOptions
+from termgen.bench import report, sweep
+from termgen.bench.options import CompareOptions, ServeOptions, SweepOptions
+from termgen.bench.serve import ServeRun
+from termgen.commands.bench_run import (
+    Subject,
+    check_files,
+    connected,
+    find_subject,
+    save_serve,
+    save_sweep,
+    say,
+    step_title,
+    tell_serve,
+    tell_sweep,
+)
 from termgen.commands.exit_codes import OK, REGRESSION
-from termgen.commands.progress import TerminalProgress, is_dumb
-from termgen.commands.settings import SettingLayers, flag_of
-from termgen.config import EngineConfig, UIConfig
-from termgen.errors import ConfigError
-
-API_KEY_VARIABLE = "OPENAI_API_KEY"
-FOR_ANY_SERVER = ("model", "seed")
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The server to measure, as the command line names it."""
-
-    url: str | None
-    """None: start one."""
-    engine_flags: tuple[str, ...]
-    model: str | None
-    seed: int
+from termgen.commands.progress import is_dumb
+from termgen.commands.settings import SettingLayers
+from termgen.config import UIConfig
 
 
 def run_serve(args: argparse.Namespace, layers: SettingLayers) -> int:
@@ -83,102 +67,6 @@ def run_compare(layers: SettingLayers) -> int:
     return REGRESSION if options.fail_on_regression and found.regressions else OK
 
 
-def find_subject(args: argparse.Namespace, layers: SettingLayers, options: ServeOptions) -> Subject:
-    config = layers.resolve(EngineConfig)
-    check_seed(config.seed)
-    if options.url is not None:
-        for f in fields(EngineConfig):
-            if f.name not in FOR_ANY_SERVER and layers.given(f.name) is not None:
-                raise ConfigError(
-                    f"{flag_of(f)} is for a server that the bench starts; leave it out, or the URL",
-                    param=f.name,
-                )
-        return Subject(options.url, (), layers.given("model"), config.seed)
-    from termgen.commands.launch import find_model
-
-    with TerminalProgress() as progress:
-        find_model(config, progress)  # what is wrong with it is one line here, not the server's
-    return Subject(None, tuple(engine_flags(args)), None, config.seed)
-
-
-def engine_flags(args: argparse.Namespace) -> list[str]:
-    """What was given for the engine, as flags again; the server reads the variables itself."""
-    given, flags = vars(args), []
-    for f in fields(EngineConfig):
-        if f.name not in given:
-            continue
-        value, flag = given[f.name], flag_of(f)
-        if isinstance(value, bool):
-            flags.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            flags.append(f"{flag}={value}")
-    if given.get("config") is not None:
-        flags.append(f"--config={given['config']}")
-    return flags
-
-
-def check_files(options: ServeOptions) -> None:
-    """Before the measurement, not after it. Raises `ConfigError`."""
-    if options.output_json is not None:
-        report.check_writable(options.output_json)
-    elif options.result_filename is not None:
-        path = str(Path(options.result_dir or "") / options.result_filename)
-        report.check_writable(path, name="result_filename")
-    elif options.saves or (options.watch and options.output_html is None):
-        report.check_writable(str(Path(options.result_dir or "") / "x"), name="result_dir")
-    report.check_writable(options.output_html, name="output_html")
-
-
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """A server that answers."""
-
-    bench: ServeBench
-    url: str
-    admin_key: str | None
-    """Of a server that was started; of another one nobody knows it but who watches."""
-
-
-def _say_nothing(phase: str, share: float) -> None:
-    """The progress of a start that nobody watches."""
-
-
-def say(line: str) -> None:
-    print(f"termgen: {line}", file=sys.stderr)
-
-
-@contextlib.asynccontextmanager
-async def connected(
-    subject: Subject,
-    options: ServeOptions,
-    say: Callable[[str], object] = say,
-    report: Callable[[str, float], None] | None = None,
-) -> AsyncGenerator[Connection, None]:
-    """The server, which is started first if there is none. `say` is told of its start, `report` of
-    the phases of loading; without it they are shown on standard error."""
-    with contextlib.ExitStack() as stack:
-        url, key, check = subject.url, os.environ.get(API_KEY_VARIABLE), None
-        server: OwnServer | None = None
-        if url is None:
-            say("starting a server")
-            server = stack.enter_context(own_server(subject.engine_flags))
-            url, key, check = server.url, server.api_key, server.check
-        async with ServerApi(url, api_key=key) as api:
-            with TerminalProgress() as progress:
-                # a server that is started here has its phases printed at the end, in a log
-                is_shown = subject.url is not None or sys.stderr.isatty()
-                bench = await ServeBench.connect(
-                    api,
-                    options,
-                    asked_model=subject.model,
-                    report=report or (progress.of_server if is_shown else _say_nothing),
-                    check=check,
-                )
-            for line in server.start_lines() if server is not None else ():
-                say(line.partition(" ")[2])
-            yield Connection(bench, url, server.admin_key if server is not None else None)
-
-
 def progress_bar(options: ServeOptions, title: str) -> tuple[Any, Callable[[dict[str, Any]], None]]:
     """The bar, and what moves it."""
     disable = True if options.disable_tqdm or is_dumb() else None
@@ -215,63 +103,3 @@ async def _sweep(options: SweepOptions, subject: Subject) -> int:
     for line in save_sweep(result, subject):
         say(line)
     return OK
-
-
-def step_title(options: SweepOptions, step: ServeOptions) -> str:
-    if options.sweep_over == "concurrency":
-        return sweep.load_words(options, step.max_concurrency or 0)
-    return f"{step.request_rate:g}/s"
-
-
-def tell_serve(measured: ServeRun) -> None:
-    print(serve_report.summary(measured))
-    for warning in measured.warnings():
-        say(f"warning: {warning}")
-
-
-def tell_sweep(result: sweep.SweepResult) -> None:
-    print(sweep.summary(result))
-    for step in result.steps:
-        for warning in step.run.warnings():
-            say(f"warning: at {step.load:g}: {warning}")
-
-
-def save_serve(measured: ServeRun, subject: Subject) -> list[str]:
-    """Write what the options ask for; one line for each file."""
-    options = measured.result.options
-    flags = list(subject.engine_flags) if subject.url is None else None
-    name = file_name(measured)
-    said = _write_result(options, document(measured, flags), name)
-    return said + _write_page(options, lambda: html_report.serve_page(measured), name)
-
-
-def save_sweep(result: sweep.SweepResult, subject: Subject) -> list[str]:
-    flags = list(subject.engine_flags) if subject.url is None else None
-    content = sweep.document(result, result.steps[0].run, flags)
-    name = f"sweep-{file_name(result.steps[0].run)}"
-    said = _write_result(result.options, content, name)
-    return said + _write_page(result.options, lambda: html_report.sweep_page(result), name)
-
-
-def _write_result(options: ServeOptions, content: dict[str, Any], default_name: str) -> list[str]:
-    if not options.saves:
-        return []
-    path = options.output_json
-    if path is None:
-        path = str(Path(options.result_dir or "") / (options.result_filename or default_name))
-    report.write(
-        path, content, name="result_filename" if options.result_filename else "output_json"
-    )
-    return [f"result written to {path}"]
-
-
-def _write_page(options: ServeOptions, page: Callable[[], str], json_name: str) -> list[str]:
-    """Who watches always gets one, beside the JSON file and named like it unless told."""
-    path = options.output_html
-    if path is None and options.watch:
-        name = options.output_json or options.result_filename or json_name
-        path = str(Path(options.result_dir or "") / Path(name).with_suffix(".html"))
-    if path is None:
-        return []
-    report.write_text(path, page(), name="output_html")
-    return [f"report written to {path}"]

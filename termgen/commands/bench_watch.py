@@ -1,6 +1,6 @@
 """`termgen bench serve --watch` and `termgen bench sweep --watch`: a bench, and a screen beside it.
 
-Called by `bench_command`. The bench is a task next to the app, its load generator a process of its
+The bench is a task next to the app, its load generator a process of its
 own: the screen reads what was told so far and never holds up either. What is measured is written
 before the report is shown; the report is printed again on the plain terminal.
 """
@@ -17,11 +17,10 @@ from typing import Any
 
 from termgen.bench import live, serve_report, sweep
 from termgen.bench.live import LiveRun
-from termgen.bench.load_process import Stopped, StopSwitch
+from termgen.bench.load import Stopped, StopSwitch
+from termgen.bench.options import ServeOptions, SweepOptions
 from termgen.bench.serve import ServeRun
-from termgen.bench.serve_options import ServeOptions
-from termgen.bench.sweep_options import SweepOptions
-from termgen.commands.bench_command import (
+from termgen.commands.bench_run import (
     Connection,
     Subject,
     connected,

@@ -19,9 +19,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from termgen.bench.options import LatencyOptions, ThroughputOptions, check_seed
-from termgen.bench.serve_options import ServeOptions
-from termgen.bench.sweep_options import SweepOptions
+from termgen.bench.options import (
+    LatencyOptions,
+    ServeOptions,
+    SweepOptions,
+    ThroughputOptions,
+    check_seed,
+)
 from termgen.commands.arguments import CHAT_ONLY, build_parser
 from termgen.commands.exit_codes import BROKEN_PIPE, INTERRUPTED, OK, TERMINATED, USAGE_ERROR
 from termgen.commands.settings import SettingLayers, flag_of

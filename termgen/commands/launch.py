@@ -196,8 +196,7 @@ def run_bench(name: str, options: Any, config: EngineConfig) -> int:
 
 async def _bench(name: str, options: Any, config: EngineConfig) -> int:
     from termgen.bench import report
-    from termgen.bench.latency import run_latency
-    from termgen.bench.throughput import run_throughput
+    from termgen.bench.offline import run_latency, run_throughput
     from termgen.vocabulary.startup_phases import describe_startup
 
     holder = EngineHolder(config)

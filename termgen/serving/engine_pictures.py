@@ -13,8 +13,8 @@ from functools import cached_property
 
 from termgen.client import EngineClient
 from termgen.errors import EngineError
-from termgen.telemetry import encode_snapshot
 from termgen.vocabulary.events import EngineSnapshot
+from termgen.vocabulary.telemetry import encode_snapshot
 
 SNAPSHOT_TIMEOUT_S = 1.0
 

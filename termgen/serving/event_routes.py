@@ -1,4 +1,4 @@
-"""`GET /v1/events`: what the engine does, as a stream. `termgen.telemetry` has the wire form."""
+"""`GET /v1/events`: what the engine does, in the wire form of `termgen.vocabulary.telemetry`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from termgen.serving.event_hub import EventHub, Listener
 from termgen.serving.reading import state_of
 from termgen.serving.responses import EventWriter, until_disconnect
 from termgen.serving.state import ServerState
-from termgen.telemetry import (
+from termgen.vocabulary.events import EngineEvent
+from termgen.vocabulary.telemetry import (
     MAX_HZ,
     MAX_SILENCE_S,
     MIN_HZ,
@@ -33,7 +34,6 @@ from termgen.telemetry import (
     frame_id,
     parse_frame_id,
 )
-from termgen.vocabulary.events import EngineEvent
 
 DEFAULT_HZ = 4.0
 

@@ -1,12 +1,12 @@
-"""Slices of time that a thread computes before others run, at Python's lock and at its core.
+"""How long a thread computes before others run: under the GIL, and on its core.
 
-An engine wakes up every few milliseconds, does a little, and must not wait for threads that compute
-for long. At Python's lock that is a setting. At a core, Linux (6.12 and newer) gives every thread
-the same share in slices of some milliseconds, and a thread may ask for shorter ones: its share
-stays what it is, but it runs sooner after it has waked up. A lower priority of the others would not
-do: they hold Python's lock at times, and its holder must not wait for a core. Threads and processes
-inherit their slices from the thread that starts them. On other systems, and older ones, only the
-lock's setting has an effect.
+An engine wakes up every few milliseconds, does a little, and must not wait for a thread that
+computes for long. For the GIL that is a setting. On a core, Linux (6.12 and newer) gives every
+thread the same share in slices of some milliseconds, and a thread may ask for shorter ones: its
+share stays, but it runs sooner after it wakes up. A lower priority for the others would not do:
+they hold the GIL at times, and a thread that holds it must not wait for a core. Threads and
+processes inherit their slices. On other systems, and older ones, only the GIL's setting has an
+effect.
 """
 
 from __future__ import annotations
@@ -46,20 +46,19 @@ class _Attributes(ctypes.Structure):
 
 
 def share_lock_quickly() -> None:
-    """Let the lock go round quickly, in a program that has an engine."""
+    """Shorten the GIL's switch interval, for a program that has an engine."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def take_short_slices() -> None:
-    """Shorten the slices of a thread that wakes up often and does little, and of those that it
-    starts from now on. Not where a core computes the model: its threads would interrupt each
-    other."""
+    """Shorten the slices of this thread and of those it starts from now on: it wakes up often and
+    does little. Not where the CPU computes the model: its threads would interrupt each other."""
     _set_slice(SHORT_SLICE_NS)
 
 
 @contextmanager
 def quick_lock() -> Iterator[None]:
-    """Let the lock go round quickly for a while, in a program that has a setting of its own."""
+    """`share_lock_quickly` for a while: a library must leave the program's own setting."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH_INTERVAL_S))
     try:
@@ -69,14 +68,13 @@ def quick_lock() -> Iterator[None]:
 
 
 def take_long_slices() -> None:
-    """Give a process that computes for long, and that no request waits for, the usual slices."""
+    """Take the usual slices again, in a process that computes for long."""
     _set_slice(_USUAL_NS)
 
 
 @contextmanager
 def long_slices() -> Iterator[None]:
-    """Give the usual slices to a thread that computes without Python's lock for a while: threads
-    with short ones go first."""
+    """Usual slices while this thread computes without the GIL: short slices then run first."""
     before = slice_ns()
     take_long_slices()
     try:
@@ -87,7 +85,7 @@ def long_slices() -> Iterator[None]:
 
 
 def slice_ns() -> int | None:
-    """Slice of this thread; None where the system does not tell, and 0 where it knows none."""
+    """This thread's slice; None where the system does not say, 0 where it knows none."""
     attributes = _read()
     return None if attributes is None else int(attributes.runtime_ns)
 
@@ -95,7 +93,7 @@ def slice_ns() -> int | None:
 def _set_slice(nanoseconds: int) -> None:
     attributes = _read()
     if attributes is None or attributes.policy not in _WITH_SLICES:
-        return  # this process was given another class, which has no slices
+        return  # another scheduling class, which has no slices
     attributes.runtime_ns = nanoseconds
     _call(0, ctypes.byref(attributes), 0)  # where a sandbox forbids it, all stays as it is
 
@@ -107,7 +105,7 @@ def _read() -> _Attributes | None:
 
 
 def _call(which: int, *arguments: object) -> bool:
-    """Make a system call about the calling thread; whether it succeeded."""
+    """Call sched_setattr (0) or sched_getattr (1) for this thread; whether that worked."""
     calls = _CALLS.get(platform.machine())
     if calls is None or not sys.platform.startswith("linux"):
         return False
@@ -117,5 +115,5 @@ def _call(which: int, *arguments: object) -> bool:
 
 @functools.cache
 def _c_library() -> ctypes.CDLL:
-    """Each `CDLL` makes classes of its own, which refer to each other: garbage of every call."""
+    """Made once: each `CDLL` makes classes that refer to each other, which is garbage."""
     return ctypes.CDLL(None)

@@ -16,7 +16,8 @@ import httpx
 from termgen.config import is_loopback
 from termgen.errors import TermgenError
 from termgen.system.waiting import NotYet, read_loading, wait_for_server, why_unreachable
-from termgen.telemetry import (
+from termgen.tui.feed import StreamFeed
+from termgen.vocabulary.telemetry import (
     MAX_HZ,
     MAX_SILENCE_S,
     MIN_HZ,
@@ -27,7 +28,6 @@ from termgen.telemetry import (
     TelemetryError,
     decode,
 )
-from termgen.tui.feed import StreamFeed
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_S = 5.0

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from termgen.client import ModelInfo
 from termgen.errors import EngineError
-from termgen.telemetry import Cache, Events, Message, Opening
 from termgen.vocabulary.events import EngineSnapshot, EventBus, EventRing
+from termgen.vocabulary.telemetry import Cache, Events, Message, Opening
 
 
 class EngineFeed(Protocol):

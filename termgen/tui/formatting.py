@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from termgen.durations import clock, duration, took
+from termgen.vocabulary.durations import clock, duration, took
 
 __all__ = ["age", "brief_id", "clock", "count", "duration", "percent", "plural", "rate", "took"]
 

@@ -12,7 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from termgen.errors import TermgenError
-from termgen.telemetry import (
+from termgen.tui.feed import StreamFeed
+from termgen.tui.formatting import clock
+from termgen.vocabulary.events import RequestEvent
+from termgen.vocabulary.telemetry import (
     Cache,
     Events,
     Frame,
@@ -22,9 +25,6 @@ from termgen.telemetry import (
     TelemetryError,
     decode,
 )
-from termgen.tui.feed import StreamFeed
-from termgen.tui.formatting import clock
-from termgen.vocabulary.events import RequestEvent
 
 LOOK_BACK_NS = 150_000_000_000
 """What is played again before the moment one turns to: more than the dashboard's series show."""

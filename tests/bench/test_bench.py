@@ -10,10 +10,17 @@ import pytest
 from fake_engine import FakeEngine, GenerateCall, Script, make_model_info
 
 from termgen.bench import report
-from termgen.bench.latency import LatencyResult, run_latency
+from termgen.bench.offline import (
+    LatencyResult,
+    ThroughputResult,
+    check_fits,
+    equal_requests,
+    job256,
+    run_latency,
+    run_throughput,
+    throughput_requests,
+)
 from termgen.bench.options import LatencyOptions, ThroughputOptions
-from termgen.bench.throughput import ThroughputResult, run_throughput
-from termgen.bench.workload import check_fits, equal_requests, job256, throughput_requests
 from termgen.config import EngineConfig
 from termgen.errors import ConfigError, EngineError
 

@@ -11,9 +11,8 @@ import pytest
 from bench_runs import make_run
 
 from termgen.bench.compare import compare
-from termgen.bench.compare_options import CompareOptions
+from termgen.bench.options import CompareOptions, ServeOptions
 from termgen.bench.serve import document
-from termgen.bench.serve_options import ServeOptions
 from termgen.commands.cli import main
 from termgen.errors import ConfigError
 

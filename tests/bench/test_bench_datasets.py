@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from termgen.bench.datasets import check_fits, make_prompts, warmup_prompts
+from termgen.bench.options import ServeOptions
 from termgen.bench.prompts import Prompt, RequestMaker, Turn
 from termgen.bench.serve import due_times
-from termgen.bench.serve_options import ServeOptions
 from termgen.errors import ConfigError
 
 

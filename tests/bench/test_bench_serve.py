@@ -15,10 +15,9 @@ from fake_engine import FakeEngine, GenerateCall, Script, make_model_info
 from server_harness import serving
 
 from termgen.bench import serve_report
-from termgen.bench.load import LoadPlan
-from termgen.bench.load_process import run_in_process
+from termgen.bench.load import LoadPlan, run_in_process
+from termgen.bench.options import ServeOptions
 from termgen.bench.serve import ServeBench, ServeRun, document
-from termgen.bench.serve_options import ServeOptions
 from termgen.bench.serve_result import make_result
 from termgen.bench.server_api import ServedModel, ServerApi, choose_model, read_counts
 from termgen.bench.stream_client import Target
@@ -336,7 +335,7 @@ async def test_a_load_generator_that_ends_at_once_is_an_error_of_one_line(
     program = tmp_path / "ends"
     program.write_text("#!/bin/sh\nexit 9\n")
     program.chmod(0o755)
-    monkeypatch.setattr("termgen.bench.load_process.sys.executable", str(program))
+    monkeypatch.setattr("termgen.bench.load.sys.executable", str(program))
     bodies = ({"prompt": "x" * 2**22},)
     plan = LoadPlan(Target("127.0.0.1", 1, "/"), bodies, (0.0,), max_concurrency=None, timeout_s=1)
     with pytest.raises(EngineError, match="ended early, with code 9"):

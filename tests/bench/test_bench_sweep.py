@@ -11,10 +11,9 @@ import pytest
 from bench_runs import make_run
 
 from termgen.bench import html_report, plots, sweep
+from termgen.bench.html_report import Series, chart, cumulative, round_up
+from termgen.bench.options import ServeOptions, SweepOptions
 from termgen.bench.serve import ServeRun
-from termgen.bench.serve_options import ServeOptions
-from termgen.bench.svg_charts import Series, chart, cumulative, round_up
-from termgen.bench.sweep_options import SweepOptions
 from termgen.errors import ConfigError, EngineError
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from termgen.commands.bench_command import engine_flags
+from termgen.commands.bench_run import engine_flags
 from termgen.commands.cli import main
 
 LOAD = ["--num-prompts", "3", "--random-input-len", "8", "--random-output-len", "4"]

@@ -13,15 +13,13 @@ from fake_engine import FakeEngine, GenerateCall, Script
 from server_harness import serving
 
 from termgen.bench import sweep
-from termgen.bench.answer_watch import GAPS_AT_ONCE, AnswerWatch
 from termgen.bench.live import METRICS, LiveRun
-from termgen.bench.live_times import LiveTimes
-from termgen.bench.load_process import Stopped, StopSwitch
+from termgen.bench.load import Stopped, StopSwitch
+from termgen.bench.options import ServeOptions, SweepOptions
+from termgen.bench.progress_lines import GAPS_AT_ONCE, AnswerWatch, LiveTimes
 from termgen.bench.serve import ServeBench, ServeRun
-from termgen.bench.serve_options import ServeOptions
 from termgen.bench.server_api import ServerApi
 from termgen.bench.stream_client import Answer
-from termgen.bench.sweep_options import SweepOptions
 from termgen.commands.cli import main
 
 TOKENS = 12

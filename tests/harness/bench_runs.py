@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from termgen.bench.options import ServeOptions
 from termgen.bench.serve import ServeRun
-from termgen.bench.serve_options import ServeOptions
 from termgen.bench.serve_result import make_result
 from termgen.bench.server_api import ServedModel
 

@@ -19,7 +19,6 @@ from server_harness import chat_body, eventually, serving, socket_client
 
 from termgen.serving import event_hub, event_routes
 from termgen.serving.engine_pictures import Picture, Pictures
-from termgen.telemetry import Cache, Events, Frame, FrameReader, Message, Model, Opening, decode
 from termgen.vocabulary.events import (
     EngineSnapshot,
     EventRing,
@@ -27,6 +26,16 @@ from termgen.vocabulary.events import (
     RequestEventKind,
     RequestView,
     StepRecord,
+)
+from termgen.vocabulary.telemetry import (
+    Cache,
+    Events,
+    Frame,
+    FrameReader,
+    Message,
+    Model,
+    Opening,
+    decode,
 )
 
 FAST = {"hz": "20"}

@@ -68,7 +68,7 @@ def usual_ns() -> int:
     return found[0]
 
 
-def test_short_turns_are_for_all_that_begins_later(usual_ns: int) -> None:
+def test_short_slices_are_for_all_that_begins_later(usual_ns: int) -> None:
     def check() -> None:
         nice = os.nice(0)
         take_short_slices()
@@ -140,7 +140,7 @@ answer_questions(lambda task, raw: slice_ns())
 """
 
 
-def test_a_helper_has_long_turns(usual_ns: int, tmp_path: Path) -> None:
+def test_a_helper_has_long_slices(usual_ns: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(root=str(Path(cpu_slices.__file__).parents[2])))
     helper = HelperProcess(program)
@@ -179,7 +179,7 @@ class TellingGrammar:
         self.slices.append(slice_ns())
 
 
-def test_slow_masks_have_long_turns(usual_ns: int) -> None:
+def test_slow_masks_have_long_slices(usual_ns: int) -> None:
     slow, quick = TellingGrammar(is_slow=True), TellingGrammar(is_slow=False)
 
     def check() -> None:
@@ -195,7 +195,7 @@ def test_slow_masks_have_long_turns(usual_ns: int) -> None:
     assert quick.slices == [SHORT_SLICE_NS]
 
 
-def test_compiling_has_long_turns(usual_ns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_has_long_slices(usual_ns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     llguidance = pytest.importorskip("llguidance")
     from termgen.engine.grammar import grammar
     from termgen.engine.grammar.grammar_source import Proof, Verdict
@@ -229,7 +229,7 @@ def test_compiling_has_long_turns(usual_ns: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("device", ["cpu", "scripted"])
-def test_an_engine_and_its_loop_have_short_turns_beside_a_device(
+def test_an_engine_and_its_loop_have_short_slices_beside_a_device(
     device: str, usual_ns: int, monkeypatch: pytest.MonkeyPatch, tiny_llama_dir: Path
 ) -> None:
     """If the model runs on the cores, all threads have the usual slices."""

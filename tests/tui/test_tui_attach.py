@@ -21,11 +21,11 @@ from termgen.commands import top_command
 from termgen.config import UIConfig
 from termgen.errors import ConfigError
 from termgen.remote.client import RemoteClient
-from termgen.telemetry import Opening, encode, encode_events
 from termgen.tui import attach
 from termgen.tui.attach import AttachError, RemoteFeed
 from termgen.tui.top_app import TopApp
 from termgen.vocabulary.events import StepRecord
+from termgen.vocabulary.telemetry import Opening, encode, encode_events
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 

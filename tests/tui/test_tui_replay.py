@@ -25,7 +25,6 @@ from tui_harness import (
 
 from termgen.config import UIConfig
 from termgen.errors import EngineError
-from termgen.telemetry import Cache, Frame, Model, Opening, encode, encode_events
 from termgen.tui import intake
 from termgen.tui.feed import StreamFeed
 from termgen.tui.intake import Intake
@@ -36,6 +35,7 @@ from termgen.tui.store import STEP_HISTORY
 from termgen.tui.top_app import TopApp
 from termgen.tui.widgets.canvas import Canvas
 from termgen.vocabulary.events import EngineSnapshot, RequestEvent, RequestEventKind, StepRecord
+from termgen.vocabulary.telemetry import Cache, Frame, Model, Opening, encode, encode_events
 
 Frames = list[tuple[int, Frame]]
 

@@ -32,7 +32,6 @@ from tui_harness import (
 from termgen.commands import cli, top_command
 from termgen.config import UIConfig
 from termgen.errors import ConfigError
-from termgen.telemetry import Cache, Opening, encode, encode_events
 from termgen.tui.attach import AttachError, RemoteFeed
 from termgen.tui.feed import StreamFeed
 from termgen.tui.replay import ReplayError, ReplayFeed, read_frames
@@ -41,6 +40,7 @@ from termgen.tui.screens.dashboard_keys import PAGES
 from termgen.tui.screens.help import HelpText
 from termgen.tui.top_app import TopApp
 from termgen.tui.widgets.canvas import Canvas
+from termgen.vocabulary.telemetry import Cache, Opening, encode, encode_events
 
 
 @asynccontextmanager

@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
-from termgen.client import ModelInfo
 from termgen.errors import TermgenError
 from termgen.vocabulary.events import EngineEvent, EngineSnapshot, RequestEvent, StepRecord
+from termgen.vocabulary.model_info import ModelInfo
 
 VERSION = 1
 

@@ -12,8 +12,17 @@ import numpy as np
 import pytest
 from fake_engine import make_memory_ledger, make_model_info, make_snapshot, make_step_record
 
-from termgen import telemetry
-from termgen.telemetry import (
+from termgen.vocabulary import telemetry
+from termgen.vocabulary.events import (
+    EngineEvent,
+    EngineSnapshot,
+    RequestEvent,
+    RequestEventKind,
+    RequestView,
+    StepRecord,
+)
+from termgen.vocabulary.startup_phases import StartupPhase
+from termgen.vocabulary.telemetry import (
     MAX_ROWS,
     TOPICS,
     Cache,
@@ -32,15 +41,6 @@ from termgen.telemetry import (
     parse_frame_id,
     topic_of,
 )
-from termgen.vocabulary.events import (
-    EngineEvent,
-    EngineSnapshot,
-    RequestEvent,
-    RequestEventKind,
-    RequestView,
-    StepRecord,
-)
-from termgen.vocabulary.startup_phases import StartupPhase
 
 ALL = frozenset(TOPICS)
 
