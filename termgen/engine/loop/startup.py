@@ -17,8 +17,7 @@ from termgen.engine.grammar.grammar import GrammarCompiler
 from termgen.engine.loop.core import EngineCore
 from termgen.engine.loop.executor import LocalExecutor
 from termgen.engine.schedule.kv_cache import KVCacheManager
-from termgen.engine.schedule.scheduler import Scheduler
-from termgen.engine.schedule.scheduler_types import SchedulerConfig
+from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from termgen.engine.text.input_processor import InputProcessor
 from termgen.engine.text.output import OutputProcessor
 from termgen.engine.text.text_process import TextProcess

@@ -12,10 +12,9 @@ from __future__ import annotations
 import numpy as np
 
 from termgen.engine.schedule.constraints import may_all_run_ahead, rows_with_grammar
-from termgen.engine.schedule.fence import Fence
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.plan_builder import PlanBuilder, sampling_needs
-from termgen.engine.schedule.slot_table import SlotTable
+from termgen.engine.schedule.slot_table import Fence, SlotTable
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import SamplingNeeds, StepPlan
 
