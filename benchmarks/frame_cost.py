@@ -18,9 +18,9 @@ import numpy as np
 from textual._context import active_app
 
 from termgen.tui.app import PatientDriver
-from termgen.tui.intake import Intake
-from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.store import DashboardStore
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.dashboard.state.event_reader import Intake
+from termgen.tui.dashboard.state.store import DashboardStore
 from termgen.vocabulary.events import EngineEvent
 
 

@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from termgen.tui.chat_db import ChatDatabase
-from termgen.tui.chat_keeper import ChatKeeper
-from termgen.tui.chat_records import (
+from termgen.tui.chat.saved.autosave import ChatKeeper
+from termgen.tui.chat.saved.chat_db import ChatDatabase
+from termgen.tui.chat.saved.chat_records import (
     all_turns,
     conversation_of,
     session_record,
     turn_record,
 )
-from termgen.tui.chat_store import ChatStore
-from termgen.tui.conversation import AnswerState, Conversation
+from termgen.tui.chat.saved.chat_store import ChatStore
+from termgen.tui.chat.state.conversation import AnswerState, Conversation
 from termgen.vocabulary.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.3, stop=("END",), seed=7)

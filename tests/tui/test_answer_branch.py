@@ -13,10 +13,9 @@ import pytest
 from termgen.client import ChatPrompt, Prompt, TokenDelta
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import AsyncEngine
-from termgen.tui.answer_branch import branch_at, read_branch
-from termgen.tui.score_answer import score_text, score_written
-from termgen.tui.thoughts import read_answer
-from termgen.tui.token_book import TokenBook, WrittenTokens
+from termgen.tui.chat.state.answer_branch import branch_at, read_branch
+from termgen.tui.chat.state.answer_tokens import TokenBook, WrittenTokens, score_text, score_written
+from termgen.tui.chat.state.thoughts import read_answer
 from termgen.vocabulary.sampling_params import SamplingParams
 
 ASKED = ChatPrompt([{"role": "user", "content": "Hello, how are you?"}])

@@ -20,13 +20,13 @@ from chat_store_harness import (
 )
 
 from termgen.errors import ChatStoreError
-from termgen.tui.chat_db import MIGRATIONS, ChatDatabase
-from termgen.tui.chat_records import (
+from termgen.tui.chat.saved.chat_db import MIGRATIONS, ChatDatabase
+from termgen.tui.chat.saved.chat_records import (
     all_turns,
     conversation_of,
 )
-from termgen.tui.chat_store import ChatStore
-from termgen.tui.conversation import Turn
+from termgen.tui.chat.saved.chat_store import ChatStore
+from termgen.tui.chat.state.conversation import Turn
 
 
 @pytest.mark.parametrize("damage", ["garbage", "middle", "cut"])

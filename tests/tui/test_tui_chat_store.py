@@ -20,9 +20,9 @@ from chat_store_harness import (
 )
 
 from termgen.errors import ChatStoreError
-from termgen.tui.chat_db import MIGRATIONS, ChatDatabase
-from termgen.tui.chat_keeper import SAVE_EVERY_S, ChatKeeper
-from termgen.tui.chat_records import (
+from termgen.tui.chat.saved.autosave import SAVE_EVERY_S, ChatKeeper
+from termgen.tui.chat.saved.chat_db import MIGRATIONS, ChatDatabase
+from termgen.tui.chat.saved.chat_records import (
     all_turns,
     as_json,
     as_markdown,
@@ -32,8 +32,8 @@ from termgen.tui.chat_records import (
     session_record,
     turn_record,
 )
-from termgen.tui.chat_store import ChatStore, store_path
-from termgen.tui.conversation import AnswerState, Conversation
+from termgen.tui.chat.saved.chat_store import ChatStore, store_path
+from termgen.tui.chat.state.conversation import AnswerState, Conversation
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 

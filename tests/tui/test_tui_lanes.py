@@ -21,16 +21,16 @@ from tui_harness import (
     step,
 )
 
-from termgen.tui import lanes as lanes_module
-from termgen.tui.lanes import Doing, History, LaneBook
-from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
-from termgen.tui.render import inspector
-from termgen.tui.render.frame import Frame
-from termgen.tui.render.inspector import inspector_page
-from termgen.tui.render.lanes import batch_page, budget_panel, lanes_panel
-from termgen.tui.spans import Row, row_text, row_width
-from termgen.tui.store import DashboardStore, DashboardView
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.dashboard.pages import inspector
+from termgen.tui.dashboard.pages.inspector import inspector_page
+from termgen.tui.dashboard.pages.lanes import batch_page, budget_panel, lanes_panel
+from termgen.tui.dashboard.state import request_history as lanes_module
+from termgen.tui.dashboard.state.request_history import Doing, History, LaneBook
+from termgen.tui.dashboard.state.store import DashboardStore, DashboardView
+from termgen.tui.paint.canvas import Canvas
+from termgen.tui.paint.frame import Frame
+from termgen.tui.paint.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
+from termgen.tui.paint.spans import Row, row_text, row_width
 from termgen.vocabulary.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
 
 KINDS = RequestEventKind

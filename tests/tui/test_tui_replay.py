@@ -25,15 +25,15 @@ from tui_harness import (
 
 from termgen.config import UIConfig
 from termgen.errors import EngineError
-from termgen.tui import intake
-from termgen.tui.feed import StreamFeed
-from termgen.tui.intake import Intake
-from termgen.tui.lanes import Doing
-from termgen.tui.replay import PART_EVENTS, ReplayFeed
-from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.store import STEP_HISTORY
-from termgen.tui.top_app import TopApp
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.dashboard.state import event_reader as intake
+from termgen.tui.dashboard.state.event_reader import Intake
+from termgen.tui.dashboard.state.request_history import Doing
+from termgen.tui.dashboard.state.store import STEP_HISTORY
+from termgen.tui.feed_app import TopApp
+from termgen.tui.feeds.feed import StreamFeed
+from termgen.tui.feeds.replay import PART_EVENTS, ReplayFeed
+from termgen.tui.paint.canvas import Canvas
 from termgen.vocabulary.events import EngineSnapshot, RequestEvent, RequestEventKind, StepRecord
 from termgen.vocabulary.telemetry import Cache, Frame, Model, Opening, encode, encode_events
 

@@ -21,10 +21,10 @@ from tui_harness import (
 )
 
 from termgen.config import UIConfig
-from termgen.tui.attachments import Attachment
-from termgen.tui.conversation import Conversation
-from termgen.tui.screens.dashboard_keys import PAGES
-from termgen.tui.widgets.prompt import Prompt
+from termgen.tui.chat.state.attachments import Attachment
+from termgen.tui.chat.state.conversation import Conversation
+from termgen.tui.chat.widgets.prompt import Prompt
+from termgen.tui.dashboard.dashboard_keys import PAGES
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 THEMES = ["termgen-dark", "termgen-light"]

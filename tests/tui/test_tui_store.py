@@ -18,10 +18,10 @@ from tui_harness import (
     steps,
 )
 
-from termgen.tui.lanes import LaneBook
-from termgen.tui.log import Level, LogBook
-from termgen.tui.step_figures import MAX_STEP_BUCKETS, percentile
-from termgen.tui.store import (
+from termgen.tui.dashboard.state.log import Level, LogBook
+from termgen.tui.dashboard.state.request_history import LaneBook
+from termgen.tui.dashboard.state.step_figures import MAX_STEP_BUCKETS, percentile
+from termgen.tui.dashboard.state.store import (
     BUCKET_NS,
     HISTORY_BUCKETS,
     STEP_HISTORY,
