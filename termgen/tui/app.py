@@ -48,7 +48,7 @@ from termgen.tui.help import HelpScreen, HelpSection
 from termgen.tui.keys.keymap import KeyedApp, Keymap, key_names, read_keymap
 from termgen.tui.loading import LoadingScreen, StartupProgress
 from termgen.tui.models import ModelScreen, ModelShelf, Switch
-from termgen.tui.paint.canvas_screen import BoardScreen
+from termgen.tui.paint.canvas_screen import CanvasScreen
 from termgen.tui.paint.palette import ROLES, VARIABLE_PREFIX, Palette, has_few_colours
 from termgen.tui.paint.sanitize import clean, clean_line
 from termgen.tui.silent import SilentScreen
@@ -267,7 +267,7 @@ class TermgenApp(KeyedApp):
         if getattr(driver, "has_dropped", False) and not driver.is_behind:  # type: ignore[union-attr]
             driver.has_dropped = False  # type: ignore[union-attr]
             for board in (
-                screen for screen in self.screen_stack if isinstance(screen, BoardScreen)
+                screen for screen in self.screen_stack if isinstance(screen, CanvasScreen)
             ):
                 board.forget_terminal()
             self.refresh(layout=True)

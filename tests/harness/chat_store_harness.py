@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from termgen.tui.chat.saved.autosave import ChatKeeper
+from termgen.tui.chat.saved.autosave import Autosave
 from termgen.tui.chat.saved.chat_db import ChatDatabase
 from termgen.tui.chat.saved.chat_records import (
     all_turns,
@@ -60,11 +60,11 @@ class Told:
 
 
 @asynccontextmanager
-async def running(store: ChatStore, told: Told | None = None) -> AsyncIterator[ChatKeeper]:
+async def running(store: ChatStore, told: Told | None = None) -> AsyncIterator[Autosave]:
     told = told or Told()
     store.start(report=told.messages.append, replaced=told.count)
     try:
-        yield ChatKeeper(store)
+        yield Autosave(store)
     finally:
         await store.close()
 

@@ -21,7 +21,7 @@ from termgen.errors import ContextLengthError, RequestError
 from termgen.remote.wire import Dialect, build_call
 from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.lens_rows import LensView, TokenText, lens_rows
-from termgen.tui.chat.state.answer_tokens import TokenBook
+from termgen.tui.chat.state.answer_tokens import AnswerTokens
 from termgen.tui.chat.state.token_scores import TokenScores, num_drawn
 from termgen.tui.chat.token_lens import LensScreen
 from termgen.tui.chat.widgets.prompt import Prompt as PromptField
@@ -365,7 +365,7 @@ def test_where_sampling_cuts() -> None:
 
 
 def test_the_book_forgets_the_oldest() -> None:
-    book = TokenBook(max_ids=10)
+    book = AnswerTokens(max_ids=10)
     for name in "abc":
         first = TokenDelta(name, 0, "", (1,), None, None, None, 4, 0, 1, (7, 8, 9))
         book.take(name, first)

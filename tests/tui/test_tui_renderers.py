@@ -462,7 +462,7 @@ def test_a_screen_opened_late_does_not_say_that_nothing_ran() -> None:
     pages = [
         batch_panel(view, frame, glyphs),
         timeline_page(view.steps, 100, 30, glyphs, boxed=True, has_run=view.has_run),
-        batch_page(view, store.lanes, 100, 30, glyphs, boxed=True),
+        batch_page(view, store.history, 100, 30, glyphs, boxed=True),
     ]
     for page in pages:
         assert "no step since this screen began to listen" in text(page)

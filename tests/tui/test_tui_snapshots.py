@@ -137,7 +137,7 @@ async def list_chats(pilot: Pilot[Any]) -> None:
     for age, question in ((40, "Paged attention"), (3, "A haiku about GPUs"), (1, "Log lines")):
         talk = Conversation()
         talk.ask(question, now_s=0.0, model_id="smollm2-135m").answer = "About that, much."
-        app.chat.keeper.save_all(talk, app.chat._params)
+        app.chat.autosave.save_all(talk, app.chat._params)
         used_s, session_id = NOON - age * 86_400, talk.session_id
         await app.chats.read(
             lambda database, values=(used_s, session_id): database._connection.execute(

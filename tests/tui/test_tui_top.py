@@ -310,7 +310,7 @@ async def test_a_server_in_the_dashboard() -> None:
             assert isinstance(screen, DashboardScreen)
             await pilot.pause()
             engine.bus.publish(step(4711, end_ns=feed.now_ns()))
-            await wait_until(pilot, lambda: screen._intake._ring.num_appended > 0)
+            await wait_until(pilot, lambda: screen._event_reader._ring.num_appended > 0)
             await screen.refresh_view()
             assert "step 4 711" in panel(app, "batch") and "chat-1" in panel(app, "requests")
             await pilot.press("left_square_bracket")

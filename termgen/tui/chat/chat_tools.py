@@ -19,7 +19,7 @@ from termgen.config import UIConfig
 from termgen.errors import RequestError
 from termgen.tui.chat.links_panel import LinkChoice, LinksPanel, links_of
 from termgen.tui.chat.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
-from termgen.tui.chat.saved.autosave import ChatKeeper
+from termgen.tui.chat.saved.autosave import Autosave
 from termgen.tui.chat.saved.chat_records import restored_params
 from termgen.tui.chat.state import attachments as files
 from termgen.tui.chat.state.answer_form import KINDS, as_markdown, form_words, parse_form
@@ -48,7 +48,7 @@ class ChatTools(ThemedScreen):
     status: Canvas
     # Kept by `compose`, not looked up: an answer may end when the screen has lost them already.
     conversation: Conversation
-    keeper: ChatKeeper
+    autosave: Autosave
     _cursor: Turn | None
     _entries: dict[Turn, tuple[QuestionEntry, AnswerEntry]]
 
@@ -371,7 +371,7 @@ class ChatTools(ThemedScreen):
     def save_settings(self) -> None:
         """Of a chat that is kept already: one without a question is not."""
         if self.conversation.turns:
-            self.keeper.save_session(self.conversation, self._params, own=self._own_params)
+            self.autosave.save_session(self.conversation, self._params, own=self._own_params)
 
     def action_edit_system(self) -> None:
         def use(text: str | None) -> None:

@@ -22,9 +22,9 @@ from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
 from termgen.tui.chat.chat_tools import ChatTools
-from termgen.tui.chat.saved.autosave import ChatKeeper
+from termgen.tui.chat.saved.autosave import Autosave
 from termgen.tui.chat.state.answer_branch import Branch, branch_at, read_branch
-from termgen.tui.chat.state.answer_tokens import TokenBook, score_text, score_written
+from termgen.tui.chat.state.answer_tokens import AnswerTokens, score_text, score_written
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.conversation import AnswerState, Conversation, Turn
 from termgen.tui.chat.state.sampling_fields import without
@@ -50,12 +50,12 @@ class DialogueScreen(ChatTools):
         client: EngineClient,
         ui: UIConfig,
         *,
-        keeper: ChatKeeper,
+        autosave: Autosave,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(client, ui)
         self._clock = clock
-        self.keeper = keeper
+        self.autosave = autosave
         self._entries = {}
         self._cursor: Turn | None = None
         self._draft = ""
@@ -69,7 +69,7 @@ class DialogueScreen(ChatTools):
         self._request_ids = count(1)
         self._said_left_out: tuple[str, tuple[str, ...]] = ("", ())
         """In which chat, and what."""
-        self.tokens = TokenBook()
+        self.tokens = AnswerTokens()
         self.conversation = Conversation(system_prompt=ui.system_prompt)
 
     def on_mount(self) -> None:
@@ -116,7 +116,7 @@ class DialogueScreen(ChatTools):
             if branch.is_whole:  # they are read again from what is kept
                 turn.thought.text, turn.thought.is_over = "", False
         self._streaming = turn
-        self.keeper.asked(self.conversation, turn, self._params, own=self._own_params)
+        self.autosave.asked(self.conversation, turn, self._params, own=self._own_params)
         self.show_path()
         params = self._told_params()
         self.transcript.to_end()
@@ -162,7 +162,7 @@ class DialogueScreen(ChatTools):
                 turn.take(news, self._clock())
                 self.tokens.take(turn.turn_id, delta)
                 entry.feed(news.pieces[1])
-                self.keeper.streamed(self.conversation, turn)
+                self.autosave.streamed(self.conversation, turn)
                 if delta.finish_reason is FinishReason.ERROR:
                     raise delta.error or EngineError("the engine failed this request")
                 if first:
@@ -298,7 +298,7 @@ class DialogueScreen(ChatTools):
         if turn.state is not AnswerState.STREAMING:
             return  # it was stopped before its end was read
         turn.end(state)
-        self.keeper.ended(self.conversation, turn)
+        self.autosave.ended(self.conversation, turn)
         entry = self._entries[turn][1]
         entry.close()
         self.transcript.update(entry)
@@ -331,7 +331,7 @@ class DialogueScreen(ChatTools):
     def _take_back(self, turn: Turn) -> str:
         """Remove a turn without an answer; what was typed for it goes back to the prompt."""
         self.conversation.remove(turn)
-        self.keeper.withdrew(self.conversation, turn)
+        self.autosave.withdrew(self.conversation, turn)
         self.show_path()
         del self._entries[turn]
         replaced = turn.instead_of
@@ -450,7 +450,7 @@ class DialogueScreen(ChatTools):
         chosen = self.conversation.switch(turn, by)
         if chosen is None:
             return
-        self.keeper.chose(self.conversation, chosen)
+        self.autosave.chose(self.conversation, chosen)
         self.show_path()
         if marked:
             self.mark(chosen)

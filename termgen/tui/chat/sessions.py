@@ -17,7 +17,7 @@ from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import ChatStoreError
 from termgen.tui.chat.dialogue import DialogueScreen
-from termgen.tui.chat.saved.autosave import ChatKeeper
+from termgen.tui.chat.saved.autosave import Autosave
 from termgen.tui.chat.saved.chat_db import SessionSummary
 from termgen.tui.chat.saved.chat_records import (
     all_turns,
@@ -63,7 +63,7 @@ class SessionScreen(DialogueScreen):
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._chats = chats or ChatStore()
-        super().__init__(client, ui, keeper=ChatKeeper(self._chats), clock=clock)
+        super().__init__(client, ui, autosave=Autosave(self._chats), clock=clock)
         self._resume = resume
         self._wall_clock = wall_clock
         self._deleted: list[SessionSummary] = []
@@ -83,7 +83,7 @@ class SessionScreen(DialogueScreen):
             self.open_session(self._resume.session_id, resume=self._resume)
 
     def on_unmount(self) -> None:
-        self.keeper.flush()
+        self.autosave.flush()
 
     def ask(
         self,
@@ -180,7 +180,7 @@ class SessionScreen(DialogueScreen):
 
     def _save_again(self) -> None:
         """The file is a new one."""
-        self.keeper.save_all(self.conversation, self._params, own=self._own_params)
+        self.autosave.save_all(self.conversation, self._params, own=self._own_params)
 
     def action_sessions(self) -> None:
         """Open the panel, or close it."""
@@ -274,7 +274,7 @@ class SessionScreen(DialogueScreen):
         title = title_of(title)
         if session_id == self.conversation.session_id:
             self.conversation.title = title
-        self.keeper.rename(session_id, title)
+        self.autosave.rename(session_id, title)
         self.list_sessions()
 
     def _delete(self, session: SessionSummary) -> None:
@@ -282,7 +282,7 @@ class SessionScreen(DialogueScreen):
             self.set_conversation(Conversation(system_prompt=self._ui.system_prompt))
             self.panel.session_list.focus()
         self._deleted.append(session)
-        self.keeper.delete(session.session_id)
+        self.autosave.delete(session.session_id)
         back = f"{key_of(self, 'sessions.undo')} brings it back"
         self.notify(f"deleted: {clean_line(session.title)} ({back})", markup=False)
         self.list_sessions()
@@ -292,7 +292,7 @@ class SessionScreen(DialogueScreen):
             self.notify("nothing was deleted")
             return
         session = self._deleted.pop()
-        self.keeper.restore(session.session_id)
+        self.autosave.restore(session.session_id)
         self.list_sessions()
 
     @work(group="chat-files")
@@ -327,5 +327,5 @@ class SessionScreen(DialogueScreen):
         conversation = conversation_of(session, turns)
         self.restore_params(session.params)
         self.set_conversation(conversation)
-        self.keeper.save_all(conversation, self._params, own=self._own_params)
+        self.autosave.save_all(conversation, self._params, own=self._own_params)
         self.list_sessions(select_open=True)

@@ -1,5 +1,6 @@
-"""The engine screen: has an `Intake` take what the engine tells a few times a second, and paints.
-It computes nothing (`store` does) and styles nothing (`render` and the theme do).
+"""The engine screen: reads the engine's events a few times a second, and paints.
+
+It computes nothing (`state` does) and styles nothing (`pages` and the theme do).
 
 While it is hidden nothing runs: the ring overwrites its oldest events, and what is still there
 when the screen comes back fills its history.
@@ -39,14 +40,14 @@ from termgen.tui.dashboard.pages.batch import batch_panel
 from termgen.tui.dashboard.pages.kv_map import kv_panel
 from termgen.tui.dashboard.pages.overview import LiveState
 from termgen.tui.dashboard.pages.requests import requests_panel, row_at
-from termgen.tui.dashboard.state.event_reader import Intake
+from termgen.tui.dashboard.state.event_reader import EventReader
 from termgen.tui.dashboard.state.log import Level
 from termgen.tui.dashboard.state.store import DashboardView, as_of
 from termgen.tui.feeds.feed import EngineFeed
 from termgen.tui.feeds.gpu_meter import GpuHistory, GpuWatch
 from termgen.tui.keys.keymap import KeyedApp, key_of
 from termgen.tui.paint.canvas import Canvas
-from termgen.tui.paint.canvas_screen import BoardScreen, Column, Line
+from termgen.tui.paint.canvas_screen import CanvasScreen, Column, Line
 from termgen.tui.paint.frame import Frame
 from termgen.tui.paint.spans import Row
 
@@ -57,7 +58,7 @@ IDLE_PAINT_NS = 1_000_000_000
 OBSERVER_SMOOTHING = 0.2
 
 
-class DashboardScreen(BoardScreen):
+class DashboardScreen(CanvasScreen):
     AUTO_FOCUS = ""  # the search is shown when asked for; until then keys are the screen's
     BINDINGS = [*KEYS]
 
@@ -80,9 +81,9 @@ class DashboardScreen(BoardScreen):
         self._hz = hz
         self._now_ns = now_ns
         self._cpu_ns = cpu_ns
-        self._intake = Intake(client, now_ns)
-        self._view: DashboardView = self._intake.store.view(now_ns())
-        self._lanes = self._intake.store.lanes
+        self._event_reader = EventReader(client, now_ns)
+        self._view: DashboardView = self._event_reader.store.view(now_ns())
+        self._lanes = self._event_reader.store.history
         self._shown_trouble = ""
         self._observed: tuple[int, int] | None = None
         self._observer_share: float | None = None
@@ -127,7 +128,7 @@ class DashboardScreen(BoardScreen):
 
     def close(self) -> None:
         """Stop listening to the engine."""
-        self._intake.close()
+        self._event_reader.close()
 
     @on(ScreenResume)
     def _start_pump(self) -> None:
@@ -153,24 +154,24 @@ class DashboardScreen(BoardScreen):
 
     async def refresh_view(self) -> None:
         """One frame: events, snapshot, view, paint; no paint where nothing would differ."""
-        changed = await self._intake.take()
-        if not self._paused and self._intake.should_ask(changed):
-            changed |= await self._intake.ask()
+        changed = await self._event_reader.take()
+        if not self._paused and self._event_reader.should_ask(changed):
+            changed |= await self._event_reader.ask()
         self._observe()
         is_old = self._now_ns() - self._view.now_ns >= IDLE_PAINT_NS
         if not self._paused and (changed or is_old or not self._view.is_idle):
             self._look()
             self.paint()
-        elif self._intake.trouble != self._shown_trouble:
+        elif self._event_reader.trouble != self._shown_trouble:
             self.paint()
 
     def _look(self) -> None:
         """Take the picture that is painted from now on."""
-        store = self._intake.store
+        store = self._event_reader.store
         self._view = store.view(self._now_ns(), window_s=self._window_s)
         self._gpus = self._gpu.history
         self.set_class(bool(self._gpus), "-gpu")
-        self._lanes = store.lanes.copy() if self._paused else store.lanes
+        self._lanes = store.history.copy() if self._paused else store.history
         if self._lanes.get(self._selected) is None:  # of another engine, or not yet there
             self._selected, self._first_row = None, 0
 
@@ -186,7 +187,7 @@ class DashboardScreen(BoardScreen):
 
     def paint(self) -> None:
         shows_overview = self._page == "overview"
-        self._shown_trouble = self._intake.trouble
+        self._shown_trouble = self._event_reader.trouble
         self.draw(
             canvas
             for canvas in self._canvases
@@ -211,7 +212,7 @@ class DashboardScreen(BoardScreen):
         shown = footer_keys(
             self._page,
             self.app.first_keys,
-            is_replay=self._intake.replay is not None,
+            is_replay=self._event_reader.replay is not None,
             leaves=self._is_alone,
         )
         for key, active in found.items():
@@ -309,33 +310,33 @@ class DashboardScreen(BoardScreen):
         if paused and not self._paused:
             self._lanes = self._lanes.copy()
         self._paused = paused
-        if self._intake.replay is not None:
-            self._intake.replay.stop(paused)
+        if self._event_reader.replay is not None:
+            self._event_reader.replay.stop(paused)
 
     def action_seek(self, seconds: int) -> None:
         if self._is_recording():
-            self._intake.turn(seconds * 1_000_000_000)
+            self._event_reader.turn(seconds * 1_000_000_000)
             self._back = None
             self._show_turned()
 
     @work(group="turn", exclusive=True)
     async def _show_turned(self) -> None:
         """A key that comes meanwhile turns further, and this begins again."""
-        await self._intake.take()
-        await self._intake.ask()
+        await self._event_reader.take()
+        await self._event_reader.ask()
         self._look()
         self.paint()
 
     def action_speed(self, by: int) -> None:
         if self._is_recording():
-            assert self._intake.replay is not None
-            self._intake.replay.set_speed(2.0**by)
+            assert self._event_reader.replay is not None
+            self._event_reader.replay.set_speed(2.0**by)
             self.paint()
 
     def _is_recording(self) -> bool:
-        if self._intake.replay is None:
+        if self._event_reader.replay is None:
             self.notify("only a recording can be turned: termgen top --replay FILE")
-        return self._intake.replay is not None
+        return self._event_reader.replay is not None
 
     def action_step(self, back: int) -> None:
         """Freeze, and move the mark among the recorded steps; move in the map of the blocks, and
@@ -401,11 +402,11 @@ class DashboardScreen(BoardScreen):
         live = LiveState(
             hz=self._hz,
             paused=self._paused,
-            healthy=not self._intake.trouble,
+            healthy=not self._event_reader.trouble,
             observer_share=self._observer_share,
             back=self._back or 0,
-            trouble=self._intake.trouble,
-            replay=self._intake.replay.words if self._intake.replay else "",
+            trouble=self._event_reader.trouble,
+            replay=self._event_reader.replay.words if self._event_reader.replay else "",
         )
         return [overview.header(self._client.model, self._view, live, width)]
 
@@ -443,8 +444,8 @@ class DashboardScreen(BoardScreen):
             boxed=self._boxed,
             back=self._back,
             selected=self._selected,
-            log=self._intake.store.log,
-            trouble=self._intake.trouble,
+            log=self._event_reader.store.log,
+            trouble=self._event_reader.trouble,
             observer_share=self._observer_share,
         )
         return self._pages.paint(self._page, sight, width, height)

@@ -13,7 +13,7 @@ from termgen.tui.dashboard.pages.lanes import batch_page
 from termgen.tui.dashboard.pages.log_page import log_page
 from termgen.tui.dashboard.state.kv_cursor import KvCursor
 from termgen.tui.dashboard.state.log import Level, LogBook, LogScroll
-from termgen.tui.dashboard.state.request_history import LaneBook
+from termgen.tui.dashboard.state.request_history import RequestHistory
 from termgen.tui.dashboard.state.store import DashboardView
 from termgen.tui.paint.palette import Glyphs
 from termgen.tui.paint.spans import Row
@@ -24,7 +24,7 @@ class Sight:
     """All that a page is drawn from."""
 
     view: DashboardView
-    lanes: LaneBook
+    lanes: RequestHistory
     model: ModelInfo
     glyphs: Glyphs
     boxed: bool

@@ -68,7 +68,7 @@ class ThemedScreen(Screen[None]):
         self.apply_palette()
 
 
-class BoardScreen(ThemedScreen):
+class CanvasScreen(ThemedScreen):
     _canvases: Sequence[Canvas] = ()
     """They stay: no frame looks for them."""
 

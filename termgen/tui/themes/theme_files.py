@@ -49,7 +49,7 @@ class ThemeError(TermgenError):
 
 def shipped_folder() -> Path:
     """Inside the package when installed, at the top of the repository when run from it."""
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parents[2]
     inside = package / "themes"
     return inside if inside.is_dir() else package.parent / "themes"
 

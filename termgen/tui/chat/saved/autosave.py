@@ -19,7 +19,7 @@ from termgen.vocabulary.sampling_params import SamplingParams
 SAVE_EVERY_S = 1.0
 
 
-class ChatKeeper:
+class Autosave:
     def __init__(self, store: ChatStore, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock

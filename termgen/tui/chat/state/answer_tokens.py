@@ -32,7 +32,7 @@ class WrittenTokens:
         return len(self.prompt_ids) + len(self.answer_ids)
 
 
-class TokenBook:
+class AnswerTokens:
     def __init__(self, max_ids: int = MAX_IDS) -> None:
         self._max_ids = max_ids
         self._written: OrderedDict[str, WrittenTokens] = OrderedDict()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from termgen.tui.dashboard.pages.batch import batch_panel, steps_in_view
-from termgen.tui.dashboard.state.request_history import Doing, History, LaneBook
+from termgen.tui.dashboard.state.request_history import Doing, History, RequestHistory
 from termgen.tui.dashboard.state.store import DashboardView, RequestRow, step_tokens
 from termgen.tui.paint.formatting import age, brief_id, count
 from termgen.tui.paint.frame import Frame
@@ -21,7 +21,7 @@ MAX_WAITING = 8
 
 def batch_page(
     view: DashboardView,
-    lanes: LaneBook,
+    lanes: RequestHistory,
     width: int,
     height: int,
     glyphs: Glyphs,
@@ -79,7 +79,7 @@ def budget_panel(
 
 def lanes_panel(
     steps: Sequence[StepRecord],
-    lanes: LaneBook,
+    lanes: RequestHistory,
     frame: Frame,
     glyphs: Glyphs,
     *,

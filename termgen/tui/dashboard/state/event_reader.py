@@ -1,4 +1,4 @@
-"""Intake: what an engine tells, into a `DashboardStore`. The dashboard calls it for each frame.
+"""EventReader: the engine's events into a `DashboardStore`, once for each frame of the dashboard.
 
 Drains the event ring and asks for snapshots; another engine, or a recording that is turned back,
 begins another store. Draws nothing.
@@ -23,7 +23,7 @@ REPLAY_CAPACITY = 65_536
 """More than a part of a recording: none of its events is lost here."""
 
 
-class Intake:
+class EventReader:
     """Of one dashboard."""
 
     def __init__(self, client: EngineFeed, now_ns: Callable[[], int]) -> None:

@@ -106,7 +106,7 @@ class History:
             del self.run_starts[: MAX_RUNS // 2], self.run_kinds[: MAX_RUNS // 2]
 
 
-class LaneBook:
+class RequestHistory:
     """The histories of the newest requests, by id."""
 
     def __init__(self) -> None:
@@ -117,9 +117,9 @@ class LaneBook:
     def __iter__(self) -> Iterator[History]:
         return iter(self._histories.values())
 
-    def copy(self) -> LaneBook:
+    def copy(self) -> RequestHistory:
         """As it is now, for a picture that stands still. To be read only."""
-        book = LaneBook()
+        book = RequestHistory()
         for request_id, history in self._histories.items():
             book._histories[request_id] = replace(
                 history,

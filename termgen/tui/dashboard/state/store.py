@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from termgen.tui.dashboard.state.log import LogBook
-from termgen.tui.dashboard.state.request_history import LaneBook
+from termgen.tui.dashboard.state.request_history import RequestHistory
 from termgen.tui.dashboard.state.step_figures import (
     BUCKET_NS,
     QUEUE_MS,
@@ -264,7 +264,7 @@ class DashboardStore:
         """How often each request of the last snapshot was."""
         self._num_finished = 0
         self._graphs = GraphStats()
-        self.lanes = LaneBook()
+        self.history = RequestHistory()
         """What each request did, for any step that is kept."""
         self.log = LogBook()
         self._snapshot: EngineSnapshot | None = None
@@ -293,13 +293,13 @@ class DashboardStore:
                 waits.clear()
 
     def _tell(self, steps: Sequence[StepRecord]) -> None:
-        self.lanes.add_steps(steps)
+        self.history.add_steps(steps)
         self.log.add_steps(steps)
 
     def set_snapshot(self, snapshot: EngineSnapshot) -> None:
         self._snapshot = snapshot
         self._read_host(snapshot)
-        self.lanes.add_snapshot(snapshot)
+        self.history.add_snapshot(snapshot)
         self._num_preempted = {r.request_id: r.num_preemptions for r in snapshot.requests}
 
     def _read_host(self, snapshot: EngineSnapshot) -> None:
@@ -314,7 +314,7 @@ class DashboardStore:
         self._host_read = (snapshot.time_ns, snapshot.cpu_s)
 
     def _apply_request(self, event: RequestEvent) -> None:
-        self.lanes.add_event(event)
+        self.history.add_event(event)
         self.log.add_event(event)
         track = self._live.get(event.request_id)
         if track is None:
