@@ -25,8 +25,8 @@ from termgen.errors import ConfigError, ContextLengthError, EngineDeadError, Ter
 if TYPE_CHECKING:
     from termgen.client import EngineClient
     from termgen.commands.remote_command import RemoteTarget
-    from termgen.tui.conversation import AnswerStats
-    from termgen.tui.inline import AnswerWriter
+    from termgen.tui.chat.state.conversation import AnswerStats
+    from termgen.tui.paint.inline import AnswerWriter
 
 Progress = Callable[[str, float], None]
 REQUEST_ID = "inline"
@@ -53,7 +53,7 @@ def read_question(words: str | None) -> str:
         raise ConfigError("the question is not UTF-8 text")
     if not piped.strip():
         return words
-    from termgen.tui.attachments import fenced
+    from termgen.tui.chat.state.attachments import fenced
 
     # it comes first, so that another question about the same text finds it in the prefix cache
     return f"{fenced('standard input', piped)}\n\n{words}"
@@ -124,7 +124,7 @@ def _run(
     stop: Stop,
 ) -> int:
     from termgen.commands.progress import is_dumb
-    from termgen.tui.inline import writer_for
+    from termgen.tui.paint.inline import writer_for
 
     async def whole() -> int:
         try:
@@ -158,7 +158,7 @@ async def stream_answer(
 ) -> tuple[str, bool]:
     """The text of the answer, which was written as it came, and whether Ctrl-C has ended it."""
     from termgen.client import ChatPrompt
-    from termgen.tui.conversation import AnswerStats, sampling_params
+    from termgen.tui.chat.state.conversation import AnswerStats, sampling_params
 
     params = sampling_params(client.model.default_params, ui)
     stats = AnswerStats(time.perf_counter())
@@ -181,7 +181,7 @@ async def stream_answer(
 
 
 def _footer(stats: AnswerStats, *, stopped: bool) -> str:
-    from termgen.tui.formatting import count, duration, rate
+    from termgen.tui.paint.formatting import count, duration, rate
 
     parts = ["■ stopped"] if stopped else []
     parts.append(f"{count(stats.output_tokens)} tok")
@@ -266,7 +266,7 @@ class PlainChat:
         return OK
 
     def _ask(self, question: str) -> None:
-        from termgen.tui.inline import PlainWriter
+        from termgen.tui.paint.inline import PlainWriter
 
         self._messages.append({"role": "user", "content": question})
         if sys.stdin.isatty():
@@ -307,6 +307,6 @@ class PlainChat:
             lines.append(line[:-1])
 
     def _say(self, text: str) -> None:
-        from termgen.tui.sanitize import clean
+        from termgen.tui.paint.sanitize import clean
 
         print(clean(text), flush=True)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from termgen.config import UIConfig
 from termgen.errors import TermgenError
-from termgen.tui.bench_view import BenchView
-from termgen.tui.feed import StreamFeed
+from termgen.tui.bench.bench_screen import BenchEngineScreen, BenchScreen, bench_engine_keys
+from termgen.tui.bench.bench_view import BenchView
 from termgen.tui.feed_app import FeedApp
-from termgen.tui.screens.bench import BenchEngineScreen, BenchScreen, bench_engine_keys
-from termgen.tui.screens.help import HelpSection
-from termgen.tui.screens.silent import SilentScreen
+from termgen.tui.feeds.feed import StreamFeed
+from termgen.tui.help import HelpSection
+from termgen.tui.silent import SilentScreen
 
 
 class BenchApp(FeedApp):

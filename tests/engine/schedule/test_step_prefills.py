@@ -9,7 +9,7 @@ import pytest
 from core_harness import CoreDriver
 
 from termgen.engine.loop.snapshot import copy_state
-from termgen.tui.lanes import Doing, LaneBook, token_times
+from termgen.tui.dashboard.state.request_history import Doing, LaneBook, token_times
 from termgen.vocabulary.events import RequestEvent, RequestEventKind, StepRecord
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import GraphStatus
