@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.schedule.constraints import Constraints
-from termgen.engine.schedule.decode_step import DecodeStep
 from termgen.engine.schedule.kv_cache import KVCacheManager
-from termgen.engine.schedule.plan_builder import PlanBuilder
+from termgen.engine.schedule.plan import DecodeStep, PlanBuilder
 from termgen.engine.schedule.request_queue import (
     choose_victim,
     first_begun,

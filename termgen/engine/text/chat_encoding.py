@@ -42,7 +42,7 @@ from termgen.engine.text.chat_template import (
     template_error,
 )
 from termgen.engine.text.request_template import OF_MODEL, RequestTemplate, TemplateWorkers
-from termgen.engine.text.tokenizer_files import TokenizerParts, encode_ids, encode_text
+from termgen.engine.text.tokenizer_files import TokenizerParts
 from termgen.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -646,3 +646,21 @@ def _refusal(token: str) -> RequestError:
         f"the messages spell the control token {token!r}, which this model's chat template cannot"
         " show as plain text"
     )
+
+
+LONG_TEXT_CHARS = 1024
+"""Less is done before anybody notices, and sooner without a thread."""
+
+
+def encode_text(backend: Any, text: str, *, add_special_tokens: bool) -> Any:
+    """`backend.encode`, as an `Encoding`."""
+    if len(text) < LONG_TEXT_CHARS:
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+
+def encode_ids(backend: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+    """The ids alone, of a long text in a third of the time: places in it are not kept."""
+    if len(text) < LONG_TEXT_CHARS:
+        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)

@@ -186,21 +186,3 @@ def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0]
-
-
-LONG_TEXT_CHARS = 1024
-"""Less is done before anybody notices, and sooner without a thread."""
-
-
-def encode_text(backend: Any, text: str, *, add_special_tokens: bool) -> Any:
-    """`backend.encode`, as an `Encoding`."""
-    if len(text) < LONG_TEXT_CHARS:
-        return backend.encode(text, add_special_tokens=add_special_tokens)
-    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-
-
-def encode_ids(backend: Any, text: str, *, add_special_tokens: bool) -> list[int]:
-    """The ids alone, of a long text in a third of the time: places in it are not kept."""
-    if len(text) < LONG_TEXT_CHARS:
-        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
-    return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)

@@ -28,8 +28,7 @@ from termgen.engine.device.layers.linear import (
 )
 from termgen.engine.device.layers.mlp import GatedMLP, SparseMoe
 from termgen.engine.device.layers.norm import RMSNorm
-from termgen.engine.device.layers.ops import LayerOps
-from termgen.engine.device.layers.rotary import inverse_frequencies
+from termgen.engine.device.layers.ops import LayerOps, inverse_frequencies
 from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.engine.device.models.pieces import Carried
 
