@@ -87,11 +87,9 @@ def build_engine(
     executor = LocalExecutor(config, local.path)
     info = executor.start(progress)  # the device half: see `build_runner`
     try:
-        from termgen.engine.device.loader import load_generation_config  # torch is loaded by now
-
         if tokenizer is not None:
             _check_vocabulary(tokenizer, info)
-        recommended = load_generation_config(local.path)
+        recommended = executor.generation_config()
         defaults = sampling_defaults(local, recommended)
         eos = _eos_token_ids(info, tokenizer, recommended)
         scheduler = _make_scheduler(config, info)
