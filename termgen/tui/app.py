@@ -58,8 +58,8 @@ from termgen.tui.themes.theme_files import ThemeError, load_all, theme_files
 
 # The themes of some folders, read again when their files change.
 #
-# The app polls it, from a thread as disks can be slow. A file that is broken is told of once, and
-# what was read from it before stays.
+# The app polls it, from a thread as disks can be slow. A broken file is reported once, and the
+# theme that was read from it before stays.
 
 
 class ThemeShelf:
@@ -94,7 +94,7 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-# A terminal that nobody reads must not stop the engine.
+# A terminal whose output is not read must not stop the engine.
 #
 # Textual writes to the terminal in a thread, and its loop waits once thirty writes are queued
 # there. That loop is the engine's too: a window that is held with Ctrl-S, a suspended `tmux`, or a
@@ -454,7 +454,7 @@ class TermgenApp(KeyedApp):
     def help_sections(self) -> list[HelpSection]:
         """What is shown first comes first."""
         changed = self._keymap_now.changes
-        # of nine keys alike the first speaks for all, as long as they are as they were
+        # the first of nine similar keys stands for all, unless one of them was changed
         alike = () if any(key.id in changed for key in COPY_KEYS) else COPY_KEYS[1:]
         chat_keys = [key for key in ChatScreen.BINDINGS if key not in alike]
         here: list[HelpSection] = [

@@ -1,8 +1,7 @@
 """The app of `termgen bench --watch`: the bench first, the engine of its server one key away.
 
-The bench itself runs elsewhere: this calls `begin` when the screen is there, shows what `read`
-says, tells `stop` when a person wants that, and asks `open_feed` for the engine's events when
-somebody first looks at it.
+The bench itself runs elsewhere: the app calls `begin` when the screen is mounted, shows what `read`
+returns, calls `stop` on request, and `open_feed` when the engine's page is first opened.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def _entry(key: str, text: str, width: int) -> list[Row]:
 
 
 class HelpText(Canvas):
-    """As high as its text; the box around it scrolls."""
+    """A canvas as high as its text; the box around it scrolls."""
 
     def __init__(self, rows: Callable[[int], Sequence[Row]]) -> None:
         super().__init__(lambda width, _height: rows(width), id="help")

@@ -42,7 +42,7 @@ class SilentScreen(ThemedScreen):
         yield Footer(show_command_palette=False)
 
     def close(self) -> None:
-        """As a dashboard's: nothing is listened to."""
+        """Do nothing: like a dashboard's `close`, but there is no feed."""
 
     def _paint(self, width: int, height: int) -> Sequence[Row]:
         return silent_rows(self._reason, width, height)

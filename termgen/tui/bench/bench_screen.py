@@ -110,7 +110,7 @@ class BenchEngineScreen(DashboardScreen):
     BINDINGS = [*BACK]
 
     async def action_leave(self) -> None:
-        """As in the bench itself."""
+        """Quit, as the bench screen does."""
         await self.app.action_quit()
 
 

@@ -1,5 +1,5 @@
-"""What the bench screen shows at one moment, as plain values. Made by whoever runs the bench; the
-screens know no bench and no server.
+"""State of a bench for the screen, as plain values. `commands.bench_watch` makes them; the screens
+know no bench and no server.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class BenchView:
     phase: str
     """`measuring`, `done`, ..."""
     step: str = ""
-    """Of a sweep: which load this is."""
+    """The load of this step of a sweep."""
     num_done: int = 0
     num_requests: int = 0
     left_s: float | None = None

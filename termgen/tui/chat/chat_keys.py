@@ -216,7 +216,7 @@ COMMAND_KEYS = [
     _begins("export", "alt+w", "Export", "Write this chat to a file"),
     _begins("import", "alt+i", "Import", "Open a chat that was exported as JSON"),
 ]
-"""Of commands that want an argument: the key writes their beginning into the prompt."""
+"""Keys of commands that need an argument: they type the command's name into the prompt."""
 COPY_KEYS = [
     Binding(
         "alt+1",

@@ -281,7 +281,7 @@ class ChatScreen(SessionScreen):
             if parsed is not None and parsed[0].argument:
                 hint = f"/{parsed[0].name} {parsed[0].argument}  {parsed[0].help}"
         self.label_prompt(self._label)
-        # as content: what a command takes may look like markup
+        # Content, not markup: an argument may hold brackets
         self.prompt.border_subtitle = Content(cut(hint, max(8, self.prompt.size.width - 4)))
 
     def _arguments(self) -> dict[str, Arguments]:

@@ -59,9 +59,9 @@ class ChatTools(ThemedScreen):
         self._own_params, self._defaults = self._defaults_of_model()
         self._params = self._defaults
         self.attached: tuple[Attachment, ...] = ()
-        """To go with the next question."""
+        """Files that go with the next question."""
         self._label = ""
-        """What the prompt is for, where that is not a new question."""
+        """Title of the prompt, when it is not for a new question."""
 
     def apply_palette(self) -> None:
         super().apply_palette()
@@ -88,11 +88,11 @@ class ChatTools(ThemedScreen):
         return True
 
     def note(self, text: str) -> None:
-        """A message of ours in the transcript."""
+        """Add a notice of termgen to the transcript."""
         self.transcript.add(NoticeEntry(text))
 
     def copy(self, text: str) -> None:
-        """To the clipboard. An answer from elsewhere may hold what is not quite text."""
+        """Copy to the clipboard. A remote answer may hold lone surrogates."""
         self.app.copy_to_clipboard(text.encode(errors="replace").decode())
 
     def refuse(self, reason: object) -> None:
@@ -101,7 +101,7 @@ class ChatTools(ThemedScreen):
     # thoughts and code blocks
 
     def action_fold_thoughts(self) -> None:
-        """Of the marked answer, else of the last that has any."""
+        """Fold or unfold the thoughts of the marked answer, else of the last with any."""
         for turn in self._turns_meant():
             entry = self._entries[turn][1]
             if entry.has_thoughts:
@@ -111,7 +111,7 @@ class ChatTools(ThemedScreen):
         self.notify(f"{which} thoughts to show", severity="warning")
 
     def _turns_meant(self) -> Iterable[Turn]:
-        """The marked one; where none is, all of them from the last on."""
+        """The marked turn; without one, all turns from the last to the first."""
         return (self._cursor,) if self._cursor is not None else reversed(self.conversation.turns)
 
     def _fold(self, entry: AnswerEntry) -> None:
@@ -144,7 +144,7 @@ class ChatTools(ThemedScreen):
         raise NotImplementedError
 
     def action_links(self) -> None:
-        """Of the marked answer, else of the last that has any."""
+        """List the links of the marked answer, else of the last with any."""
         answers = (as_markdown(turn.form, turn.answer) for turn in self._turns_meant())
         links = next((found for answer in answers if (found := links_of(clean(answer)))), None)
         if links is None:
@@ -183,7 +183,7 @@ class ChatTools(ThemedScreen):
             self.prompt.type("/code ")
 
     def action_copy_block(self, number: int) -> None:
-        """Of the last answer, counted from 1."""
+        """Copy a code block of the last answer. number: counted from 1."""
         self._copy(number, self.last_blocks())
 
     def _copy(self, number: int, blocks: Sequence[CodeBlock]) -> None:
@@ -299,14 +299,14 @@ class ChatTools(ThemedScreen):
         words = [label] if label else []
         words += [attachment_words(file) for file in self.attached]
         width = max(8, self.prompt.size.width - 4)
-        # as content: a file's name may look like markup
+        # Content, not markup: a file's name may hold brackets
         self.prompt.border_title = Content(cut("  ".join(words), width)) if words else None
 
     # what is asked for
 
     @property
     def form(self) -> StructuredOutputsParams | None:
-        """Of the answers to come."""
+        """Form that the next answers must have."""
         return self._params.structured_outputs
 
     def request_changes(self) -> tuple[str, ...]:
@@ -350,7 +350,7 @@ class ChatTools(ThemedScreen):
         self._params = replace(self._defaults, **kept)
 
     def _defaults_of_model(self) -> tuple[SamplingParams, SamplingParams]:
-        """By itself, and with the user's settings."""
+        """The model's parameters: its own, and with the user's settings on top."""
         own = self._client.model.default_params
         return sampling_params(own, UIConfig()), sampling_params(own, self._ui)
 
@@ -369,7 +369,7 @@ class ChatTools(ThemedScreen):
         self.save_settings()
 
     def save_settings(self) -> None:
-        """Of a chat that is kept already: one without a question is not."""
+        """Save the settings, if the chat is saved at all: one without a question is not."""
         if self.conversation.turns:
             self.autosave.save_session(self.conversation, self._params, own=self._own_params)
 

@@ -68,7 +68,7 @@ class DialogueScreen(ChatTools):
         self._next_flush_s = 0.0
         self._request_ids = count(1)
         self._said_left_out: tuple[str, tuple[str, ...]] = ("", ())
-        """In which chat, and what."""
+        """(session id, parameter names) of the last notice about parameters left out."""
         self.tokens = AnswerTokens()
         self.conversation = Conversation(system_prompt=ui.system_prompt)
 

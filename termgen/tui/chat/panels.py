@@ -25,9 +25,9 @@ from termgen.vocabulary.sampling_params import SamplingParams
 
 MAX_FOUND = 50
 MAX_FIELD_CHARS = 2000
-"""A field of one line is slow with more, and nobody types it."""
+"""Characters of a field of one line: more is slow, and too long to type."""
 MAX_SYSTEM_CHARS = 50_000
-"""That a paste may make of it."""
+"""Characters of a system prompt, pasted ones too."""
 
 
 class SamplingPanel(ModalScreen[SamplingParams | None]):

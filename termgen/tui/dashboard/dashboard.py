@@ -435,7 +435,7 @@ class DashboardScreen(CanvasScreen):
 
     def _paint_page(self, width: int, height: int) -> Sequence[Row]:
         if self._page == "overview":
-            return ()  # it was told its size after another page had taken its place
+            return ()  # resized after another page had taken its place
         sight = Sight(
             view=self._view,
             lanes=self._lanes,

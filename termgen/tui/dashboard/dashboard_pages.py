@@ -34,9 +34,9 @@ class Sight:
     """The marked request."""
     log: LogBook
     trouble: str
-    """What is known to be wrong; empty while nothing is."""
+    """The present fault; empty without one."""
     observer_share: float | None
-    """Of a core, by the thread that draws."""
+    """Share of a core that the drawing thread uses."""
 
 
 class Pages:
@@ -115,7 +115,7 @@ class Pages:
         )
 
     def _request(self, sight: Sight, width: int, height: int) -> Sequence[Row]:
-        """Of the marked request, or the first of the table."""
+        """The inspector of the marked request, or of the first in the table."""
         first = next((row.request_id for row in sight.view.requests), None)
         return inspector_page(
             sight.lanes.get(sight.selected or first),

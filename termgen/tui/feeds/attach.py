@@ -40,7 +40,7 @@ class AttachError(TermgenError):
 
 
 def _say_nothing(phase: str, progress: float) -> None:
-    """The progress of a server's start that nobody watches."""
+    """Default `report`: drop the progress of the server's start."""
 
 
 class RemoteFeed(StreamFeed):
@@ -81,7 +81,7 @@ class RemoteFeed(StreamFeed):
             await stream.close()
             raise
         feed = cls(opening, stream, time.perf_counter_ns())
-        # What came with the opening is passed on by the task: whoever called has no ring yet.
+        # The task passes on the records that came with the opening: the caller has no ring yet.
         feed._reading = asyncio.create_task(feed._read(following))
         return feed
 

@@ -28,13 +28,13 @@ class EngineFeed(Protocol):
 
 
 class StreamFeed:
-    """An `EngineFeed` made of the messages of an event stream, whoever brings them."""
+    """An `EngineFeed` made of the messages of an event stream, live or recorded."""
 
     def __init__(self, opening: Opening) -> None:
         self._bus = EventBus()
         self._snapshot: EngineSnapshot | None = None
         self.begun: EngineSnapshot | None = None
-        """How things stood before the first event of this epoch, where that was told."""
+        """The state before the first event of this epoch, if it was sent."""
         self.stream = ""
         self.opening = opening
         self.model = opening.model

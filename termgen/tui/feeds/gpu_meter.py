@@ -32,7 +32,7 @@ GpuHistory = Sequence[GpuReading]
 
 
 class GpuMeter:
-    """Of one GPU. `nvml` is the module of NVML's functions."""
+    """Meter of one GPU. nvml: the module of NVML's functions."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml

@@ -74,7 +74,7 @@ class Keymap:
         return binding if keys is None else replace(binding, key=",".join(keys), key_display=None)
 
     def first_keys(self, bindings: Iterable[BindingType]) -> dict[str, str]:
-        """By the name of the binding, as people read them: the one that a hint names."""
+        """The key that a hint names, as people read it, by the name of its binding."""
         return {b.id: key_names(b).split("  ")[0] for b in self.applied(bindings) if b.id}
 
     def for_textual(self) -> dict[str, str]:
@@ -170,7 +170,7 @@ class KeyedApp(App[None]):
     """Knows which keys its actions have."""
 
     first_keys: Mapping[str, str]
-    """By the name of the binding, as people read them."""
+    """First key of each binding, as people read it, by the binding's name."""
 
 
 def key_of(node: DOMNode, name: str) -> str:

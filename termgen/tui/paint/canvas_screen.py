@@ -1,8 +1,8 @@
-"""A screen of canvases that are drawn together, and told to the terminal by the cells that differ.
+"""Screens of canvases: `ThemedScreen` sets the theme's colours, `CanvasScreen` draws them as one.
 
-It knows when a terminal may show something else than what was drawn last: after another screen, a
-resize, or a program that had the terminal meanwhile. Frames that the driver threw away it is told
-of by the app.
+A `CanvasScreen` sends the terminal only the cells that differ. It forgets what the terminal shows
+after another screen, a resize, or a program that had the terminal meanwhile; the app reports frames
+that the driver dropped.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from termgen.tui.paint.palette import Palette
 
 
 class Column(Vertical):
-    """Of canvases, which cover it: what little of it is seen is the screen's ground, which the
-    screen draws where nobody else does."""
+    """A column that canvases cover: the screen paints what little of it is left free."""
 
     def render_lines(self, crop: Region) -> list[Strip]:
         return []
 
 
 class Line(Horizontal):
-    """As a `Column`."""
+    """A row that canvases cover, like `Column`."""
 
     def render_lines(self, crop: Region) -> list[Strip]:
         return []
@@ -43,7 +42,7 @@ class ThemedScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-tiny"), (20, "-short"), (34, "-tall"), (48, "-high")]
 
     palette = Palette({})
-    """The colours of the moment."""
+    """The present colours."""
     _ground: Strip | None = None
 
     def on_mount(self) -> None:
@@ -57,7 +56,7 @@ class ThemedScreen(Screen[None]):
             canvas.set_palette(palette)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """What the canvases leave free, mostly nothing: one strip that is kept between frames."""
+        """The cells that canvases leave free, mostly none: one strip, kept between frames."""
         if self.palette.mono:
             return super().render_lines(crop)
         if self._ground is None or self._ground.cell_length != crop.width:
@@ -70,7 +69,7 @@ class ThemedScreen(Screen[None]):
 
 class CanvasScreen(ThemedScreen):
     _canvases: Sequence[Canvas] = ()
-    """They stay: no frame looks for them."""
+    """Found once: they stay as long as the screen."""
 
     def on_mount(self) -> None:
         self._canvases = tuple(self.query(Canvas))
@@ -81,12 +80,12 @@ class CanvasScreen(ThemedScreen):
     @on(ScreenResume)
     @on(Resize)
     def forget_terminal(self) -> None:
-        """It may show something else than what was drawn last."""
+        """Draw every cell in the next frame: the terminal may show something else."""
         for canvas in self._canvases:
             canvas.forget()
 
     def draw(self, canvases: Iterable[Canvas]) -> None:
-        """What changed of them is one update of the screen: a canvas that asks for its own is two
+        """Draw the changes of all canvases as one update: a canvas that asks for its own costs two
         messages through Textual."""
         changed = [region for canvas in canvases for region in canvas.take_rows()]
         if changed:

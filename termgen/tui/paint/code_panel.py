@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 COPY_ROLE = "link@code"
-"""Of the words in a header that copy the block; no text has this role."""
+"""Role of the words in a header that copy the block; no text has it."""
 COLOURED_AS_ONE = 12_000
 """Characters up to which a complete block is coloured anew, as a whole: it takes as long as a frame
 may. A longer one stays as it was while it grew."""

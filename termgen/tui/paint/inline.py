@@ -132,7 +132,7 @@ class MarkdownWriter:
         return f"\x1b[{height}A\x1b[J" if height else ""
 
     def _painted(self, row: Row) -> str:
-        """Without the blanks at its end: they would be in what somebody copies."""
+        """The row with colours, without blanks at its end: a copy would include them."""
         spans = [*row]
         while spans and not spans[-1][0].strip(" "):
             spans.pop()

@@ -1,10 +1,9 @@
 """A row of spans as a strip that is written to the terminal in few bytes, at little cost.
 
-Colours are told where they change, where Textual sets every attribute anew for every piece of a
-line and takes all of them back behind it. A strip that follows another tells only the cells that
-differ, as long as the terminal shows that other one. Made by the palette; whatever else Textual
-asks of a strip, as its segments, is made when it asks, and a piece that is cut from a strip is one
-of Textual's own.
+Colours are sent where they change; Textual sets every attribute anew for every piece of a line and
+resets all of them behind it. A strip that follows another sends only the cells that differ, as long
+as the terminal shows that other one. The palette makes strips; segments are made when Textual asks
+for them, and a piece cut from a strip is one of Textual's own.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _LONG = 12
 
 
 class _Pen(NamedTuple):
-    """What a terminal is told for a role."""
+    """Escape sequences of a role."""
 
     whole: str
     """When nothing is set yet."""
@@ -40,7 +39,7 @@ class _Pen(NamedTuple):
 
 
 class _Pens(dict[str, _Pen]):
-    """Of every role that was drawn so far; palettes have some dozens."""
+    """Pens of the roles drawn so far; palettes have some dozens."""
 
     def __init__(self, style: Callable[[str], Style], system: ColorSystem) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class _Pens(dict[str, _Pen]):
 
 
 class Inks:
-    """The roles of a palette: as styles, and as what a terminal is told for them."""
+    """The roles of a palette: as styles, and as escape sequences."""
 
     def __init__(self, style: Callable[[str], Style]) -> None:
         self.style = style
@@ -104,7 +103,7 @@ class LeanStrip(Strip):
 
     @property
     def is_simple(self) -> bool:
-        """Whether every character has one cell: where one has not, a row is told whole."""
+        """Whether every character has one cell; other rows are sent whole."""
         if self._is_simple is None:
             self._is_simple = is_simple(row_text(self._row))
         return self._is_simple
@@ -141,7 +140,7 @@ class LeanStrip(Strip):
 
 
 def _told(row: Iterable[Span | int], pens: _Pens) -> str:
-    """What a terminal is told for the spans; a number are cells that it leaves as they are."""
+    """Text and escape sequences of the spans. A number skips as many cells."""
     out: list[str] = []
     set_now: _Pen | None = None
     for span in row:
@@ -170,8 +169,10 @@ def _told(row: Iterable[Span | int], pens: _Pens) -> str:
 
 
 def _changes(old: Row, new: Row) -> list[Span | int]:
-    """Of two rows of equal width, and one cell a character, the parts of the new one that differ,
-    and the cells between, wherever their spans begin and end."""
+    """The spans of `new` that differ from `old`, and numbers of equal cells between them.
+
+    The rows have the same width, and one cell for each character.
+    """
     out: list[Span | int] = []
     spans, same = iter(old), 0
     was = was_role = ""

@@ -49,7 +49,7 @@ def code_blocks(source: str) -> list[CodeBlock]:
 
 
 def block_types(source: str) -> list[str]:
-    """Of the top-level blocks, without a look into their text."""
+    """Types of the top-level blocks; their text is not parsed."""
     tokens = _blocks.parse(source)
     return [token.type for token in tokens if not token.level and token.nesting >= 0]
 
@@ -183,7 +183,7 @@ def _table(node: SyntaxTreeNode, width: int) -> list[Row]:
 
 
 def table_lines(node: SyntaxTreeNode) -> tuple[list[Cells], list[str]]:
-    """Of a table, its head first; and how its columns are aligned."""
+    """A table's lines, head first, and the alignment of its columns."""
     lines = [row for part in node.children for row in part.children]
     cells = [[_table_cell(cell, "b") for cell in lines[0].children]]
     cells += [[_table_cell(cell, "") for cell in line.children] for line in lines[1:]]
@@ -191,7 +191,7 @@ def table_lines(node: SyntaxTreeNode) -> tuple[list[Cells], list[str]]:
 
 
 def wanted_widths(lines: Sequence[Cells], before: Sequence[int] = ()) -> list[int]:
-    """Of the columns, for all that is in these lines and those before."""
+    """Widths at which these lines, and those of `before`, need no wrapping."""
     if not lines:
         return list(before)
     least = before or [MIN_COLUMN] * len(lines[0])

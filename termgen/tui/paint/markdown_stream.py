@@ -37,7 +37,7 @@ class Place:
     gap: bool = False
     """Whether a blank row goes before it."""
     number: int | None = None
-    """Of a list that goes on."""
+    """Number of the next item, within a list."""
     num_code_blocks: int = 0
 
     def lay_out(self, text: str, env: dict[str, Any], width: int) -> list[Row]:
@@ -78,7 +78,7 @@ class StreamingMarkdown:
         self._seen_newline = 0
         self._env: dict[str, Any] = {}
         self._drawn: tuple[int, int, Row] = (0, 0, ())
-        """For which width, how much text and what row before it the tail is."""
+        """(width, source length, preceding row) that `_tail` was rendered for."""
 
     def append(self, text: str) -> None:
         assert not self.finished
@@ -102,8 +102,11 @@ class StreamingMarkdown:
         self.finished, self._open, self._tail = True, None, []
 
     def rows(self, width: int, *, at_once: int | None = None) -> list[Row]:
-        """Of what is closed and was made for another width, so many characters are laid out, the
-        last ones; all where None. The rest is as it was, and a `job`."""
+        """Rows for this width.
+
+        at_once: at most so many characters of closed blocks with another width are laid out, the
+        last ones; None for all. The rest keeps its rows until its `job` is done.
+        """
         if at_once is not None and width != self._drawn[0] and not self.finished:
             at_once -= len(self.source) - (
                 self._open.end if self._open is not None else self._place.at
@@ -116,7 +119,7 @@ class StreamingMarkdown:
         return [*rows_of(self._parts), *settled, *self._tail]
 
     def num_chars_to_do(self, width: int) -> int:
-        """Of what is closed and was made for another width."""
+        """Characters of closed blocks whose rows have another width."""
         return num_chars_to_do(self._all_parts, width)
 
     def job(self, width: int) -> Job | None:
@@ -241,8 +244,8 @@ class StreamingMarkdown:
         return True
 
     def _end(self, block: OpenBlock, complete: str, width: int) -> None:
-        """Of what was open, in these complete lines. Where all its rows are others now, it is a
-        `job`, and shown as it was."""
+        """Close the open block with these complete lines. If all its rows change, a `job` makes
+        them, and the old ones are shown until then."""
         self._open, self._seen_newline = None, 0
         place = self._place
         if isinstance(block, OpenCode):
@@ -279,5 +282,5 @@ def _is_paragraph(text: str) -> bool:
 
 
 def _num_chars(text: str, num_lines: int) -> int:
-    """Of its first lines."""
+    """Characters of the first lines."""
     return sum(len(line) + 1 for line in text.split("\n")[:num_lines])

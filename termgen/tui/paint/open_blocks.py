@@ -115,7 +115,7 @@ class LongParagraph:
         self.end = cut + 1
 
     def rows(self, node: SyntaxTreeNode, width: int) -> list[Row]:
-        """Of its rest."""
+        """Rows of the unfinished line."""
         spans = inline_spans(node, "text", "")
         if self._part is not None:
             text, role = spans[0]
@@ -143,12 +143,12 @@ class OpenTable:
     ) -> None:
         """head: its first two lines, which end there in the source."""
         self.end = end
-        """Of the lines that are settled."""
+        """End of the settled lines in the source."""
         self._head = head
         self._lines, self._aligns = table_lines(units_of(head, copy_env(env))[0].node)
-        """Of the last part."""
+        """Lines of the last part."""
         self._wanted = self._columns = wanted_widths(self._lines)
-        """What all settled lines want, and what is shown."""
+        """Widths that the settled lines need, and those shown."""
         self._num_chars = len(head)
         self._gap, self._before = gap, before
         self.parts: list[Part] = []
@@ -187,7 +187,7 @@ class OpenTable:
         return self._columns == self._wanted and all(part.width == width for part in self.parts)
 
     def rows(self, node: SyntaxTreeNode, width: int) -> list[Row]:
-        """Of its unfinished line, which may want wider columns."""
+        """Rows of the unfinished line, which may need wider columns."""
         lines = table_lines(node)[0][1:]
         if not self.is_long:
             self._fit(wanted_widths(lines, self._wanted), width)
@@ -226,7 +226,7 @@ class OpenTable:
         return part
 
     def _make(self, *, is_first: bool) -> Make:
-        """Of the last part."""
+        """The function that makes the last part's rows."""
         return partial(
             _table_part,
             tuple(self._lines),
@@ -261,20 +261,20 @@ class OpenCode:
     ) -> None:
         """head: its first line, which ends there in the source."""
         self.end = end
-        """Of the lines that are settled."""
+        """End of the settled lines in the source."""
         self._head = head
         node = units_of(head, {})[0].node
         self._language = language_of(node)
         self._closing = re.compile(rf" {{0,3}}{re.escape(node.markup)}{node.markup[0]}*[ \t]*")
         self._num_chars = 0
-        """Of the code."""
+        """Characters of code so far."""
         self._before = before
         make = partial(_code_part, (), self._language, number=number, gap=gap)
         self.parts = [Part(make, 0, before=before)]
         """The first is the header."""
         self.parts[0].lay_out(width)
         self._lines: list[str] = []
-        """Of the last part."""
+        """Lines of the last part."""
 
     @property
     def settled_rows(self) -> list[Row]:
@@ -288,7 +288,7 @@ class OpenCode:
         return self._num_lines(source[self.end :]) is None
 
     def _num_lines(self, text: str) -> int | None:
-        """Of it, before the one that ends it."""
+        """Lines before the closing fence; None if it is not there yet."""
         lines = enumerate(text.split("\n")[:-1])
         return next((i for i, line in lines if self._closing.fullmatch(line)), None)
 
@@ -318,7 +318,7 @@ class OpenCode:
         return is_laid_out and is_coloured_by_line(self._num_chars - 1)
 
     def rows(self, node: SyntaxTreeNode, width: int) -> list[Row]:
-        """Of its unfinished line, and what is below it."""
+        """Rows of the unfinished line, and the foot below it."""
         code = node.content.removesuffix("\n")
         lines = code.split("\n") if code or len(self.parts) == 1 else []
         return [*open_code_rows(lines, self._language, width), code_foot(width)]

@@ -83,7 +83,7 @@ class Glyphs:
     kv_evicted: str
     """What was kept in it was just forgotten for something new."""
     lengths: tuple[str, str, str]
-    """Of a request: cached, prompt, output."""
+    """Signs of a request's cached, prompt and output tokens."""
     is_lettered: bool
     """Parts of a whole, of which there are many, are told apart by letters."""
 
@@ -110,14 +110,14 @@ class Palette:
 
     @classmethod
     def of(cls, app: App[Any]) -> Palette:
-        """Of the app's theme, for what its terminal can show."""
+        """The palette of the app's theme, reduced to the colours its terminal has."""
         return cls(app.theme_variables, mono=app.no_color, few_colours=has_few_colours(app))
 
     def color(self, role: str) -> Color:
         return self._colors[role]
 
     def style(self, role: str) -> Style:
-        """Of `role[@background][/flags][ address]`. An unknown name is our bug: KeyError."""
+        """Style of `role[@background][/flags][ address]`. Raises KeyError for an unknown role."""
         found = self._styles.get(role)
         if found is None:
             found = self._styles[role] = self._parse(role.partition(" ")[0])

@@ -16,12 +16,12 @@ from termgen.tui.paint.spans import Row
 Make = Callable[[int], Sequence[Row]]
 """Rows for a width. Needs nothing but what it was given: a thread may call it."""
 Job = Callable[[], Callable[[], None]]
-"""Makes rows, in any thread. What it gives back puts them in place, in the screen's."""
+"""Makes rows in any thread; the function it returns puts them in place in the screen's thread."""
 
 PART_CHARS = 1024
-"""From which on a part does not grow any more."""
+"""A part stops growing at this many characters."""
 JOB_CHARS = 8192
-"""Laid out by the thread before it is shown."""
+"""Characters laid out by one job."""
 
 
 class Part:
@@ -34,10 +34,10 @@ class Part:
         self._before = before
         self.rows = list(shown)
         self.width = 0
-        """What its rows are for; 0: for none."""
+        """Width of its rows; 0 without any."""
 
     def grow(self, make: Make, num_chars: int, fresh: Sequence[Row], width: int) -> None:
-        """By some rows, which `make` makes behind those there are."""
+        """Append rows, which `make` now makes too."""
         self.make = make
         self.num_chars += num_chars
         self.rows += indented(fresh, self._before)
@@ -74,7 +74,7 @@ def rows_of(parts: Sequence[Part]) -> list[Row]:
 
 
 def num_chars_to_do(parts: Sequence[Part], width: int) -> int:
-    """Of what has no rows for this width: 1000 take some 4 ms."""
+    """Characters without rows for this width; 1000 take some 4 ms."""
     return sum(part.num_chars for part in parts if part.width != width)
 
 

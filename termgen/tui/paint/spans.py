@@ -28,7 +28,7 @@ def row_text(row: Sequence[Span]) -> str:
 
 
 def is_simple(text: str) -> bool:
-    """Whether every character has one cell, as far as that is told quickly."""
+    """Whether every character surely has one cell; a quick test that may say no too often."""
     return text.isascii() or _ONE_CELL.fullmatch(text) is not None
 
 

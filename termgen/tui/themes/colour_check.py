@@ -86,7 +86,7 @@ class Weakness(NamedTuple):
 
 
 class Likeness(NamedTuple):
-    """Two roles that somebody cannot tell apart."""
+    """Two roles that a person with this colour blindness cannot tell apart."""
 
     one: str
     other: str
@@ -120,7 +120,7 @@ def weak_roles(
 def alike_roles(
     palette: Palette, *, blindness: Sequence[str] = tuple(BLINDNESS), apart: float = APART
 ) -> Iterator[Likeness]:
-    """Roles of one category that come too close to each other for somebody."""
+    """Pairs of roles in one category that are too close for some kind of sight."""
     for category in CATEGORIES:
         for one, other in combinations(category, 2):
             for kind in blindness:
@@ -131,7 +131,7 @@ def alike_roles(
 
 
 def simulate(color: Color, blindness: str) -> Color:
-    """The colour as somebody with that blindness sees it."""
+    """The colour as a person with that blindness sees it."""
     linear = _times(BLINDNESS[blindness], _linear(color))
     red, green, blue = (round(255 * _encoded(min(1.0, max(0.0, part)))) for part in linear)
     return Color(red, green, blue)

@@ -108,7 +108,7 @@ class ChatDatabase:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
-                path.touch(mode=0o600)  # what is said to a model is nobody else's
+                path.touch(mode=0o600)  # a chat is private
         self._connection = sqlite3.connect(path or ":memory:", timeout=busy_s, isolation_level=None)
         deadline = time.monotonic() + busy_s
         try:
@@ -274,7 +274,7 @@ class ChatDatabase:
         )
 
     def choose(self, session_id: str, parent_id: str | None, turn_id: str) -> None:
-        """Of the turns under this parent, this one is on the path."""
+        """Put this turn on the path, instead of the other children of its parent."""
         self._put(
             "UPDATE turns SET is_chosen = (turn_id = ?) WHERE session_id = ? AND parent_id IS ?",
             turn_id,

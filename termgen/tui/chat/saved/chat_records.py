@@ -44,7 +44,7 @@ PARAM_NAMES = (
 )
 """Sampling parameters that are kept with a chat."""
 SET_BY_HAND = "set"
-"""Beside them in `SessionRecord.params`: the names of those that somebody set."""
+"""Key in `SessionRecord.params`: names of the parameters that the user set."""
 
 LEFT_OUT = "left_out_turns"
 """Beside them, where a chat goes on without its oldest turns: how many are not sent any more."""
@@ -82,7 +82,7 @@ class TurnRecord:
 def session_record(
     conversation: Conversation, params: SamplingParams, *, own: SamplingParams | None = None
 ) -> SessionRecord:
-    """As of now. `own` are the parameters of the model itself: what differs was set by somebody."""
+    """The chat as it is now. own: the model's parameters; others were set by the user."""
     held: dict[str, Any] = {name: getattr(params, name) for name in PARAM_NAMES}
     if own is not None:
         held[SET_BY_HAND] = [name for name in PARAM_NAMES if held[name] != getattr(own, name)]
@@ -218,7 +218,7 @@ def _turn_of(record: TurnRecord) -> Turn:
     turn = Turn(
         record.question,
         record.answer,
-        # whoever wrote it was ended before its end
+        # the program ended before the answer did
         AnswerState.STOPPED if state is AnswerState.STREAMING else state,
         stats,
         turn_id=record.turn_id,
@@ -325,7 +325,7 @@ def as_markdown(session: SessionRecord, conversation: Conversation) -> str:
 
 
 def _folded_file(file: Attachment) -> str:
-    """As the model was given it."""
+    """A folded block with the file as the model saw it."""
     return _folded(f"Attached: {file.name} ({file.num_bytes:,} bytes)", with_name(file))
 
 
@@ -368,7 +368,8 @@ def extras_of(turn: Turn) -> dict[str, Any]:
 
 
 def restore_extras(turn: Turn, extras: Mapping[str, Any]) -> None:
-    """Of a turn that has ended. Raises ValueError or TypeError for what `extras_of` never gave."""
+    """Put extras back into a turn that has ended. Raises ValueError or TypeError for values that
+    `extras_of` does not make."""
     thought = dict(extras.get("thought") or {})
     turn.thought = Thought(
         _text(thought.get("text", "")),
@@ -443,7 +444,7 @@ def user_path(text: str) -> Path:
     """A path as a person writes it. Raises `ChatStoreError`."""
     try:
         return Path(text.strip()).expanduser()
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # an unknown user: ~name
         raise ChatStoreError(f"{text.strip()} is not a path") from None
 
 

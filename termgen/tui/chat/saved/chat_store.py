@@ -1,9 +1,8 @@
 """`ChatStore`: the chats of this program, written and read by one thread so that no screen waits.
 
-What is to be written is put under a key, and a later write of one key replaces an earlier one that
-still waits: a slow disk gets the latest text, not a queue of all. Writes that fail for a reason
-that may pass (locked, full) are kept and tried again. A broken file is renamed and a new one begun;
-a file that cannot be used at all leaves the chats in memory. Each is told once, by `report`.
+A write is queued under a key and replaces a waiting write of that key: a slow disk gets the latest
+text, not a queue of all. Writes that fail for a passing reason (locked, full) are kept and retried. A broken file is renamed and a new one begun; a file that cannot be used at
+all leaves the chats in memory. `report` passes each fault to the screen once.
 """
 
 from __future__ import annotations
@@ -238,7 +237,7 @@ class ChatStore:
         return True
 
     def _replace(self, database: ChatDatabase, error: sqlite3.Error) -> ChatDatabase:
-        """Go on with a new file. Whoever has a chat open writes it again."""
+        """Go on with a new file. Programs with an open chat write it again."""
         database.close()
         path = self.path
         if path is not None and not self._set_aside(path, error):
@@ -307,5 +306,5 @@ class ChatStore:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function)
-        except RuntimeError:  # the loop is closed: nobody is there to be told
+        except RuntimeError:  # the loop is closed: no screen is left to report to
             return

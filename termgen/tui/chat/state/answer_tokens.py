@@ -19,7 +19,7 @@ from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 
 MAX_IDS = 250_000
-"""Of all answers together; the newest is kept whatever its length."""
+"""Ids kept over all answers; the newest answer is kept whatever its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class AnswerTokens:
         self._written: OrderedDict[str, WrittenTokens] = OrderedDict()
 
     def take(self, turn_id: str, delta: TokenDelta) -> None:
-        """Of an answer whose prompt's ids are never told, nothing is kept."""
+        """Keep the tokens of an answer, if the server sends its prompt's ids too."""
         if delta.prompt_token_ids is not None:
             self._written[turn_id] = WrittenTokens(delta.prompt_token_ids)
             self._make_room()
@@ -64,7 +64,7 @@ _UNKNOWN_TO_SERVERS = frozenset(
 
 
 async def score_written(client: EngineClient, written: WrittenTokens) -> TokenScores:
-    """Of the very tokens that were written. Raises RequestError, EngineError."""
+    """Score the very tokens that the model wrote. Raises RequestError, EngineError."""
     prompt_ids = list(written.prompt_ids)
     ids = prompt_ids + written.answer_ids
     if client.model.max_model_len:  # a request needs room for a token of its own
@@ -74,8 +74,10 @@ async def score_written(client: EngineClient, written: WrittenTokens) -> TokenSc
 
 
 async def score_text(client: EngineClient, prompt: ChatPrompt, answer: str) -> TokenScores:
-    """Of an answer whose tokens are not known: as the tokenizer cuts its text. `prompt` ends with
-    it. Raises RequestError, EngineError."""
+    """Score the tokens that the tokenizer makes of an answer, where the written ones are unknown.
+
+    prompt: ends with the answer. Raises RequestError, EngineError.
+    """
     ids, entries = await _read_again(client, prompt)
     wanted = answer.strip().encode()
     lengths = [len(entry.token_bytes) for entry in entries]

@@ -16,7 +16,7 @@ from pathlib import Path
 from termgen.errors import RequestError
 
 MAX_BYTES = 2 * 1024 * 1024
-"""Of all files of one question together: about half a million tokens."""
+"""Size of all files of one question together: about half a million tokens."""
 MAX_FILES = 20
 MAX_LISTED = 5000
 """Files that completion knows of below the working folder."""
@@ -33,7 +33,7 @@ _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
 @dataclass(frozen=True, slots=True)
 class Attachment:
     name: str
-    """As the user wrote the path; what the model is told."""
+    """The path as the user wrote it; the model sees it too."""
     text: str
 
     @property
@@ -104,7 +104,7 @@ def check(attachments: Sequence[Attachment]) -> None:
 
 
 def merged(attachments: Iterable[Attachment]) -> tuple[Attachment, ...]:
-    """Of several with one name the last one counts."""
+    """One attachment for each name: the last one."""
     return tuple({attachment.name: attachment for attachment in attachments}.values())
 
 
@@ -202,7 +202,7 @@ def _in_folder(partial: str) -> list[str]:
     folder, begin = os.path.split(partial)
     try:
         entries = _entries(Path(folder or partial).expanduser())
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # an unknown user: ~name
         return []
     matching = [
         entry

@@ -95,20 +95,20 @@ class Turn:
 
     question: str
     answer: str = ""
-    """As the model wrote it, without its thoughts, not cleaned for the screen."""
+    """The model's text without its thoughts, not cleaned for the screen."""
     state: AnswerState = AnswerState.STREAMING
     stats: AnswerStats = field(default_factory=lambda: AnswerStats(time.perf_counter()))
     thought: Thought = field(default_factory=Thought)
     attachments: tuple[Attachment, ...] = ()
     form: StructuredOutputsParams | None = None
-    """What the answer must look like."""
+    """Form that the answer must have."""
     turn_id: str = field(default_factory=lambda: uuid4().hex)
     asked_s: float = field(default_factory=time.time)
-    """By the wall clock."""
+    """Wall-clock time, seconds."""
     model_id: str = ""
-    """Who answers; empty where it is not known."""
+    """The model that answers; empty where it is not known."""
     num_kept_tokens: int = 0
-    """Of another answer's beginning, with which this one began."""
+    """Tokens taken over from the beginning of another answer."""
     parent: Turn | None = field(default=None, repr=False)
     children: list[Turn] = field(default_factory=list, repr=False)
     chosen: Turn | None = field(default=None, repr=False)
@@ -166,7 +166,7 @@ class Conversation:
         self.system_prompt = system_prompt
         self.session_id = session_id or uuid4().hex
         self.title = ""
-        """Of the first question, until it is renamed."""
+        """Taken from the first question until the chat is renamed."""
         self.fits_itself = False
         """When the context is full, the oldest turns of the path are not sent any more."""
         self.num_left_out = 0

@@ -71,7 +71,7 @@ def changes(params: SamplingParams, defaults: SamplingParams) -> list[str]:
 
 
 def without(params: SamplingParams, names: Iterable[str]) -> tuple[SamplingParams, tuple[str, ...]]:
-    """The parameters with these as if nobody had set them, and what is left out so: `top_k 40`."""
+    """The parameters with these reset, and the values that this leaves out: `top_k 40`."""
     nothing = SamplingParams()
     left_out = [name for name in names if getattr(params, name) != getattr(nothing, name)]
     if not left_out:

@@ -172,7 +172,7 @@ class ThinkReader:
 
 
 class DeclaredReader:
-    """What the model's files declare. A call, which nobody asked for, is shown as text."""
+    """Reader for the format that the model's files declare. Tool calls are shown as text."""
 
     def __init__(self, parser: ResponseParser) -> None:
         self._parser = DeclaredParser(parser, reads_calls=False)

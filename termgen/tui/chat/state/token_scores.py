@@ -39,7 +39,7 @@ class Alternative:
 
     @property
     def text(self) -> str:
-        """To be shown on one line; bytes of a character as such."""
+        """The token for display on one line; part of a character as its bytes."""
         try:
             return f'"{clean_token(self.data.decode())}"'
         except UnicodeDecodeError:
@@ -47,7 +47,7 @@ class Alternative:
 
 
 class TokenScores:
-    """Of the tokens of an answer; `start` of `ids` come before it."""
+    """Scores of an answer's tokens; the first `start` of `ids` are the prompt's."""
 
     def __init__(self, ids: Sequence[int], start: int, entries: Sequence[TokenLogprob]) -> None:
         """entries: one for each id from `start` on."""
@@ -157,7 +157,7 @@ def _rest_weight(logprobs: Sequence[float], power: float, vocab_size: int) -> fl
     count = max(1, vocab_size - len(logprobs))
     if rest <= 0:
         return 0.0
-    # as few tokens as can be below temperature 1, evenly spread above it
+    # the rest is as few tokens as possible below temperature 1, and evenly spread above it
     each = logprobs[-1] if power >= 1 else math.log(rest / count)
     return rest * math.exp(each * (power - 1) - logprobs[0] * power)
 

@@ -24,7 +24,7 @@ REPLAY_CAPACITY = 65_536
 
 
 class EventReader:
-    """Of one dashboard."""
+    """The reader of one dashboard."""
 
     def __init__(self, client: EngineFeed, now_ns: Callable[[], int]) -> None:
         self._client = client

@@ -19,11 +19,11 @@ from termgen.tui.paint.formatting import plural, took
 from termgen.vocabulary.events import RequestEvent, RequestEventKind, StepRecord
 
 KEPT = 4096
-"""Of the lines below WARNING, and once more of the others: a busy engine has thousands a minute of
-which nobody needs to hear, and an error must outlast them."""
+"""Lines kept below WARNING, and as many others: a busy engine logs thousands a minute, and an error
+must outlast them."""
 TAPPED = 1024
 MAX_CHARS = 4096
-"""Of one logged line; the rest of it is not kept, and cannot be searched for."""
+"""Characters kept of a logged line; the rest cannot be searched."""
 SLOW_STEP_NS = 1_000_000_000
 LOGGERS = ("termgen", "uvicorn")
 
@@ -173,7 +173,7 @@ class LogTap(logging.Handler):
             level = Level.WARNING
         try:
             text = " ".join(_shortened(record.getMessage()).split())
-        except Exception:  # as every handler: whoever logs, the engine's thread too, goes on
+        except Exception:  # logging must not stop its caller, which may be the engine
             self.handleError(record)
             return
         self._waiting.append(Line(time.perf_counter_ns(), level, f"{record.name}: {text}"))

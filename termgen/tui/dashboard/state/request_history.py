@@ -20,7 +20,7 @@ from termgen.vocabulary.events import EngineSnapshot, RequestEvent, RequestEvent
 
 MAX_REQUESTS = 2048
 MAX_RUNS = 4096
-"""Of one request; the oldest are forgotten."""
+"""Runs kept of one request; the oldest are dropped."""
 _step_id = attrgetter("step_id")
 
 
@@ -118,7 +118,7 @@ class RequestHistory:
         return iter(self._histories.values())
 
     def copy(self) -> RequestHistory:
-        """As it is now, for a picture that stands still. To be read only."""
+        """A read-only copy of the present state, for a paused dashboard."""
         book = RequestHistory()
         for request_id, history in self._histories.items():
             book._histories[request_id] = replace(
@@ -134,7 +134,7 @@ class RequestHistory:
         return self._histories.get(request_id) if request_id is not None else None
 
     def add_steps(self, steps: Sequence[StepRecord]) -> None:
-        """A step without prompts changes nobody's lane, unless the one before had some."""
+        """A step without prompts changes no lane, unless the step before had some."""
         for step in steps:
             if step.prefill_ids or self._in_prefill:
                 self.add_step(step)
@@ -191,7 +191,7 @@ class RequestHistory:
             history.num_cached_tokens = view.num_cached_tokens
             states = {"decode": Doing.DECODE, "prefill": Doing.BETWEEN}
             if view.status == "decode":
-                history.first_token_ns = 1  # long ago, at a time nobody knows
+                history.first_token_ns = 1  # long ago, at an unknown time
             history.turn(self._step_id + 1, states.get(view.status, Doing.WAITING))
 
     def _history(self, request_id: str) -> History:

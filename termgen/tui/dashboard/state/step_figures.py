@@ -49,7 +49,7 @@ class Series(NamedTuple):
     """Tokens per second."""
     prefill: Values
     step_ms: Values
-    """Of times, the longest in each bucket."""
+    """The longest step of each bucket."""
     gap_ms: Values
     ttft_ms: Values
     queue_ms: Values
@@ -57,13 +57,13 @@ class Series(NamedTuple):
     waiting: Values
     kv_share: Values
     hit_share: Values
-    """Of the prompt tokens looked up in the bucket, those found."""
+    """Share of the looked-up prompt tokens that were cache hits."""
     graph_share: Values
-    """Of the bucket's steps, those run from a recording."""
+    """Share of the steps that ran from a recording."""
 
 
 def _fields(*names: str) -> itemgetter[Any]:
-    """Of a record, by their places: in half the time that looking up their names takes."""
+    """A getter of record fields by position: twice as fast as by name."""
     return itemgetter(*map(StepRecord._fields.index, names))
 
 
@@ -167,7 +167,7 @@ class StepFigures:
         last: npt.NDArray[np.int64],
         known: npt.NDArray[np.bool_],
     ) -> None:
-        """Of several steps of a stretch the last one tells."""
+        """When one bucket holds several steps, the last one wins."""
         slots = last[known] % self._size
         used = facts[known, 10]
         total = np.maximum(1, facts[known, 10:13].sum(axis=1))
@@ -213,8 +213,8 @@ class StepFigures:
         )
 
     def _window(self, last: int, count: int) -> npt.NDArray[np.float64]:
-        """[NUM_ROWS, count]: the series up to a bucket. What stands goes on until it is told of
-        again; before it was first told of it is 0."""
+        """[NUM_ROWS, count]: the series up to a bucket. A gauge keeps its last value until the next
+        one, and is 0 before the first."""
         buckets = np.arange(last - count + 1, last + 1)
         known = (buckets <= self._newest) & (buckets > self._newest - self._size)
         found = np.where(known, self._series[:, buckets % self._size], 0.0)
@@ -268,7 +268,7 @@ class TimeSpread:
         np.add.at(self._counts.reshape(-1), places, more[known])
 
     def spread(self, now_ns: int, last_s: int) -> Spread:
-        """Of the last seconds up to now."""
+        """The distribution over the last seconds."""
         now = now_ns // 1_000_000_000
         seconds = np.arange(now - min(last_s, self._size) + 1, now + 1)
         known = (seconds <= self._newest) & (seconds > self._newest - self._size)
