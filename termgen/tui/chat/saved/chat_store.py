@@ -1,8 +1,9 @@
 """`ChatStore`: the chats of this program, written and read by one thread so that no screen waits.
 
 A write is queued under a key and replaces a waiting write of that key: a slow disk gets the latest
-text, not a queue of all. Writes that fail for a passing reason (locked, full) are kept and retried. A broken file is renamed and a new one begun; a file that cannot be used at
-all leaves the chats in memory. `report` passes each fault to the screen once.
+text, not a queue of all. Writes that fail for a passing reason (locked, full) are kept and retried.
+A broken file is renamed and a new one begun; a file that cannot be used at all leaves the chats in
+memory. `report` passes each fault to the screen once.
 """
 
 from __future__ import annotations
