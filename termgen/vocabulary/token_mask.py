@@ -54,7 +54,7 @@ class TokenGrammar(Protocol):
         ...
 
     def start(self, *, ends_at_eos: bool) -> TokenMatcher:
-        """A new matcher. Without `ends_at_eos` an end token is allowed only where nothing else is."""
+        """A new matcher. Without `ends_at_eos` an end token is allowed only if nothing else is."""
         ...
 
 

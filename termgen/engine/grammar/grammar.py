@@ -587,7 +587,7 @@ class GrammarCompiler:
         return proof
 
     def _vocabulary_of_model(self) -> Any:
-        """llguidance's form of the vocabulary, cached: building it holds the GIL for up to a second."""
+        """llguidance's form of the vocabulary, cached: building it holds the GIL up to a second."""
         from llguidance import LLExecutor
 
         with self._vocabulary_lock:

@@ -1,10 +1,10 @@
-"""Plans the most common step in a few operations: every running row decodes one token.
+"""Fast path of the scheduler for the most common step: every running row decodes one token.
 
-The scheduler asks here first and plans any other step itself. What comes of it is the same, plan
-and bookkeeping, which a test compares step by step. Engine thread only.
+The scheduler tries it first and plans any other step itself. Plan and bookkeeping are the same, as
+a test verifies step by step. Engine thread only.
 
-Most such steps go on with the rows of the one before, and nothing but their counts has changed. So
-a look at all rows also tells for how many steps it holds; until then a step is planned without one.
+Most such steps have the rows of the previous one, with only their counts changed. So one check of
+all rows also gives the number of steps it is valid for, and these are planned without a check.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class DecodeStep:
         self._kv = kv
         self._fence = fence
         self._rows: IntArray = table.running
-        """The batch that the rest belongs to. A request that joins or leaves makes a new array."""
+        """The batch of the cached facts. A request that joins or leaves creates a new array."""
         self._constrained: IntArray | None = None
-        """Which of them have a grammar."""
+        """Rows of the batch that have a grammar."""
         self._sampling: SamplingNeeds | None = None
         self._ones = self._zeros = self._epochs = self._rows
         self._computed: IntArray = self._rows
         """[num_rows] tokens computed before the next step."""
         self._next_step = -1
-        """The step that what is known here holds for; any other one was planned by the
-        scheduler."""
+        """The step that the cached facts are valid for; the scheduler planned any other one."""
         self._steps_left = 0
-        """Steps in which no row needs a block or reaches its limit."""
+        """Steps until a row needs a block or reaches its limit."""
         self._look_at_step = NEVER
-        """The step whose landing may fill a block of some row, for the prefix cache to know."""
+        """The step whose landing may fill a block of some row, to be published in the prefix
+        cache."""
 
     def plan(self, step_id: int, released: tuple[int, ...]) -> StepPlan | None:
-        """The next step, counted as run; None, and nothing done, where it is not such a step."""
+        """The next step, counted as run; None, without side effects, if it is not such a step."""
         table = self._table
         if table.running is not self._rows:
             self._rows, self._sampling, self._steps_left = table.running, None, 0
@@ -63,7 +63,7 @@ class DecodeStep:
                 return None
             num_decode_rows = int(np.count_nonzero(self._computed >= table.num_prompt[rows]))
         else:
-            num_decode_rows = len(rows)  # each of them was in a step like this before
+            num_decode_rows = len(rows)  # each was in such a step before
         assert self._sampling is not None
         num_computed = self._computed
         self._computed = num_computed + 1
@@ -88,12 +88,12 @@ class DecodeStep:
         )
 
     def forget(self) -> None:
-        """Look again: counts of rows were changed elsewhere."""
+        """Invalidate the cached facts: counts of rows were changed elsewhere."""
         self._steps_left = 0
 
     def _look(self, builder: PlanBuilder) -> bool:
-        """See whether every row decodes, and for how many steps; give blocks to those that need
-        one for the first of these. False, with nothing done, where they do not."""
+        """Check that every row decodes, and for how many steps; give blocks to those that need one
+        for the first. False, without side effects, if some row does not decode."""
         table, kv, rows = self._table, self._kv, self._rows
         facts = table.facts.take(rows, axis=1)  # [num facts, num_rows]
         num_tokens, num_pending, limit, _, num_computed, epochs = facts
@@ -118,7 +118,7 @@ class DecodeStep:
         return True
 
     def _publish(self, rows: IntArray) -> None:
-        """Make blocks findable whose tokens the host has in full."""
+        """Publish the blocks whose tokens are all known to the host."""
         table, kv = self._table, self._kv
         landed = np.minimum(self._computed, table.num_tokens.take(rows))
         missing = (kv.num_registered.take(rows) + 1) * kv.block_size - landed

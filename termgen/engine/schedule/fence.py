@@ -1,7 +1,7 @@
-"""Holds back what was released until no step in flight can touch it.
+"""Holds back released slots and blocks until no step in flight can access them.
 
-A slot and its blocks may be handed on only after the last step that computes them has ended on
-the device. Making that universal costs little and removes a whole class of races.
+A slot and its blocks may be reused only after the last step that computes them has ended on the
+device. Doing so without exception costs little and removes a whole class of races.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Lease = tuple[int, int, list[int]]
 
 
 class Fence:
-    """Released slots in waiting, in order of release."""
+    """Released slots that are not reusable yet, in order of release."""
 
     def __init__(self) -> None:
         self._held: deque[Lease] = deque()
@@ -24,7 +24,7 @@ class Fence:
         """Block references held back."""
 
     def hold(self, last_step: int, slot: int, blocks: list[int]) -> bool:
-        """Keep a release back if needed. False: nothing is in flight, it may be reused now."""
+        """Hold a release back if needed. False: no step is in flight, so reuse it now."""
         if last_step <= self.landed_step:
             return False
         self._held.append((last_step, slot, blocks))
@@ -32,7 +32,7 @@ class Fence:
         return True
 
     def land(self, step_id: int) -> list[Lease]:
-        """A step ended, and so have all before it; returns what is free to be reused now."""
+        """Record that this step and all before it have ended; returns the reusable leases."""
         self.landed_step = max(self.landed_step, step_id)
         if not self._held:
             return []

@@ -1,4 +1,4 @@
-"""Collects what one step adds and freezes it into a `StepPlan`.
+"""Collects the parts of a step and freezes them into a `StepPlan`.
 
 One builder lives for one `Scheduler.schedule()` call, on the engine thread.
 """
@@ -18,8 +18,8 @@ from termgen.vocabulary.step import AddedRow, PromptSpan, SamplingNeeds, StepPla
 def sampling_needs(
     table: SlotTable, slots: IntArray, constrained: IntArray | None
 ) -> SamplingNeeds:
-    """What these rows ask of the sampler, all together. constrained: those that sample under a
-    grammar; a chunk of a prompt that is not its last has no need of one."""
+    """Sampler features that these rows need. constrained: rows that sample under a grammar, which
+    excludes prefill chunks before the last."""
     max_logprobs = int(table.num_logprobs[slots].max())
     return SamplingNeeds(
         all_greedy=not table.is_random[slots].any(),
@@ -42,13 +42,13 @@ class PlanBuilder:
     added: list[AddedRow] = field(default_factory=list)
 
     def add_blocks(self, slot: int, start: int, blocks: list[int]) -> None:
-        """Blocks that continue a slot's block table from index `start`."""
+        """Extend a slot's block table from index `start`."""
         self.block_slots += [slot] * len(blocks)
         self.block_positions += range(start, start + len(blocks))
         self.block_ids += blocks
 
     def add_row(self, request: Request, num_computed: int) -> None:
-        """A request that has just taken a slot."""
+        """Add a request that has just got a slot."""
         self.added.append(
             AddedRow(
                 slot=request.slot,
@@ -118,7 +118,7 @@ class PlanBuilder:
         prompt_spans: tuple[PromptSpan, ...] = (),
         max_prompt_logprobs: int = 0,
     ) -> StepPlan:
-        """The plan of these columns, which must not change from now on."""
+        """The plan with these columns, which must not be modified afterwards."""
         return StepPlan(
             step_id=step_id,
             slots=slots,
@@ -148,9 +148,9 @@ def _ids(values: list[int]) -> IntArray:
 
 
 def _prompt_spans(table: SlotTable, slots: IntArray, counts: IntArray) -> tuple[PromptSpan, ...]:
-    """What this step computes of prompts whose log-probabilities are owed.
+    """Prompt tokens of this step whose successors' log-probabilities are requested.
 
-    The last token of a prompt is in no span: what follows it is generated.
+    The last token of a prompt is in no span, as its successor is generated.
     """
     starts = table.num_computed[slots] - counts
     wanted = np.minimum(counts, table.num_prompt[slots] - 1 - starts)

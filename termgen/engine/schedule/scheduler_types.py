@@ -1,4 +1,4 @@
-"""Small values around the scheduler: its limits, its counters, and what a landed step means."""
+"""Small types of the scheduler: its limits, its counters and the effect of a landed step."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class SchedulerStats:
     num_preemptions: int = 0
     num_finished: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens computed (cache hits left out, recomputation counted)."""
+    """Prompt tokens computed (without cache hits, with recomputation)."""
     generation_tokens: int = 0
     num_corrupted: int = 0
-    """Requests that ended because their logits were not numbers."""
+    """Requests that ended because of NaN or infinite logits."""
     wasted_tokens: int = 0
-    """Computed for requests whose end, or loss of the slot, was not known when planned, or for a
-    mask that was late: these are computed once more."""
+    """Tokens computed for requests whose end or preemption was not known to the plan, or again
+    because of a late mask."""
 
 
 @dataclass(slots=True, eq=False)
 class AppliedStep:
-    """What a landed step means: rows that produced tokens, and who is finished."""
+    """The effect of a landed step: rows that produced tokens, and finished requests."""
 
     slots: IntArray
     epochs: IntArray
     token_ids: IntArray
     rows: IntArray
-    """Index of each of those rows in the plan."""
+    """Index of these rows in the plan."""
     finished: list[FinishedRow] = field(default_factory=list)
