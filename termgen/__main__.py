@@ -7,10 +7,10 @@ from typing import NoReturn
 
 
 def entry() -> NoReturn:
-    """What the console script calls."""
+    """Entry point of the console script."""
     try:
         from termgen.commands import cli
-    except KeyboardInterrupt:  # Ctrl-C before there is anybody to take it
+    except KeyboardInterrupt:  # Ctrl-C before the command installs its handler
         sys.exit(130)
     cli.entry()
 

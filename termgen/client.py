@@ -1,7 +1,7 @@
-"""What every front end sees of an engine: `EngineClient` and the values that cross it.
+"""The engine interface for front ends: `EngineClient` and the values that cross it.
 
-server, tui and bench depend on this module, the events and the api package, and on nothing else
-of the engine. `termgen.engine.loop.engine.AsyncEngine` is the in-process form.
+Server, TUI and bench depend on this module, the events and the api package, but on nothing else of
+the engine. `termgen.engine.loop.engine.AsyncEngine` is the in-process implementation.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ Message = Mapping[str, Any]
 
 
 MAX_CHAT_TEMPLATE_CHARS = 65_536
-"""Of a template that comes with a prompt."""
+"""Length limit of a chat template that comes with a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation to be rendered through the model's chat template."""
+    """A conversation to render with the model's chat template."""
 
     messages: Sequence[Message]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
-    """To be used instead of the model's."""
+    """Replaces the model's template."""
     cuts_max_tokens: bool = False
-    """Cut `max_tokens` to what the context leaves, where it would be an error."""
+    """Cut a `max_tokens` beyond the context instead of refusing it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FillPrompt:
-    """Text on both sides of a gap that the model is to fill."""
+    """Text before and after a gap for the model to fill."""
 
     prefix: str
     suffix: str
@@ -52,8 +52,8 @@ Prompt = str | Sequence[int] | ChatPrompt | FillPrompt
 
 
 def prompt_chars(prompt: str | ChatPrompt | FillPrompt) -> int:
-    """Characters of all that a chat template is given to show: contents, reasoning, tool calls and
-    tools. Whatever their shapes, which are judged later."""
+    """Characters of everything a chat template may render: contents, reasoning, tool calls, tools.
+    Accepts any shape, as these are validated later."""
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, FillPrompt):
@@ -65,7 +65,8 @@ def prompt_chars(prompt: str | ChatPrompt | FillPrompt) -> int:
 
 
 def _num_chars(data: object) -> int:
-    """In plain data, keys included; what is no text counts one. Not deeper than messages may be."""
+    """Characters in plain data, keys included; other values count 1. Depth is limited as for
+    messages."""
     num_chars, level = 0, [data]
     for _ in range(64):
         texts = [value for value in level if isinstance(value, str)]
@@ -80,12 +81,12 @@ def _num_chars(data: object) -> int:
 
 
 PauseMode = Literal["wait", "abort", "keep"]
-"""What becomes of the requests an engine holds when it is paused."""
+"""How a pause treats the engine's requests; see `EngineClient.pause`."""
 
 
 SleepLevel = Literal[1, 2]
-"""How much an engine gives back while it sleeps: 1: the KV cache, and the weights of a GPU, which
-are kept in main memory; 2: the weights too, which are read from disk again."""
+"""Memory that a sleeping engine releases. 1: the KV cache, and GPU weights, which move to main
+memory; 2: all weights, which are read from disk again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class TokenLogprob:
 
     token_id: int
     token: str
-    """The token's text; may be part of a character, then with replacement characters."""
+    """The token's text; replacement characters stand for a partial character."""
     token_bytes: bytes
     logprob: float
     rank: int
@@ -105,7 +106,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """perf_counter_ns stamps of one request; 0 where it never got that far."""
+    """perf_counter_ns stamps of one request; 0 for a stage it never reached."""
 
     arrival_ns: int = 0
     first_scheduled_ns: int = 0
@@ -118,7 +119,7 @@ class RequestTimings:
 
     @property
     def ttft_s(self) -> float:
-        """Arrival to first token."""
+        """Time to first token."""
         return max(0, self.first_token_ns - self.arrival_ns) / 1e9
 
     @property
@@ -126,14 +127,14 @@ class RequestTimings:
         return max(0, self.finished_ns - self.arrival_ns) / 1e9
 
     def tokens_per_s(self, num_tokens: int) -> float | None:
-        """After the first token of an answer of so many; None where that took no time."""
+        """Decode rate after the first of `num_tokens`; None if that took no time."""
         decode_ns = self.finished_ns - self.first_token_ns if self.first_token_ns else 0
         return (num_tokens - 1) / (decode_ns / 1e9) if num_tokens > 1 and decode_ns > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """News of one completion: the text and tokens since the previous delta.
+    """The text and tokens of one completion since its previous delta.
 
     The last delta of a completion has a `finish_reason`. `text` never ends inside a character and
     may lag `token_ids` while a stop string could still be completing. When the engine failed the
@@ -142,7 +143,7 @@ class TokenDelta:
 
     request_id: str
     index: int
-    """Which of the `n` completions."""
+    """Index among the `n` completions."""
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None
@@ -151,19 +152,19 @@ class TokenDelta:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    """So far."""
+    """Output tokens of the completion so far."""
     prompt_token_ids: tuple[int, ...] | None = None
-    """On the first delta of completion 0."""
+    """Set on the first delta of completion 0."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    """One for each token of the prompt, on a delta of completion 0 before or with its first token.
-    The first has no probability: its logprob is NaN and its rank 0."""
+    """One per prompt token, set on a delta of completion 0 no later than its first token. The first
+    token has no probability: logprob NaN, rank 0."""
     timings: RequestTimings | None = None
-    """On the last delta."""
+    """Set on the last delta."""
     error: TermgenError | None = None
 
 
 def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """One delta that says what these consecutive deltas of one completion say together."""
+    """One delta equivalent to these consecutive deltas of one completion."""
     if len(deltas) == 1:
         return deltas[0]
     logprobs = [d.logprobs for d in deltas if d.logprobs is not None]
@@ -181,15 +182,15 @@ def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
-    """What a client needs to build prompts as this engine's tokenizer does."""
+    """Facts a client needs to build prompts as this engine's tokenizer does."""
 
     named_tokens: Mapping[str, str] = field(default_factory=dict)
-    """`bos_token`, `eos_token` and so on, where the model has them."""
+    """`bos_token`, `eos_token` and so on, those that the model has."""
     chat_template: str | None = None
 
 
 class EngineClient(Protocol):
-    """An engine seen from outside. All coroutines may be awaited on any one asyncio loop."""
+    """An engine seen from outside. Use all coroutines on one asyncio loop, whichever it is."""
 
     @property
     def model(self) -> ModelInfo: ...
@@ -206,8 +207,8 @@ class EngineClient(Protocol):
     ) -> AsyncGenerator[TokenDelta, None]:
         """Stream one request's deltas; with `params.n` > 1 the completions are interleaved.
 
-        client: who asks. Clients of one process take turns where grammars are compiled; an engine
-        behind HTTP knows its clients itself.
+        client: an id for fairness: clients of one process take turns when grammars are compiled. A
+        remote engine ignores it, as its server identifies its clients.
 
         Closing the generator (or cancelling the task that reads it) aborts the request. Raises
         `RequestError` on the first iteration for a bad request, before anything is queued.
@@ -219,7 +220,7 @@ class EngineClient(Protocol):
         ...
 
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids `generate` would use for this prompt; raw text can do without special ones."""
+        """Token ids that `generate` would use; `add_special_tokens` applies to raw text only."""
         ...
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -227,18 +228,18 @@ class EngineClient(Protocol):
         ...
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself. `RequestError` for ids out of range."""
+        """The text of each token alone. `RequestError` for ids out of range."""
         ...
 
     @property
     def tokenizer_info(self) -> TokenizerInfo: ...
 
     def grammar_totals(self) -> GrammarTotals:
-        """What compiling grammars took since the start."""
+        """Count and time of grammar compilations since the start."""
         ...
 
     async def snapshot(self) -> EngineSnapshot:
-        """The engine's present state, built between two steps."""
+        """The engine's current state, built between two steps."""
         ...
 
     def events(self, capacity: int = 4096) -> EventRing:
@@ -248,37 +249,36 @@ class EngineClient(Protocol):
     def close_events(self, ring: EventRing) -> None: ...
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        """Start no new request until `resume`; returns when the engine has come to rest.
+        """Start no new request until `resume`; returns when the engine is idle.
 
-        `wait`: running requests go on to their end. `abort`: running and waiting requests end now,
-        with finish_reason ABORT. `keep`: running requests stand still and go on after `resume`.
-        New requests wait in the queue. A second pause changes the mode. Raises `RequestError` for
-        an unknown mode, `EngineError` if `resume` comes before the engine is at rest.
+        `wait`: running requests finish. `abort`: running and waiting requests end now with
+        finish_reason ABORT. `keep`: running requests are suspended until `resume`. New requests
+        wait in the queue. A second pause changes the mode. Raises `RequestError` for an unknown
+        mode, `EngineError` if `resume` comes before the engine is idle.
         """
         ...
 
     async def resume(self) -> None:
-        """Go on after `pause`; does nothing without one."""
+        """Continue after `pause`; a no-op if not paused."""
         ...
 
     async def reset_prefix_cache(self, *, force: bool = False) -> bool:
-        """Forget the cached prefixes that no request uses; whether those were all.
+        """Drop the cached prefixes that no request uses; returns True if the cache is then empty.
 
-        With `force` running requests give up their part of the cache and compute it again, so that
-        all of it goes.
+        `force`: running requests are preempted and recomputed, so that all of it can be dropped.
         """
         ...
 
     async def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> None:
-        """Pause, then give memory back until `wake_up`; returns when it has been given back.
+        """Pause, then release memory until `wake_up`; returns when it has been released.
 
-        Requests that `mode` keeps, and new ones, wait; those that had begun are computed again.
-        Raises `RequestError` for an unknown level or mode, or when it sleeps already.
+        New requests wait, as do those kept by `mode`, which are recomputed later. Raises
+        `RequestError` for an unknown level or mode, or if the engine is already asleep.
         """
         ...
 
     async def wake_up(self) -> None:
-        """Take the memory again and go on. Raises `EngineError`, and sleeps on, when that fails."""
+        """Allocate the memory and resume. On failure raises `EngineError` and stays asleep."""
         ...
 
     @property
@@ -291,12 +291,12 @@ class EngineClient(Protocol):
 
     @property
     def is_healthy(self) -> bool:
-        """False once the engine thread has died or stands still with work queued."""
+        """False if the engine thread has died, or makes no progress with work queued."""
         ...
 
     async def why_unhealthy(self) -> str | None:
-        """Probe the engine: why it cannot serve, None when it answers or makes progress.
+        """Probe the engine: the reason it cannot serve; None if it answers or makes progress.
 
-        Unlike `is_healthy` it finds an idle engine that no longer reacts.
+        Unlike `is_healthy` this detects an idle engine that no longer responds.
         """
         ...

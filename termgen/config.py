@@ -1,8 +1,8 @@
-"""Settings, frozen. A setting is defined once, here; flags, config file and environment follow.
+"""Settings as frozen dataclasses; flags, config-file keys and variables are generated from them.
 
-Each field's metadata carries its help text, its choices and its range; names follow vLLM where
-vLLM has the setting. Constructing a config checks it: `ConfigError` names the field. Where a value
-came from (flag, variable, file) is the business of `commands.settings`. Standard library only.
+Each field's metadata has its help text, choices and range; names follow vLLM where it has the
+setting. Constructing a config checks it: `ConfigError` names the field. `commands.settings` knows
+where a value came from. Standard library only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SettingType:
 
     @property
     def words(self) -> str:
-        """For messages: what a value must be."""
+        """Description of a valid value, for messages."""
         one = {bool: "true or false", int: "an integer", float: "a number", str: "text"}[self.base]
         if not self.many:
             return one
@@ -105,7 +105,7 @@ def check_settings(config: Any) -> None:
 def _convert(kind: SettingType, f: Field[Any], value: object) -> object:
     if kind.base is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    # bool is an int in Python; here it is not one
+    # bool is a subclass of int
     is_right = isinstance(value, kind.base) and (kind.base is bool or not isinstance(value, bool))
     if isinstance(value, float) and not math.isfinite(value):
         is_right = bool(f.metadata.get("infinite")) and not math.isnan(value)
@@ -134,7 +134,7 @@ def _check_range(name: str, value: Any, metadata: typing.Mapping[str, Any]) -> N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How the engine runs. `None` means: decided from the model and the machine."""
+    """Settings of the engine. `None`: decided from the model and the machine."""
 
     model: str | None = setting(
         None, "name from `termgen models`, hub id, folder or .gguf file (default: smollm2-135m)"
@@ -169,8 +169,8 @@ class EngineConfig:
     )
     clamp_max_tokens: bool = setting(
         False,
-        "cut max_tokens to what the context leaves, where a request that asks for more would be "
-        "refused",
+        "cut max_tokens to what the context leaves instead of refusing a request that asks for "
+        "more",
     )
     max_num_seqs: int | None = setting(
         None,
@@ -222,7 +222,8 @@ class EngineConfig:
     )
     scheduling_policy: str = setting(
         "fcfs",
-        "who runs first: arrival order, or lower priority value",
+        "which requests run first: fcfs: those that arrived first; priority: those with the lower "
+        "priority value",
         choices=SCHEDULING_POLICIES,
     )
     async_scheduling: bool | None = setting(
@@ -230,16 +231,17 @@ class EngineConfig:
     )
     run_ahead_ms: float = setting(
         20.0,
-        "with async scheduling: milliseconds of work that are queued while nobody waits or joins "
-        "the batch, so that a pause of this process does not stop the device; a new request may "
-        "wait so long. 0: never more than two steps",
+        "with async scheduling: milliseconds of steps queued on the device while no request waits "
+        "or joins the batch, so that a pause of this process does not idle the device; a new "
+        "request may wait so long. 0: never more than two steps",
         minimum=0.0,
         maximum=1000.0,
     )
     device_wait: str = setting(
         "auto",
-        "how the engine's thread waits for a GPU. spin: a CPU is busy while there is work, and the "
-        "thread goes on sooner; sleep: the CPU is left to others; auto: spin where there are four",
+        "how the engine's thread waits for a GPU. spin: keeps a CPU core busy while there is work, "
+        "and continues sooner; sleep: leaves the core to others; auto: spin with four cores or "
+        "more",
         choices=DEVICE_WAITS,
     )
     attention_backend: str | None = setting(
@@ -256,7 +258,7 @@ class EngineConfig:
     )
     capture_in_background: bool = setting(
         False,
-        "record most CUDA graphs in idle moments, to be ready sooner (default: in a chat)",
+        "record most CUDA graphs in idle moments, to start sooner (default: in a chat)",
     )
     enforce_eager: bool = setting(False, "no CUDA graphs, as --cudagraph-mode none")
     debug: bool = setting(
@@ -306,7 +308,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How `termgen serve` listens and whom it lets in."""
+    """Settings of `termgen serve`: address, access, limits."""
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0: any free one", minimum=0, maximum=65535)
@@ -322,18 +324,18 @@ class ServerConfig:
     admin_key: tuple[str, ...] = setting(
         (),
         "key for pausing, resetting and watching the engine, and for everything else; with keys "
-        "for clients but none for admins, nobody may (default: whoever uses this machine may)",
+        "for clients but none for admins, nobody may (default: any user of this machine may)",
         metavar="KEY",
         nargs="+",
         secret=True,
     )
     insecure_no_auth: bool = setting(
-        False, "listen on an address that others reach although no key is set"
+        False, "listen on an address that other machines can reach, without any key"
     )
     share_prefix_cache: bool = setting(
         False,
-        "let clients with different keys reuse each other's cached prompts; how fast an answer "
-        "begins then tells what others have asked",
+        "let clients with different keys reuse each other's cached prompts; the time to first "
+        "token can then reveal what others have asked",
     )
     served_model_name: tuple[str, ...] = setting(
         (),
@@ -351,7 +353,7 @@ class ServerConfig:
     allowed_origin: tuple[str, ...] = setting(
         (),
         "origin of web pages that may use this server, such as https://chat.example; `*`: any "
-        "(default: none, and browsers are told so)",
+        "(default: none)",
         metavar="ORIGIN",
         nargs="+",
     )
@@ -365,8 +367,8 @@ class ServerConfig:
     )
     max_queue: int = setting(
         2048,
-        "most completions that may wait to be started, beyond what can start at once; further "
-        "requests are refused with 429 and told when to come again. 0: no limit",
+        "most completions that may wait in the queue, beyond those that can start at once; further "
+        "requests are refused with 429 and a Retry-After. 0: no limit",
         minimum=0,
         maximum=MAX_INT,
     )
@@ -378,7 +380,7 @@ class ServerConfig:
     )
     max_queue_time: float = setting(
         0.0,
-        "seconds that a request may wait to be started before it ends with 429; 0: no limit",
+        "seconds that a request may wait in the queue before it ends with 429; 0: no limit",
         minimum=0.0,
     )
     sse_ping_interval: float = setting(
@@ -392,14 +394,14 @@ class ServerConfig:
     )
     trust_request_chat_template: bool = setting(
         False,
-        "let requests bring a `chat_template`; each is rendered in a process of its own, with "
-        "limits of time and memory",
+        "let requests bring a `chat_template`; it is rendered in a separate process with limits "
+        "of time and memory",
     )
     metrics_compat: str = setting(
         "none", "vllm: show metrics under vLLM's names too", choices=("none", "vllm")
     )
     log_requests: bool = setting(
-        False, "a log line for each request: tokens, times and how it ended; never what was said"
+        False, "log a line per request: tokens, times and how it ended; never its text"
     )
     otlp_traces_endpoint: str | None = setting(
         None,
@@ -422,7 +424,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UIConfig:
-    """How the terminal screens look, and what a chat starts with."""
+    """Settings of the terminal screens, and defaults of a chat."""
 
     theme: str | None = setting(None, "name of a colour theme (default: termgen-dark)")
     system_prompt: str | None = setting(
@@ -468,7 +470,7 @@ class UIConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches this address."""
+    """True if only this machine can reach the address."""
     if host.lower() == "localhost":
         return True
     try:

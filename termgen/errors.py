@@ -10,7 +10,7 @@
     ├── RequestError             one request is wrong: HTTP status, `code` slug and `param` name
     │   ├── ContextLengthError   the prompt (plus what it asks for) does not fit the model
     │   ├── LoadingError         the model is still loading; says which phase it is in
-    │   └── OverloadedError      too many wait already; says when to come again
+    │   └── OverloadedError      too many requests wait; says when to retry
     ├── ChatStoreError           the chats on disk cannot be read or written
     └── EngineError              the engine failed, not the request
         ├── StepError            one step failed; the requests in it are failed with this cause
@@ -18,7 +18,7 @@
         └── EngineDeadError      the engine thread is gone
 
 The command line prints `TermgenError` as one line and exits with code 2; the server turns
-`RequestError` into its HTTP status. An `assert` elsewhere means a bug of ours.
+`RequestError` into its HTTP status. A failing `assert` elsewhere is a bug in termgen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_MESSAGE_CHARS = 1000
 
 
 class TermgenError(Exception):
-    """Base of everything raised on purpose."""
+    """Base class of everything raised on purpose."""
 
 
 class ConfigError(TermgenError):
@@ -44,8 +44,7 @@ class ConfigError(TermgenError):
 class ModelError(TermgenError):
     """A model cannot be found, fetched, read or run.
 
-    Files from anywhere are quoted in these messages, so they are kept to one line of printable
-    text.
+    The message may quote untrusted files, so it is reduced to one line of printable text.
     """
 
     def __init__(self, message: str) -> None:
@@ -59,7 +58,7 @@ class ModelNotFoundError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The file is well formed, but termgen does not run what is in it."""
+    """The file is well formed, but termgen cannot run the model in it."""
 
 
 class CorruptFileError(ModelError):
@@ -71,7 +70,7 @@ class DownloadError(ModelError):
 
 
 class CacheError(DownloadError):
-    """This machine cannot keep what is fetched: fetching it from elsewhere would not help."""
+    """The local cache cannot store the file: another source would not help."""
 
 
 class RequestError(TermgenError):
@@ -101,7 +100,7 @@ class ContextLengthError(RequestError):
 
 
 class LoadingError(RequestError):
-    """The model is still loading. `progress` is the share of `phase` that is done, 0 to 1."""
+    """The model is still loading. `progress`: completed share of `phase`, 0 to 1."""
 
     def __init__(self, phase: str, progress: float) -> None:
         what = (
@@ -115,7 +114,7 @@ class LoadingError(RequestError):
 
 
 class OverloadedError(RequestError):
-    """Too much waits already. The same request may be taken `retry_after_s` later."""
+    """The queue is full. The same request may be accepted `retry_after_s` later."""
 
     def __init__(
         self, message: str, *, code: str, retry_after_s: float, param: str | None = None
@@ -129,13 +128,13 @@ class ChatStoreError(TermgenError):
 
 
 class EngineError(TermgenError):
-    """The engine failed. Not the caller's fault. `code` is a slug clients match on."""
+    """The engine failed, not the request. `code` is a slug clients match on."""
 
     code = "engine_error"
 
 
 class StepError(EngineError):
-    """One engine step failed. Every request that was in it fails with this error, once."""
+    """One engine step failed. Every request in it fails with this error, once."""
 
     def __init__(self, message: str, *, step_id: int, request_ids: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -144,7 +143,7 @@ class StepError(EngineError):
 
 
 class CorruptedLogitsError(EngineError):
-    """The model gave one request logits that are not numbers. Others in its steps go on."""
+    """The model gave one request NaN or infinite logits. Others in its batch continue."""
 
     code = "corrupted_logits"
 
@@ -156,11 +155,10 @@ class CorruptedLogitsError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine thread has stopped; no request can be served any more."""
+    """The engine thread has ended; no request can be served any more."""
 
     def again(self) -> EngineDeadError:
-        """To be raised for the next who asks: one that is raised twice keeps the traceback of each
-        time, and all that their frames hold."""
+        """A fresh copy: re-raising one exception object accumulates tracebacks and their frames."""
         again = EngineDeadError(*self.args)
         again.__cause__ = self.__cause__
         return again

@@ -1,8 +1,7 @@
 """`LLM`: the offline engine as a Python object. Prompts in, finished outputs back, in order.
 
-Shapes and names follow vLLM's offline class. Everything runs in the calling thread, one engine step
-after another; an `LLM` is not meant for several threads at once. Every prompt of a call is checked
-before any of them runs.
+Shapes and names follow vLLM's offline class. Engine steps run in the calling thread; an `LLM` is
+not thread-safe. Every prompt of a call is checked before any of them runs.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 
 PromptInput = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a dict with `prompt` or `prompt_token_ids`, and `cache_salt` if wanted."""
+"""Text, token ids, or a dict with `prompt` or `prompt_token_ids`, and optionally `cache_salt`."""
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 
 
 class LLM:
-    """A model, loaded, for batches of prompts.
+    """A loaded model for batches of prompts. A context manager; or call `shutdown`.
 
     `options` are the fields of `EngineConfig`. The default model is fetched on first use; any
-    other must be on this machine (`termgen pull`). Use it as a context manager, or call `shutdown`.
+    other must be on this machine (`termgen pull`).
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
@@ -67,11 +66,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; results are in the order of the prompts.
 
-        `priority` has one number for each prompt, lower runs first; it needs the scheduling policy
-        of that name.
-        One `SamplingParams` is for all prompts, a list has one for each; None means the model's own
-        defaults. Raises `RequestError` for a bad prompt before anything runs. A request that the
-        engine failed has `finish_reason` ERROR and its cause in `error`; a warning counts them.
+        One `SamplingParams` applies to all prompts, a list has one for each; None: the model's own
+        defaults. `priority` has one number per prompt, lower runs first; it needs
+        `scheduling_policy="priority"`. Raises `RequestError` for a bad prompt before anything runs.
+        A request that the engine failed has `finish_reason` ERROR and its cause in `error`; a
+        warning counts them.
         """
         inputs = [_read_prompt(prompt) for prompt in _as_list(prompts)]
         if priority is not None:
@@ -94,8 +93,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or each of several, through the model's chat template, or through
-        `chat_template`."""
+        """Answer one or several conversations, rendered with `chat_template` or the model's own."""
         conversations = [messages] if _is_conversation(messages) else messages
         inputs = [
             _Input(
@@ -112,31 +110,30 @@ class LLM:
         return self._run(inputs, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises `ConfigError` if there is none."""
+        """The tokenizer. Raises `ConfigError` if there is none."""
         if self._engine.tokenizer is None:
             raise ConfigError("there is no tokenizer: skip_tokenizer_init is set")
         return self._engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's authors recommend, from its generation_config.json."""
+        """The model's recommended sampling, from its generation_config.json."""
         return SamplingParams(**self.model.default_params)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix. False if some are in use, which is never so at rest."""
+        """Drop every cached prefix. False if a running request uses some, never while idle."""
         return self._engine.reset_prefix_cache()
 
     def sleep(self, level: SleepLevel = 1) -> None:
-        """Give memory back until `wake_up`: the KV cache, and at level 1 a GPU's weights, which
-        main memory keeps; at level 2 all weights, which are read again. Nothing is generated
-        meanwhile."""
+        """Release memory until `wake_up`: the KV cache, and at level 1 GPU weights, which move to
+        main memory; at level 2 all weights, which are read from disk again."""
         self._engine.sleep(level)
 
     def wake_up(self) -> None:
-        """Take the memory again. Raises `EngineError`, and sleeps on, when it is not there."""
+        """Allocate the memory again. On failure raises `EngineError` and stays asleep."""
         self._engine.wake_up()
 
     def shutdown(self) -> None:
-        """Free the model. May be called again; nothing else may."""
+        """Free the model. Idempotent; no other method may be called afterwards."""
         if self._is_open:
             self._is_open = False
             self._engine.shutdown()
@@ -176,7 +173,7 @@ class LLM:
             with quick_lock():
                 self._step_until_done(builders, use_tqdm=use_tqdm)
         except BaseException:
-            # Ctrl-C or a failure: the next call must not find this one's requests still running
+            # Ctrl-C or a failure: leave no request of this call running
             for request in requests:
                 self._engine.abort(request.request_id)
             raise
@@ -223,7 +220,7 @@ class LLM:
             while self._engine.has_unfinished:
                 for delta in self._engine.step():
                     builder = builders.get(delta.request_id)
-                    if builder is None:  # the tail of a call that was interrupted
+                    if builder is None:  # a late delta of an interrupted call
                         continue
                     builder.add(delta)
                     num_tokens += len(delta.token_ids)
@@ -268,7 +265,7 @@ def _wrong_params(given: object) -> RequestError:
 
 
 def _as_list(prompts: PromptInput | Sequence[PromptInput]) -> Sequence[PromptInput]:
-    """One prompt or several: text, a dict and a flat list of ids are one."""
+    """Prompts as a list; text, a dict and a flat list of ids are a single prompt."""
     if isinstance(prompts, (str, Mapping)) or _is_token_ids(prompts):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -288,7 +285,7 @@ def _read_prompt(given: PromptInput) -> _Input:
             f"{', '.join(sorted(PROMPT_KEYS))}",
             param=min(unknown),
         )
-    # as in vLLM, ids win over the text they came from
+    # token ids take precedence over text, as in vLLM
     prompt = given.get("prompt_token_ids", given.get("prompt"))
     if prompt is None:
         raise RequestError("a prompt needs `prompt` or `prompt_token_ids`", param="prompt")

@@ -1,9 +1,8 @@
 """The HTTP front end: OpenAI's API over an `EngineClient`, for `termgen serve` and beside the TUI.
 
-Reading order, all in `termgen.serving`: `app` (routes) -> `responses` and `generation` (how an
-answer travels) -> `middleware` -> `runner` (sockets, signals, draining); `metrics` and `state` are
-shared by them. The engine is seen only as `EngineClient` and events; wire formats live in
-`termgen.api`.
+Reading order, all in `termgen.serving`: `app` (routes) -> `responses` and `generation` (streaming
+an answer) -> `middleware` -> `runner` (sockets, signals, draining); they share `metrics` and
+`state`. They see the engine only as `EngineClient` and events; wire formats are in `termgen.api`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`termgen bench compare A B`: how much faster or slower B is, and how sure that is.
 
-Reads the files of `bench serve` and `bench latency` (and vLLM's, if they have single requests).
-Requests, seconds or batches are drawn again and again from each file; the interval is where the
-change lies in most of these draws (bootstrap). Times are those of requests that were answered; how
-many were not is a figure of its own. Knows nothing of servers.
+Reads the files of `bench serve` and `bench latency` (and vLLM's detailed ones). Intervals are
+bootstrapped: requests, seconds or batches are drawn with replacement from each file. Times cover
+answered requests only; the share of failed ones is compared separately. Knows nothing of servers.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from termgen.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
 Statistic = Callable[[Floats], Floats]
-"""Of each row."""
+"""Rows of samples -> one value per row."""
 DRAWN_AT_ONCE = 4_000_000
 FEWEST_SAMPLES = 8
 FEWEST_FOR_P99 = 100
-"""With fewer an interval says nothing."""
+"""With fewer samples the interval is meaningless."""
 FAILED = "failed requests"
 
 STATISTICS: dict[str, Statistic] = {
@@ -38,7 +37,7 @@ ALIKE = (
     *("bench", "backend", "model_id", "num_prompts", "request_rate", "burstiness"),
     *("max_concurrency", "seed", "engine_flags"),
 )
-"""What two files should have in common, beside the options and the machine."""
+"""Keys on which two files should agree, beside the options and the machine."""
 OPTIONS_ASIDE = frozenset(
     {"label", "save_result", "save_detailed", "result_dir", "result_filename", "output_html"}
     | {"output_json", "disable_tqdm", "watch", "base_url", "host", "port", *ALIKE}
@@ -47,22 +46,22 @@ OPTIONS_ASIDE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One figure in both files."""
+    """One figure, compared between the two files."""
 
     name: str
     unit: str
     before: float
     after: float
     interval: tuple[float, float]
-    """Of the change."""
+    """Confidence interval of the change."""
     is_more_better: bool
     threshold: float
     is_share: bool = False
-    """Both are percentages of the requests."""
+    """The values are percentages of the requests."""
 
     @property
     def change(self) -> float:
-        """Relative: 0.02 is 2% more. Of shares their difference: 0.02 is two of 100 requests."""
+        """Relative: 0.02 is 2% more. For shares the difference: 0.02 is two of 100 requests."""
         if self.is_share:
             return (self.after - self.before) / 100
         return self.after / self.before - 1 if self.before else 0.0
@@ -80,7 +79,7 @@ class Change:
 class Comparison:
     changes: tuple[Change, ...]
     differences: tuple[str, ...]
-    """Settings that are not alike."""
+    """Settings that differ."""
 
     @property
     def regressions(self) -> list[str]:
@@ -107,7 +106,6 @@ class Comparison:
         }
 
     def lines(self) -> list[str]:
-        """The table."""
         width = max(len(f"{c.name}, {c.unit}") for c in self.changes)
         lines = [f"{'':<{width}}{'A':>12}{'B':>12}{'change':>10}   interval of the change"]
         for c in self.changes:
@@ -173,7 +171,7 @@ def _change(
 
 
 def _draws(values: Floats, statistic: Statistic, count: int, rng: np.random.Generator) -> Floats:
-    """[count] the statistic of as many samples of the same size, drawn with replacement."""
+    """[count] the statistic of `count` resamples of the same size, drawn with replacement."""
     rows = max(1, DRAWN_AT_ONCE // len(values))
     parts = []
     for start in range(0, count, rows):
@@ -188,9 +186,9 @@ def _failed_change(
     options: CompareOptions,
     rng: np.random.Generator,
 ) -> Change | None:
-    """However small, it counts when it is sure: a server that fails requests has the rest sooner.
+    """Change of the share of failed requests; None if a file lacks it or has too few requests.
 
-    None where a file does not say, or has too few.
+    The threshold is 0: a server that fails requests answers the others sooner.
     """
     counts = [failures_of(content) for content in (first, second)]
     if counts[0] is None or counts[1] is None:
@@ -209,7 +207,7 @@ def _failed_change(
 
 
 def failures_of(content: dict[str, Any]) -> tuple[int, int] | None:
-    """How many requests failed, of how many; None if the file does not say."""
+    """(failed requests, all requests); None if the file does not say."""
     if "completed" not in content or not ("failed" in content or "num_prompts" in content):
         return None
     done = int(content["completed"])
@@ -220,11 +218,11 @@ def failures_of(content: dict[str, Any]) -> tuple[int, int] | None:
 
 
 Sample = tuple[str, bool, tuple[str, ...], Floats]
-"""Unit, whether more is better, which statistics, the values."""
+"""(unit, more is better, statistics, values)."""
 
 
 def samples_of(content: dict[str, Any]) -> dict[str, Sample]:
-    """What can be drawn from a file, by name."""
+    """The figures of a file that have single samples, by name."""
     found: dict[str, Sample] = {}
     times = ("mean", "p50", "p99")
     if "latencies" in content:
@@ -241,7 +239,7 @@ def samples_of(content: dict[str, Any]) -> dict[str, Sample]:
             found["tpot"] = ("ms", False, times, gaps)
         if whole is not None:
             found["e2el"] = ("ms", False, times, whole[answered])
-    # the last second is not a whole one
+    # the last second is incomplete
     by_second = _floats(content.get("output_tokens_by_second", []))[:-1]
     if len(by_second):
         found["output throughput"] = ("tokens/s", True, ("mean",), by_second)
@@ -249,7 +247,7 @@ def samples_of(content: dict[str, Any]) -> dict[str, Sample]:
 
 
 def _answered(content: dict[str, Any], count: int) -> npt.NDArray[np.bool_]:
-    """[count] vLLM's arrays keep a row of zeros for each request that failed."""
+    """[count] true where the request succeeded: vLLM's arrays have zeros for failed requests."""
     answered = np.ones(count, dtype=bool)
     tokens = _floats(content.get("output_lens", []))
     if len(tokens) == count:
@@ -274,7 +272,7 @@ def _floats(values: Any) -> Floats:
 
 
 def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    """Settings that differ, for a person to judge."""
+    """Settings that differ, as lines of text."""
     pairs = [(name, first.get(name), second.get(name)) for name in ALIKE]
     options = _settings(first, "options"), _settings(second, "options")
     names = sorted((options[0].keys() & options[1].keys()) - OPTIONS_ASIDE)
@@ -285,7 +283,7 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
 
 
 def _settings(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """Other programs may keep something else under the name."""
+    """The object under this key; other programs may store something else there."""
     found = content.get(name)
     return found if isinstance(found, dict) else {}
 

@@ -1,10 +1,9 @@
-"""The prompts of `termgen bench serve`, by the name of a dataset. Seeded, no network.
+"""The datasets of `termgen bench serve`: prompts by dataset name. Seeded, no network.
 
-Two datasets are JSONL files. A trace is in the format of Mooncake's: `timestamp` in milliseconds,
+Two datasets are JSONL files. A trace has Mooncake's format: `timestamp` in milliseconds,
 `input_length`, `output_length`, and optionally `hash_ids`, one for each 512 tokens of the prompt;
 equal numbers are equal text. A custom line has a `prompt` or `messages`, and optionally
-`output_tokens`. Whatever is wrong is a `ConfigError` with file and line. `prompts` makes requests
-of the prompts.
+`output_tokens`. A wrong line is a `ConfigError` with file and line number.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from termgen.bench.prompts import Prompt, Turn
 from termgen.errors import ConfigError
 
 NUM_WORD_NUMBERS = 2**20
-"""Word numbers are drawn from as many; each maker of requests folds them to what it has."""
+"""Word numbers are drawn from this range; a `RequestMaker` takes them modulo its vocabulary."""
 
 OPEN_CHATS = 32
-"""Conversations that take turns at once."""
+"""Conversations that are interleaved."""
 MOST_TURNS = 8
 USER_TOKENS = (60.0, 1.1, 1024)
-"""Median, spread (of the logarithm) and most tokens of a message; about as people chat."""
+"""Log-normal message length: median tokens, sigma, maximum. Typical of people's chats."""
 ANSWER_TOKENS = (200.0, 0.8, 1024)
 
 
 def make_prompts(options: ServeOptions, *, seed: int) -> list[Prompt]:
-    """[num_prompts], or fewer where a file has no more. Raises `ConfigError`."""
+    """[num_prompts], or fewer if the file is shorter. Raises `ConfigError`."""
     rng = np.random.default_rng([seed, 0])
     makers: dict[str, Callable[[ServeOptions, np.random.Generator], list[Prompt]]] = {
         "random": _random,
@@ -44,7 +43,7 @@ def make_prompts(options: ServeOptions, *, seed: int) -> list[Prompt]:
 
 
 def warmup_prompts(prompts: list[Prompt], count: int, *, seed: int) -> list[Prompt]:
-    """Of the median length, but of other words: they must leave nothing useful in a cache."""
+    """Prompts of the median length with other words, so that they leave no prefix-cache hits."""
     rng = np.random.default_rng([seed, 2])
     length = int(np.median([p.num_words for p in prompts])) or 32
     output = int(np.median([p.output_len for p in prompts]))
@@ -52,7 +51,7 @@ def warmup_prompts(prompts: list[Prompt], count: int, *, seed: int) -> list[Prom
 
 
 def check_fits(prompts: list[Prompt], max_model_len: int | None) -> None:
-    """Refuse before starting what the model's context cannot hold. Raises `ConfigError`."""
+    """Refuse prompts that the model's context cannot hold. Raises `ConfigError`."""
     longest = max(p.num_words + p.output_len for p in prompts)
     if max_model_len is not None and longest > max_model_len:
         raise ConfigError(
@@ -140,7 +139,7 @@ def _custom(options: ServeOptions, rng: np.random.Generator) -> list[Prompt]:
 
 
 TRACE_BLOCK = 512
-"""Tokens that one hash of a trace stands for."""
+"""Tokens per hash of a trace."""
 ROLES = ("system", "user", "assistant")
 Line = tuple[int, dict[str, Any]]
 
@@ -214,7 +213,7 @@ def _text(path: str, line: int, value: object) -> str:
 
 
 def _rows(path: str, most: int) -> Iterator[Line]:
-    """Line number and object of the first lines that are not empty; at least one."""
+    """(line number, object) of the first non-empty lines; at least one."""
     found = 0
     try:
         with open(path, encoding="utf-8") as lines:

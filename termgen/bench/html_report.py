@@ -1,6 +1,6 @@
-"""The report of a load test or a sweep as one HTML file: tables and charts, nothing to fetch.
+"""The report of a load test or a sweep as one self-contained HTML file: tables and charts.
 
-Works in any browser, light or dark, without scripts.
+It needs no scripts and follows the browser's light or dark mode.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 40
 TICKS = 5
 MOST_POINTS = 2000
-"""Of one series; more would make the page heavy and the chart no clearer."""
+"""Points per series; more would make the page heavy and the chart no clearer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ def cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def round_up(value: float) -> float:
-    """The next round number: axes end there."""
+    """The next round number, for the end of an axis."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))

@@ -1,7 +1,7 @@
-"""A run under way in figures: what its load generator has told so far, added up.
+"""Figures of a load test that is running, added up from the load generator's progress reports.
 
-Fed by `on_progress` of a `ServeBench`; read by whoever shows the run. The figures of the finished
-run are `serve_result`'s, made of every time there was.
+Fed by `on_progress` of a `ServeBench`; read by the watching screen. The figures of a finished run
+come from `serve_result`, which has every single time.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from termgen.bench.progress_lines import LiveTimes
 
 METRICS = ("ttft", "itl", "tpot", "e2el")
 RATE_WINDOW = 8
-"""Reports over which rates of the moment are taken: about two seconds."""
+"""Reports over which a current rate is averaged: about two seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One report."""
+    """One progress report."""
 
     at_s: float
     running: int
     tokens: float
-    """Since the start."""
+    """Generated since the start."""
     done: int
 
 
 class LiveRun:
-    """One load test."""
-
     def __init__(self, options: ServeOptions, num_requests: int) -> None:
         self.options = options
         self.num_requests = num_requests
@@ -49,7 +47,7 @@ class LiveRun:
         self._finished_tokens = 0
 
     def take(self, told: dict[str, Any]) -> None:
-        """One line of the load generator."""
+        """Add one progress report of the load generator."""
         self.num_done, self.num_failed = told["done"], told["failed"]
         self.num_running, self.at_s = told["running"], max(0.0, told["at_s"])
         self.times["ttft"].add_told(told["first"])
@@ -74,8 +72,8 @@ class LiveRun:
 
     @property
     def num_tokens(self) -> float:
-        """Chunks that came, by the tokens of a chunk in the answers that are whole: only their
-        ends say how many tokens there were."""
+        """Estimate: chunks received times tokens per chunk of the finished answers, as the token
+        count comes only at an answer's end."""
         chunks = self.times["ttft"].number + self.times["itl"].number
         if not self._finished_chunks:
             return float(chunks)
@@ -91,7 +89,7 @@ class LiveRun:
 
     @property
     def good_share(self) -> float | None:
-        """Of those that have ended; None without limits, or before the first."""
+        """Share of finished requests within all limits; None without limits or before the first."""
         return self.num_good / self.num_done if self._limits and self.num_done else None
 
     def kept_share(self, metric: str) -> float | None:
@@ -101,7 +99,7 @@ class LiveRun:
 
     @property
     def left_s(self) -> float | None:
-        """A guess: the rest at the pace so far, and not before its last request is due."""
+        """Estimate: the rest at the pace so far, and not before the last request is due."""
         rest = self.num_requests - self.num_done
         if rest == 0:
             return 0.0
@@ -114,7 +112,7 @@ class LiveRun:
         return rest / self.requests_per_s
 
     def token_rates(self) -> list[float]:
-        """Tokens per second at each report, over a short time before it."""
+        """Tokens per second at each report, over `RATE_WINDOW` reports before it."""
         return _rates([(m.at_s, m.tokens) for m in self.moments])
 
     def answer_rates(self) -> list[float]:

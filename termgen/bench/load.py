@@ -1,10 +1,10 @@
-"""The load generator: a process of its own that sends requests when they are due and times them.
+"""The load generator: a separate process that sends requests when they are due and times them.
 
-Run as `python -m termgen.bench.load`: one JSON object on standard input says what to send, lines on
-standard output tell of the progress, and the last one has everything that was measured. Nothing of
-the engine, no numpy: it starts in a moment, and no other thread takes its time. It watches itself
-too: how late it sends, how late its event loop wakes, and how much of a core it takes. SIGTERM ends
-the run early: what has been answered by then is told all the same.
+Run as `python -m termgen.bench.load`: it reads a `LoadPlan` as JSON from standard input and prints
+progress as JSON lines, the last with all measurements. It imports neither the engine nor numpy, so
+that it starts quickly and no other thread delays it. It also measures itself: how late it sends,
+how late its event loop wakes, its CPU share. SIGTERM ends the run early; answers that are complete
+by then are still reported.
 """
 
 from __future__ import annotations
@@ -28,24 +28,22 @@ from termgen.errors import EngineError
 
 REPORT_S = 0.25
 TICK_S = 0.01
-"""How often the event loop is asked to wake, to see how late it does."""
+"""Interval at which the event loop's wake-up delay is sampled."""
 LEAD_S = 0.05
-"""Between the start and the first request: what prepares the run is not part of it."""
+"""Delay before the first request, so that preparing the run is not part of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What to send, and when."""
-
     target: Target
     bodies: tuple[dict[str, Any], ...]
     due_s: tuple[float, ...]
-    """Of each body, seconds after the start, rising."""
+    """[num_bodies] seconds after the start, ascending."""
     max_concurrency: int | None
     timeout_s: float
     keeps_texts: bool = False
     is_watched: bool = False
-    """Tell of times as well while the run goes on."""
+    """Include times in the progress reports."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -60,13 +58,11 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class _Run:
-    """Counts under way."""
-
     plan: LoadPlan
     connector: Connector
     began: float
     answers: list[dict[str, Any]]
-    """Empty where there is none."""
+    """[num_bodies]; empty for a request that has no answer yet."""
     watch: AnswerWatch | None
     lateness: list[float] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
@@ -77,8 +73,8 @@ class _Run:
 
 
 async def run_load(plan: LoadPlan, stop: asyncio.Event | None = None) -> dict[str, Any]:
-    """Send everything, wait for every answer, return what was measured. `stop` ends it early: what
-    has no answer by then is empty in `answers`."""
+    """Send all requests, wait for the answers, return the measurements. `stop` ends the run early;
+    requests without an answer by then are empty in `answers`."""
     encoded = [json.dumps(body).encode() for body in plan.bodies]
     connector = await Connector.find(plan.target)
     watch = AnswerWatch() if plan.is_watched else None
@@ -109,7 +105,7 @@ async def _send(run: _Run, encoded: list[bytes]) -> None:
     async with asyncio.TaskGroup() as group:
         for index, (body, due) in enumerate(zip(encoded, run.plan.due_s, strict=True)):
             wait = run.began + due - time.perf_counter()
-            # even when late, the loop must get to read what arrived
+            # sleep even when late, so that the loop reads what has arrived
             await asyncio.sleep(max(0.0, wait))
             if due > 0:
                 run.lateness.append(time.perf_counter() - run.began - due)
@@ -138,7 +134,7 @@ async def _one(run: _Run, index: int, body: bytes, seats: asyncio.Semaphore) -> 
 
 
 def _as_json(answer: Answer, began: float, *, keeps_text: bool) -> dict[str, Any]:
-    # a stream may hold only tokens without text of their own: its first choice is then its start
+    # A stream may have no chunk with text (special tokens only): its first chunk is then its start.
     first = answer.first or answer.last
     return {
         "start_s": answer.began - began,
@@ -186,7 +182,7 @@ def _tell(value: dict[str, Any]) -> None:
 
 
 def _allow_connections() -> None:
-    """Each takes a file; the usual limit is 1,024."""
+    """Raise the limit of open files, usually 1,024: each connection needs one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -195,12 +191,12 @@ async def _run_until_signal(plan: LoadPlan) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     measured = await run_load(plan, stop)
-    _tell({"result": measured})  # in the loop: outside the signal would end the process
+    _tell({"result": measured})  # inside the loop: outside it SIGTERM would kill the process
 
 
 def main() -> None:
     _allow_connections()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     plan = LoadPlan.from_json(sys.stdin.readline())
     gc.freeze()
     with contextlib.suppress(BrokenPipeError):
@@ -211,15 +207,15 @@ def main() -> None:
 
 OnProgress = Callable[[dict[str, Any]], object]
 LINE_LIMIT = 2**31
-"""The last line holds every time of the run."""
+"""Bytes per line; the last line holds every time of the run."""
 
 
 class Stopped(EngineError):
-    """A run was ended before anything was measured."""
+    """The run was stopped before anything was measured."""
 
 
 class StopSwitch:
-    """Ends runs before their time; what has been answered by then is kept."""
+    """Ends runs early; answers that are complete by then are kept."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -231,7 +227,7 @@ class StopSwitch:
 async def run_in_process(
     plan: LoadPlan, on_progress: OnProgress | None = None, *, stop: StopSwitch | None = None
 ) -> dict[str, Any]:
-    """The measurements of `run_load`. Ends the process if this is cancelled."""
+    """Run `run_load` in a child process, which is killed if this is cancelled."""
     if stop is not None and stop.is_on:
         raise Stopped("the run was stopped before it began")
     process = await asyncio.create_subprocess_exec(
@@ -243,7 +239,7 @@ async def run_in_process(
     assert process.stdin is not None and process.stdout is not None
     is_stopped = False
     try:
-        with contextlib.suppress(ConnectionError):  # it has ended; its code is told below
+        with contextlib.suppress(ConnectionError):  # it has ended; its exit code is reported below
             process.stdin.write(plan.as_json().encode() + b"\n")
             await process.stdin.drain()
         process.stdin.close()
@@ -255,7 +251,7 @@ async def run_in_process(
             if on_progress is not None:
                 on_progress(told)
             if stop is not None and stop.is_on and not is_stopped:
-                process.terminate()  # it listens for that once it tells of its progress
+                process.terminate()  # its signal handler is set by the first report
                 is_stopped = True
     finally:
         if process.returncode is None:

@@ -1,9 +1,8 @@
 """`termgen bench latency` and `termgen bench throughput`, with the prompts of both.
 
-Latency: how long one batch of equal requests takes from start to end. Throughput: how long many
-requests take when all are there from the start. Prompts are seeded random token ids from the whole
-vocabulary, so they share no prefix and a prefix cache finds nothing in them. Runs over any
-`EngineClient`; knows nothing of how the engine is built.
+Latency times one batch of equal requests from start to end. Throughput times many requests that are
+all submitted at the start. Prompts are seeded random token ids, so they share no prefix and there
+are no prefix-cache hits. Runs over any `EngineClient`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ JOB256_LENGTHS = (100, 1024)
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A prompt and how many tokens to generate for it, no fewer and no more."""
+    """A prompt and the exact number of tokens to generate for it."""
 
     prompt_token_ids: tuple[int, ...]
     output_len: int
@@ -58,7 +57,7 @@ def job256(*, vocab_size: int, seed: int) -> list[BenchRequest]:
 def varied_requests(
     count: int, input_len: int, output_len: int, ratio: float, *, vocab_size: int, seed: int
 ) -> list[BenchRequest]:
-    """Lengths are uniform from (1 - ratio) to (1 + ratio) of those given, and at least 1."""
+    """Requests with lengths uniform in (1 - ratio) .. (1 + ratio) of those given, at least 1."""
     rng = np.random.default_rng(seed)
 
     def lengths(middle: int) -> list[int]:
@@ -85,7 +84,7 @@ def throughput_requests(
 
 
 def check_fits(requests: list[BenchRequest], *, max_model_len: int) -> None:
-    """Refuse before starting what the model's context cannot hold. Raises `ConfigError`."""
+    """Refuse requests that the model's context cannot hold. Raises `ConfigError`."""
     longest = max(len(r.prompt_token_ids) + r.output_len for r in requests)
     if longest > max_model_len:
         raise ConfigError(
@@ -98,8 +97,7 @@ def check_fits(requests: list[BenchRequest], *, max_model_len: int) -> None:
 async def run_request(client: EngineClient, request: BenchRequest) -> float:
     """Run one request to its end and return its time to first token, in seconds.
 
-    Raises `EngineError` when the engine failed it or it came out shorter than asked: a figure
-    over fewer tokens would be a wrong figure.
+    Raises `EngineError` when the engine failed it or generated fewer tokens than asked.
     """
     params = SamplingParams(
         temperature=0.0,
@@ -124,7 +122,7 @@ async def run_requests(
     *,
     on_done: Callable[[], object] | None = None,
 ) -> list[float]:
-    """Run all at once; their times to first token, in order. The first failure stops the rest."""
+    """Run all at once; return their TTFTs in order. The first failure cancels the rest."""
 
     async def run(request: BenchRequest) -> float:
         ttft_s = await run_request(client, request)
@@ -145,13 +143,11 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class LatencyResult:
-    """Seconds per batch, and what follows from them."""
-
     options: LatencyOptions
     latencies: tuple[float, ...]
-    """[num_iters] first submission to last token of the batch."""
+    """[num_iters] seconds from the first submission to the last token of the batch."""
     first_token_times: tuple[float, ...]
-    """[num_iters] mean time to first token in the batch."""
+    """[num_iters] mean time to first token in the batch, in seconds."""
 
     @property
     def avg_latency(self) -> float:
@@ -163,12 +159,12 @@ class LatencyResult:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over the whole time, prefill included."""
+        """Generated tokens over the total time, prefill included."""
         return self.options.batch_size * self.options.output_len / self.avg_latency
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Generated tokens after the first ones over the time after them; None for one token."""
+        """Tokens after the first of each request, over the time after TTFT; None for one token."""
         later = self.options.batch_size * (self.options.output_len - 1)
         return later / (self.avg_latency - self.avg_ttft) if later else None
 

@@ -1,6 +1,6 @@
-"""What each bench can be set to. Flags are generated from these; names and defaults follow vLLM.
+"""Options of each bench. Flags are generated from them; names and defaults follow vLLM.
 
-Imports nothing heavy: `termgen --help` reads it.
+Imports nothing heavy, as `termgen --help` imports it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from termgen.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyOptions:
-    """One batch of equal requests, again and again."""
+    """Time one batch of equal requests, repeatedly."""
 
     input_len: int = setting(32, "prompt tokens of each request", minimum=1, maximum=MAX_INT)
     output_len: int = setting(128, "tokens each request generates", minimum=1, maximum=MAX_INT)
@@ -32,7 +32,7 @@ class LatencyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputOptions:
-    """Many requests at once, until all are done."""
+    """Time many requests that are submitted at once."""
 
     dataset_name: str = setting(
         "random",
@@ -69,7 +69,7 @@ class ThroughputOptions:
 
 
 def check_seed(seed: int) -> None:
-    """An engine takes any seed, prompts are drawn from 0 up only. Raises `ConfigError`."""
+    """Refuse a negative seed, which the prompts' generator does not take. Raises `ConfigError`."""
     if seed < 0:
         raise ConfigError(f"seed must be at least 0 in a bench, not {seed}", param="seed")
 
@@ -78,9 +78,9 @@ DATASETS = ("random", "prefix-repetition", "synthetic-chat", "trace", "custom")
 BACKENDS = ("openai", "openai-chat")
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 METRICS = ("ttft", "tpot", "itl", "e2el")
-"""Time to first token, time per output token after it, between two chunks, whole request."""
+"""Time to first token, per output token after it, between two chunks, of the whole request."""
 SETTINGS_OF = {"random": "random_", "prefix-repetition": "prefix_repetition_", "custom": "custom_"}
-"""How the settings of one dataset begin; the others have none of their own."""
+"""Dataset -> prefix of its settings; the others have none."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 READY_S = 10.0
 OWN_READY_S = 600.0
@@ -88,7 +88,7 @@ OWN_READY_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Send requests to a server as its users would, and time what they see."""
+    """Send requests to a server as its users would, and time the answers."""
 
     base_url: str | None = setting(
         None,
@@ -107,8 +107,8 @@ class ServeOptions:
     endpoint: str | None = setting(None, "path of the URL (default: that of the backend)")
     dataset_name: str = setting(
         "random",
-        "random: prompts without a common beginning; prefix-repetition: some prefixes, many "
-        "endings; synthetic-chat: growing conversations; trace: recorded times and lengths; "
+        "random: prompts without a common prefix; prefix-repetition: a few prefixes, many "
+        "suffixes; synthetic-chat: growing conversations; trace: recorded times and lengths; "
         "custom: your own prompts",
         choices=(*DATASETS, "prefix_repetition"),
     )
@@ -124,12 +124,12 @@ class ServeOptions:
     )
     burstiness: float = setting(
         1.0,
-        "shape of the gamma distribution of the times between requests; 1: Poisson, less: in "
-        "bursts, more: evenly",
+        "shape of the gamma distribution of the times between requests; 1: Poisson, less: "
+        "burstier, more: more even",
         above=0.0,
     )
     max_concurrency: int | None = setting(
-        None, "most requests under way at once", minimum=1, maximum=65536
+        None, "most requests running at once", minimum=1, maximum=65536
     )
     random_input_len: int = setting(1024, "prompt tokens", minimum=1, maximum=MAX_INT)
     random_output_len: int = setting(128, "tokens to generate", minimum=1, maximum=MAX_INT)
@@ -137,7 +137,7 @@ class ServeOptions:
         0.0, "lengths are uniform in length * (1 - X) .. length * (1 + X)", minimum=0.0, maximum=1.0
     )
     random_prefix_len: int = setting(
-        0, "tokens all prompts begin with, beside the others", minimum=0, maximum=MAX_INT
+        0, "tokens of a common prefix, added to all prompts", minimum=0, maximum=MAX_INT
     )
     prefix_repetition_prefix_len: int = setting(
         256, "tokens of a prefix", minimum=1, maximum=MAX_INT
@@ -155,12 +155,12 @@ class ServeOptions:
         256, "tokens to generate where a line does not say", minimum=1, maximum=MAX_INT
     )
     num_warmups: int = setting(
-        4, "requests sent before, which do not count", minimum=0, maximum=MAX_INT
+        4, "warm-up requests, which are not measured", minimum=0, maximum=MAX_INT
     )
     ignore_eos: bool | None = setting(
         None,
-        "generate the full length; servers other than termgen and vLLM may not know it (default: "
-        "yes, but not for custom prompts)",
+        "generate the full length; servers other than termgen and vLLM may not support it "
+        "(default: yes, but not for custom prompts)",
     )
     temperature: float = setting(0.0, "randomness", minimum=0.0, maximum=2.0)
     extra_body: str | None = setting(
@@ -169,13 +169,13 @@ class ServeOptions:
     request_timeout: float = setting(600.0, "seconds a request may take", above=0.0)
     ready_check_timeout_sec: float | None = setting(
         None,
-        "seconds the server may take until it answers (default: 10, without limit while it says "
-        "that it loads, 600 for a server that is started)",
+        "seconds the server may take until it answers (default: 10, without limit while it "
+        "reports loading, 600 for a server that the bench starts)",
         minimum=0.0,
     )
     goodput: tuple[str, ...] = setting(
         (),
-        "what a good request keeps, in milliseconds, such as ttft:200 tpot:50 e2el:5000",
+        "latency limits of a good request in milliseconds, such as ttft:200 tpot:50 e2el:5000",
         metavar="NAME:MS",
         nargs="+",
     )
@@ -264,26 +264,26 @@ class ServeOptions:
 
     @property
     def has_rate(self) -> bool:
-        """Arrivals are drawn, not all at once or as in a trace."""
+        """True if arrival times are random: not all at once, not from a trace."""
         return self.request_rate is not None and math.isfinite(self.request_rate)
 
     @property
     def url(self) -> str | None:
-        """Of the server to measure, without a slash or `/v1` at the end; None: start one."""
+        """Base URL of the server, without a trailing slash or `/v1`; None: start one."""
         if self.host is not None:
             return f"http://{self.host}:{self.port}"
         return None if self.base_url is None else self.base_url.rstrip("/").removesuffix("/v1")
 
     @property
     def ready_timeout_s(self) -> float:
-        """While nothing is heard of it."""
+        """How long to wait for a server that does not answer."""
         if self.ready_check_timeout_sec is not None:
             return self.ready_check_timeout_sec
         return OWN_READY_S if self.url is None else READY_S
 
     @property
     def ready_limit_s(self) -> float | None:
-        """While it says that it loads; None: it takes what it takes."""
+        """How long to wait for a server that reports loading; None: without limit."""
         return None if self.ready_check_timeout_sec is None and self.url else self.ready_timeout_s
 
     @property
@@ -304,7 +304,7 @@ class ServeOptions:
         return self.save_result or self.save_detailed or named
 
     def slo_ms(self) -> dict[str, float]:
-        """Metric -> most milliseconds. Raises `ConfigError`."""
+        """Metric -> limit in milliseconds. Raises `ConfigError`."""
         limits = {}
         for item in self.goodput:
             name, _, text = item.partition(":")
@@ -361,7 +361,7 @@ def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port
+    except ValueError:  # the port is not a number in range
         return False
 
 
@@ -382,7 +382,7 @@ class SweepOptions(ServeOptions):
 
     num_prompts: int = setting(
         32,
-        "fewest requests of a step; it has at least 4 for each client, or for 10 seconds",
+        "fewest requests of a step; it has at least 4 per client, or 10 seconds of them",
         minimum=1,
         maximum=MAX_INT,
     )
@@ -396,7 +396,7 @@ class SweepOptions(ServeOptions):
     sweep_to: float = setting(1024.0, "most load of a step", above=0.0)
     sweep_attainment: float = setting(
         90.0,
-        "with --goodput: percent of requests that must keep it",
+        "with --goodput: percent of requests that must be within the limits",
         above=0.0,
         maximum=100.0,
     )
@@ -407,7 +407,7 @@ class SweepOptions(ServeOptions):
         maximum=100.0,
     )
     sweep_refine: int = setting(
-        2, "with --goodput: steps between the last that kept it and the next", minimum=0, maximum=20
+        2, "with --goodput: further steps that narrow down the knee", minimum=0, maximum=20
     )
 
     def __post_init__(self) -> None:
@@ -440,7 +440,7 @@ class SweepOptions(ServeOptions):
         return self.sweep_over == "rate"
 
     def _check_limits(self) -> None:
-        """What decides over a step is a limit on latencies or a gain of throughput."""
+        """A step passes by latency limits or by throughput gain: refuse options of the other."""
         needs, of = (
             ("goes without", ("sweep_gain",))
             if self.goodput

@@ -9,7 +9,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """From 0 to the largest value. More values than `width` are averaged in groups."""
+    """A line of blocks scaled to 0 .. maximum; more values than `width` are averaged in groups."""
     columns = _grouped(values, width)
     top = max(columns, default=0.0)
     if top <= 0:
@@ -18,15 +18,14 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 
 def bar(share: float, width: int = 30) -> str:
-    """`share` of 0..1 in eighths of a character."""
+    """A bar for a share in 0..1, drawn to an eighth of a character."""
     eighths = round(min(1.0, max(0.0, share)) * width * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width)
 
 
 def histogram(values: Sequence[float], *, unit: str, rows: int = 8, width: int = 40) -> list[str]:
-    """Counts in equal ranges between the smallest and the 99th percentile; the last row has the
-    rest."""
+    """Counts in equal ranges from the minimum to the 99th percentile; the last row has the rest."""
     ordered = sorted(values)
     if not ordered:
         return []
@@ -47,7 +46,7 @@ def histogram(values: Sequence[float], *, unit: str, rows: int = 8, width: int =
 def columns(
     values: Sequence[float], *, x_title: str, width: int = 60, height: int = 4
 ) -> list[str]:
-    """A column for each value, from 0; more values than `width` are averaged in groups."""
+    """A column per value, from 0; more values than `width` are averaged in groups."""
     found = _grouped(values, width)
     top = max(found, default=0.0) or 1.0
     levels = [max(1, round(v / top * height * 8)) if v > 0 else 0 for v in found]
@@ -71,7 +70,7 @@ def scatter(
     width: int = 56,
     height: int = 10,
 ) -> list[str]:
-    """(x, y, mark) on a plane from 0; `limit` is a dotted line across."""
+    """Points (x, y, mark) on axes that begin at 0; `limit` is a dotted horizontal line."""
     right = max((x for x, _, _ in points), default=0.0) or 1.0
     top = max([y for _, y, _ in points] + ([limit] if limit is not None else [])) or 1.0
     cells = [[" "] * width for _ in range(height)]

@@ -1,8 +1,9 @@
-"""What the load generator reports of answers while they come, for a screen that shows the run.
+"""The load generator's progress reports on running answers, for a screen that shows the run.
 
-Times are counted in ranges of 1%: as small after a million as after ten. The watch looks at the
-answers only when it reports, a few times a second, and lets the event loop read between them, so
-the times measured are not its own. Nothing heavy: the load generator imports it.
+Times go into a logarithmic histogram with bins of 1%, so a report stays small however many there
+are. The watch reads the answers only when it reports, a few times a second, and yields to the event
+loop in between, so as not to disturb the times measured. The load generator imports this module:
+nothing heavy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from termgen.bench.stream_client import Answer
 
 RANGES_PER_E = 100
-"""A range ends where it begins times e^(1/100)."""
+"""Bins per factor e: each is e^(1/100) wide."""
 LEAST_S = 1e-7
 
 
@@ -25,7 +26,7 @@ def range_of(seconds: float) -> int:
 
 
 class LiveTimes:
-    """Counts of times, with their exact mean and percentiles to half a percent."""
+    """A histogram of times with their exact mean, and percentiles accurate to half a percent."""
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
@@ -39,7 +40,7 @@ class LiveTimes:
         self.total_s += seconds
 
     def add_told(self, told: Sequence[Iterable[Sequence[int]] | float]) -> None:
-        """What `take` of another one returned."""
+        """Add what `take` of another instance returned."""
         pairs, total_s = told
         assert not isinstance(pairs, float) and isinstance(total_s, (float, int))
         for key, count in pairs:
@@ -48,7 +49,7 @@ class LiveTimes:
         self.total_s += total_s
 
     def take(self) -> list[list[list[int]] | float]:
-        """Everything so far, for JSON; it is forgotten here."""
+        """Return all counts for JSON, and start again from zero."""
         told: list[list[list[int]] | float] = [[[k, n] for k, n in self.counts.items()]]
         told.append(self.total_s)
         self.counts, self.number, self.total_s = {}, 0, 0.0
@@ -59,7 +60,7 @@ class LiveTimes:
         return self.total_s / self.number if self.number else None
 
     def quantile(self, share: float) -> float | None:
-        """The middle of the range that holds it; None without a time."""
+        """The middle of the bin that holds it; None without any time."""
         place, seen = share * (self.number - 1), 0
         for key in sorted(self.counts):
             seen += self.counts[key]
@@ -68,7 +69,7 @@ class LiveTimes:
         return None
 
     def spread(self, columns: int) -> tuple[float, float, list[int]]:
-        """(smallest, p99, counts in that many equal parts between them); the last has the rest."""
+        """(minimum, p99, counts in `columns` equal ranges between them); the last has the rest."""
         low, high = self.quantile(0.0) or 0.0, self.quantile(0.99) or 0.0
         found = [0] * columns
         for key, count in self.counts.items():
@@ -79,7 +80,7 @@ class LiveTimes:
 
 
 GAPS_AT_ONCE = 256
-"""A small part of a millisecond: so long what arrives may wait."""
+"""Gaps counted before yielding to the event loop: a fraction of a millisecond."""
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class _Open:
 
 
 class AnswerWatch:
-    """`begin` and `end` are told of each request; `take` has what is new since its last call."""
+    """Tracks each request from `begin` to `end`; `take` reports what is new since its last call."""
 
     def __init__(self) -> None:
         self._open: dict[int, _Open] = {}
@@ -105,8 +106,8 @@ class AnswerWatch:
         self._ended.append(self._open.pop(index))
 
     async def take(self) -> dict[str, Any]:
-        """`first` and `gaps` as `LiveTimes.take` tells them; of each request that was answered
-        `finished` has seconds to the first and the last chunk, chunks and tokens."""
+        """`first` and `gaps` as returned by `LiveTimes.take`; `finished` has one row per successful
+        request: seconds to its first and to its last chunk, chunks, tokens."""
         ended, self._ended = self._ended, []
         finished = []
         for seen in [*ended, *self._open.values()]:

@@ -1,8 +1,8 @@
-"""What a bench asks: prompts as word numbers, and how these become a request of an API.
+"""The bench's prompts as word numbers, and how these become request bodies.
 
-A dataset says which words, by number; the same seed gives the same numbers. For completions they
-become token ids of the server's own tokenizer, so that a prompt has exactly the length it should;
-for chats, and for servers that cannot tokenise, words.
+A dataset yields word numbers; the same seed gives the same numbers. For completions they become
+token ids of the server's own tokenizer, so that prompt lengths are exact; for chats, and for
+servers that cannot tokenise, English words.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message: its words by number, or a text of the user's own."""
+    """One message: word numbers, or the user's own text."""
 
     role: str
     words: tuple[int, ...] = ()
@@ -33,13 +33,13 @@ class Prompt:
     turns: tuple[Turn, ...]
     output_len: int
     at_s: float | None = None
-    """When a trace sent it, from its start."""
+    """Send time in a trace, from the trace's start."""
     is_chat: bool = False
-    """A conversation, which completions get as a script with names."""
+    """A conversation; the completions endpoint gets it as a script with role names."""
 
     @property
     def num_words(self) -> int:
-        """About how many tokens it has; 0 for a text of the user's own."""
+        """Approximate number of tokens; 0 for the user's own text."""
         return sum(len(t.words) for t in self.turns)
 
 
@@ -50,9 +50,9 @@ class RequestMaker:
     model: str
     is_chat: bool
     token_pool: Sequence[int] = ()
-    """Ids of the server's tokenizer that stand for words; empty: it cannot tokenise."""
+    """Token ids of the server's tokenizer that stand for words; empty: it cannot tokenise."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Of every request alike."""
+    """Fields that every request gets."""
 
     def body(self, prompt: Prompt) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model}
@@ -97,4 +97,4 @@ front simple clear market value table summer winter morning paper stone bridge g
 machine engine memory model token answer question reason result measure number moment
 """.split()
 )
-"""Some come twice; that does no harm."""
+"""A few words are repeated, which does no harm."""

@@ -1,4 +1,4 @@
-"""How figures are shown and kept: a table for people, JSON with where and how it was measured."""
+"""Bench results as a table, and as JSON with the machine and settings they were measured with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOTE = (
 
 
 class Result(Protocol):
-    """What both benches return."""
+    """The result of `latency` or `throughput`."""
 
     def as_json(self) -> dict[str, Any]: ...
     def rows(self) -> list[tuple[str, str]]: ...
@@ -52,7 +52,7 @@ def summary(name: str, model: ModelInfo, result: Result) -> str:
 def document(
     name: str, model: ModelInfo, result: Result, *, config: EngineConfig, options: Any
 ) -> dict[str, Any]:
-    """The JSON object: the figures at top level, then everything needed to repeat them."""
+    """The JSON object: figures at top level, then everything needed to repeat the run."""
     return {
         **result.as_json(),
         "bench": name,
@@ -79,8 +79,7 @@ def document(
 
 
 def check_writable(path: str | None, *, name: str = "output_json") -> None:
-    """Find out before the measurement, not after it. `name` is the setting's. Raises
-    `ConfigError`."""
+    """Check before the measurement, not after it. `name`: of the setting. Raises `ConfigError`."""
     if path is None:
         return
     folder = Path(path).resolve().parent
@@ -89,12 +88,12 @@ def check_writable(path: str | None, *, name: str = "output_json") -> None:
 
 
 def write(path: str, content: Mapping[str, Any], *, name: str = "output_json") -> None:
-    """JSON, whole or not at all: a reader never sees half a file. Raises `ConfigError`."""
+    """Write JSON atomically: a reader never sees half a file. Raises `ConfigError`."""
     write_text(path, json.dumps(content, indent=2) + "\n", name=name)
 
 
 def write_text(path: str, text: str, *, name: str) -> None:
-    """Whole or not at all. `name` is the setting's. Raises `ConfigError`."""
+    """Write a file atomically. `name`: of the setting. Raises `ConfigError`."""
     target = Path(path)
     partial = target.with_name(target.name + ".part")
     try:
@@ -127,7 +126,7 @@ def versions() -> dict[str, str]:
 
 
 def git_sha() -> str | None:
-    """The commit termgen runs from, with `-dirty` for local changes; None when installed."""
+    """Commit of the source tree, with `-dirty` for local changes; None when installed."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

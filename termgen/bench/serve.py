@@ -1,7 +1,7 @@
 """`termgen bench serve`: a load test of a server, from the prompts to the figures.
 
-Asks the server what it serves, makes the prompts, warms up, runs the load generator in a process
-of its own and compares its counts with the server's. Knows a server only by its URL.
+Finds the served model, makes the prompts, warms up, runs the load generator in a child process and
+compares its counts with the server's. Knows a server only by its URL.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from termgen.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class ServeRun:
-    """A result, and what it was measured on."""
+    """A result, and the server it was measured on."""
 
     result: ServeResult
     model: ServedModel
@@ -38,12 +38,12 @@ class ServeRun:
     can_tokenize: bool
     """Prompts were token ids, so their lengths are exact."""
     server: dict[str, float] | None
-    """What the server did meanwhile by its own count; None if it does not say."""
+    """Increase of the server's own counters during the run; None if it has none."""
     screen_share: float | None = None
-    """Of a core, by the thread that drew meanwhile; None if nobody watched."""
+    """Share of a core that the watching screen's thread used; None without a screen."""
 
     def observer(self) -> dict[str, float]:
-        """What watching cost: of the time in which the server's engine had work, and of a core."""
+        """Cost of watching: share of the engine's working time, and of a core for the screen."""
         found = {}
         server = self.server or {}
         if server.get("working_seconds") and "telling_seconds" in server:
@@ -70,7 +70,7 @@ class ServeRun:
 
 
 class ServeBench:
-    """Runs against one server; several runs share what was learnt about it."""
+    """Load tests of one server; several runs share its model and token pool."""
 
     def __init__(
         self, api: ServerApi, model: ServedModel, token_pool: list[int], options: ServeOptions
@@ -90,7 +90,7 @@ class ServeBench:
         report: Callable[[str, float], None],
         check: Callable[[], None] | None = None,
     ) -> ServeBench:
-        """Wait until the server answers; `report` is told its phases. Raises `ConfigError`."""
+        """Wait until the server answers; `report` gets its loading phases. Raises `ConfigError`."""
         models = await api.wait_ready(
             report, absent_s=options.ready_timeout_s, limit_s=options.ready_limit_s, check=check
         )
@@ -101,7 +101,7 @@ class ServeBench:
     async def warm_up(
         self, prompts: list[Prompt], *, seed: int, stop: StopSwitch | None = None
     ) -> None:
-        """Raises `EngineError` if a request fails: so would those that count."""
+        """Send the warm-up requests. Raises `EngineError` if one fails."""
         count = self._options.num_warmups
         if not count:
             return
@@ -123,8 +123,8 @@ class ServeBench:
         on_progress: OnProgress | None = None,
         stop: StopSwitch | None = None,
     ) -> ServeRun:
-        """Warm up, then measure. `options` may differ in load and number of prompts. Raises
-        `Stopped` if nothing was answered by the time of `stop`."""
+        """Warm up, then measure. `options` may differ in load and number of prompts between runs.
+        Raises `Stopped` if `stop` comes before the first answer."""
         prompts = make_prompts(options, seed=seed)
         check_fits(prompts, self.model.max_model_len)
         await self.warm_up(prompts, seed=seed, stop=stop)
@@ -183,8 +183,8 @@ def target_of(api: ServerApi, path: str) -> Target:
 
 
 def document(run: ServeRun, engine_flags: list[str] | None) -> dict[str, Any]:
-    """The JSON object: vLLM's keys, then everything needed to repeat the run. `engine_flags` of a
-    server that the bench started; None: it was there."""
+    """The JSON object: vLLM's keys, then everything needed to repeat the run. `engine_flags`: of a
+    server that the bench started, else None."""
     options = dataclasses.asdict(run.result.options)
     options["request_rate"] = run.result.as_json()["request_rate"]
     return {
@@ -210,7 +210,7 @@ def document(run: ServeRun, engine_flags: list[str] | None) -> dict[str, Any]:
 
 
 def file_name(run: ServeRun) -> str:
-    """As vLLM names it."""
+    """Name of the JSON file, in vLLM's pattern."""
     options = run.result.options
     rate = run.result.as_json()["request_rate"]
     seats = "" if options.max_concurrency is None else f"-concurrency{options.max_concurrency}"
@@ -234,15 +234,12 @@ def _difference(
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
-# When each request of a bench is due. The same seed gives the same times.
-
-
 def due_times(count: int, rate: float, *, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start, [count], rising; all 0 for an infinite rate.
+    """[count] seconds after the start, ascending; all 0 for an infinite rate. Deterministic.
 
-    Times between requests are of a gamma distribution with mean 1 / rate. As in vLLM they are then
-    scaled so that the last request is due after exactly count / rate seconds: runs of one rate
-    stay comparable however few their requests are.
+    Intervals between requests follow a gamma distribution with mean 1 / rate. As in vLLM they are
+    scaled so that the last request is due after exactly count / rate seconds: short runs of one
+    rate stay comparable.
     """
     if math.isinf(rate):
         return [0.0] * count

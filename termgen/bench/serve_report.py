@@ -1,4 +1,4 @@
-"""A load test as a terminal shows it: the table of times, the run over time, what is doubtful."""
+"""A load test as text for a terminal: the table of times, the run over time, the setup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from termgen.vocabulary.durations import took
 
 
 def summary(run: ServeRun) -> str:
-    """The result first: it is what is looked for, and a run may be longer than the screen."""
+    """The whole report; the result comes first, as the report may be longer than the screen."""
     rows = report.table("termgen bench serve", result_rows(run))
     parts = [rows, "\n".join(times_table(run)), "\n".join(_over_time(run))]
     first = run.result.values_ms("ttft")
@@ -21,14 +21,14 @@ def summary(run: ServeRun) -> str:
 
 
 def distributions(run: ServeRun) -> list[tuple[str, list[str]]]:
-    """A histogram of the times to first token, and one of the times between chunks."""
+    """(title, lines): histograms of the times to first token and between chunks."""
     titles = (("ttft", "requests by time to first token"), ("itl", "times between chunks"))
     found = [(title, run.result.values_ms(name)) for name, title in titles]
     return [(title, plots.histogram(values, unit="ms")) for title, values in found if values]
 
 
 def over_time(run: ServeRun) -> list[tuple[str, list[str]]]:
-    """Requests under way and tokens, second by second."""
+    """(title, lines): running requests and output tokens by second."""
     running, tokens = run.result.running_by_second(), run.result.output_tokens_by_second()
     return [
         ("requests under way, the most in each second", plots.columns(running, x_title="s")),
@@ -37,7 +37,6 @@ def over_time(run: ServeRun) -> list[tuple[str, list[str]]]:
 
 
 def rows_of(run: ServeRun) -> list[tuple[str, str]]:
-    """The result, then how it was measured."""
     return [*result_rows(run), *setup_rows(run)]
 
 
@@ -61,7 +60,7 @@ def result_rows(run: ServeRun) -> list[tuple[str, str]]:
 
 
 def setup_rows(run: ServeRun) -> list[tuple[str, str]]:
-    """What was asked of which server, and what else was seen."""
+    """Server, dataset and load, the server's own counts, and the load generator's figures."""
     result, options = run.result, run.result.options
     figures = result.as_json()
     seats = (

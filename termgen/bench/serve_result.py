@@ -1,7 +1,4 @@
-"""What a load test measured, as figures: vLLM's JSON keys, and a table for people.
-
-Made of the load generator's answers; pure arithmetic.
-"""
+"""Figures of a load test under vLLM's JSON keys, computed from the load generator's answers."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import numpy as np
 from termgen.bench.options import ServeOptions
 
 LAG_LIMIT_S = 0.010
-"""Later than this at the 99th percentile, the client and not the server is what was measured."""
+"""Above this at the 99th percentile, the client was measured rather than the server."""
 CPU_LIMIT = 0.9
 TITLES = {
     "ttft": "time to first token",
@@ -27,7 +24,7 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerTimes:
-    """One request that succeeded. Seconds."""
+    """Times of one successful request."""
 
     start_s: float
     ttft_s: float
@@ -40,29 +37,27 @@ class AnswerTimes:
 
     @property
     def tpot_s(self) -> float | None:
-        """None for a single token."""
+        """Seconds per output token after the first; None for a single token."""
         later = self.num_output_tokens - 1
         return (self.latency_s - self.ttft_s) / later if later > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class ServeResult:
-    """One run."""
-
     options: ServeOptions
     times: tuple[AnswerTimes, ...]
     errors: tuple[str, ...]
-    """Of each request that was answered to its end; empty text for a success."""
+    """[num_answers] error of each request that has ended; empty for a success."""
     texts: tuple[str, ...]
     duration_s: float
-    """Start of the run to the last token of the last answer."""
+    """From the start of the run to the last token of the last answer."""
     is_counted: bool
-    """The server said how many tokens there were; else chunks were counted."""
+    """The server reported token counts; otherwise chunks were counted."""
     lateness_s: Sequence[float]
     lag_s: Sequence[float]
     cpu_share: float
     num_cut_off: int = 0
-    """Requests without an answer because the run was stopped; they count nowhere."""
+    """Requests without an answer because the run was stopped; no figure includes them."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -73,7 +68,7 @@ class ServeResult:
         return sum(t.num_input_tokens for t in self.times)
 
     def values_ms(self, metric: str) -> list[float]:
-        """Of all requests; of `itl`, all gaps of all requests."""
+        """One value per successful request; for `itl` every gap of every request."""
         if metric == "itl":
             return [gap * 1e3 for t in self.times for gap in t.gaps_s]
         if metric == "tpot":
@@ -82,7 +77,7 @@ class ServeResult:
         return [getattr(t, name) * 1e3 for t in self.times]
 
     def summary_ms(self, metric: str, percentiles: Sequence[float]) -> list[float | None]:
-        """The mean, then the percentiles; None where nothing was timed."""
+        """The mean, then the percentiles; None without any value."""
         values = self.values_ms(metric)
         if not values:
             return [None] * (1 + len(percentiles))
@@ -91,7 +86,7 @@ class ServeResult:
 
     @property
     def num_good(self) -> int:
-        """Requests that kept every limit of `--goodput`."""
+        """Requests within every limit of `--goodput`."""
         limits = self.options.slo_ms()
         return sum(all(_keeps(t, name, ms) for name, ms in limits.items()) for t in self.times)
 
@@ -147,7 +142,7 @@ class ServeResult:
         return figures | self._arrays()
 
     def _arrays(self) -> dict[str, Any]:
-        """Request by request, successes only; what `compare` draws from."""
+        """Per-request arrays, successes only: the samples that `compare` uses."""
         arrays: dict[str, Any] = {
             "input_lens": [t.num_input_tokens for t in self.times],
             "output_lens": [t.num_output_tokens for t in self.times],
@@ -162,7 +157,7 @@ class ServeResult:
         return arrays
 
     def client(self) -> dict[str, float]:
-        """How well the load generator itself kept up."""
+        """Delays and CPU share of the load generator itself."""
         lateness, lag = list(self.lateness_s) or [0.0], list(self.lag_s) or [0.0]
         return {
             "p99_send_lateness_ms": float(np.percentile(lateness, 99)) * 1e3,
@@ -173,7 +168,7 @@ class ServeResult:
         }
 
     def warnings(self) -> list[str]:
-        """What makes the figures doubtful."""
+        """Reasons to doubt the figures."""
         client, found = self.client(), []
         for name, what in (
             ("p99_send_lateness_ms", "sent its requests"),
@@ -181,8 +176,8 @@ class ServeResult:
         ):
             if client[name] > LAG_LIMIT_S * 1e3:
                 found.append(
-                    f"the load generator {what} up to {client[name]:.0f} ms late (p99): these are "
-                    "partly its own times, give it more CPU or less load"
+                    f"the load generator {what} up to {client[name]:.0f} ms late (p99): the times "
+                    "include this delay, give it more CPU or less load"
                 )
         if self.cpu_share > CPU_LIMIT:
             found.append(
@@ -191,7 +186,7 @@ class ServeResult:
         if self.num_cut_off:
             asked = len(self.errors) + self.num_cut_off
             found.append(
-                "stopped early: requests without an answer, which count nowhere: "
+                "stopped early: requests without an answer, left out of all figures: "
                 f"{self.num_cut_off} of {asked}"
             )
         failed = [e for e in self.errors if e]
@@ -204,7 +199,7 @@ class ServeResult:
     def output_tokens_by_second(self) -> list[float]:
         """[seconds] tokens that arrived in each second of the run.
 
-        A request's tokens are spread evenly over its chunks: servers may send several at once.
+        A request's tokens are spread evenly over its chunks, as a chunk may hold several.
         """
         sums = [0.0] * max(1, math.ceil(self.duration_s))
         for t in self.times:
@@ -216,9 +211,9 @@ class ServeResult:
         return [round(s, 3) for s in sums]
 
     def running_by_second(self) -> list[int]:
-        """[seconds] most requests under way at one time of each second."""
+        """[seconds] most requests running at the same time within each second."""
         peaks = [0] * max(1, math.ceil(self.duration_s))
-        # A place that is free and taken again at one time counts once: ends sort before begins.
+        # Ends sort before starts of the same time: a client's next request does not count twice.
         changes = [(t.start_s, 1) for t in self.times]
         changes += [(t.start_s + t.latency_s, -1) for t in self.times]
         running, second = 0, 0
@@ -234,8 +229,8 @@ class ServeResult:
 def make_result(
     options: ServeOptions, measured: dict[str, Any], planned_inputs: Sequence[int]
 ) -> ServeResult:
-    """`measured` is what the load generator returned; `planned_inputs` [num_prompts] stand in for
-    what the server does not say."""
+    """`measured`: what `run_load` returned. `planned_inputs` [num_prompts]: prompt lengths, used
+    where the server reports none."""
     asked = list(zip(measured["answers"], planned_inputs, strict=True))
     answers = [a for a, _ in asked if a]
     good = [(a, n) for a, n in asked if a and not a["error"]]

@@ -1,7 +1,6 @@
-"""What a bench asks a server beside the load: is it there, what does it serve, how much did it do.
+"""The bench's requests beside the load: readiness, models, tokenizer and counters of the server.
 
-Works with any OpenAI server; what only termgen and vLLM have (`/tokenize`, `/metrics`) may be
-missing.
+Works with any OpenAI server; `/tokenize` and `/metrics`, of termgen and vLLM, may be missing.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ COUNTS = {
     "telling_seconds": ("termgen_engine_telling_seconds_total",),
     "working_seconds": ("termgen_engine_device_seconds_total",),
 }
-"""Counter -> its name in /metrics, by server."""
+"""Counter -> its names in /metrics of termgen and vLLM."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? ([^ ]+)")
 
 
@@ -53,7 +52,7 @@ class ServerApi:
     def __init__(self, url: str, *, api_key: str | None) -> None:
         self.url = url
         self.headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        # no proxies, as the load generator uses none: both must talk to the same server
+        # no proxies: the load generator uses none, and both must reach the same server
         self._http = httpx.AsyncClient(
             base_url=url, headers=self.headers, timeout=TIMEOUT_S, trust_env=False
         )
@@ -72,10 +71,10 @@ class ServerApi:
         limit_s: float | None = None,
         check: Callable[[], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """The models it serves, once it answers. `check` may raise to give up earlier.
+        """Wait for the server and return its models. `check` may raise to give up earlier.
 
-        One that loads is waited for without end, one that does not answer for `absent_s`, unless
-        `limit_s` ends both. One that refuses is not waited for. Raises `ConfigError`.
+        Waits without limit while it reports loading and `absent_s` while it does not answer;
+        `limit_s` replaces both. A refusal ends the wait at once. Raises `ConfigError`.
         """
 
         async def ask() -> list[dict[str, Any]]:
@@ -114,7 +113,7 @@ class ServerApi:
         return models
 
     async def token_pool(self, model: str) -> list[int]:
-        """Ids of common words, without special tokens; empty if the server cannot tokenise."""
+        """Token ids of common words, no special tokens; empty if the server cannot tokenise."""
         prompt = " ".join(WORDS)
         body = {"model": model, "prompt": prompt, "add_special_tokens": False}
         try:
@@ -125,7 +124,7 @@ class ServerApi:
         return sorted({i for i in ids if isinstance(i, int)}) if isinstance(ids, list) else []
 
     async def counts(self) -> dict[str, float] | None:
-        """What it has done since it started, by its own count; None if it does not say."""
+        """The server's counters since its start; None if it has none."""
         try:
             reply = await self._http.get("/metrics")
         except httpx.HTTPError:
@@ -134,7 +133,7 @@ class ServerApi:
 
 
 def read_counts(text: str) -> dict[str, float] | None:
-    """Sums over all labels, from Prometheus text; None if nothing in it is known."""
+    """Known counters of a Prometheus text, summed over labels; None if there are none."""
     sums: dict[str, float] = {}
     for line in text.splitlines():
         match = _SAMPLE.match(line)
@@ -152,7 +151,7 @@ def read_counts(text: str) -> dict[str, float] | None:
 
 
 def choose_model(models: list[dict[str, Any]], asked: str | None) -> ServedModel:
-    """The one asked for, or the first. Raises `ConfigError`."""
+    """The model asked for, or the first. Raises `ConfigError`."""
     chosen = next((m for m in models if asked in (None, m["id"])), None)
     if chosen is None:
         names = ", ".join(m["id"] for m in models)
@@ -163,7 +162,7 @@ def choose_model(models: list[dict[str, Any]], asked: str | None) -> ServedModel
 
 
 def error_text(raw: str) -> str:
-    """The message of an error body, if it is one of OpenAI's."""
+    """The message of an error body in OpenAI's format; else the raw text."""
     _, _, body = raw.partition(": ")
     try:
         message = json.loads(body)["error"]["message"]

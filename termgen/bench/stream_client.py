@@ -1,7 +1,7 @@
-"""One streamed request on a connection of its own, timed as bytes arrive.
+"""One streamed request on its own connection, timed as bytes arrive.
 
-Time is taken in the socket's callback, before anything is parsed: an HTTP library's own wake-ups
-would count as the server's. Used by the load generator's process.
+Time stamps are taken in the socket callback, before parsing: an HTTP library's own scheduling would
+count as the server's time. Used in the load generator's process.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import h11
 
 MOST_ERROR_BYTES = 2048
 CONTENT_FIELDS = ("content", "reasoning_content", "reasoning")
-"""Of a chat's delta: what the user waits for."""
+"""Fields of a chat delta that hold text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go."""
+    """Address and headers of the requests."""
 
     host: str
     port: int
@@ -31,7 +31,7 @@ class Target:
     is_tls: bool = False
 
     def encode(self, body: bytes) -> tuple[h11.Connection, bytes]:
-        """A connection's state, and the whole request for it."""
+        """A new connection state, and the whole request as bytes."""
         connection = h11.Connection(h11.CLIENT)
         host = f"[{self.host}]" if ":" in self.host else self.host
         head = h11.Request(
@@ -53,28 +53,28 @@ class Target:
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request. Times are of time.perf_counter."""
+    """The answer to one request. Times are from time.perf_counter."""
 
     began: float = 0.0
     first: float = 0.0
-    """First chunk with text."""
+    """Time of the first chunk with text; 0: none so far."""
     last: float = 0.0
-    """Last chunk with a choice."""
+    """Time of the last chunk with a choice."""
     gaps: list[float] = field(default_factory=list)
     """Seconds between chunks with text."""
     texts: list[str] = field(default_factory=list)
     num_chunks: int = 0
-    """With text."""
+    """Chunks with text."""
     num_prompt_tokens: int | None = None
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None
     has_ended: bool = False
-    """The server said that it was the end."""
+    """The server sent a finish reason or `[DONE]`."""
     error: str | None = None
 
 
 class _Stream(asyncio.Protocol):
-    """Reads one answer. `done` is set when nothing more will come."""
+    """Reads one answer; `done` resolves when it has ended."""
 
     def __init__(self, connection: h11.Connection, request: bytes, answer: Answer) -> None:
         self._connection = connection
@@ -116,7 +116,7 @@ class _Stream(asyncio.Protocol):
                     self._finish(None)
                     return
         except h11.RemoteProtocolError as error:
-            # without data it is only that the connection ended in the middle
+            # without data the connection merely ended in the middle of the answer
             self._finish(f"this is not HTTP: {error}" if data else None)
 
     def _take(self, data: bytes, now: float) -> None:
@@ -192,8 +192,8 @@ class _Stream(asyncio.Protocol):
 
 
 class Connector:
-    """Opens connections to one server. Finds its address and reads certificates once: both take
-    milliseconds, which would count as the server's."""
+    """Opens connections to one server. Resolves its address and loads certificates once: both take
+    milliseconds that would count as the server's."""
 
     def __init__(self, target: Target, address: str) -> None:
         self.target = target
@@ -202,7 +202,7 @@ class Connector:
 
     @classmethod
     async def find(cls, target: Target) -> Connector:
-        """The address that a first connection reaches; of a server that is away, its name."""
+        """Resolve the address with a first connection; if it fails, the host name stands in."""
         try:
             _, writer = await asyncio.open_connection(target.host, target.port)
         except OSError:
@@ -212,8 +212,8 @@ class Connector:
         return cls(target, peer[0])
 
     async def ask(self, body: bytes, *, timeout_s: float, answer: Answer | None = None) -> Answer:
-        """Send one request, read its answer to the end. What goes wrong is in `Answer.error`.
-        `answer` is filled while it comes."""
+        """Send one request and read its answer to the end; failures go into `Answer.error`.
+        `answer`, if given, is filled as chunks arrive."""
         answer, target = answer or Answer(), self.target
         answer.began = time.perf_counter()
         state, request = target.encode(body)

@@ -1,8 +1,7 @@
-"""`termgen bench sweep`: load tests one after another, up to the knee.
+"""`termgen bench sweep`: a series of load tests, up to the knee.
 
-The load is doubled until a step fails; with a limit on latencies the gap is then narrowed. A step
-of which nothing can be measured ends the sweep, and the others are told all the same. What a step
-does is the business of `serve`.
+The load is doubled until a step fails; with latency limits the knee is then narrowed down. A step
+that cannot be measured ends the sweep; the steps before it are still reported. `serve` runs a step.
 """
 
 from __future__ import annotations
@@ -25,27 +24,25 @@ from termgen.errors import EngineError
 REQUESTS_PER_CLIENT = 4
 SECONDS = 10.0
 SEED_STEP = 7919
-"""Steps ask different prompts: one must not find those of another in the prefix cache."""
+"""Steps use different prompts: one must not find those of another in the prefix cache."""
 
 RunStep = Callable[[ServeOptions, int], Awaitable[ServeRun]]
-"""(options, seed) -> what came of it."""
+"""(options, seed) -> result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One load, and what came of it."""
-
     load: float
     run: ServeRun
     is_kept: bool
-    """The server kept its limits, or gained from the load."""
+    """The server kept the latency limits, or its throughput rose enough."""
 
     @property
     def good_share(self) -> float:
         return self.run.result.num_good / len(self.run.result.errors)
 
     def figure(self, metric: str, percentile: float) -> float:
-        """Milliseconds."""
+        """A percentile in milliseconds."""
         return float(np.percentile(self.run.result.values_ms(metric) or [0.0], percentile))
 
     def as_json(self) -> dict[str, Any]:
@@ -64,7 +61,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A load of which there is nothing to tell: no request of it succeeded."""
+    """A load that could not be measured: no request succeeded, or the step was stopped."""
 
     load: float
     error: str
@@ -74,13 +71,13 @@ class Failure:
 class SweepResult:
     options: SweepOptions
     steps: tuple[Step, ...]
-    """By load; at least one."""
+    """Sorted by load; at least one."""
     failure: Failure | None
-    """What ended the sweep before its time."""
+    """The step that ended the sweep early."""
 
     @property
     def knee(self) -> Step | None:
-        """The highest load below the first that failed; None if the first did."""
+        """The highest load before the first failing one; None if the first step failed."""
         found = None
         for step in self.steps:
             if not step.is_kept:
@@ -90,7 +87,7 @@ class SweepResult:
 
     @property
     def is_open(self) -> bool:
-        """Nothing failed up to `--sweep-to`: the knee is further up."""
+        """True if no step failed up to `--sweep-to`: the knee is higher."""
         return self.failure is None and all(step.is_kept for step in self.steps)
 
 
@@ -101,8 +98,8 @@ async def run_sweep(
     seed: int,
     on_step: Callable[[Step], object] | None = None,
 ) -> SweepResult:
-    """`on_step` is told of each step that was measured. Raises `EngineError` if not even the first
-    step can be measured."""
+    """Run steps up to the knee; `on_step` gets each measured one. Raises `EngineError` if the first
+    step cannot be measured."""
     steps: list[Step] = []
     failures: list[Failure] = []
 
@@ -156,8 +153,8 @@ def step_options(options: SweepOptions, load: float) -> ServeOptions:
 
 
 def needed_throughput(options: SweepOptions, load: float, before: Sequence[Step]) -> float:
-    """What a step must reach without a limit on latencies. The gain is that of a doubled load; the
-    last step may raise it by less."""
+    """Throughput that a step must reach when there are no latency limits: the best so far plus
+    `sweep_gain` per doubling. The last step may raise the load by less than a doubling."""
     best: float = max((s.run.result.as_json()["output_throughput"] for s in before), default=0.0)
     doublings = math.log2(load / before[-1].load) if before else 0.0
     return best * math.pow(1 + options.sweep_gain / 100, doublings)
@@ -183,7 +180,7 @@ def _middle(options: SweepOptions, low: float, high: float) -> float | None:
 
 
 def document(result: SweepResult, run: ServeRun, engine_flags: list[str] | None) -> dict[str, Any]:
-    """`run` is any of the steps: they share the server."""
+    """The JSON object. `run`: any of the steps, as they share the server."""
     knee = result.knee
     return {
         "date": time.strftime("%Y%m%d-%H%M%S"),
@@ -204,7 +201,6 @@ def document(result: SweepResult, run: ServeRun, engine_flags: list[str] | None)
 
 
 def summary(result: SweepResult) -> str:
-    """The verdict, the table, and the curve."""
     heading = ["termgen bench sweep", "-" * 19, verdict(result)]
     parts = (heading, steps_table(result), curve(result))
     return "\n\n".join("\n".join(lines) for lines in parts)

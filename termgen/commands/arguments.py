@@ -1,7 +1,7 @@
 """The command line's flags: what `termgen --help` and each command's `--help` list.
 
-Flags of settings are made from the fields of the config classes. Which command was chosen is in
-`args.run`, a name; `cli` runs it.
+Flags of settings are generated from the fields of the config classes. `args.run` names the chosen
+command, which `cli` runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ file ([engine], [server] and [chat] tables with the same names; [keys]), then de
 POSITIONAL = {"chat": " [--plain | --inline question]", "generate": " [prompt]", "top": " [URL]"}
 
 CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens", "chat_db")
-"""Settings of the chat that are no flags of `serve`: its requests bring their own."""
+"""Chat settings that `serve` has no flags for, as requests bring their own."""
 
 
 def build_parser() -> FlagParser:

@@ -68,7 +68,7 @@ def run_compare(layers: SettingLayers) -> int:
 
 
 def progress_bar(options: ServeOptions, title: str) -> tuple[Any, Callable[[dict[str, Any]], None]]:
-    """The bar, and what moves it."""
+    """The bar, and the `on_progress` callback that moves it."""
     disable = True if options.disable_tqdm or is_dumb() else None
     bar = tqdm(total=options.num_prompts, desc=title, leave=False, disable=disable)
 

@@ -1,8 +1,8 @@
-"""What `bench serve` and `bench sweep` do alike, on a terminal and on a screen.
+"""The parts that `bench serve` and `bench sweep` share, with and without `--watch`.
 
-Finds or starts the server to measure, waits until it answers, prints and writes the results. The
-settings of the engine are for a server that is started here; of one that is already there only its
-model's name is used, and the seed, which is that of the prompts.
+Finds or starts the server to measure, waits until it answers, prints and writes the results. Engine
+settings apply to a server that is started here; with an existing one only the model's name and the
+seed (of the prompts) are used.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def find_subject(args: argparse.Namespace, layers: SettingLayers, options: Serve
     from termgen.commands.launch import find_model
 
     with TerminalProgress() as progress:
-        find_model(config, progress)  # what is wrong with it is one line here, not the server's
+        find_model(config, progress)  # report a bad model here rather than in the server's log
     return Subject(None, tuple(engine_flags(args)), None, config.seed)
 
 
 def engine_flags(args: argparse.Namespace) -> list[str]:
-    """What was given for the engine, as flags again; the server reads the variables itself."""
+    """The engine settings given as flags; the server reads environment variables itself."""
     given, flags = vars(args), []
     for f in fields(EngineConfig):
         if f.name not in given:
@@ -84,7 +84,7 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
 
 
 def check_files(options: ServeOptions) -> None:
-    """Before the measurement, not after it. Raises `ConfigError`."""
+    """Check before measuring that the results can be written. Raises `ConfigError`."""
     if options.output_json is not None:
         report.check_writable(options.output_json)
     elif options.result_filename is not None:
@@ -100,27 +100,27 @@ class OwnServer:
     url: str
     api_key: str
     admin_key: str
-    """For who watches its engine."""
+    """Key for watching its engine."""
     process: subprocess.Popen[bytes]
     log: Path
 
     def check(self) -> None:
-        """Raises `EngineError`, with the last it said, if it has ended."""
+        """Raise `EngineError` with its last log lines if the server has ended."""
         code = self.process.poll()
         if code is not None:
             said = self.log.read_text(errors="replace").strip().splitlines()[-SHOWN_LINES:]
             raise EngineError(f"the server of the bench ended with code {code}: {' / '.join(said)}")
 
     def start_lines(self) -> list[str]:
-        """What it said of its memory and its start."""
+        """The log lines on its memory and its start-up."""
         said = self.log.read_text(errors="replace").splitlines()
         return [line for line in said if " memory: " in line or " ready in " in line]
 
 
 @contextmanager
 def own_server(flags: Sequence[str]) -> Generator[OwnServer, None, None]:
-    """`flags` of `termgen serve`, beside those that say where it listens. Loading takes a while:
-    wait for it with `ServerApi.wait_ready`."""
+    """Start `termgen serve` with `flags` on a free port, and end it on exit. It is still loading
+    then: wait with `ServerApi.wait_ready`."""
     port, key, admin_key = _free_port(), secrets.token_urlsafe(16), secrets.token_urlsafe(16)
     address = ("--host", HOST, "--port", str(port), "--drain-timeout", "0", "--max-queue", "0")
     with tempfile.NamedTemporaryFile(prefix="termgen-bench-", suffix=".log") as log:
@@ -144,7 +144,7 @@ def own_server(flags: Sequence[str]) -> Generator[OwnServer, None, None]:
 
 def _environment(environ: Mapping[str, str], key: str, admin_key: str) -> dict[str, str]:
     kept = {name: value for name, value in environ.items() if name not in OTHERS_KEYS}
-    # not a flag: other users of the machine can see those
+    # not as flags, which other users of the machine can see
     return kept | {"TERMGEN_API_KEY": key, "TERMGEN_ADMIN_KEY": admin_key}
 
 
@@ -157,16 +157,14 @@ def _free_port() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A server that answers."""
-
     bench: ServeBench
     url: str
     admin_key: str | None
-    """Of a server that was started; of another one nobody knows it but who watches."""
+    """Admin key of a server that the bench started; None for an existing one."""
 
 
 def _say_nothing(phase: str, share: float) -> None:
-    """The progress of a start that nobody watches."""
+    """Progress callback that shows nothing."""
 
 
 def say(line: str) -> None:
@@ -180,8 +178,8 @@ async def connected(
     say: Callable[[str], object] = say,
     report: Callable[[str, float], None] | None = None,
 ) -> AsyncGenerator[Connection, None]:
-    """The server, which is started first if there is none. `say` is told of its start, `report` of
-    the phases of loading; without it they are shown on standard error."""
+    """Connect to the server, and start one first if `subject` has no URL. `say` gets the lines of
+    its start, `report` the loading phases; without `report` they go to standard error."""
     with contextlib.ExitStack() as stack:
         url, key, check = subject.url, os.environ.get(API_KEY_VARIABLE), None
         server: OwnServer | None = None
@@ -191,7 +189,7 @@ async def connected(
             url, key, check = server.url, server.api_key, server.check
         async with ServerApi(url, api_key=key) as api:
             with TerminalProgress() as progress:
-                # a server that is started here has its phases printed at the end, in a log
+                # in a log, a server started here has its phases printed when it is ready
                 is_shown = subject.url is not None or sys.stderr.isatty()
                 bench = await ServeBench.connect(
                     api,
@@ -225,7 +223,7 @@ def tell_sweep(result: sweep.SweepResult) -> None:
 
 
 def save_serve(measured: ServeRun, subject: Subject) -> list[str]:
-    """Write what the options ask for; one line for each file."""
+    """Write the files that the options ask for; one line of text per file."""
     options = measured.result.options
     flags = list(subject.engine_flags) if subject.url is None else None
     name = file_name(measured)
@@ -254,7 +252,7 @@ def _write_result(options: ServeOptions, content: dict[str, Any], default_name: 
 
 
 def _write_page(options: ServeOptions, page: Callable[[], str], json_name: str) -> list[str]:
-    """Who watches always gets one, beside the JSON file and named like it unless told."""
+    """Write the HTML report: with `--watch` always, by default named after the JSON file."""
     path = options.output_html
     if path is None and options.watch:
         name = options.output_json or options.result_filename or json_name

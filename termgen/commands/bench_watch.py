@@ -1,8 +1,8 @@
-"""`termgen bench serve --watch` and `termgen bench sweep --watch`: a bench, and a screen beside it.
+"""`termgen bench serve --watch` and `termgen bench sweep --watch`: a bench with a live screen.
 
-The bench is a task next to the app, its load generator a process of its
-own: the screen reads what was told so far and never holds up either. What is measured is written
-before the report is shown; the report is printed again on the plain terminal.
+The bench is a task beside the app, and its load generator a child process: the screen only reads
+progress reports and delays neither. Results are written before the report is shown; the report is
+printed again on the plain terminal.
 """
 
 from __future__ import annotations
@@ -48,20 +48,18 @@ SHARES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a bench ended."""
-
     report: tuple[Section, ...]
     tell: Callable[[], None]
-    """Prints it on the plain terminal."""
+    """Prints the report on the plain terminal."""
     is_whole: bool
-    """Not stopped before its end."""
+    """False if the bench was stopped early."""
 
 
 Measure = Callable[["BenchWatch", Connection], Awaitable[Outcome]]
 
 
 class BenchWatch:
-    """One bench, what it has told so far, and the picture of that."""
+    """One bench and its progress so far; `view` is what the screen draws."""
 
     def __init__(self, options: ServeOptions, subject: Subject, *, hz: float) -> None:
         self.options = options
@@ -78,7 +76,8 @@ class BenchWatch:
         self._exact: tuple[TimesRow, ...] = ()
 
     def begin(self, stack: contextlib.AsyncExitStack, measure: Measure) -> asyncio.Task[None]:
-        """The server stays until `stack` ends: its engine can be looked at after the run."""
+        """Start the bench. Its server runs until `stack` ends, so the engine can be inspected
+        after the run."""
         self.task = asyncio.create_task(self._run(stack, measure))
         return self.task
 
@@ -106,11 +105,11 @@ class BenchWatch:
         self._steps.append(step)
 
     def end_run(self, run: ServeRun) -> None:
-        """The times of the report stand in for those of the run under way."""
+        """Replace the live times by the exact ones of the report."""
         self._exact = tuple(_exact_row(run, name) for name in live.METRICS)
 
     def stop(self) -> None:
-        """End the bench, and keep what there is. Before the server answers there is nothing."""
+        """End the bench and keep its results so far; before the server answers, cancel it."""
         self.switch.turn_on()
         if self._connection is None and self.task is not None:
             self.task.cancel()
@@ -195,7 +194,7 @@ async def _show_and_measure(
 
         app = BenchApp(watch.view, begin=begin, stop=watch.stop, open_feed=watch.open_feed, ui=ui)
         await app.run_async()
-        if watch.task is None:  # the screen could not be opened; it has said why
+        if watch.task is None:  # the screen could not be opened and has printed the reason
             return app.return_code or OK
         if not watch.task.done():
             watch.stop()
@@ -216,7 +215,7 @@ async def _show_and_measure(
 async def watched_run(
     watch: BenchWatch, server: Connection, options: ServeOptions, seed: int
 ) -> ServeRun:
-    """This thread draws, and reads what the load generator tells."""
+    """Measure, with the CPU share of this thread, which draws the screen and reads progress."""
     began, drawn = time.perf_counter(), time.thread_time()
     run = await server.bench.run(options, seed=seed, on_progress=watch.take, stop=watch.switch)
     share = (time.thread_time() - drawn) / (time.perf_counter() - began)
@@ -294,7 +293,7 @@ def _load_words(options: ServeOptions, seed: int) -> str:
 
 
 def _targets(now: LiveRun, whole: ServeOptions) -> list[Target]:
-    """What is asked of the load, and what of the latencies."""
+    """Targets for the request rate and for the latencies."""
     options, found = now.options, []
     if options.has_rate:
         sent = (now.num_done + now.num_running) / now.at_s if now.at_s else 0.0

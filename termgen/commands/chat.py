@@ -1,6 +1,6 @@
-"""`termgen chat`: the chat screen over an engine of this machine, which can change its model.
+"""`termgen chat`: the chat screen over an engine on this machine, which can change its model.
 
-`LocalShelf` is what the screen's model picker sees: the models of this machine and of the catalog.
+`LocalShelf` gives the screen's model picker the models of this machine and of the catalog.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from termgen.library.local_models import find_others, size_of
 from termgen.tui.models import ModelChoice, Report, Switch
 
 STOP_WAIT_S = 0.5
-"""A fetch that is told to stop looks for that more often than this."""
+"""A running fetch checks for a stop at least this often."""
 SPARE_SHARE = 1.1
-"""Beside its weights an engine needs room for steps and a KV cache."""
+"""Memory needed relative to the weights: steps and a KV cache take some too."""
 _GGUF_BITS = re.compile(r"(?:^|[^a-z])(?:i?q(\d)|(b?f16)|(f32))(?![0-9])", re.IGNORECASE)
 
 
 def run_chat(
     config: EngineConfig, ui: UIConfig, *, session: str | None, given: Mapping[str, Any]
 ) -> int:
-    """`session` is an earlier chat to go on with, by id or title, or "" for the last one.
+    """Run the chat screen. `session`: id or title of a chat to continue, "" for the last one.
 
-    `given` are settings from the command line, which count more than those it was held with.
+    `given`: settings from the command line, which override those of the continued chat.
     """
     from termgen.tui.app import TermgenApp  # textual: later
     from termgen.tui.chat.saved.chat_store import chats_to_begin_with
@@ -57,7 +57,7 @@ def run_chat(
 
 
 class LocalShelf:
-    """A `ModelShelf` over an `EngineHolder` whose engine runs."""
+    """A `ModelShelf` over the running engine of an `EngineHolder`."""
 
     def __init__(self, holder: EngineHolder) -> None:
         self._holder = holder
@@ -81,35 +81,35 @@ class LocalShelf:
 
         def work() -> None:
             if not done.set_running_or_notify_cancel():
-                return  # it was stopped before it began
+                return  # cancelled before it began
             try:
                 catalog.pull(name, on_progress)
-            except BaseException as error:  # thread top: whoever awaits it is told
+            except BaseException as error:  # top of the thread: the awaiting task gets it
                 done.set_exception(error)
             else:
                 done.set_result(None)
 
-        # a daemon: what hangs in the network must not keep the program from ending
+        # a daemon thread: a hanging download must not keep the program from ending
         thread = threading.Thread(target=work, name="termgen-fetch", daemon=True)
         thread.start()
         try:
             await asyncio.wrap_future(done)
         except asyncio.CancelledError:
             stopped.set()
-            await asyncio.to_thread(thread.join, STOP_WAIT_S)  # it takes away what is half there
+            await asyncio.to_thread(thread.join, STOP_WAIT_S)  # it removes partial files
             raise
 
     async def switch(self, name: str, report: Report) -> Switch:
         former = self._holder.config
-        await asyncio.to_thread(catalog.resolve_model, name)  # before anything is given up
+        await asyncio.to_thread(catalog.resolve_model, name)  # fail while the engine still runs
         try:
-            # the tokenizer that was named is the former model's
+            # a `tokenizer` setting belongs to the former model
             return Switch(
                 await self._holder.restart(replace(former, model=name, tokenizer=None), report)
             )
         except TermgenError as error:
             failure = str(error)
-        except Exception as error:  # the top of a start: whatever it is, one line says so
+        except Exception as error:  # top of a start: any failure becomes one line
             failure = f"{type(error).__name__}: {error}"
         report("going back to the former model", 0.0)
         try:
@@ -149,7 +149,7 @@ class LocalShelf:
         return self._choice(known.name, _detail(known), entry.path, entry.size_bytes, current)
 
     def _missing(self, known: catalog.CatalogModel) -> ModelChoice:
-        """One that has to be fetched first."""
+        """The entry of a model that must be fetched first."""
         file = None if known.gguf_name is None else Path(known.gguf_name)
         size = known.download_bytes
         return self._choice(known.name, _detail(known), None, size, None, file=file)
@@ -164,7 +164,7 @@ class LocalShelf:
         *,
         file: Path | None = None,
     ) -> ModelChoice:
-        """`file`: what will be fetched, when nothing is here yet."""
+        """`file`: name of the file to be fetched, for a model that is not on this machine."""
         needs = None
         if size is not None:
             needs = weights_bytes(path or file, size, self._holder.config, self._device)
@@ -177,7 +177,7 @@ class LocalShelf:
         try:
             return catalog.resolve_model(self._holder.config.model).path
         except ModelNotFoundError:
-            return None  # somebody has removed it
+            return None  # removed from disk meanwhile
 
     @property
     def _device(self) -> str:
@@ -185,7 +185,7 @@ class LocalShelf:
         return "cpu" if client is None else client.model.device
 
     def _room(self) -> int | None:
-        """What an engine may take once the present one has given its memory back."""
+        """Bytes an engine may use once the present one has released its memory."""
         client = self._holder.client
         memory = None if client is None else client.model.memory
         if memory is None:
@@ -209,7 +209,7 @@ def _detail(known: catalog.CatalogModel) -> str:
 
 @contextmanager
 def _named_faults() -> Iterator[None]:
-    """What goes while it is looked at is a line in the picker, not the end of the chat."""
+    """Turn an `OSError`, such as for a file that disappears, into an error line of the picker."""
     try:
         yield
     except OSError as error:
@@ -217,11 +217,11 @@ def _named_faults() -> Iterator[None]:
 
 
 def weights_bytes(path: Path | None, size: int, config: EngineConfig, device: str) -> int:
-    """About what weights of this size on disk take in memory, in the type they will have there."""
+    """Approximate memory for weights of this size on disk, in the dtype they will be loaded as."""
     stored_bits = 16.0
     if path is not None and path.suffix.lower() == ".gguf":
         found = _GGUF_BITS.search(path.stem)
-        stored_bits = 4.6  # the most usual
+        stored_bits = 4.6  # Q4_K_M, the most common
         if found is not None:
             digits, _, is_32 = found.groups()
             stored_bits = float(digits) + 0.6 if digits else 32.0 if is_32 else 16.0

@@ -1,8 +1,8 @@
-"""The `termgen` command: the composition root. Builds configs, engine and front end, nothing more.
+"""The `termgen` command: the composition root, which builds configs, engine and front end.
 
-Subcommands import what they need when they run: `termgen --help` loads neither torch nor any of the
-libraries behind the screens and the server. A `TermgenError` is one line on standard error and exit
-code 2, Ctrl-C is 130, SIGTERM 143.
+Subcommands import what they need when they run: `termgen --help` loads neither torch nor the
+libraries of screens and server. A `TermgenError` is one line on standard error and exit code 2;
+Ctrl-C exits with 130, SIGTERM with 143.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ ENGINE_THREAD = "termgen-engine"
 """Name of the thread that `AsyncEngine` starts."""
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What writing to standard output fails with when it is redirected to a file."""
+"""Errors of writing standard output to a file."""
 
 
 def entry() -> NoReturn:
     """Run the command line this process was started with."""
     _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a model writes what the locale may not have
+        if isinstance(stream, io.TextIOWrapper):  # the locale may lack characters of an answer
             stream.reconfigure(errors="replace")
     try:
         code = main()
@@ -52,8 +52,8 @@ def entry() -> NoReturn:
         assert stop.code is None or isinstance(stop.code, int)
         code = stop.code or OK
     if any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):
-        # Quit while a model was loading: the thread is somewhere inside torch, and Python ending
-        # around it would abort the process. It has nothing to save.
+        # Quit while a model loads: the thread is inside torch, and Python's shutdown around it
+        # would abort the process. It has nothing to save.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -61,7 +61,8 @@ def entry() -> NoReturn:
 
 
 def _open_missing_streams() -> None:
-    """What whoever started us has closed is empty, and not a number for the next file or socket."""
+    """Open /dev/null for standard streams that the parent process closed, so that no file or
+    socket gets their descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except TermgenError as error:
-        # names of files and models, and what servers say, may hold control characters
+        # file names, model names and servers' messages may hold control characters
         line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(error).split()))
         print(f"termgen: error: {line}", file=sys.stderr)
         return USAGE_ERROR
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        _silence_output()  # its reader is gone
+        _silence_output()
         return BROKEN_PIPE
     except OSError as error:
         if error.errno not in DISK_ERRORS or error.filename is not None:
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _silence_output() -> None:
-    """Keep the interpreter's last flush quiet: what is buffered can no longer be written."""
+    """Discard buffered output that cannot be written, or the final flush would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -120,12 +121,12 @@ def _layers(args: argparse.Namespace) -> SettingLayers:
     )
 
 
-# Each command imports inside: torch costs over a second, Textual and Starlette tenths of one.
+# Each command imports inside: torch takes over a second, Textual and Starlette tenths of one.
 
 
 def chat_command(args: argparse.Namespace) -> int:
     layers = _layers(args)
-    # who chats alone has moments to spare, and waits for the start
+    # a single user leaves idle moments for the captures, and waits for the start
     plain = args.plain or (not args.inline and _is_dumb_terminal())
     is_screen = not (args.inline or plain)
     config = layers.resolve(EngineConfig, capture_in_background=is_screen)
@@ -244,7 +245,7 @@ def bench_command(args: argparse.Namespace) -> int:
         args.bench
     ]
     options = layers.resolve(options_class)
-    # equal prompts come again in every batch: finding them in the cache would skip the prefill
+    # each batch repeats the same prompts: prefix-cache hits would skip the prefill
     config = layers.resolve(EngineConfig, enable_prefix_caching=False)
     check_seed(config.seed)
     from termgen.commands.launch import run_bench
@@ -301,8 +302,8 @@ def pull_command(args: argparse.Namespace) -> int:
 
 def _need_terminal(command: str, instead: str) -> None:
     if os.environ.get("TEXTUAL_DRIVER"):
-        return  # textual-serve shows the screen in a browser, and speaks to it through pipes
-    # Textual reads standard input and paints on standard error
+        return  # textual-serve shows the screen in a browser and connects to it by pipes
+    # Textual reads standard input and draws on standard error
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise ConfigError(f"`{command}` needs a terminal; {instead}")
     if _is_dumb_terminal():

@@ -1,4 +1,4 @@
-"""Exit codes of the `termgen` command, as shells know them."""
+"""Exit codes of the `termgen` command, by the shell's conventions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ USAGE_ERROR = 2
 INTERRUPTED = 130
 """Ctrl-C."""
 BROKEN_PIPE = 141
-"""Whoever read our output is gone."""
+"""The reader of standard output has closed it."""
 TERMINATED = 143
 """SIGTERM."""

@@ -1,7 +1,7 @@
 """`termgen generate`: one prompt in, text (or one JSON object) out. For scripts and pipes.
 
-Reads and checks everything it was given before it loads a model. Called by `cli` only; text goes to
-standard output as it comes, everything else to standard error.
+Checks all input before it loads a model. Text is streamed to standard output, everything else goes
+to standard error. Called by `cli` only.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ SAMPLING_HELP = {
     "bad_words": "never write this word; may be repeated, up to 64 times",
 }
 OMITTED = ("n", "seed", "logit_bias", "structured_outputs")
-"""One run is one completion; `--seed` of the engine group is the request's seed too; the others
-have flags of their own form."""
+"""Fields without a generated flag: one run is one completion, `--seed` of the engine group is the
+request's seed too, and the others have flags of their own."""
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +117,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What was asked, read and checked, before a model is there to render it."""
+    """The input, read and checked, before a model is loaded to render it."""
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
@@ -126,7 +126,7 @@ class Input:
     raw: bool = False
 
     def prompt(self, *, has_chat_template: bool) -> Prompt:
-        """Plain text becomes a user message if the model is a chat model and `raw` is unset."""
+        """The prompt; text becomes a user message if the model is a chat model, unless `raw`."""
         from termgen.client import ChatPrompt
 
         if self.token_ids is not None:
@@ -144,7 +144,7 @@ class Input:
 
 
 def read_input(args: argparse.Namespace) -> Input:
-    """Take the prompt from its one source. Raises `ConfigError` for none, two or a bad file."""
+    """Read the prompt from its one source. Raises `ConfigError` for none, two or a bad file."""
     given = [
         name
         for name, value in (
@@ -182,7 +182,7 @@ def read_input(args: argparse.Namespace) -> Input:
 
 
 def read_params(layers: SettingLayers) -> SamplingParams:
-    """Sampling parameters from the flags alone; checked now, completed when the model is known."""
+    """Sampling parameters from the flags alone, to check them before the model is known."""
     return SamplingParams(**_given(layers))
 
 
@@ -194,15 +194,15 @@ def _given(layers: SettingLayers) -> dict[str, Any]:
 
 
 def _completed(layers: SettingLayers, model: ModelInfo) -> SamplingParams:
-    """Flags over the model's own defaults. A server has defaults of its own, which it does not
-    tell: those that it can be told are then ours."""
+    """Sampling parameters from the flags over the model's defaults. A server does not report its
+    defaults; termgen's are sent instead."""
     known = {f.name for f in fields(SamplingParams)}
     defaults = {name: value for name, value in model.default_params.items() if name in known}
     return SamplingParams(**{**defaults, **_given(layers)})
 
 
 def _limited(request: GenerationRequest, params: SamplingParams) -> GenerationRequest:
-    """Nobody named a length: ours, within what the context leaves of it."""
+    """Without `--max-tokens`, limit the answer to `DEFAULT_MAX_TOKENS` or the context's rest."""
     if params.max_tokens is not None:
         return request
     room = request.params.max_tokens
@@ -319,7 +319,7 @@ def _timings(timings: RequestTimings, num_output: int) -> dict[str, float | None
 
 
 def run(args: argparse.Namespace, layers: SettingLayers, config: EngineConfig) -> int:
-    """The command. Returns the exit code: 0, or 130 after Ctrl-C."""
+    """Run the command. Returns the exit code: 0, or 130 after Ctrl-C."""
     if args.url is None:
         for name in ("api_key", "wait"):
             if getattr(args, name) is not None:
@@ -340,7 +340,7 @@ def run(args: argparse.Namespace, layers: SettingLayers, config: EngineConfig) -
         find_model(config, progress)
         from termgen.engine.loop.engine import SyncEngine  # imports torch: over a second
 
-        # a script's log need not say that weights were loaded; fetching them it should
+        # a script's log should report fetching weights, but not loading them
         watched = sys.stderr.isatty()
         engine = SyncEngine(config, on_progress=progress if watched else None)
     try:
@@ -355,7 +355,7 @@ def run(args: argparse.Namespace, layers: SettingLayers, config: EngineConfig) -
 
 
 async def _run_remote(args: argparse.Namespace, asked: Input, layers: SettingLayers) -> int:
-    """The same with a server elsewhere."""
+    """Run the command with a remote server."""
     from termgen.commands.progress import TerminalProgress
     from termgen.commands.remote_command import RemoteHolder, read_target
 
@@ -392,7 +392,7 @@ async def stream_remote(
         except ContextLengthError:
             if limited is params or answer.text:
                 raise
-            # nobody named a length, and the context leaves less than ours: what it leaves, then
+            # the context leaves less than the default length: take what it leaves
             await _take(client, prompt, params, answer, write)
     write("\n")
     return answer, INTERRUPTED if interrupt.came else OK
@@ -415,7 +415,7 @@ async def _take(
 
 
 def _writer(show: bool) -> Callable[[str], None]:
-    """Takes what is said for standard output, where it is shown as it comes."""
+    """A function that writes to standard output if `show`, else discards its text."""
     printable = _printable if sys.stdout.isatty() else str
 
     def write(text: str) -> None:
@@ -440,16 +440,13 @@ def stream(
                 answer.add(delta)
                 write(delta.text)
             if interrupt.take():
-                engine.abort(request.request_id)  # its last delta brings what was held back
+                engine.abort(request.request_id)  # its last delta has the text held back so far
     write("\n")
     return answer, INTERRUPTED if interrupt.came else OK
 
 
 class _Interrupt:
-    """Turns the first Ctrl-C into a question asked between two steps: a step is never torn apart.
-
-    The second one interrupts at once.
-    """
+    """Defers the first Ctrl-C to the end of the current step; a second one interrupts at once."""
 
     def __init__(self) -> None:
         self.came = False
@@ -475,14 +472,14 @@ class _Interrupt:
 
 
 def _printable(text: str) -> str:
-    """Make control characters visible: what a model writes must not drive the terminal."""
+    """Make control characters visible: a model's text must not control the terminal."""
     return "".join(
         c if c in "\n\t" or not unicodedata.category(c) == "Cc" else "\N{REPLACEMENT CHARACTER}"
         for c in text
     )
 
 
-# Flags of `termgen generate` for what an answer must look like.
+# Flags for structured outputs.
 
 KINDS = {
     "json_schema": "json",
@@ -495,7 +492,7 @@ KINDS = {
 
 
 def add_format_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """The group is returned for what else says which tokens may be written."""
+    """Add the flags; returns the group, to which `--logit-bias` is added."""
     form = parser.add_argument_group("form of the answer (one of these at most, and --logit-bias)")
     group = form.add_mutually_exclusive_group()
     suppress = argparse.SUPPRESS
@@ -534,7 +531,7 @@ def add_format_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
 
 
 def read_format(flags: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """From the flags that were given. Raises ConfigError naming the flag."""
+    """Build the params from the given flags. Raises `ConfigError` naming the flag."""
     name = next((name for name in KINDS if flags.get(name) is not None), None)
     if name is None:
         return None

@@ -1,9 +1,8 @@
 """`termgen chat --inline` and `--plain`: answers in the scrollback. Called by `cli` only.
 
-Between `generate`, which is for scripts and knows every parameter, and the chat: the answer looks
-as in the chat and what is piped in goes with the question. Any engine will do, here or elsewhere.
-`--plain` is a whole chat in lines of plain text, for screen readers and for terminals that cannot
-draw: nothing that is printed moves the cursor or sets a colour.
+`--inline` answers one question, rendered as in the chat screen; piped input is added to the
+question. `--plain` is a whole chat in lines of plain text, for screen readers and terminals that
+cannot draw: its output moves no cursor and sets no colour. Both work with a local or remote engine.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ MAX_PIPED_BYTES = 2 * 2**20
 
 
 def check_flags(layers: SettingLayers, mode: str) -> None:
-    """Refuse what is about screens and kept chats: there are none. `mode` is the flag."""
+    """Refuse settings for screens and saved chats, which these modes lack. `mode`: their flag."""
     for name in ("theme", "dashboard_hz", "chat_db"):
         if layers.given(name) is not None:
             flag = "--" + name.replace("_", "-")
@@ -43,7 +42,7 @@ def check_flags(layers: SettingLayers, mode: str) -> None:
 
 
 def read_question(words: str | None) -> str:
-    """The question, below what is piped in; that alone is the question if there is no other."""
+    """The question, preceded by piped input; piped input alone is the question without words."""
     piped = "" if sys.stdin.isatty() else _read_piped()
     if words is None or not words.strip():
         if not piped.strip():
@@ -55,7 +54,7 @@ def read_question(words: str | None) -> str:
         return words
     from termgen.tui.chat.state.attachments import fenced
 
-    # it comes first, so that another question about the same text finds it in the prefix cache
+    # The piped text comes first: another question about it then hits the prefix cache.
     return f"{fenced('standard input', piped)}\n\n{words}"
 
 
@@ -74,7 +73,7 @@ Stop = Callable[[], Coroutine[Any, Any, None]]
 
 
 def own_engine(config: EngineConfig, *, plain: bool = False) -> tuple[Start, Stop]:
-    """What starts and stops an engine of this process, with its progress on standard error."""
+    """(start, stop) functions of a local engine, with progress on standard error."""
     from termgen.commands.launch import EngineHolder, find_model
     from termgen.commands.progress import TerminalProgress
 
@@ -83,14 +82,14 @@ def own_engine(config: EngineConfig, *, plain: bool = False) -> tuple[Start, Sto
     async def start() -> EngineClient:
         with TerminalProgress(plain=plain) as progress:
             find_model(config, progress)
-            # a script's log need not say that weights were loaded; fetching them it should
+            # a script's log should report fetching weights, but not loading them
             return await holder.start(progress if sys.stderr.isatty() else _say_nothing)
 
     return start, holder.stop
 
 
 def server_elsewhere(target: RemoteTarget, *, plain: bool = False) -> tuple[Start, Stop]:
-    """The same for a server."""
+    """(start, stop) functions of a remote server."""
     from termgen.commands.progress import TerminalProgress
     from termgen.commands.remote_command import RemoteHolder
 
@@ -104,17 +103,17 @@ def server_elsewhere(target: RemoteTarget, *, plain: bool = False) -> tuple[Star
 
 
 def run_inline(question: str, config: EngineConfig, ui: UIConfig) -> int:
-    """With an engine of its own."""
+    """Answer with a local engine."""
     return _run(question, ui, *own_engine(config))
 
 
 def run_remote_inline(question: str, target: RemoteTarget, ui: UIConfig) -> int:
-    """With a server elsewhere."""
+    """Answer with a remote server."""
     return _run(question, ui, *server_elsewhere(target))
 
 
 def _say_nothing(stage: str, fraction: float) -> None:
-    """The progress of a start that nobody watches."""
+    """Progress callback that shows nothing."""
 
 
 def _run(
@@ -142,7 +141,7 @@ def _run(
 async def answer(client: EngineClient, question: str, ui: UIConfig, writer: AnswerWriter) -> int:
     """Stream one answer. Returns the exit code: 0, or 130 after Ctrl-C.
 
-    Raises `TermgenError` when it fails; what has come by then has been written.
+    Raises `TermgenError` on failure; the text received by then has been written.
     """
     messages = [*_system(ui), {"role": "user", "content": question}]
     _, stopped = await stream_answer(client, messages, ui, writer)
@@ -156,7 +155,7 @@ def _system(ui: UIConfig) -> list[dict[str, str]]:
 async def stream_answer(
     client: EngineClient, messages: list[dict[str, str]], ui: UIConfig, writer: AnswerWriter
 ) -> tuple[str, bool]:
-    """The text of the answer, which was written as it came, and whether Ctrl-C has ended it."""
+    """Stream the answer; returns (text, interrupted by Ctrl-C)."""
     from termgen.client import ChatPrompt
     from termgen.tui.chat.state.conversation import AnswerStats, sampling_params
 
@@ -193,18 +192,18 @@ def _footer(stats: AnswerStats, *, stopped: bool) -> str:
 
 
 class Interrupt:
-    """The first Ctrl-C ends the answer and keeps its text; a second one does not wait for that."""
+    """Makes the first Ctrl-C abort the request and keep its text; a second one quits at once."""
 
     def __init__(self, client: EngineClient, request_id: str = REQUEST_ID) -> None:
         self._client = client
         self._request_id = request_id
         self._aborting: asyncio.Future[bool] | None = None
-        """Kept here: of a task under way a loop has but a weak reference."""
+        """Strong reference: an event loop keeps only weak ones to its tasks."""
         self.came = False
 
     def __enter__(self) -> Interrupt:
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            # where there is none, or not in the main thread, Ctrl-C ends the command at once
+            # without signal handlers (Windows, other threads) Ctrl-C ends the command at once
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self.note)
         return self
 
@@ -227,8 +226,8 @@ A line that ends with a backslash goes on in the next one. Ctrl-C ends an answer
 
 
 def run_plain(start: Start, stop: Stop, ui: UIConfig) -> int:
-    """A chat in lines, until the person leaves. Nothing is kept."""
-    # Lines are read between two runs of the loop and not in a thread, which Ctrl-C could not end.
+    """Chat in lines of text until the user leaves. Nothing is saved."""
+    # Lines are read between runs of the loop, not in a thread, which Ctrl-C could not interrupt.
     with asyncio.Runner() as runner:
         try:
             client = runner.run(start())
@@ -238,7 +237,7 @@ def run_plain(start: Start, stop: Stop, ui: UIConfig) -> int:
 
 
 class PlainChat:
-    """Reads questions from standard input, a line each, and writes the answers as plain text."""
+    """Reads one question per line from standard input and prints the answers as plain text."""
 
     def __init__(
         self, client: EngineClient, ui: UIConfig, run: Callable[[Coroutine[Any, Any, Any]], Any]

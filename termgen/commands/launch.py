@@ -1,8 +1,7 @@
-"""Starts an engine and puts a front end on it. Called by `cli`; imports happen where they are used.
+"""Start an engine with a front end. Called by `cli`; imports happen where they are used.
 
-The model is found, and the default model fetched, before anything takes the screen over: what is
-wrong with it is then one line on a plain terminal. Loading itself happens behind a front end's own
-loading screen.
+The model is found, and the default model fetched, before a screen opens, so that errors are one
+line on the plain terminal. Loading happens behind the front end's own loading screen.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ StartEngine = Callable[[Progress], Awaitable["EngineClient"]]
 StopEngine = Callable[[], Coroutine[Any, Any, None]]
 
 QUIT_DRAIN_S = 3.0
-"""Who quits the dashboard waits at a frozen screen: running requests get no longer than this."""
+"""Drain timeout when the dashboard is quit: its screen is frozen for so long."""
 
 
 def find_model(config: EngineConfig, on_progress: Progress | None = None) -> None:
     """Make sure the model is on this machine. Raises `ModelError`.
 
-    Only the default model is fetched unasked: it is small. Others may take many gigabytes, and the
-    error says how to fetch them.
+    Only the default model, which is small, is fetched without asking. For others the error says how
+    to fetch them.
     """
     from termgen.library import catalog
 
@@ -49,25 +48,25 @@ def find_model(config: EngineConfig, on_progress: Progress | None = None) -> Non
 
 
 class EngineHolder:
-    """The one engine of this process, as the start and stop functions that front ends take."""
+    """The engine of this process, with the start and stop functions that front ends take."""
 
     def __init__(self, config: EngineConfig, *, prewarm: bool = False) -> None:
-        """prewarm: start-up takes a moment longer, so that no request holds up others by being
-        the first of its kind."""
+        """prewarm: build lazily created tables at start-up, so that no first request of a kind
+        delays others."""
         self.config = config
         self._prewarm = prewarm
         self._engine: Any = None
 
     @property
     def client(self) -> EngineClient | None:
-        """The engine, while there is one."""
+        """The running engine, or None."""
         client: EngineClient | None = self._engine
         return client
 
     async def start(self, on_progress: Progress) -> EngineClient:
         """Load the model."""
         assert self._engine is None, "the engine runs already"
-        # importing torch takes over a second; a loading screen must be able to paint meanwhile
+        # importing torch takes over a second; the loading screen must draw meanwhile
         module = await asyncio.to_thread(importlib.import_module, "termgen.engine.loop.engine")
         self._engine = await module.AsyncEngine.start(
             self.config, on_progress=on_progress, prewarm=self._prewarm
@@ -76,15 +75,15 @@ class EngineHolder:
         return client
 
     async def restart(self, config: EngineConfig, on_progress: Progress) -> EngineClient:
-        """End the engine and start another one: the memory of one machine is for one of them."""
+        """End the engine, then start another one: memory may suffice for one only."""
         await self.stop()
-        gc.unfreeze()  # what the former one made is garbage now, and some of it in cycles
+        gc.unfreeze()  # objects of the former engine are garbage now, some of them in cycles
         gc.collect()
         self.config = config
         return await self.start(on_progress)
 
     async def stop(self) -> None:
-        """End the engine if it was started. May be called again."""
+        """End the engine if it was started. Idempotent."""
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.shutdown()
@@ -103,13 +102,13 @@ def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -
     if not server_config.dashboard:
         return run_server(holder.start, holder.stop, server_config)
     server = Server(None, server_config)
-    server.bind()  # a port in use is an error on the plain terminal, before any screen
+    server.bind()  # report a port in use on the plain terminal, before any screen
     served = ServedEngine(holder, server, drain_s=server_config.drain_timeout)
     return run_app(served.start, served.stop, ui, start_screen="dashboard")
 
 
 class ServedEngine:
-    """The engine with its server, both on the loop of the screen that shows them."""
+    """The engine with its server, both on the event loop of the dashboard."""
 
     def __init__(self, holder: EngineHolder, server: Server, *, drain_s: float) -> None:
         self._holder = holder
@@ -135,7 +134,7 @@ class ServedEngine:
         return engine
 
     async def stop(self) -> None:
-        """Close and end the engine. May be called again."""
+        """Close the server and end the engine. Idempotent."""
         serving, self._serving = self._serving, None
         try:
             if serving is not None:
@@ -155,11 +154,11 @@ def run_app(
     chats: ChatStore | None = None,
     resume: Resume | None = None,
 ) -> int:
-    """Run the terminal app until the person quits. It starts and stops the engine."""
+    """Run the terminal app until the user quits. It starts and stops the engine."""
     from termgen.tui.app import TermgenApp
     from termgen.tui.chat.saved.chat_store import ChatStore, store_path
 
-    for name in ("termgen", "uvicorn"):  # nobody but the app may write to its terminal
+    for name in ("termgen", "uvicorn"):  # log lines would garble the app's screen
         logging.getLogger(name).addHandler(logging.NullHandler())
 
     chats = chats or ChatStore(store_path(ui.chat_db))
@@ -175,7 +174,7 @@ def run_app(
     try:
         app.run()
     finally:
-        asyncio.run(stop())  # does something only if the app ended before it could
+        asyncio.run(stop())  # a no-op unless the app ended before stopping the engine
     if chats.trouble:
         print(f"termgen: error: {chats.trouble}", file=sys.stderr)
     return app.return_code or OK

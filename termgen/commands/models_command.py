@@ -1,4 +1,4 @@
-"""`termgen models` and `termgen pull`: what the catalog knows, what is on disk, fetching."""
+"""`termgen models` and `termgen pull`: list the catalog and the models on disk, fetch a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from termgen.library import catalog
 
 
 def list_models(*, as_json: bool, words: str | None = None) -> int:
-    """Those whose name, hub id, quantisation or licence has every one of the words."""
+    """List the models whose name, hub id, quantisation or licence contains every word."""
     wanted = (words or "").lower().split()
     entries = [e for e in catalog.list_models() if all(word in _searched(e) for word in wanted)]
     if not entries and not as_json:

@@ -1,9 +1,9 @@
-"""Progress of fetching and loading, on standard error: a bar on a terminal, plain lines elsewhere.
+"""Progress of fetching and loading, on standard error: a bar on a terminal, otherwise plain lines.
 
 A terminal that cannot move its cursor (TERM=dumb) gets plain lines too.
 
-An instance is the `on_progress(stage, fraction)` callback that the catalog and the engine take.
-They may call it from any thread; calls come one at a time.
+An instance is the `on_progress(stage, fraction)` callback of the catalog and the engine. Calls may
+come from any thread, one at a time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from termgen.vocabulary.startup_phases import READY
 
 
 def is_dumb() -> bool:
-    """Whether the terminal says that it takes nothing but lines."""
+    """True if TERM says that the terminal cannot move its cursor."""
     return os.environ.get("TERM") == "dumb"
 
 
 class TerminalProgress:
-    """One bar per stage. Leave the `with` block before printing anything else."""
+    """Shows one bar per stage. Leave the `with` block before printing anything else."""
 
     def __init__(self, stream: TextIO | None = None, *, plain: bool = False) -> None:
         self._stream = stream if stream is not None else sys.stderr
@@ -33,13 +33,13 @@ class TerminalProgress:
         self._bar: Any = None
 
     def __call__(self, stage: str, fraction: float) -> None:
-        if stage != self._stage and stage != READY:  # what comes next says so
+        if stage != self._stage and stage != READY:  # the next line printed implies it
             self._start(stage)
         if self._bar is not None:
             self._bar.update(min(max(fraction, 0.0), 1.0) - self._bar.n)
 
     def of_server(self, phase: str, fraction: float) -> None:
-        """The same for the start of a server elsewhere."""
+        """Show the loading phase of a remote server."""
         self(f"the server: {phase}", fraction)
 
     def __enter__(self) -> TerminalProgress:

@@ -1,4 +1,4 @@
-"""`termgen chat --url`: a chat with a server elsewhere. Loads no torch."""
+"""`termgen chat --url`: a chat with a remote server. Does not import torch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class RemoteTarget:
-    """Which server, and which of its models; None: its first."""
+    """A server and one of its models; None: the first."""
 
     url: str
     api_key: str | None = field(default=None, repr=False)
     model: str | None = None
     wait_s: float | None = None
-    """How long to wait for it; None: as long as it loads, and a moment if nothing answers."""
+    """Longest wait for it; None: no limit while it loads, a moment if nothing answers."""
 
 
 def read_target(
@@ -42,8 +42,8 @@ def read_target(
     wait_s: float | None = None,
     own: tuple[str, ...] = ("model",),
 ) -> RemoteTarget:
-    """From the flags of a command with `--url`. Raises `ConfigError` for what is the server's to
-    decide. `own` are settings of an engine that the command tells the server with its requests."""
+    """The target named by `--url` and its flags. Raises `ConfigError` for engine settings, which
+    are the server's, except for `own`: those that the command sends with its requests."""
     for f in fields(EngineConfig):
         if f.name not in own and layers.given(f.name) is not None:
             raise ConfigError(
@@ -55,18 +55,18 @@ def read_target(
 
 
 class RemoteHolder:
-    """The client of one chat, as the start and stop functions that the screens take."""
+    """The client of one chat, with the start and stop functions that screens take."""
 
     def __init__(self, target: RemoteTarget) -> None:
         from termgen.commands.top_command import read_key
         from termgen.remote.models import normal_url
 
-        normal_url(target.url)  # what is wrong with it is said on the plain terminal
+        normal_url(target.url)  # report a bad URL on the plain terminal
         self._target = target
         self._admin_key = read_key(None)
         self._client: RemoteClient | None = None
         self._told: ModelInfo | None = None
-        """What the server has told of its model in its event stream."""
+        """The model's description from the server's event stream."""
 
     async def start(self, on_progress: Callable[[str, float], None]) -> EngineClient:
         from termgen.remote.client import RemoteClient
@@ -83,15 +83,15 @@ class RemoteHolder:
         return self._client
 
     async def stop(self) -> None:
-        """May be called again."""
+        """Close the client. Idempotent."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
 
     async def open_feed(self, hz: float) -> StreamFeed:
-        """What the engine does, where the server is a termgen that shows it. Raises `TermgenError`.
+        """The server's event stream, if it is a termgen that permits it. Raises `TermgenError`.
 
-        The keys of this person's own servers are for these only.
+        The admin key is sent to termgen servers only.
         """
         from termgen.remote.wire import Dialect
         from termgen.tui.feeds.attach import RemoteFeed
@@ -105,7 +105,7 @@ class RemoteHolder:
         client.learn(feed.model)
         return feed
 
-    # as a shelf of models: those that the server has
+    # The `ModelShelf` of the screen: the models of the server.
 
     async def choices(self) -> list[ModelChoice]:
         client = self._running()
@@ -118,7 +118,7 @@ class RemoteHolder:
         return self._choice(found)
 
     async def fetch(self, name: str, report: Callable[[str, float], None]) -> None:
-        """Nothing to do: what a server lists it has."""
+        """Do nothing: a server has every model that it lists."""
 
     async def switch(self, name: str, report: Callable[[str, float], None]) -> Switch:
         client = self._running()
@@ -141,7 +141,7 @@ class RemoteHolder:
 def run_remote_chat(
     target: RemoteTarget, ui: UIConfig, *, session: str | None, given: Mapping[str, Any]
 ) -> int:
-    """Until the person quits. `session` and `given` are those of `run_chat`."""
+    """Chat until the user quits. `session` and `given` as for `run_chat`."""
     from termgen.tui.app import RemoteApp
     from termgen.tui.chat.saved.chat_store import chats_to_begin_with
 

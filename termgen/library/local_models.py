@@ -1,7 +1,7 @@
-"""Models on this machine that the catalog does not name: what the model picker lists besides it.
+"""Models on this machine that the catalog does not name, for the model picker.
 
-Looked for where they usually are: the hub's cache, the folder of fetched files, and beside the
-model in use. Reads names and sizes only.
+Looks in the hub's cache, in the folder of fetched files, and beside the model in use. Reads names
+and sizes only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PREFIX = "models--"
 
 
 def find_others(beside: Path | None = None) -> list[LocalModel]:
-    """Those that the catalog has no name for. `beside`: a model next to which others may lie."""
+    """Models without a catalog name. `beside`: a model whose folder is searched too."""
     known = _known_paths()
     found: dict[Path, LocalModel] = {}
     for name in (*_hub_names(), *_names_in(models_folder()), *_names_beside(beside)):
@@ -33,7 +33,7 @@ def find_others(beside: Path | None = None) -> list[LocalModel]:
         try:
             model = resolve_model(name)
         except ModelNotFoundError:
-            continue  # half fetched, or a folder of something else
+            continue  # an incomplete download, or not a model
         path = model.path.resolve()
         if path not in known:
             found.setdefault(path, model)
@@ -41,10 +41,10 @@ def find_others(beside: Path | None = None) -> list[LocalModel]:
 
 
 def size_of(model: LocalModel) -> int:
-    """Bytes of its weights."""
+    """Bytes of the model's weights."""
     folder = model.path.parent if model.path.suffix == ".json" else model.path
     files = [folder] if folder.is_file() else folder.glob("*.safetensors")
-    # a snapshot of the hub may have links to nothing
+    # a hub snapshot may have dangling links
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
@@ -59,7 +59,7 @@ def _known_paths() -> set[Path]:
 
 
 def _hub_names() -> Iterator[str]:
-    """`models--org--name` is org/name."""
+    """Hub ids in the cache: a folder `models--org--name` is org/name."""
     for folder in _listed(hub_cache_folder()):
         if folder.name.startswith(PREFIX):
             yield folder.name.removeprefix(PREFIX).replace("--", "/", 1)
@@ -67,13 +67,13 @@ def _hub_names() -> Iterator[str]:
 
 def _names_in(folder: Path) -> Iterator[str]:
     for path in _listed(folder):
-        # of a folder that may not be read `os` says that there is no such file; `Path` raises
+        # os.path: `Path.is_file` raises for a folder without read permission
         if path.suffix.lower() == ".gguf" or os.path.isfile(path / "config.json"):
             yield str(path)
 
 
 def _names_beside(model: Path | None) -> Iterator[str]:
-    """Not beside a snapshot in the hub's cache: there is nothing but other commits of the same."""
+    """Models beside this one; none in the hub's cache, where only other commits lie beside it."""
     if model is not None and hub_cache_folder() not in model.parents:
         yield from _names_in(model.parent)
 

@@ -1,1 +1,1 @@
-"""A model server elsewhere, as an `EngineClient`: any OpenAI-compatible one, over HTTP."""
+"""A remote OpenAI-compatible server as an `EngineClient`."""

@@ -1,8 +1,7 @@
-"""`RemoteClient`: the HTTP twin of the engine, for any OpenAI-compatible server.
+"""`RemoteClient`: an `EngineClient` over HTTP, for any OpenAI-compatible server.
 
-Made by the command line for `termgen chat --url`; loads no torch. It answers what the server can
-answer; what it cannot is an `EngineError` that says so. Watching a termgen server's engine is not
-here: that is its event stream, which `tui.attach` reads.
+Created by `termgen chat --url`; imports no torch. A method that the server has no endpoint for
+raises an `EngineError` that says so. The event stream of a termgen server is read by `tui.attach`.
 """
 
 from __future__ import annotations
@@ -46,26 +45,26 @@ from termgen.vocabulary.sampling_params import SamplingParams
 
 CONNECT_S = 5.0
 ANSWER_S = 10.0
-"""For everything but an answer of a model."""
+"""Timeout of every request that runs no model."""
 SILENCE_S = 600.0
-"""A long prompt on a slow machine says nothing for minutes."""
+"""Read timeout of a generation: prefilling a long prompt on a slow machine takes minutes."""
 MAX_ERROR_BYTES = 65_536
 
 
 def _say_nothing(phase: str, progress: float) -> None:
-    """The progress of a server's start that nobody watches."""
+    """Progress callback that shows nothing."""
 
 
 @dataclass(slots=True)
 class _Running:
-    """An answer under way: who reads it, and where its deltas go."""
+    """A running request: the task that reads its answer, and the queue of its deltas."""
 
     reading: asyncio.Task[None]
     inbox: asyncio.Queue[TokenDelta | TermgenError | None]
 
 
 class RemoteClient:
-    """An `EngineClient` whose engine is behind a URL. Use it on one event loop."""
+    """An `EngineClient` for the server at a URL. Use it on one event loop."""
 
     def __init__(
         self, url: str, models: Sequence[RemoteModel], *, api_key: str | None, admin_key: str | None
@@ -95,8 +94,8 @@ class RemoteClient:
     ) -> RemoteClient:
         """Find the server and the model. Raises `ConfigError`, `RequestError`, `EngineError`.
 
-        A server that loads its model is waited for, and `report` told its phases: for `wait_s`
-        seconds, or as long as it takes. The same limit is for one that does not listen yet.
+        Waits while the server loads its model, at most `wait_s` seconds if given, and passes its
+        phases to `report`. Without `wait_s` a server that does not listen gets only a moment.
         """
         url = normal_url(url)
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
@@ -120,7 +119,7 @@ class RemoteClient:
                 return reply
 
             reply = await wait_for_server(ask, report, limit_s=wait_s)
-        if reply.status_code == 404 and model is not None:  # not every server lists them
+        if reply.status_code == 404 and model is not None:  # not every server lists its models
             return cls(url, [RemoteModel(model, "", 0)], api_key=api_key, admin_key=admin_key)
         if reply.status_code != 200:
             raise _failure(url, "/v1/models", reply, reply.content, api_key)
@@ -134,19 +133,19 @@ class RemoteClient:
         return client
 
     async def aclose(self) -> None:
-        """Give up what runs, and the connections."""
+        """Cancel running requests and close the connections."""
         for running in list(self._running.values()):
             running.reading.cancel()
         await self._http.aclose()
 
     async def refresh_models(self) -> tuple[RemoteModel, ...]:
-        """Ask again what it serves."""
+        """Query the server's models again."""
         reply = await self._send("GET", "/v1/models", key=self._api_key)
         self.models = tuple(read_models(self.url, reply.content))
         return self.models
 
     def use_model(self, model_id: str) -> None:
-        """Whom the next questions go to. Raises `ConfigError` for one that is not served."""
+        """Choose the model of further requests. Raises `ConfigError` if it is not served."""
         found = next((m for m in self.models if m.model_id == model_id), None)
         if found is None:
             names = ", ".join(m.model_id for m in self.models[:8])
@@ -158,7 +157,7 @@ class RemoteClient:
         self.model = model_info(self.url, found)
 
     def learn(self, model: ModelInfo) -> None:
-        """What a termgen server tells of its model in its event stream; the name stays."""
+        """Take the model's description from a termgen server's event stream, except its name."""
         self.model = replace(model, model_id=self.model.model_id, memory=None)
 
     async def generate(
@@ -190,13 +189,13 @@ class RemoteClient:
                     raise item
                 yield item
             if reading.done() and not reading.cancelled():
-                reading.result()  # raises what was our own mistake
+                reading.result()  # raises an unexpected exception
             else:
                 for delta in answer.abort():
                     yield delta
         finally:
             del self._running[request_id]
-            if not reading.cancelling():  # a second time would tear the closing itself apart
+            if not reading.cancelling():  # a second cancellation would interrupt the closing
                 reading.cancel()  # closes the connection, which aborts the request
             await asyncio.gather(reading, return_exceptions=True)
 
@@ -230,7 +229,7 @@ class RemoteClient:
         self._cannot("tell of its tokenizer")
 
     def grammar_totals(self) -> GrammarTotals:
-        """Only the other end compiles any."""
+        """Zeros: grammars are compiled by the server."""
         return GrammarTotals()
 
     async def snapshot(self) -> EngineSnapshot:
@@ -265,17 +264,17 @@ class RemoteClient:
 
     @property
     def is_paused(self) -> bool:
-        """As far as this client has done it."""
+        """True if this client has paused the server."""
         return self._paused
 
     @property
     def sleep_level(self) -> int:
-        """As far as this client has done it."""
+        """The level set by this client; 0: awake."""
         return self._sleep_level
 
     @property
     def is_healthy(self) -> bool:
-        """A server that was away may be back: the next question finds out."""
+        """True: a server that was unreachable may be back, as the next request will show."""
         return True
 
     async def why_unhealthy(self) -> str | None:
@@ -291,7 +290,7 @@ class RemoteClient:
         answer: AnswerReader,
         inbox: asyncio.Queue[TokenDelta | TermgenError | None],
     ) -> None:
-        """Fill the inbox; None is its end."""
+        """Fill the inbox; None marks its end."""
         try:
             await self._stream(call, answer, inbox)
         except TermgenError as error:
@@ -331,8 +330,8 @@ class RemoteClient:
         return value
 
     async def _control(self, path: str, **options: str) -> httpx.Response:
-        # a pause waits for what runs, and a sleep for the weights to be copied
-        is_ours = self.dialect is Dialect.TERMGEN  # nobody else is shown its administrator's key
+        # No read timeout: a pause waits for running requests, a sleep for copying the weights.
+        is_ours = self.dialect is Dialect.TERMGEN  # only termgen servers get the admin key
         key = (self._admin_key if is_ours else None) or self._api_key
         return await self._send("POST", path, key=key, params=options, timeout=SILENCE_S)
 
@@ -357,7 +356,7 @@ def _http_client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         base_url=url,
         timeout=httpx.Timeout(CONNECT_S, read=SILENCE_S),
-        trust_env=not is_loopback(httpx.URL(url).host),  # a proxy does not reach this machine
+        trust_env=not is_loopback(httpx.URL(url).host),  # a proxy cannot reach this machine
     )
 
 
@@ -366,7 +365,7 @@ def _headers(key: str | None) -> dict[str, str]:
 
 
 async def _read_some(reply: httpx.Response) -> bytes:
-    """The body of an error; no server needs more to say why."""
+    """The first bytes of an error's body, enough for its message."""
     raw = b""
     async for data in reply.aiter_bytes():
         raw += data

@@ -1,7 +1,7 @@
-"""What a server refuses or fails with, as exceptions whose message a person can act on.
+"""Error responses of a server as exceptions with a message that a person can act on.
 
-Pure: statuses, headers and bodies in, `RequestError` and `EngineError` out. Servers differ in the
-shape of an error; what none of them explains is said by the status alone.
+Pure: statuses, headers and bodies in, `RequestError` and `EngineError` out. Reads the error formats
+of several servers; without a readable body the status alone gives the message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from termgen.errors import (
 
 MAX_MESSAGE_CHARS = 300
 DEFAULT_RETRY_S = 1.0
-"""For a server that is busy and does not say for how long."""
+"""Retry delay for a busy server that sends none."""
 
 
 def failure_of(
@@ -37,7 +37,7 @@ def failure_of(
     *,
     sent_key: bool,
 ) -> TermgenError:
-    """The exception for an answer whose status is not 200."""
+    """The exception for a response whose status is not 200."""
     said = _read(raw)
     text = said.message or _phrase(status)
     if status in (401, 403) and not sent_key:
@@ -61,7 +61,7 @@ def failure_of(
 
 
 def frame_failure(error: object) -> TermgenError:
-    """The exception for an `error` object in a stream that has begun."""
+    """The exception for an `error` object inside a stream."""
     said = _read(json.dumps({"error": error}).encode())
     text = said.message or "the server does not say why"
     if said.code == "rate_limit_exceeded" or said.type == "rate_limit_error":
@@ -76,12 +76,12 @@ def frame_failure(error: object) -> TermgenError:
 
 
 def short(raw: bytes) -> str:
-    """The beginning of what is not understood, fit for one line."""
+    """The beginning of an unreadable body, as one line."""
     return _line(raw[: 4 * MAX_MESSAGE_CHARS].decode(errors="replace"))[:80]
 
 
 class _Said:
-    """What the body of an error tells; empty where it does not."""
+    """Fields of an error body; empty where absent."""
 
     def __init__(self, message: str, error: Mapping[str, Any]) -> None:
         self.message = message
@@ -91,12 +91,12 @@ class _Said:
 
     @property
     def is_about_a_model(self) -> bool:
-        """No such model, rather than no such path."""
+        """True if the model is unknown, rather than the path."""
         return self.param == "model" or "model" in f"{self.code} {self.message}".lower()
 
 
 def _read(raw: bytes) -> _Said:
-    """OpenAI's shape, and those of FastAPI, ollama and older vLLM."""
+    """Read an error body in the format of OpenAI, FastAPI, ollama or older vLLM."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
@@ -109,7 +109,7 @@ def _read(raw: bytes) -> _Said:
     if not isinstance(error, dict):
         return _Said("", {})
     message = error.get("message") or error.get("detail") or error.get("reason")
-    if isinstance(message, list):  # FastAPI lists what is wrong with each field
+    if isinstance(message, list):  # FastAPI lists the error of each field
         message = "; ".join(
             str(m.get("msg", m)) if isinstance(m, dict) else str(m) for m in message
         )
@@ -122,7 +122,7 @@ _TOO_LONG = re.compile(
     r"|longer than the model's context length|prompt is too long",
     re.IGNORECASE,
 )
-"""What servers say of a prompt that does not fit."""
+"""Phrases by which servers report a prompt that exceeds the context."""
 
 
 def _refusal(text: str, said: _Said, status: int) -> RequestError:
@@ -142,7 +142,7 @@ def _busy(url: str, text: str, headers: Mapping[str, str]) -> OverloadedError:
 
 
 def _retry_after_s(value: str | None) -> float | None:
-    """Seconds, or a date; None for neither."""
+    """Seconds from a Retry-After header, a number or a date; None if it is neither."""
     if value is None:
         return None
     try:
@@ -167,6 +167,6 @@ def _text(value: object) -> str:
 
 
 def _line(text: str) -> str:
-    """For a terminal: a server's control characters must not reach it."""
+    """Printable text in one line: a server's control characters must not reach the terminal."""
     line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
     return line if len(line) <= MAX_MESSAGE_CHARS else line[: MAX_MESSAGE_CHARS - 1] + "…"

@@ -1,4 +1,4 @@
-"""What a server serves: its address, and the entries of `/v1/models`. Pure."""
+"""A server's address, and the entries of its `/v1/models`. Pure."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class RemoteModel:
     model_id: str
     owner: str
     max_model_len: int
-    """0: the server does not say."""
+    """Context length; 0: unknown."""
 
 
 def normal_url(text: str) -> str:
-    """The address that `/v1/...` is added to. Raises `ConfigError`."""
+    """The base URL, to which `/v1/...` is appended. Raises `ConfigError`."""
     scheme, _, rest = text.strip().rpartition("://")
     rest = rest.rstrip("/")
     for end in ("/chat/completions", "/v1"):
@@ -73,7 +73,7 @@ def _context_length(entry: Mapping[str, Any]) -> int:
 
 
 def model_info(url: str, model: RemoteModel) -> ModelInfo:
-    """What is known of a model that runs elsewhere: little."""
+    """A `ModelInfo` with the little that `/v1/models` reports."""
     parsed = httpx.URL(url)
     return ModelInfo(
         model_id=model.model_id,

@@ -1,8 +1,8 @@
-"""The event stream of an answer -> `TokenDelta`s. Pure: bytes in, cut anywhere; no I/O.
+"""An answer's event stream -> `TokenDelta`s. Pure: bytes in, split anywhere; no I/O.
 
-A server may send anything: what is no event of an OpenAI stream is an `EngineError`, as is an end
-before the end. Counts are the server's where it sends them; else every piece of text counts as one
-token, until the usage at the end corrects that.
+A server may send anything: an event that is not of an OpenAI stream is an `EngineError`, as is a
+stream that breaks off. Token counts come from the server if it sends them; otherwise every piece of
+text counts as one token until the final usage corrects that.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from termgen.remote.failures import frame_failure, short
 from termgen.vocabulary.request import FinishReason
 
 MAX_EVENT_BYTES = 16 * 2**20
-"""A long prompt's ids come in one event."""
+"""Limit of an event; the token ids of a long prompt come in one."""
 UNKNOWN_ID = -1
-"""Token id of a log-probability from a server that does not tell ids."""
+"""Token id of a log-probability if the server sends no ids."""
 THINK_OPEN, THINK_CLOSE = "<think>\n", "\n</think>\n\n"
-"""Around what a server sends apart as reasoning, as the models themselves write it."""
+"""Put around separately sent reasoning, as models themselves write it."""
 
 _NO_EVENT = (
     ValueError,
@@ -33,11 +33,11 @@ _NO_EVENT = (
     RecursionError,
     OverflowError,
 )
-"""What reading an event raises that is not one; the last: a count that is infinite."""
+"""Exceptions of reading a malformed event; the last: an infinite count."""
 
 
 class EventReader:
-    """Bytes to the payloads of server-sent events."""
+    """Splits bytes into the payloads of server-sent events."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -55,7 +55,7 @@ class EventReader:
             raise EngineError("the server sends an event without an end")
 
     def end(self) -> Iterator[bytes]:
-        """What came last may lack its blank line."""
+        """The last payload, whose blank line may be missing."""
         yield from self.feed(b"\n\n")
 
     def _event(self) -> Iterator[bytes]:
@@ -92,7 +92,7 @@ _FINISH = {
 
 @dataclass(slots=True)
 class AnswerReader:
-    """Reads one answer. The last delta of each completion is kept until the usage has come."""
+    """Reads one answer. The last delta of each completion is held back until the usage arrives."""
 
     request_id: str
     num_choices: int
@@ -110,7 +110,7 @@ class AnswerReader:
         return [delta for payload in self._events.feed(data) for delta in self._take(payload)]
 
     def end(self) -> list[TokenDelta]:
-        """The last deltas, with all counts. Raises `EngineError` if the answer broke off."""
+        """The last deltas, with token counts. Raises `EngineError` if the answer broke off."""
         deltas = [delta for payload in self._events.end() for delta in self._take(payload)]
         open_ones = [i for i in range(self.num_choices) if not self._has_ended(i)]
         if open_ones:
@@ -118,7 +118,7 @@ class AnswerReader:
         return deltas + [self._last(index) for index in range(self.num_choices)]
 
     def abort(self) -> list[TokenDelta]:
-        """The last deltas of an answer that somebody here has stopped."""
+        """The last deltas of an answer that this client has aborted."""
         for index in range(self.num_choices):
             if not self._has_ended(index):
                 self._choice(index).finish_reason = FinishReason.ABORT
@@ -162,7 +162,7 @@ class AnswerReader:
             self._timings[0] = self._stamps(queue_s=0.0, ttft_s=ttft_s, e2e_s=ttft_s + rest_s)
 
     def _stamps(self, *, queue_s: float, ttft_s: float, e2e_s: float) -> RequestTimings:
-        """The server's durations, on the clock of this process."""
+        """The server's durations as stamps of this process's clock."""
         queued, first, end = (self.sent_ns + int(s * 1e9) for s in (queue_s, ttft_s, e2e_s))
         return RequestTimings(self.sent_ns, queued, first, end)
 
@@ -255,7 +255,7 @@ def _string(value: object) -> str:
         return ""
     if not isinstance(value, str):
         raise TypeError("text is not a string")
-    return value.encode(errors="replace").decode()  # half a pair of code units is not text
+    return value.encode(errors="replace").decode()  # a lone surrogate is not valid text
 
 
 def _logprobs(
@@ -268,7 +268,7 @@ def _logprobs(
 
 
 def _logprob(entry: Mapping[str, Any], token_id: int) -> TokenLogprob:
-    """The rank is that among the alternatives that were sent."""
+    """The logprob of an entry; its rank is the one among the alternatives sent."""
     token, raw, logprob = _token(entry)
     tops = [_token(top) for top in entry.get("top_logprobs") or ()]
     rank = 1 + sum(top[2] > logprob for top in tops)

@@ -1,8 +1,8 @@
-"""`generate`'s arguments -> the body of a request. Pure.
+"""`generate`'s arguments -> a request body. Pure.
 
-What OpenAI's API has goes to every server. What only vLLM and termgen have is sent to these by its
-name, and refused for others with an error that names the field: most servers skip fields that they
-do not know, and the answer would look as if they had done what was asked.
+Parameters of OpenAI's API go to every server. Those that only vLLM and termgen have go to these;
+for other servers they are refused with an error that names the field, as most servers ignore
+unknown fields silently.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULTS = SamplingParams()
 
 
 class Dialect(enum.Enum):
-    """Whose server it is, which is how much more than OpenAI's API it knows."""
+    """The kind of server, which decides the fields it knows beyond OpenAI's API."""
 
     TERMGEN = "termgen"
     VLLM = "vllm"
@@ -37,14 +37,14 @@ class Dialect(enum.Enum):
 
 
 def dialect_of(owner: str) -> Dialect:
-    """By `owned_by` of a model; who is not known is taken for OpenAI."""
+    """The dialect for a model's `owned_by`; an unknown owner is treated as OpenAI."""
     return next((dialect for dialect in Dialect if dialect.value == owner), Dialect.OPENAI)
 
 
 NUMBERS = ("presence_penalty", "frequency_penalty")
-"""OpenAI's, besides temperature and top_p."""
+"""Parameters of OpenAI's API, besides temperature and top_p."""
 MODEL_NUMBERS = ("top_k", "min_p", "repetition_penalty")
-"""vLLM's, for which a model may bring a default of its own."""
+"""Parameters of vLLM's API for which a model may have its own default."""
 EXTRAS = (
     *MODEL_NUMBERS,
     "stop_token_ids",
@@ -59,7 +59,7 @@ LLAMA_CPP_NAMES = {"top_k": "top_k", "min_p": "min_p", "repetition_penalty": "re
 
 
 def untold_params(dialect: Dialect) -> tuple[str, ...]:
-    """Sampling parameters that `build_call` refuses for such a server."""
+    """Sampling parameters that `build_call` refuses for this dialect."""
     told = LLAMA_CPP_NAMES if dialect is Dialect.LLAMA_CPP else {}
     return () if dialect.knows_all else tuple(name for name in EXTRAS if name not in told)
 
@@ -85,7 +85,7 @@ def build_call(
     priority: int = 0,
     cache_salt: str | None = None,
 ) -> Call:
-    """Raises `RequestError` naming what this server could not be told."""
+    """Build the request. Raises `RequestError` naming a field that the server does not know."""
     is_chat = isinstance(prompt, ChatPrompt)
     body: dict[str, Any] = {
         "model": model,
@@ -111,7 +111,7 @@ def build_call(
 
 
 def prompt_fields(prompt: Prompt, dialect: Dialect) -> dict[str, Any]:
-    """The prompt as a body carries it."""
+    """The body's fields for the prompt."""
     if isinstance(prompt, FillPrompt):
         return {"prompt": prompt.prefix, "suffix": prompt.suffix}
     if not isinstance(prompt, ChatPrompt):
@@ -154,7 +154,7 @@ def _openai_fields(params: SamplingParams, *, is_chat: bool) -> dict[str, Any]:
 
 def _extra_fields(params: SamplingParams, dialect: Dialect) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if dialect.knows_all:  # said even where it is nothing: the model may have defaults of its own
+    if dialect.knows_all:  # sent even if neutral: the model may have its own defaults
         fields = {name: getattr(params, name) for name in (*NUMBERS, *MODEL_NUMBERS)}
     for name in EXTRAS:
         value = getattr(params, name)
@@ -169,7 +169,7 @@ def _extra_fields(params: SamplingParams, dialect: Dialect) -> dict[str, Any]:
 
 
 def _format_fields(params: SamplingParams, dialect: Dialect) -> dict[str, Any]:
-    """JSON has a field of OpenAI's; the other forms have not."""
+    """The body's fields for structured outputs; OpenAI's API has one for JSON only."""
     wanted = params.structured_outputs
     if wanted is None:
         return {}

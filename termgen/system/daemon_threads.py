@@ -1,11 +1,11 @@
-"""A few threads for work that may take long, and that nobody waits for when the process ends.
+"""A thread pool for long jobs, which is not joined when the process ends.
 
-Used for what clients can make slow: compiling grammars, filling masks. The threads of a
-`ThreadPoolExecutor` are joined when Python exits, however long that takes; these are not.
+Used for work that clients can make slow: compiling grammars, filling masks. Python joins the
+threads of a `ThreadPoolExecutor` at exit, however long that takes.
 
-They have the priority of everybody else. With a lower one they would be given no processor on a
-busy machine, in moments in which they hold Python's lock or are to be handed it, and with them
-everybody would wait. Instead, `spare_threads` leaves a core to the others.
+The threads keep the normal priority. With a lower one they could lose their core on a busy machine
+while they hold the GIL, and every thread would wait with them. Instead, `spare_threads` leaves one
+core free.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _starting = threading.Lock()
 
 
 class DaemonThreads:
-    """Runs jobs in order. The threads start when they are needed and end with this object."""
+    """Runs jobs in order. Threads start when needed and end with this object."""
 
     def __init__(self, num_threads: int, name: str, *, stack_bytes: int = 0) -> None:
-        """stack_bytes: of each thread; 0 for what the system gives."""
+        """stack_bytes: stack size per thread; 0: the system's default."""
         self._num_threads = num_threads
         self._stack_bytes = stack_bytes
         self._name = name
@@ -36,14 +36,14 @@ class DaemonThreads:
         self._end = weakref.finalize(self, _end, self._jobs, num_threads)
 
     def submit(self, job: Job) -> None:
-        """Run this when a thread is free; it must not raise. One caller at a time. Raises
-        RuntimeError where the system has not a single thread for it."""
+        """Queue a job, which must not raise. One caller at a time. Raises RuntimeError if the
+        system cannot start even one thread."""
         self._jobs.put(job)
         if self._num_started < self._num_threads:
             self._start_one()
 
     def close(self) -> None:
-        """The threads end once they have done what is there."""
+        """End the threads once the queued jobs are done."""
         self._end()
 
     def _start_one(self) -> None:
@@ -56,13 +56,13 @@ class DaemonThreads:
             if not self._num_started:
                 self._jobs.get_nowait()
                 raise
-            return  # those that there are have to do
+            return  # the threads already started must suffice
         self._num_started += 1
 
 
 @contextlib.contextmanager
 def _stack_size(num_bytes: int) -> Iterator[None]:
-    """The stack of threads that start meanwhile: a setting of the whole process."""
+    """Stack size of threads started inside the block; the setting is per process."""
     if not num_bytes:
         yield
         return
@@ -75,8 +75,8 @@ def _stack_size(num_bytes: int) -> Iterator[None]:
 
 
 def spare_threads(most: int) -> int:
-    """How many threads may compute for long at one time: all cores but one, at least one."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # what this process may use, on Linux
+    """Threads that may compute for long at the same time: all cores but one, at least one."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux: the cores this process may use
     num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, min(most, num_cores - 1))
 
@@ -84,7 +84,7 @@ def spare_threads(most: int) -> int:
 def _run(jobs: Jobs) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # it may hold the owner of these threads, which would never end
+        del job  # it may reference the pool, whose finalizer would then never run
 
 
 def _end(jobs: Jobs, num_threads: int) -> None:

@@ -1,11 +1,10 @@
-"""Work for another process: what would hold up every stream here is done there, after all else.
+"""Helper processes, for work that would stall every stream if it held this process's GIL.
 
-`HelperProcess` runs a program of ours; `answer_questions` is the other end. One question at a time:
-bytes go over, an object comes back, or what the program raised is raised here. Such a program holds
-no lock of this process however long it takes, and has a lower priority: with both of two cores
-busy, a stream goes first. The two speak through a socket, the program's standard input. What it
-prints is kept, and logged if it has to be replaced: it has no terminal. Knows nothing of what is
-asked.
+`HelperProcess` runs one of termgen's programs; `answer_questions` is the program's side. One
+question at a time: a task and bytes go over, an object comes back, or the exception is raised here.
+The program has a lower priority, so that streams go first when all cores are busy. Both sides use
+a socket, which is the program's standard input. Its output is kept and logged if it fails. Knows
+nothing of the tasks.
 """
 
 from __future__ import annotations
@@ -36,44 +35,43 @@ from termgen.system.cpu_slices import take_long_slices
 logger = logging.getLogger(__name__)
 
 SIZE_BYTES = 8
-"""Before what is sent either way: how much it is."""
+"""Length of the size prefix of every message."""
 READY = b"\1"
-"""What the program says once, before it reads the first question."""
+"""Sent once by the program before it reads the first question."""
 NICENESS = 5
 
 MAX_START_S = 60.0
-"""From starting the program to its first word: Python and its libraries may come from a disk that
-is busy."""
+"""Timeout of a start, including `READY`: Python and its libraries may come from a busy disk."""
 EXIT_S = 1.0
-"""For the last words of a program that ends by itself."""
+"""Wait for the exit status of a program that stopped responding."""
 ORPHAN_S = 1.0
-"""So long beyond its limit a question lasts if nobody is there any more to end it."""
+"""Grace period beyond the limit after which an orphaned helper ends itself."""
 KEPT_OUTPUT_BYTES = 4096
 RETRY_AFTER_S = 1.0
 
 
 class HelperFault(Exception):
-    """There is no answer. The next question goes to a new process."""
+    """The helper gave no answer. The next question goes to a new process."""
 
 
 class HelperClosed(HelperFault):
-    """`close` has been called: nothing is answered any more."""
+    """`close` has been called."""
 
 
 class HelperMissing(HelperFault):
-    """The system gave no process, or it ended before it could be asked."""
+    """The process could not be started, or ended before it was ready."""
 
 
 class HelperDied(HelperFault):
-    """The process ended instead of answering: as a rule, for lack of memory."""
+    """The process ended instead of answering, usually for lack of memory."""
 
 
 class HelperTooSlow(HelperFault):
-    """The process took longer than it may, and was ended."""
+    """The process exceeded its time limit and was killed."""
 
 
 def no_process(thing: str, done: str, *, param: str | None = None) -> OverloadedError:
-    """For a client: `thing`, of its request, was to be `done` in a process of its own."""
+    """The client's error if no helper can start. `thing`: part of its request, to be `done`."""
     return OverloadedError(
         f"The {thing} cannot be {done} now: the system has no process left for it; try again soon",
         code="no_process",
@@ -83,7 +81,7 @@ def no_process(thing: str, done: str, *, param: str | None = None) -> Overloaded
 
 
 def refusal(fault: HelperFault, thing: str, done: str, *, param: str | None = None) -> RequestError:
-    """The same for any fault but that the helper was closed."""
+    """The client's error for any fault but `HelperClosed`; arguments as for `no_process`."""
     assert not isinstance(fault, HelperClosed), "that is nothing about the request"
     if isinstance(fault, HelperMissing):
         return no_process(thing, done, param=param)
@@ -97,24 +95,25 @@ def refusal(fault: HelperFault, thing: str, done: str, *, param: str | None = No
 
 
 class HelperProcess:
-    """Starts with the first question, and stays until `close`. Any thread may ask; they wait for
-    each other."""
+    """A program that starts with the first question and runs until `close`. Thread-safe: questions
+    are answered one after another."""
 
     def __init__(self, program: Path, *arguments: str) -> None:
         self._name = program.name
         self._command = [sys.executable, "-P", str(program), *arguments]
         self._child: _Child | None = None
         self._turn = threading.Lock()
-        """Held by whoever asks."""
+        """Held by the thread that asks."""
         self._lock = threading.Lock()
-        """Nothing is started behind `close`."""
+        """Guards `_child` and `is_closed`: no process starts after `close`."""
         self.is_closed = False
 
     def ask(self, task: object, parts: Sequence[bytes] = (), *, limit_s: float) -> Any:
-        """What the program makes of the task and of these bytes. Raises what it raised, or a
-        `HelperFault`. Functions in the task that only this process has come back as they are.
+        """The program's answer to a task with these bytes. Raises its exception, or a
+        `HelperFault`. Local functions in the task are not sent; in an answer they come back as
+        the same objects.
 
-        limit_s: from its turn on, by the clock, not counting the start of the process.
+        limit_s: wall-clock limit, without the wait for other threads and the process's start.
         """
         head, kept = _packed((task, limit_s + ORPHAN_S))
         with self._turn:
@@ -125,7 +124,7 @@ class HelperProcess:
             except (OSError, EOFError) as error:
                 raise self._fault(child, error) from None
             finally:
-                if answer is None:  # what is left of it must not be taken for the next one
+                if answer is None:  # a late answer must not be read as the next one
                     child.end()
         told = _Unpickler(answer, kept).load()
         if isinstance(told, BaseException):
@@ -133,22 +132,22 @@ class HelperProcess:
         return told
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Unless it runs; the first question does it, too. Raises `HelperFault`."""
+        """Start the program unless it runs, as the first `ask` would. Raises `HelperFault`."""
         with self._turn:
             return self._running().process
 
     def close(self) -> None:
-        """What is asked now has no answer, nor whatever is asked from now on."""
+        """End the program: the current and all later questions raise `HelperClosed`."""
         with self._lock:
             self.is_closed = True
             if self._child is not None:
                 self._child.process.kill()
-        with self._turn:  # whoever had it has seen the end
+        with self._turn:  # after the asking thread has noticed the end
             if self._child is not None:
                 self._child.end()
 
     def _running(self) -> _Child:
-        """For whoever has the turn."""
+        """The running program, started if needed. The caller holds `_turn`."""
         with self._lock:
             if self.is_closed:
                 raise HelperClosed
@@ -165,7 +164,7 @@ class HelperProcess:
             return child
 
     def _fault(self, child: _Child, error: Exception) -> HelperFault:
-        """Why there was no answer, which the log is told, too."""
+        """Log why there was no answer, and return the fault to raise."""
         if self.is_closed:
             return HelperClosed()
         is_slow = isinstance(error, TimeoutError)
@@ -179,10 +178,10 @@ class HelperProcess:
 
 
 class _Child:
-    """The program while it runs once. Used by one thread at a time; any may kill the process."""
+    """One run of the program. Used by one thread at a time; any thread may kill the process."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """Raises OSError where the system has no process, or no file descriptors for one."""
+        """Raises OSError if the system has no process or file descriptors left."""
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
@@ -192,7 +191,7 @@ class _Child:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     bufsize=0,
-                    process_group=0,  # Ctrl-C is not for it; priorities count within a session
+                    process_group=0,  # no Ctrl-C; no new session, as niceness counts within one
                 )
             except BaseException:
                 self._socket.close()
@@ -204,15 +203,16 @@ class _Child:
         self._printed = b""
         self.is_ready = False
         self.end = weakref.finalize(self, _end, self.process, self._socket)
-        """Once; also when nobody refers to it any more."""
+        """Ends the process, once; also when this object is garbage-collected."""
 
     @property
     def has_ended(self) -> bool:
-        """By itself."""
+        """True if the process has ended without `end`."""
         return self.end.alive and self.process.poll() is not None
 
     def ask(self, parts: Sequence[bytes], limit_s: float) -> bytearray:
-        """The answer. Raises OSError or EOFError, TimeoutError among them; it is of no use then."""
+        """Send the parts and read the answer. After an OSError (such as TimeoutError) or EOFError
+        the process is unusable."""
         if not self.is_ready:
             self._receive(len(READY), time.monotonic() + MAX_START_S)
             self.is_ready = True
@@ -224,14 +224,14 @@ class _Child:
         return self._receive(size, deadline)
 
     def last_status(self) -> str:
-        """How it ends. Waits a moment for it."""
+        """Its exit status as text, after a short wait for it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(EXIT_S)
         status = self.process.poll()
         return "no longer listens" if status is None else f"ended with status {status}"
 
     def last_words(self) -> str:
-        """The end of all that it has printed."""
+        """The end of its output."""
         while self._hear():
             continue
         return self._printed.decode(errors="replace").strip()
@@ -254,8 +254,8 @@ class _Child:
         return data
 
     def _wait_for(self, event: int, deadline: float) -> None:
-        """Until the socket can go on. What is printed is taken in meanwhile, or a program that
-        prints much would wait for ever."""
+        """Wait until the socket is ready. Reads the output meanwhile, or a program that prints much
+        would block."""
         poll = select.poll()
         poll.register(self._socket, event)
         poll.register(self._output, select.POLLIN)
@@ -268,7 +268,7 @@ class _Child:
         raise TimeoutError
 
     def _hear(self) -> bool:
-        """Take in a piece of what it has printed; False when there is none."""
+        """Read a piece of its output; False if there is none."""
         try:
             piece = os.read(self._output.fileno(), select.PIPE_BUF)
         except BlockingIOError:
@@ -280,18 +280,18 @@ class _Child:
 def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its forks are in its group
+            os.killpg(process.pid, signal.SIGKILL)  # its children are in its group
     process.wait()
     channel.close()
     assert process.stdout is not None
     process.stdout.close()
 
 
-# -- what crosses ------------------------------------------------------------------------------
+# -- messages ----------------------------------------------------------------------------------
 
 
 class Elsewhere:
-    """Stands, over there, for a function that only the asking process has."""
+    """Stands in the program for a local function of the asking process."""
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -330,13 +330,13 @@ def _packed(task: object) -> tuple[bytes, Sequence[object]]:
     return target.getvalue(), pickler.kept
 
 
-# -- over there --------------------------------------------------------------------------------
+# -- in the program ----------------------------------------------------------------------------
 
 
 def answer_questions(answer: Callable[[Any, bytes], object]) -> None:
-    """What the program does until its standard input ends: `answer` makes something of each task
-    and of the bytes that came with it."""
-    with contextlib.suppress(AttributeError, OSError):  # not every system can
+    """The program's main loop, until its standard input ends: `answer` gets each task with its
+    bytes and returns the result."""
+    with contextlib.suppress(AttributeError, OSError):  # not on every system
         os.nice(NICENESS)  # the engine goes first
     take_long_slices()
     gc.disable()  # JSON has no cycles
@@ -349,20 +349,20 @@ def answer_questions(answer: Callable[[Any, bytes], object]) -> None:
         channel.write(told)
         channel.flush()
         del told
-        gc.collect(0)  # errors have, and are new
+        gc.collect(0)  # exceptions have cycles, and are in the youngest generation
 
 
 def _told(answer: Callable[[Any, bytes], object], question: bytes) -> bytes:
     stream = io.BytesIO(question)
     try:
         task, limit_s = pickle.load(stream)
-        signal.setitimer(signal.ITIMER_REAL, limit_s)  # which nothing that runs here can ignore
+        signal.setitimer(signal.ITIMER_REAL, limit_s)  # SIGALRM ends the process, whatever runs
         return pickle.dumps(answer(task, stream.read()), protocol=pickle.HIGHEST_PROTOCOL)
     except MemoryError:
-        raise  # ends this process, which is what makes room
+        raise  # ends this process, which frees the memory
     except TermgenError as error:
         told: Exception = error
-    except Exception as error:  # the top of this process: a bug of ours, shown where it is asked
+    except Exception as error:  # top of the process: a bug in termgen, raised at the caller
         told = RuntimeError(f"{type(error).__name__} in a helper:\n{traceback.format_exc()}")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

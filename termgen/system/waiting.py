@@ -1,7 +1,7 @@
-"""Waiting for a server that loads its model, or that does not listen yet. For every client of one.
+"""Wait for a server that loads its model or does not listen yet; used by every client.
 
-`wait_for_server` repeats an attempt to reach the server. The attempt raises `NotYet` when it came
-too early, and any other exception when waiting would not help: a wrong key, no such path.
+`wait_for_server` repeats an attempt to reach the server. The attempt raises `NotYet` to be
+repeated, and any other exception if waiting would not help: a wrong key, no such path.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from termgen.errors import TermgenError
 
 POLL_S = 0.4
 MAX_POLL_S = 10.0
-"""However long a server asks to be left alone."""
+"""Upper limit on a server's Retry-After."""
 
 ABSENT_S = 1.0
-"""A server that nothing is heard of gets so long, for a few attempts, unless told otherwise."""
+"""Default wait for a server that does not answer: time for a few attempts."""
 
 LOADING_CODE = "loading"
-"""In termgen's own answers; others only say it in words."""
+"""Error code in termgen's own responses; other servers have only a message."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How far a server says its start is."""
+    """A server's report on its start-up."""
 
     phase: str
     progress: float
@@ -44,18 +44,18 @@ class Loading:
 
 
 class NotYet(Exception):
-    """An attempt came too early. `refusal` is the error when it was the last one."""
+    """The server is not ready yet. `refusal` is raised if this was the last attempt."""
 
     def __init__(self, refusal: TermgenError, loading: Loading | None = None) -> None:
-        """Without `loading` nothing listens at the address."""
+        """loading: None if nothing listens at the address."""
         super().__init__(str(refusal))
         self.refusal = refusal
         self.loading = loading
 
 
 def why_unreachable(error: BaseException) -> str:
-    """Plain words for an error of the HTTP client, whose own are `All connection attempts failed`
-    whatever the system has said."""
+    """The reason for an HTTP client's error, which itself may only say `All connection attempts
+    failed`."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ConnectionRefusedError):
@@ -65,7 +65,7 @@ def why_unreachable(error: BaseException) -> str:
 
 
 def read_loading(status: int, raw: bytes, headers: Mapping[str, str]) -> Loading | None:
-    """What an answer tells of a start under way; None if it is about something else.
+    """Read a 503 response that reports loading; None for any other response.
 
     termgen names the phase; llama.cpp and others say `Loading model` in the error's message.
     """
@@ -97,7 +97,7 @@ def _share(value: Any) -> float:
 def _retry_s(value: str | None) -> float:
     try:
         seconds = float(value or "")
-    except ValueError:  # nothing, or a date
+    except ValueError:  # absent, or a date
         return POLL_S
     return min(max(seconds, POLL_S), MAX_POLL_S) if math.isfinite(seconds) else POLL_S
 
@@ -110,11 +110,11 @@ async def wait_for_server(
     absent_s: float | None = None,
     check: Callable[[], None] | None = None,
 ) -> T:
-    """The result of the first attempt that is not too early. Raises what `attempt` raises.
+    """Repeat `attempt` while it raises `NotYet`; return its result, or raise its other exceptions.
 
-    A server that loads is waited for without end, one that is not there for `absent_s`, or for a
-    moment; `limit_s` replaces both. `report` is told the phase and its share; `check` may raise to
-    give up before.
+    Waits without limit while the server loads, and `absent_s` (default `ABSENT_S`) while it does
+    not answer; `limit_s` replaces both. `report` gets the loading phase and its completed share;
+    `check` may raise to give up earlier.
     """
     began = time.monotonic()
     absent_s = ABSENT_S if absent_s is None else absent_s

@@ -1,7 +1,7 @@
-"""What the engine thread hands to a front end once per step: arrays, not text.
+"""The engine thread's output to a front end, once per step: arrays, not text.
 
-A front end maps (slot, epoch) to its own request through `started`; the arrays then carry the
-step's tokens. Vocabulary: no torch, no scheduler.
+A front end maps (slot, epoch) to its own request through `started`; the arrays carry the step's
+tokens. Vocabulary: no torch, no scheduler.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from termgen.vocabulary.step import StepLogprobs, StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class StartedRow:
-    """A request took a slot: for the first time, or again after a preemption."""
+    """A request that got a slot, for the first time or after a preemption."""
 
     request_id: str
     slot: int
     epoch: int
     num_cached_tokens: int
-    """Prompt tokens found in the prefix cache the first time it was scheduled."""
+    """Prefix-cache hits, in tokens, when it was first scheduled."""
     first_scheduled_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """A request is over. Comes in the same delivery as its last token, or in a later one."""
+    """A finished request; comes in the same delivery as its last token, or in a later one."""
 
     request_id: str
     reason: FinishReason
     stop_token_id: int | None
-    """The token that ended it when that token is not an end-of-sequence token."""
+    """The token that ended it, unless that is an end-of-sequence token."""
     stopped_by_token: bool
-    """The last token is a stop token or end-of-sequence: it is reported, its text is not shown."""
+    """The last token is a stop or end-of-sequence token: it is reported without its text."""
     error: TermgenError | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -44,7 +44,7 @@ class FinishedRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
-    """Log-probabilities of prompt tokens that a step has computed for one row."""
+    """Log-probabilities of the prompt tokens that a step computed for one row."""
 
     slot: int
     epoch: int
@@ -54,8 +54,7 @@ class PromptLogprobs:
 
     @classmethod
     def of_step(cls, plan: StepPlan, result: StepResult) -> tuple[PromptLogprobs, ...]:
-        """Log-probabilities of every row of the plan: what it says of one that has lost its slot is
-        still true."""
+        """Log-probabilities for every row of the plan; they are valid even if it lost its slot."""
         values = result.prompt_logprobs
         if values is None:
             return ()
@@ -72,18 +71,18 @@ class PromptLogprobs:
 
 
 class StepDelivery(NamedTuple):
-    """One step's news. Apply in this order: `started`, `prompt_logprobs`, tokens, `finished`."""
+    """One step's output. Apply in this order: `started`, `prompt_logprobs`, tokens, `finished`."""
 
     step_id: int
     time_ns: int
     """perf_counter_ns when the tokens reached the host."""
     started: tuple[StartedRow, ...]
     slots: IntArray
-    """[num_rows] rows that produced tokens."""
+    """[num_rows] slots of the rows that produced tokens."""
     epochs: IntArray
     """[num_rows]"""
     num_tokens: IntArray
-    """[num_rows] how many each produced."""
+    """[num_rows] tokens that each produced."""
     token_ids: IntArray
     """[sum(num_tokens)]"""
     logprobs: StepLogprobs | None

@@ -1,4 +1,4 @@
-"""Lengths of time as people read them: seconds from one second on, with the unit beside."""
+"""Durations as text for people."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Facts the engine publishes about itself, and the bounded rings that carry them.
+"""Events that the engine publishes about itself, and the bounded rings that carry them.
 
 The engine appends one fixed-size `StepRecord` per step and one `RequestEvent` per change in a
-request's life. A subscriber owns a ring; when it is full the oldest entry is dropped and counted,
-so a slow reader can never slow a step. Vocabulary: no torch, no scheduler.
+request's life. Each subscriber has a ring; when it is full the oldest entry is dropped and counted,
+so a slow reader never slows a step. Vocabulary: no torch, no scheduler.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class StepRecord(NamedTuple):
     planned_ns: int
     submitted_ns: int
     started_ns: int
-    """When the device began the step: by its own clock where it has one."""
+    """Start of the step on the device, by the device's clock where it has one."""
     ended_ns: int
-    """Its time includes what sampling waited for masks, with rows under a grammar."""
+    """End of the step on the device; includes waiting for grammar masks before sampling."""
     applied_ns: int
-    """When the host had taken the results in."""
+    """When the host had applied the results."""
     schedule_us: float
     apply_us: float
     num_decode_rows: int
@@ -42,13 +42,12 @@ class StepRecord(NamedTuple):
     num_cached_blocks: int
     num_free_blocks: int
     prefix_query_tokens: int
-    """Prompt tokens looked up in the prefix cache since start."""
+    """Prompt tokens looked up in the prefix cache, since start."""
     prefix_hit_tokens: int
     num_preemptions: int
-    """Since start."""
+    """Preemptions since start."""
     graph_reason: str = ""
-    """Why no CUDA graph was replayed, or only pieces of the step were where a whole one might have
-    been; empty otherwise."""
+    """Why no CUDA graph was replayed, or a piecewise instead of a full one; else empty."""
     num_late_compiles: int = 0
     """Kernels compiled since the engine was ready. Anything but 0 is a fault."""
     landed_ns: int = 0
@@ -56,39 +55,38 @@ class StepRecord(NamedTuple):
     launch_us: float = 0.0
     """Host time to hand the step to the device."""
     queue_depth: int = 0
-    """Steps in flight when this one was submitted. 0: the device may have had nothing to do."""
+    """Steps in flight when this one was submitted. 0: the device may have been idle."""
     num_wasted_tokens: int = 0
-    """Since start: computed for requests whose end, or loss of the slot, was not known yet, or in
-    vain for a mask that was late."""
+    """Since start: tokens computed for requests that, unknown to the plan, had ended or lost their
+    slot, or in vain because of a late mask."""
     host_us: float = 0.0
-    """Time of the loop from the landing before to this one, without waiting for the device."""
+    """Host time of the loop between the previous landing and this one, without device waits."""
     wait_us: float = 0.0
-    """How long the loop waited for this step's results."""
+    """Time that the loop waited for this step's results."""
     idle_us: float = 0.0
-    """How long the device had nothing to run before this step, although there was work."""
+    """Time that the device was idle before this step, although there was work."""
     prefill_ids: tuple[str, ...] = ()
-    """Requests with a part of their prompt, or of what they compute again, in this step, as it was
-    planned: some may be over when it lands. All other rows decode. Empty when there was no
-    listener."""
+    """Requests that prefill (or recompute) in this step, as planned: some may have ended when it
+    lands. All other rows decode. Empty if the events had no subscriber."""
     prefill_tokens: tuple[int, ...] = ()
-    """How many tokens of each."""
+    """Number of tokens of each."""
     num_evictions: int = 0
-    """Since start: blocks whose cached prefix had to be forgotten for new tokens."""
+    """Since start: cached blocks evicted for new tokens."""
     num_corrupted: int = 0
-    """Since start: requests ended because their logits were not numbers. Anything but 0 is a fault
-    of the model or its type."""
+    """Since start: requests ended by NaN or infinite logits. Anything but 0 is a fault of the model
+    or its dtype."""
     publish_us: float = 0.0
-    """What telling of the step before this one took the engine."""
+    """Engine time that publishing the previous step took."""
     input_us: float = 0.0
-    """On a CPU, the part of the step before the model; zero elsewhere, as a GPU does not tell."""
+    """On a CPU, the time of the step before the model; zero on a GPU, which is not measured."""
     model_us: float = 0.0
-    """On a CPU, the model's part of the step."""
+    """On a CPU, the model's time in the step."""
     sample_us: float = 0.0
-    """On a CPU, the part of the step behind the model: logits, sampling, and waiting for masks."""
+    """On a CPU, the time after the model: logits, sampling, and waiting for masks."""
 
     @property
     def launched_ns(self) -> int:
-        """When the host had handed the step to the device."""
+        """When the host had submitted the step to the device."""
         return self.submitted_ns + round(self.launch_us * 1e3)
 
 
@@ -110,14 +108,14 @@ class RequestEvent(NamedTuple):
     num_output_tokens: int
     num_cached_tokens: int
     detail: str = ""
-    """Finish reason, or why it was preempted; of a queued one its sampling parameters."""
+    """Finish reason, reason for a preemption, or sampling parameters of a queued request."""
 
 
 EngineEvent = StepRecord | RequestEvent
 
 
 class EventRing:
-    """A subscriber's bounded queue. `append` is called by the engine thread, `drain` by the reader.
+    """A subscriber's bounded queue. The engine thread calls `append`, the reader `drain`.
 
     `deque.append` and `popleft` are atomic under the GIL, so neither side takes a lock.
     """
@@ -134,7 +132,7 @@ class EventRing:
         self.num_appended += 1
 
     def drain(self) -> list[EngineEvent]:
-        """Take everything that is there, oldest first."""
+        """Take all entries, oldest first."""
         out: list[EngineEvent] = []
         while True:
             try:
@@ -174,11 +172,11 @@ class EventBus:
 
 
 class BlockState(enum.IntEnum):
-    """State of one KV block as drawn in the block map."""
+    """State of a KV block in the block map."""
 
     FREE = 0
     CACHED = 1
-    """Holds a reusable prefix and is not in use."""
+    """Unused, with a reusable prefix."""
     ACTIVE = 2
     SHARED = 3
     """Used by more than one request."""
@@ -188,7 +186,7 @@ class BlockState(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """One request as a screen shows it."""
+    """One request for a screen."""
 
     request_id: str
     status: str
@@ -199,7 +197,7 @@ class RequestView:
     num_output_tokens: int
     num_blocks: int
     num_scheduled_tokens: int
-    """Tokens this request has in the newest step; 0 when it is not in it."""
+    """Tokens of this request in the newest step; 0 if it has none."""
     age_s: float
     num_preemptions: int
     priority: int
@@ -207,19 +205,20 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineSnapshot:
-    """What a screen shows beside the time series. Built by the engine thread when asked for."""
+    """The engine's state for a screen, beside the time series. Built by the engine thread on
+    request."""
 
     time_ns: int
     step: StepRecord | None
     """The newest step."""
     requests: tuple[RequestView, ...]
-    """Running first, in batch order, then waiting in queue order (at most 256 of each)."""
+    """Running requests in batch order, then waiting ones in queue order (at most 256 of each)."""
     num_running: int
     num_waiting: int
     block_states: npt.NDArray[np.uint8]
     """[num_blocks] BlockState values."""
     block_owners: npt.NDArray[np.int32]
-    """[num_blocks] index into `requests` of one owner, -1 for none."""
+    """[num_blocks] index into `requests` of an owner; -1: none."""
     num_used_blocks: int
     num_cached_blocks: int
     num_free_blocks: int
@@ -236,18 +235,18 @@ class EngineSnapshot:
     """perf_counter_ns of the last applied step, for watchdogs."""
     num_graphs_recorded: int = 0
     num_graphs: int = 0
-    """CUDA graphs recorded, and those still to be recorded in idle moments."""
+    """CUDA graphs, including those still to be recorded in idle moments."""
     paused: bool = False
     """`EngineClient.pause` holds back new requests, or all steps."""
     sleep_level: int = 0
-    """How much was given back until `EngineClient.wake_up`; 0: awake."""
+    """Sleep level as in `EngineClient.sleep`; 0: awake."""
     waiting_reason: str = ""
-    """Why the first of the queue does not run; the others wait for their turn."""
+    """Why the first request of the queue does not run; the others wait behind it."""
     evicted_blocks: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    """The last blocks whose cached prefix was forgotten for new tokens, the newest last."""
+    """The latest evicted blocks, newest last."""
     num_evictions: int = 0
-    """How many there were since start."""
+    """Blocks evicted since start."""
     cpu_s: float = 0.0
-    """Processor time that the engine's process has used, on all cores together."""
+    """CPU time of the engine's process, all cores together."""
     resident_bytes: int = 0
-    """Memory that the engine's process holds; 0 where the system does not tell."""
+    """Resident memory of the engine's process; 0 if unknown."""

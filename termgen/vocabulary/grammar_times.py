@@ -1,7 +1,7 @@
-"""How long grammars take to compile, and why some do not: counted by the threads that compile.
+"""Times and failures of grammar compilations.
 
-`GrammarCompiler` adds to `GrammarTimes`; front ends see its `GrammarTotals` through
-`EngineClient`. Vocabulary: knows no grammars.
+`GrammarCompiler` adds to `GrammarTimes`; front ends get `GrammarTotals` through `EngineClient`.
+Vocabulary: knows no grammars.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 
 @dataclass(frozen=True, slots=True)
 class GrammarTotals:
-    """Since the engine's start. What came from the cache is in none of these."""
+    """Totals since the engine's start, without cache hits."""
 
     counts: tuple[int, ...] = (0,) * (len(BOUNDS_S) + 1)
-    """Compilations of up to so many seconds as `BOUNDS_S` says; the last: of more."""
+    """Histogram of compile times over `BOUNDS_S` (upper bounds in seconds); the last: longer."""
     seconds: float = 0.0
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Those of them that failed, by the code of the error."""
+    """Failed compilations, by error code."""
 
 
 class GrammarTimes:
-    """Adds up. Any thread may use it."""
+    """Adds up compilations. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class GrammarTimes:
         self._failures: Counter[str] = Counter()
 
     def add(self, seconds: float, error: BaseException | None = None) -> None:
-        """A compilation took so long, and ended with this error."""
+        """Count one compilation, which failed if `error` is given."""
         with self._lock:
             self._counts[bisect_left(BOUNDS_S, seconds)] += 1
             self._seconds += seconds

@@ -1,6 +1,6 @@
-"""What a device's memory is taken by, as measured when the engine is ready. Vocabulary, no torch.
+"""Use of a device's memory, measured when the engine is ready. Vocabulary: no torch.
 
-Filled in by the runner's `MemoryAccount`; shown at start, on the dashboard and in /metrics.
+The runner's `MemoryAccount` fills it in; shown at start, on the dashboard and in /metrics.
 """
 
 from __future__ import annotations
@@ -13,30 +13,29 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLedger:
-    """Every byte of one device, in parts that add up to `total_bytes`."""
+    """The memory of one device, in parts that add up to `total_bytes`."""
 
     name: str
-    """`GPU memory`, or `memory` of a machine without one."""
+    """`GPU memory`, or `memory` on a machine without a GPU."""
     total_bytes: int
     limit_bytes: int
-    """What may be in use by everybody: gpu_memory_utilization of the total."""
+    """Limit of use by all processes: gpu_memory_utilization of the total."""
     weights_bytes: int
     activations_bytes: int
-    """The most that a step takes besides what is always held, and gives back at its end."""
+    """Peak temporary memory of a step, freed at its end."""
     graphs_bytes: int
-    """What CUDA graphs take: their pool and what the driver keeps for them; while some are left for
-    idle moments, what is set aside for all."""
+    """CUDA graphs: their pool and the driver's memory for them; while some are still to be
+    recorded, the reserve for all."""
     workspace_bytes: int
-    """Buffers that are always held: request rows, inputs, plans and scratch of attention, products
-    and sampling."""
+    """Permanent buffers: request rows, inputs, plans and scratch of attention, GEMMs, sampling."""
     kv_cache_bytes: int
     kv_cache_tokens: int
     other_bytes: int
-    """Other processes and the driver, with the kernels it has loaded for this one; on a machine
-    without a GPU everything that is neither weights nor KV cache."""
+    """Other processes and the driver with its loaded kernels; without a GPU everything that is
+    neither weights nor KV cache."""
     free_bytes: int
     expected_graphs_bytes: int = 0
-    """What was set aside for CUDA graphs when the KV cache was sized."""
+    """Reserve for CUDA graphs when the KV cache was sized."""
 
     @property
     def free_below_limit_bytes(self) -> int:
@@ -45,7 +44,7 @@ class MemoryLedger:
 
     @property
     def free_above_limit_bytes(self) -> int:
-        """What gpu_memory_utilization leaves to others."""
+        """Free memory that gpu_memory_utilization leaves to other processes."""
         return self.free_bytes - self.free_below_limit_bytes
 
     def parts(self) -> dict[str, int]:
@@ -62,7 +61,7 @@ class MemoryLedger:
         }
 
     def __str__(self) -> str:
-        """One line for people. What is zero is left out."""
+        """One line for people, without parts that are zero."""
         graphs = "graphs"
         if self.expected_graphs_bytes:
             graphs = f"graphs ({size(self.expected_graphs_bytes)} expected)"

@@ -1,4 +1,4 @@
-"""What front ends may know about the loaded model."""
+"""Description of the loaded model for front ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from termgen.vocabulary.tool_format import ToolFormat
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """One engine's model, and how it was started."""
+    """An engine's model and start-up facts."""
 
     model_id: str
     """The served name."""
@@ -34,20 +34,20 @@ class ModelInfo:
     default_params: Mapping[str, Any] = field(default_factory=dict)
     """Sampling defaults from the model's generation_config.json."""
     implementation: str = "termgen"
-    """Whose code runs the model: termgen's, or that of transformers."""
+    """The code that runs the model: `termgen` or `transformers`."""
     tool_format: ToolFormat = field(default_factory=ToolFormat)
-    """How it writes tool calls."""
+    """Syntax of the model's tool calls."""
     memory: MemoryLedger | None = None
-    """What the device's memory is taken by; None where only the other end knows."""
+    """Use of the device's memory; None for a remote server."""
     startup: tuple[StartupPhase, ...] = ()
-    """What starting the engine took, phase by phase."""
+    """Times of the start-up phases."""
     max_num_seqs: int = 0
-    """Completions that may run at once; 0 where only the other end knows."""
+    """Completions that may run at once; 0: unknown (a remote server)."""
     run_ahead_ms: float = 0.0
-    """How much work is queued at most while nobody waits; 0 where steps do not run ahead so far."""
+    """Most work queued on the device while no request waits; 0: steps do not run ahead that far."""
     untold_params: tuple[str, ...] = ()
-    """Sampling parameters that it cannot be told, as a server elsewhere knows fewer of them."""
+    """Sampling parameters that a remote server does not support."""
     num_threads: int = 0
-    """Threads that the model computes with on a CPU; 0 on a GPU, or where it is not known."""
+    """CPU threads that run the model; 0 on a GPU, or if unknown."""
     num_cores: int = 0
-    """Processors that the engine's process may run on; 0 where only the other end knows."""
+    """Cores that the engine's process may use; 0: unknown."""

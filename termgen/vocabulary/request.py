@@ -1,4 +1,4 @@
-"""What a request is, on its way in and while it lives. Vocabulary: no torch, no scheduler."""
+"""A request as submitted, and the scheduler's record of it. Vocabulary: no torch, no scheduler."""
 
 from __future__ import annotations
 
@@ -50,28 +50,28 @@ class GenerationRequest:
     cache_salt: str | None = None
     """Prefix-cache entries are shared only between requests with the same salt."""
     grammar: TokenGrammar | None = field(default=None, compare=False)
-    """What `params.structured_outputs` was compiled to."""
+    """The compiled `params.structured_outputs`."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    """`params.bad_words` as the tokenizer writes them; the last id of a sequence is forbidden
-    where the others have just been generated."""
+    """Token sequences of `params.bad_words`; the last id of a sequence is forbidden right after
+    the others."""
     block_hashes: tuple[bytes, ...] = field(default=(), repr=False, compare=False)
-    """Prefix-cache hashes of the prompt's full blocks, or of as many as have been made: the
-    engine's thread, which makes the others, has no time to."""
+    """Prefix-cache hashes of the prompt's first full blocks, computed here to save time on the
+    engine thread, which computes the rest."""
     prompt: IntArray = field(init=False, repr=False, compare=False)
-    """The same ids as an array: made here, because the engine's thread has no time to."""
+    """The ids as an array, built here to save time on the engine thread."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", np.asarray(self.prompt_token_ids, np.int32))
 
     def start_grammar(self) -> GrammarState | None:
-        """The beginning of an answer; None where any text will do. Its matcher is made later."""
+        """A new grammar state, or None without a grammar. Its matcher is created later."""
         if self.grammar is None:
             return None
         return GrammarState(self.grammar, ends_at_eos=not self.params.ignore_eos)
 
 
 def check_cache_salt(salt: object) -> None:
-    """Refuse what cannot be a salt. None, for no salt, is not for here."""
+    """Raise `RequestError` for an invalid salt. None must not be passed."""
     if not isinstance(salt, str) or not _CACHE_SALT.fullmatch(salt):
         raise RequestError(
             "cache_salt must have 1 to 128 characters of A-Z, a-z, 0-9, _ and -",
@@ -89,7 +89,7 @@ class Request:
 
     request_id: str
     token_ids: IntArray
-    """Every known token: the prompt, plus outputs as of the last time the slot was released."""
+    """All known tokens: the prompt, plus the output when the slot was last released."""
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
@@ -106,20 +106,20 @@ class Request:
     epoch: int = -1
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache when the request was first scheduled."""
+    """Prefix-cache hits, in tokens, when the request was first scheduled."""
     num_preemptions: int = 0
     first_scheduled_ns: int = 0
     finish_reason: FinishReason | None = None
     grammar: GrammarState | None = None
-    """The state of its grammar, as far as its tokens have landed."""
+    """Grammar state after the tokens that have landed."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it; None for end-of-sequence and length."""
 
     @property
     def owes_prompt_logprobs(self) -> bool:
-        """The prompt's log-probabilities are wanted and not all out: all of it is to be computed.
+        """Prompt logprobs are requested and not complete, so the whole prompt must be computed.
 
-        They come with the steps that compute the prompt, so they are out once a token is.
+        They come with the prefill steps, so they are complete once a token has been generated.
         """
         wanted = self.params.prompt_logprobs is not None
         return wanted and len(self.token_ids) == self.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""How one request wants its tokens drawn. Vocabulary."""
+"""Sampling parameters of a request. Vocabulary."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ GREEDY_EPSILON = 1e-5
 """Temperatures below this mean greedy decoding, as in vLLM."""
 
 SMALLEST_POSITIVE = 2.0**-126
-"""Devices compute with float32 and may take anything nearer to 0 for 0."""
+"""Smallest normal float32; devices may flush smaller values to 0."""
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_EOS_IDS = 128
-"""End tokens of a model. The device has a column for each of them and of a request's own."""
+"""Limit of a model's end tokens. The device has a column for each, and for a request's stop ids."""
 MAX_N = 128
 MAX_LOGIT_BIAS = 1024
 MAX_BIAS = 100.0
-"""Larger values mean the same; they are cut to this, as OpenAI documents the range."""
+"""Larger values are clamped, as OpenAI documents this range."""
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 256
 
@@ -39,7 +39,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    """How many completions to generate. Completion `i` of a seeded request uses `seed + i`."""
+    """Number of completions. Completion `i` of a seeded request uses `seed + i`."""
     temperature: float = 1.0
     """0 (or below 1e-5) is greedy."""
     top_p: float = 1.0
@@ -47,7 +47,7 @@ class SamplingParams:
     """0 or -1: no limit."""
     min_p: float = 0.0
     seed: int | None = None
-    """A draw depends on (seed, position) and nothing else. None: a random seed."""
+    """Random numbers depend on (seed, position) only. None: a random seed."""
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -55,23 +55,22 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     max_tokens: int | None = None
-    """None: whatever the context leaves."""
+    """None: limited by the context only."""
     min_tokens: int = 0
     logprobs: int | None = None
-    """Number of most likely tokens to report per position (0: only the chosen one)."""
+    """Most likely tokens to report per position (0: only the sampled one)."""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputsParams | None = None
-    """What the answer must look like. It ends where nothing more can follow, `min_tokens` or not.
-    """
+    """Grammar of the answer, which ends where nothing more can follow, whatever `min_tokens`."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt. The first has none: nothing comes before it."""
+    """Like `logprobs`, for the prompt's tokens. The first has none, as nothing precedes it."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    """Added to the logits of these ids. Kept as pairs, sorted by id."""
+    """Added to the logits of these ids. Stored as pairs, sorted by id."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """No other id may be drawn. None: any."""
+    """The only ids that may be sampled. None: any."""
     bad_words: tuple[str, ...] = ()
-    """Texts not to be written, as the tokenizer spells them."""
+    """Texts that must not be generated, matched as token sequences."""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -100,13 +99,13 @@ class SamplingParams:
 
     @property
     def bias_pairs(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as it is kept."""
+        """`logit_bias` as stored."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
 
     @property
     def edits_logits(self) -> bool:
-        """Whether single ids are raised, lowered or forbidden before anything else is looked at."""
+        """True if the logits of single ids are changed or masked before all other sampling."""
         has_limit = self.allowed_token_ids is not None
         return has_limit or bool(self.logit_bias) or bool(self.bad_words)
 
@@ -171,8 +170,8 @@ class SamplingParams:
                 )
 
     def describe(self) -> str:
-        """What differs from the defaults, for people: `temperature 0.7 max_tokens 64`. No text of
-        the request: of what is text or a list, only how much there is."""
+        """Values that differ from the defaults, for people: `temperature 0.7 max_tokens 64`. Texts
+        and lists appear only by their length, as requests are private."""
         parts = []
         for f in fields(self):
             value = getattr(self, f.name)
@@ -205,7 +204,7 @@ def _shown(value: object) -> str:
 
 
 def _bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
-    """Any mapping or pairs, sorted by id, each value within +-MAX_BIAS."""
+    """Pairs from a mapping or pairs, sorted by id, with values clamped to +-MAX_BIAS."""
     name = "logit_bias"
     pairs = given.items() if isinstance(given, Mapping) else () if given is None else given
     if not isinstance(pairs, Iterable) or isinstance(pairs, str):
@@ -225,7 +224,7 @@ def _bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
 
 
 def _as_tuple(name: str, given: object) -> tuple[object, ...]:
-    """A list, one string in place of a list, or None for an empty one."""
+    """A tuple from a list, a single string, or None (empty)."""
     if given is None or isinstance(given, str):
         return () if given is None else (given,)
     if not isinstance(given, Iterable) or isinstance(given, Mapping):
@@ -255,7 +254,7 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 
 def _is_finite(value: object) -> TypeGuard[int | float]:
-    """Whether it is a number that a float can hold; Python's integers know no limit."""
+    """True for a number that fits a float; Python's integers are unbounded."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -265,7 +264,7 @@ def _is_finite(value: object) -> TypeGuard[int | float]:
 
 
 def _brief(value: object) -> str:
-    """For a message; Python does not write integers of more than some thousand digits."""
+    """The value for a message; Python refuses to print integers of more than 4,300 digits."""
     try:
         return f"{value!r:.60}"
     except ValueError:

@@ -1,7 +1,7 @@
-"""How long each phase of start-up took, measured from the progress reports that name the phases.
+"""Times of the start-up phases, measured from the progress reports that name them.
 
-Vocabulary: no torch. `startup` wraps its progress callback in a `PhaseClock`; the phases end up in
-`ModelInfo`, for the log, the metrics and screens.
+Vocabulary: no torch. `startup` wraps its progress callback in a `PhaseClock`; `ModelInfo` passes
+the phases to the log, the metrics and screens.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _SHORT_NAMES = {
     READING_VOCABULARY: "vocabulary",
 }
 _SMALL_SHARE = 0.05
-"""Phases shorter than this share of the whole are added up as `other` in the one-line form."""
+"""Phases shorter than this share of the total are summed up as `other` in the one-line form."""
 
 
 class StartupPhase(NamedTuple):
-    """One phase, in the order in which they first began."""
+    """One phase; phases are ordered by their first start."""
 
     name: str
     """A short word: `weights`, `kernels`, `graphs`."""
@@ -43,7 +43,7 @@ class StartupPhase(NamedTuple):
 
 
 class PhaseClock:
-    """A progress callback that notes when each phase began, and passes every report on."""
+    """A progress callback that times the phases and passes every report on."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class PhaseClock:
         self._on_progress(phase, fraction)
 
     def stop(self) -> tuple[StartupPhase, ...]:
-        """End the last phase and hand out all. One that was left and taken up again is one."""
+        """End the last phase and return all; a resumed phase is counted as one."""
         self._end_phase()
         self._phase = ""
         return tuple(StartupPhase(name, seconds) for name, seconds in self._seconds.items())
@@ -81,6 +81,6 @@ def describe_startup(phases: Iterable[StartupPhase]) -> str:
     large = [p for p in phases if p.seconds >= _SMALL_SHARE * total]
     parts = [f"{p.name} {p.seconds:.1f}" for p in large]
     rest = total - sum(p.seconds for p in large)
-    if rest >= 0.05:  # what is not 0.0 when written
+    if rest >= 0.05:  # not printed as 0.0
         parts.append(f"other {rest:.1f}")
     return f"ready in {total:.1f} s" + (": " + ", ".join(parts) if parts else "")

@@ -1,10 +1,10 @@
 """The two messages between the host half (decides) and the device half (computes).
 
-A `StepPlan` says what one step computes; a `StepResult` says what came of it. Neither holds a
-tensor, both can be kept and sent to another process. Results are read through the plan they answer,
-never through live request state: a row whose (slot, epoch) is no longer current is dropped. That
-rule settles most of what can go wrong when steps run ahead. Both are made in every step, so they
-are named tuples: a frozen dataclass of as many fields takes three times as long to make.
+A `StepPlan` says what one step computes; a `StepResult` is its outcome. Neither holds a tensor, so
+both can be stored or sent to another process. Results are read through the plan they answer, never
+through live request state: a row whose (slot, epoch) is no longer current is dropped. This rule
+prevents most errors of steps that run ahead. Both are named tuples because they are built in every
+step: a frozen dataclass with as many fields takes three times as long.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from termgen.vocabulary.sampling_params import SamplingParams
 FloatArray = npt.NDArray[np.float32]
 
 CORRUPT_TOKEN = -2
-"""Stands for the token of a row whose logits are not numbers, until the host reads the step."""
+"""Placeholder token of a row with NaN or infinite logits, until the host reads the step."""
 MAX_STEPS_IN_FLIGHT = 31
-"""Most steps that are ever submitted and not yet landed; a device keeps the tokens of so many."""
+"""Limit of submitted steps that have not landed; the device keeps the tokens of so many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddedRow:
-    """A request that gets a device row before the step runs (first time, or after preemption)."""
+    """A request that gets a device row before the step runs, at first or after a preemption."""
 
     slot: int
     epoch: int
     token_ids: IntArray
-    """[num_known_tokens] prompt and, after a preemption, the tokens generated so far."""
+    """[num_known_tokens] the prompt and, after a preemption, the tokens generated so far."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """Tokens whose KV is already in the row's first blocks (a prefix-cache hit)."""
+    """Tokens whose KV is already in the row's first blocks (prefix-cache hits)."""
     max_total_tokens: int
     stop_token_ids: tuple[int, ...]
-    """Sorted ids that end the request once `min_tokens` are out."""
+    """Sorted ids that end the request once `min_tokens` are generated."""
     params: SamplingParams
     seed: int
     has_grammar: bool = False
-    """Whatever the row samples is masked; the plans of those steps name it."""
+    """Every step in which the row samples needs a mask; `StepPlan.constrained` lists the row."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Sequences that must not be completed."""
+    """Token sequences that must not be completed."""
 
 
 class PromptSpan(NamedTuple):
@@ -55,12 +55,12 @@ class PromptSpan(NamedTuple):
     row: int
     """Batch row."""
     start: int
-    """Position of the first of them, exact: a prompt is known to the host."""
+    """Position of the first of them; exact, as the host knows the prompt."""
     num_tokens: int
 
 
 class SamplingNeeds(NamedTuple):
-    """What the rows of one step ask of the sampler, all together; the rest is not launched."""
+    """Sampler features that the rows of one step need; kernels of other features are skipped."""
 
     all_greedy: bool = False
     filters: bool = False
@@ -71,17 +71,17 @@ class SamplingNeeds(NamedTuple):
     edits: bool = False
     """A logit bias, allowed ids or bad words."""
     max_logprobs: int | None = None
-    """Most alternatives any row asks for; the device computes that many for all. 0 reports the
-    sampled token alone, None nothing."""
+    """Largest `logprobs` of any row; the device computes that many for all. 0: the sampled token
+    only. None: nothing."""
 
     @property
     def is_simple(self) -> bool:
-        """Whether the sampling kernels serve, once single logits are edited."""
+        """True if the fused sampling kernels suffice, after any edits of single logits."""
         return not (self.penalties or self.min_tokens or self.max_logprobs is not None)
 
 
 class StepPlan(NamedTuple):
-    """What one step does. Arrays are read-only; rows are in batch order.
+    """One step's work. Arrays are read-only; rows are in batch order.
 
     Applied in this order: release rows, add rows, append blocks, compute.
     """
@@ -90,16 +90,16 @@ class StepPlan(NamedTuple):
     slots: IntArray
     """[num_rows] device row of each batch row."""
     epochs: IntArray
-    """[num_rows] which residency of that slot is meant."""
+    """[num_rows] epoch of the slot's current request."""
     num_tokens: IntArray
     """[num_rows] tokens computed for the row in this step, drafts included."""
     num_draft_tokens: IntArray
-    """[num_rows] how many of those are drafts."""
+    """[num_rows] drafts among them."""
     num_computed: IntArray
-    """[num_rows] host's upper bound of computed tokens before this step. The device has its own
-    exact count; this one sizes buffers and is shown to people."""
+    """[num_rows] the host's upper bound of tokens computed before this step. The device has its own
+    exact count; this one sizes buffers and is displayed."""
     num_decode_rows: int
-    """Rows that compute one token behind their prompt."""
+    """Rows that compute one token after their prompt."""
     released_slots: tuple[int, ...]
     added: tuple[AddedRow, ...]
     block_slots: IntArray
@@ -112,9 +112,9 @@ class StepPlan(NamedTuple):
     constrained: IntArray | None = None
     """[num_constrained] rows that sample under a grammar: masks follow while the model runs."""
     prompt_spans: tuple[PromptSpan, ...] = ()
-    """Where log-probabilities of prompt tokens are wanted."""
+    """Prompt tokens whose log-probabilities are requested."""
     max_prompt_logprobs: int = 0
-    """Most alternatives any of these spans asks for."""
+    """Largest `prompt_logprobs` of these spans."""
 
     @property
     def num_rows(self) -> int:
@@ -122,12 +122,12 @@ class StepPlan(NamedTuple):
 
     @property
     def changes_rows(self) -> bool:
-        """Whether rows of the device must be brought up to this plan before it can run."""
+        """True if device rows must be updated before this plan can run."""
         return bool(self.released_slots or self.added or len(self.block_ids))
 
     @property
     def is_decode(self) -> bool:
-        """Whether no row computes any of its prompt, or more than one token."""
+        """True if every row decodes one token."""
         return self.num_decode_rows == len(self.slots)
 
     @property
@@ -141,8 +141,8 @@ class StepPlan(NamedTuple):
 class StepLogprobs:
     """Log-probabilities of one step, before any logits processor, natural log.
 
-    Column 0 is the sampled token, columns 1.. are the most likely ones, best first. Rows that ask
-    for fewer are cut by the host.
+    Column 0 is the sampled token, columns 1.. are the most likely ones, best first. The host cuts
+    the rows that ask for fewer.
     """
 
     token_ids: IntArray  # [num_rows, 1 + max_logprobs]
@@ -151,54 +151,54 @@ class StepLogprobs:
 
 
 class StepResult(NamedTuple):
-    """What a step produced, ragged by row."""
+    """A step's output, ragged by row."""
 
     step_id: int
     num_sampled: IntArray
-    """[num_rows] tokens sampled by each row: 0 for a prefill chunk that is not the last, for a row
-    whose mask was late and for a corrupt one."""
+    """[num_rows] tokens sampled by each row: 0 for a prefill chunk before the last, for a late mask
+    and for corrupt logits."""
     token_ids: IntArray
     """[sum(num_sampled)] sampled tokens, row after row."""
     logprobs: StepLogprobs | None
     started_ns: int
-    """perf_counter_ns when the device began the step: by its own clock where it has one."""
+    """perf_counter_ns when the device began the step, by the device's clock where it has one."""
     ended_ns: int
-    """When it had the tokens. Between its model and its sampling it may have waited for masks."""
+    """When it had the tokens; it may have waited for masks between the model and sampling."""
     graph_mode: str = "NONE"
-    """FULL, PIECEWISE or NONE: how much of the step was replayed."""
+    """CUDA-graph mode of the step: FULL, PIECEWISE or NONE."""
     num_padded_tokens: int = 0
     graph_reason: str = ""
-    """Why nothing was replayed, or only pieces where a whole step might have been."""
+    """Why no graph was replayed, or a piecewise instead of a full one."""
     num_late_compiles: int = 0
-    """Kernels compiled since the engine was ready, which should be none: each is a stall."""
+    """Kernels compiled since the engine was ready; should be 0, as each stalls a step."""
     prompt_logprobs: StepLogprobs | None = None
-    """For the plan's `prompt_spans`, one after the other: of the prompt's own next token."""
+    """Log-probabilities of the prompt's own next tokens, for the plan's `prompt_spans` in order."""
     corrupt: IntArray | None = None
-    """[num_corrupt] rows whose logits held a NaN or an infinity where a token was to be drawn."""
+    """[num_corrupt] rows that were to sample but had NaN or infinite logits."""
     seen_ns: int = 0
-    """perf_counter_ns when the thread that waited for the step went on; 0: when it had this
+    """perf_counter_ns when the thread that waited for the step woke up; 0: when it got this
     result."""
     model_span_ns: tuple[int, int] = (0, 0)
-    """On a CPU, perf_counter_ns when the model began and had ended; zeros elsewhere."""
+    """On a CPU, perf_counter_ns of the model's start and end; zeros elsewhere."""
 
     def by_row(self) -> IntArray:
-        """[num_rows] sampled token of each row, -1 where it sampled none."""
+        """[num_rows] sampled token of each row, -1 for none."""
         tokens = np.full(len(self.num_sampled), -1, np.int32)
         tokens[self.num_sampled > 0] = self.token_ids
         return tokens
 
 
 class GraphStatus(NamedTuple):
-    """How far the recording of CUDA graphs is."""
+    """Progress of recording CUDA graphs."""
 
     num_recorded: int
     num_graphs: int
-    """Those recorded and those that wait for an idle moment."""
+    """Recorded graphs and those still to be recorded in idle moments."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What the executor found and decided while starting; facts for the scheduler and screens."""
+    """Facts the executor found or decided at start-up, for the scheduler and screens."""
 
     device: str
     """`cpu` or `cuda:0`."""
@@ -213,13 +213,13 @@ class DeviceInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_in_flight: int
-    """Steps that may be planned before the oldest one's result is read; 1 is synchronous."""
+    """Steps that may be planned before the oldest one's result is read; 1: synchronous."""
     eos_token_ids: tuple[int, ...]
-    """Those of the model's own config.json."""
+    """End-of-sequence ids from the model's config.json."""
     memory: MemoryLedger
     implementation: str = "termgen"
-    """Whose code runs the model: one of config.MODEL_IMPLS."""
+    """The code that runs the model: one of config.MODEL_IMPLS."""
     num_threads: int = 0
-    """Threads that the model computes with on a CPU; 0 on a GPU."""
+    """CPU threads that run the model; 0 on a GPU."""
     num_cores: int = 0
-    """Processors that this process may run on."""
+    """Cores that this process may use."""

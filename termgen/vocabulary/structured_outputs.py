@@ -1,7 +1,7 @@
-"""What a request's text must look like: JSON, a regular expression, a choice or a grammar.
+"""Structured outputs of a request: JSON, a regular expression, a choice or a grammar.
 
-Vocabulary, part of `SamplingParams`. Names follow vLLM. Checked here is what needs no grammar
-engine: that one kind is given, and that it is not too large to be compiled in reasonable time.
+Vocabulary, part of `SamplingParams`. Names follow vLLM. Checks here need no grammar engine: that
+one kind is given, and that it is small enough to be compiled in reasonable time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, cast
 from termgen.errors import RequestError
 
 MAX_TEXT_BYTES = 65_536
-"""Size of a schema, a regular expression, all choices together or a grammar."""
+"""Size limit of a schema, a regular expression, all choices together or a grammar."""
 MAX_GBNF_BYTES = 8_192
-"""GBNF is turned into Lark by Python, which takes seconds for more."""
+"""Size limit of GBNF, whose conversion to Lark in Python takes seconds for more."""
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_PROPERTIES = 1000
 MAX_ENUM_VALUES = 5000
@@ -30,30 +30,30 @@ _LARK_LINE = re.compile(r"%llguidance\b|start\s*:(?!:=)")
 
 MAX_INT64 = 2**63 - 1
 MAX_MULTIPLE = (2**32 - 10) // 10
-"""Largest `multipleOf` without its decimal point: ten times this and a digit fit into 32 bits."""
+"""Largest `multipleOf` without its decimal point: ten times this plus a digit fits in 32 bits."""
 _BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
-"""Keywords, and the side on which rounding would allow what the schema does not."""
+"""Keyword -> sign of the rounding error that would permit values outside the schema."""
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """One of these; the answer is then text that satisfies it. Raises `RequestError`."""
+    """Exactly one constraint that the answer must satisfy. Raises `RequestError`."""
 
     json: str | Mapping[str, Any] | None = None
-    """A JSON schema, as text or as an object; kept as text."""
+    """A JSON schema, as text or as an object; stored as text."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """In Rust's syntax: no look-around, no back-references. The whole answer must match."""
+    """Rust regex syntax: no look-around, no back-references. The whole answer must match."""
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
-    """In llguidance's dialect of Lark; GBNF, which writes `::=`, is understood too."""
+    """A grammar in llguidance's dialect of Lark, or in GBNF (with `::=`)."""
     param: str = "structured_outputs"
-    """The field of the request that errors name."""
+    """The request field that errors name."""
     is_own_grammar: bool = False
-    """termgen wrote the grammar, as it does for tool calls; only schemas in it are a client's."""
+    """termgen generated the grammar, as for tool calls; only schemas in it come from a client."""
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
@@ -81,18 +81,18 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which one it is."""
+        """The one that is given."""
         return next(kind for kind in KINDS if getattr(self, kind) not in (None, False))
 
     @property
     def value(self) -> str | tuple[str, ...] | bool:
-        """What was given for it."""
+        """The constraint itself."""
         found: str | tuple[str, ...] | bool = getattr(self, self.kind)
         return found
 
     def _schema_text(self, schema: object) -> str:
         if isinstance(schema, str):
-            self._check_size(schema, "the schema")  # before anything reads it
+            self._check_size(schema, "the schema")  # before it is parsed
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError):
@@ -132,7 +132,7 @@ class StructuredOutputsParams:
 
 
 def is_longer(value: Any, most: int) -> bool:
-    """Whether JSON data is certainly longer than this as text; seen without writing it all."""
+    """True if JSON data is certainly longer than `most` as text; does not serialise all of it."""
     size = 0
     rest = [value]
     while rest and size <= most:
@@ -150,14 +150,14 @@ def is_longer(value: Any, most: int) -> bool:
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Whether rules are written with `::=`, and none is Lark's `start:`."""
+    """True if rules use `::=`, and none is Lark's `start:`."""
     if "::=" not in grammar:
         return False
     return not any(_LARK_LINE.match(line.lstrip()) for line in grammar.splitlines())
 
 
 def _schemas_in(lark: str) -> Iterator[Any]:
-    """The JSON schemas that are written in a grammar. What is no JSON is left to llguidance."""
+    """The JSON schemas inside a grammar. Invalid JSON is left to llguidance."""
     for found in _JSON_IN_LARK.finditer(lark):
         try:
             yield json.JSONDecoder().raw_decode(lark, found.end())[0]
@@ -166,7 +166,7 @@ def _schemas_in(lark: str) -> Iterator[Any]:
 
 
 def _check_schema(schema: Any, fault: Any) -> None:
-    """Level by level, so that a hostile depth costs no stack."""
+    """Check the limits level by level, so that a hostile depth uses no stack."""
     num_properties = num_values = 0
     numbers = _Numbers(fault)
     level = [schema]
@@ -188,7 +188,7 @@ def _check_schema(schema: Any, fault: Any) -> None:
             raise fault(f"the schema has more than {MAX_ENUM_VALUES} enum values")
         if not all(map(math.isfinite, [value for value in below if type(value) is float])):
             raise fault("the schema has a number that is not finite")
-        # asking whether a text is a Mapping takes long
+        # isinstance of Mapping is slow, so skip scalars first
         inner = [value for value in below if not isinstance(value, (str, int, float))]
         level = [value for value in inner if isinstance(value, (Mapping, list, tuple))]
         if not level:
@@ -198,10 +198,10 @@ def _check_schema(schema: Any, fault: Any) -> None:
 
 
 class _Numbers:
-    """Refuses numbers that would become others which the schema does not allow.
+    """Refuses numbers whose rounding would permit values outside the schema.
 
-    llguidance keeps numbers as 64-bit floats, integers as 64-bit ones, and what a number is to be a
-    multiple of as 32 bits and a decimal point.
+    llguidance stores numbers as 64-bit floats, integers in 64 bits, and `multipleOf` as 32 bits
+    and a decimal point.
     """
 
     _COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef")
@@ -212,10 +212,10 @@ class _Numbers:
         self._combines = False
         self._multiples: set[int | float] = set()
         self._large: dict[str, float] = {}
-        """Keyword -> a float that as an integer has more than 64 bits."""
+        """Keyword -> a float that exceeds 64 bits as an integer."""
 
     def add(self, schema: Mapping[str, Any]) -> None:
-        """One level of a schema."""
+        """Check one level of a schema."""
         kind = schema.get("type")
         self._has_integers |= kind == "integer" or (isinstance(kind, list) and "integer" in kind)
         self._combines = self._combines or any(name in schema for name in self._COMBINING)
@@ -225,7 +225,7 @@ class _Numbers:
         for name, side in _BOUNDS.items():
             self._add_bound(name, side, schema.get(name))
         multiple = schema.get("multipleOf")
-        if isinstance(multiple, bool):  # an int in Python, no number in JSON: llguidance refuses it
+        if isinstance(multiple, bool):  # not a JSON number: llguidance refuses it
             return
         if isinstance(multiple, (int, float)) and 0 < multiple < math.inf:
             self._multiples.add(multiple)
@@ -252,7 +252,7 @@ class _Numbers:
             self._large[name] = bound
 
     def check_together(self) -> None:
-        """What several levels of the schema may say about the same number."""
+        """Check bounds of several levels, which may apply to the same number."""
         for name, value in self._large.items():
             if self._has_integers:
                 raise self._inexact(f"{name} has {value!r} where integers are asked for")
@@ -279,14 +279,14 @@ def _is_exact(value: int) -> bool:
 
 
 def _rounding_of(value: int) -> int:
-    """Whether a bound becomes larger (1) or smaller (-1) where it cannot be exact, or none (0)."""
+    """Sign of the rounding error of a bound: larger (1), smaller (-1) or exact (0)."""
     if abs(value) >= MAX_INT64:
         return -1 if value > 0 else 1
     return 1 if int(float(value)) > value else -1
 
 
 def _is_exact_multiple(value: int | float) -> bool:
-    """Whether llguidance, which moves the decimal point as here, gets this number."""
+    """True if llguidance, which moves the decimal point in the same way, gets this number."""
     if value > MAX_MULTIPLE:
         return False
     moved, num_decimals = float(value), 0
@@ -303,6 +303,6 @@ def _num_decimals(value: int | float) -> int:
 
 
 def _shown(value: int | float) -> str:
-    """The number, or how long it is."""
+    """The number, or its length if it is long."""
     bits = value.bit_length() if isinstance(value, int) else 0
     return repr(value) if bits <= 256 else f"of {bits} bits"

@@ -1,10 +1,10 @@
-"""The wire form of what an engine publishes, as `GET /v1/events` streams it: encoder and decoder.
+"""Encoder and decoder of the engine's events on the wire, as `GET /v1/events` streams them.
 
-Lossless: what `decode` returns equals what the engine published, so that a screen in another
-process can be drawn from the stream alone. The form follows the fields of the classes in
-`engine.events` and `client`, by name. A reader ignores fields it does not know and gives those that
-are missing their default; what could not be read so gets a new VERSION. docs/endpoints.md describes
-it for other languages. Pure: no sockets, no engine.
+Lossless: `decode` returns what the engine published, so that a screen in another process can be
+drawn from the stream alone. Frames have the fields of the classes in `vocabulary.events` and
+`client`, by name. A reader ignores unknown fields and gives missing ones their default; an
+incompatible change gets a new VERSION. docs/endpoints.md describes the format. Pure: no sockets, no
+engine.
 """
 
 from __future__ import annotations
@@ -33,45 +33,46 @@ from termgen.vocabulary.model_info import ModelInfo
 VERSION = 1
 
 MIN_HZ, MAX_HZ = 0.1, 20.0
-"""How often in a second a reader may ask to be told."""
+"""Range of the update rate that a reader may ask for."""
 
 MAX_SILENCE_S = 15.0
-"""When there is nothing to tell, a comment comes at least so often."""
+"""Interval of keep-alive comments."""
 
 MAX_FRAME_BYTES = 2**24
-"""Of one frame; the largest, the state of an engine of a million blocks, has a third of it."""
+"""Frame size limit; the largest frame, the state of an engine with a million blocks, has a third of
+it."""
 MAX_ARRAY_BYTES = 2**26
-"""That an array of a frame unpacks to: sixteen million blocks."""
+"""Limit of an unpacked array: sixteen million blocks."""
 
 T = TypeVar("T")
 
 
 class TelemetryError(TermgenError):
-    """A stream that is not one of ours, or of a version this reader does not know."""
+    """A stream that is not termgen's, or of an unknown version."""
 
 
-# -- what is on the wire -------------------------------------------------------------------
+# -- frames --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """`snapshot`, the first frame: everything as it stands."""
+    """`snapshot`, the first frame: the complete state."""
 
     version: int = VERSION
     stream: str
-    """Names the numbering of the events: ids of another stream mean nothing here."""
+    """Id of the stream; event numbers of another stream are not comparable."""
     resumed: bool
-    """The frames go on after `Last-Event-ID`, with nothing lost but what `dropped` counts."""
+    """The stream continues after `Last-Event-ID`, with no loss beyond `dropped`."""
     clock_ns: int
-    """The sender's perf_counter_ns now; all times of the stream are by this clock."""
+    """The sender's perf_counter_ns now; all times of the stream use this clock."""
     unix_ns: int
-    """The time of day at that moment."""
+    """Unix time at the same moment."""
     dropped: int
     status: str
-    """As /ready has it: ok, draining, asleep, engine_dead."""
+    """Status as in /ready: ok, draining, asleep, engine_dead."""
     model: ModelInfo
     snapshot: EngineSnapshot | None
-    """None when the engine did not answer in time."""
+    """None if the engine did not answer in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,13 +80,13 @@ class Events:
     """`step` or `request`: records, oldest first."""
 
     dropped: int
-    """Events of the chosen topics or others, since the opening, that were lost to slowness."""
+    """Events of any topic lost since the opening because the reader was too slow."""
     events: tuple[EngineEvent, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cache:
-    """`cache`: the engine's state once more, with its block map and its requests."""
+    """`cache`: the engine's current state, with its block map and requests."""
 
     dropped: int
     snapshot: EngineSnapshot
@@ -93,7 +94,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """`model`: what is served, or how it stands, has changed."""
+    """`model`: the served model or the status has changed."""
 
     status: str
     model: ModelInfo
@@ -102,10 +103,10 @@ class Model:
 Message = Opening | Events | Cache | Model
 
 _PLAIN = (bool, int, float, str)
-"""Types that JSON has."""
+"""JSON's own types."""
 
 TOPICS = ("step", "request", "cache", "model")
-"""What a reader may choose from; the first frame comes in any case."""
+"""Topics a reader may choose; the first frame is always sent."""
 
 EVENT_TYPES: dict[str, type[StepRecord] | type[RequestEvent]] = {
     "step": StepRecord,
@@ -114,7 +115,7 @@ EVENT_TYPES: dict[str, type[StepRecord] | type[RequestEvent]] = {
 _TOPIC_OF: dict[type, str] = {kind: topic for topic, kind in EVENT_TYPES.items()}
 
 MAX_ROWS = 512
-"""Of one frame. Whoever makes it lets no other thread of its process run meanwhile."""
+"""Rows per frame; encoding holds the GIL, so keep it small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def topic_of(event: EngineEvent) -> str:
     return _TOPIC_OF[type(event)]
 
 
-# -- to the wire ---------------------------------------------------------------------------
+# -- encoding ------------------------------------------------------------------------------
 
 
 def encode(message: Opening | Cache | Model, frame_id: str) -> Frame:
@@ -146,12 +147,12 @@ def encode(message: Opening | Cache | Model, frame_id: str) -> Frame:
 
 
 def encode_snapshot(snapshot: EngineSnapshot) -> bytes:
-    """The most of a `cache` frame: the same bytes for whoever is told."""
+    """The shared part of a `cache` frame: the same bytes for all subscribers."""
     return _dumps(snapshot)
 
 
 def encode_cache(encoded: bytes, *, dropped: int, frame_id: str) -> Frame:
-    """A `cache` frame around what `encode_snapshot` made."""
+    """A `cache` frame around the result of `encode_snapshot`."""
     body = {"dropped": dropped, "snapshot": orjson.Fragment(encoded)}
     return Frame("cache", frame_id, _dumps(body))
 
@@ -159,10 +160,9 @@ def encode_cache(encoded: bytes, *, dropped: int, frame_id: str) -> Frame:
 def encode_events(
     events: Sequence[EngineEvent], *, stream: str, first: int, dropped: int, topics: frozenset[str]
 ) -> Iterator[Frame]:
-    """Frames of at most `MAX_ROWS` records of one kind, in order. first: the number of the first
-    event.
+    """Frames of at most `MAX_ROWS` records of one kind, in order. first: number of the first event.
 
-    A frame's id is the number of its last event, so that a reader can go on behind it.
+    A frame's id is the number of its last event, so that a reader can resume after it.
     """
     last = first - 1
     for topic, run in groupby(events, key=topic_of):
@@ -179,7 +179,7 @@ def frame_id(stream: str, number: int) -> str:
 
 
 def parse_frame_id(text: str) -> tuple[str, int] | None:
-    """Stream and number of the last event seen; None for what no frame of ours had."""
+    """(stream, number) of the last event seen; None for an id that is not termgen's."""
     stream, _, number = text.rpartition("-")
     is_number = number.isascii() and number.isdigit() and len(number) < 19
     return (stream, int(number)) if stream and is_number else None
@@ -190,7 +190,7 @@ def _dumps(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """JSON values for what the annotated classes hold beside plain values and dataclasses."""
+    """JSON values for fields that are neither plain values nor dataclasses."""
     if isinstance(value, np.ndarray):
         packed = zlib.compress(np.ascontiguousarray(value).data, 1)
         return {
@@ -202,15 +202,15 @@ def _plain(value: Any) -> Any:
         return value._asdict()
     if isinstance(value, Mapping):
         return dict(value)
-    assert callable(value), type(value)  # code stays where it is
+    assert callable(value), type(value)  # functions are not sent
     return None
 
 
-# -- from the wire -------------------------------------------------------------------------
+# -- decoding ------------------------------------------------------------------------------
 
 
 def decode(frame: Frame) -> Message | None:
-    """What a frame says; None for a kind this version does not know. Raises TelemetryError."""
+    """The message of a frame; None for an unknown kind. Raises TelemetryError."""
     try:
         body = orjson.loads(frame.data)
         if frame.event in EVENT_TYPES:
@@ -231,10 +231,10 @@ def decode(frame: Frame) -> Message | None:
 
 
 class FrameReader:
-    """Bytes of a stream, cut anywhere, to frames. Comments and unknown fields are skipped.
+    """Splits a stream's bytes into frames. Comments and unknown fields are skipped.
 
-    `feed` raises TelemetryError for names that are no text, and for a frame without an end: a
-    server must not fill the memory of who watches it."""
+    `feed` raises TelemetryError for names that are not text, and for a frame over the size limit: a
+    server must not exhaust the reader's memory."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -265,7 +265,7 @@ class FrameReader:
 
 
 def _rows(kind: type[T], body: Mapping[str, Any]) -> tuple[T, ...]:
-    """Hundreds come a second, so they are looked at by whole columns."""
+    """Decode records by whole columns, as hundreds arrive per second."""
     record = typing.cast(Any, kind)  # a named tuple
     hints, columns, rows = _hints(record), body["columns"], body["rows"]
     if any(len(row) != len(columns) for row in rows):
@@ -286,7 +286,7 @@ def _column(hint: Any, values: tuple[Any, ...]) -> Sequence[Any]:
     kinds = set(map(type, values))
     if kinds == {hint} and hint in _PLAIN:
         if hint is int:
-            _plain_value(int, max(values))  # what is too small is no int to the parser
+            _plain_value(int, max(values))  # the parser reads too small numbers as floats
         return values
     if kinds == {list} and typing.get_origin(hint) is tuple and not any(values):
         return [()] * len(values)
@@ -300,7 +300,7 @@ def _check_prompts(events: Sequence[EngineEvent]) -> None:
 
 
 def _build(kind: type[T], value: Mapping[str, Any]) -> T:
-    """An object of a dataclass or named tuple, by its annotations."""
+    """An instance of a dataclass or named tuple, decoded by its annotations."""
     hints = _hints(typing.cast(Any, kind))
     return kind(
         **{name: _typed(hints[name], item) for name, item in value.items() if name in hints}
@@ -308,7 +308,7 @@ def _build(kind: type[T], value: Mapping[str, Any]) -> T:
 
 
 def _objects(kind: Any, values: list[Any]) -> tuple[Any, ...]:
-    """Many of one class, by whole columns where each has all of its fields."""
+    """Instances of one class, decoded by whole columns if each has all fields."""
     hints = _hints(kind)
     try:
         columns = [tuple([value[name] for value in values]) for name in hints]
@@ -320,12 +320,12 @@ def _objects(kind: Any, values: list[Any]) -> tuple[Any, ...]:
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
-    """Annotations are text until looked up, which costs more than all else here."""
+    """Resolved annotations, cached: resolving them is the slowest part of decoding."""
     return typing.get_type_hints(kind)
 
 
 def _typed(hint: Any, value: Any) -> Any:
-    """What the annotation says. Raises TypeError or ValueError for anything else."""
+    """The value converted to the annotated type. Raises TypeError or ValueError if it differs."""
     if hint in _PLAIN:
         return _plain_value(hint, value)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -348,7 +348,7 @@ def _typed(hint: Any, value: Any) -> Any:
         return hint(value)
     if dataclasses.is_dataclass(hint) or hasattr(hint, "_asdict"):
         return _build(typing.cast(Any, hint), value)
-    return value  # code stays where it is
+    return value  # functions are not sent
 
 
 def _plain_value(hint: type, value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Which tokens a constrained row may sample next: the masks of a step, and what makes them.
+"""Token masks of constrained rows, and the protocols of the grammars and matchers that fill them.
 
-Vocabulary. Matchers and grammars are seen here only by what others ask of them.
+Vocabulary: knows no grammar engine.
 """
 
 from __future__ import annotations
@@ -18,52 +18,51 @@ IntArray = npt.NDArray[np.int32]
 
 
 class TokenMatcher(Protocol):
-    """One answer's way through a grammar."""
+    """Position of one answer in a grammar."""
 
     @property
     def num_words(self) -> int:
-        """Words of 32 tokens that a mask has."""
+        """Length of a mask, in words of 32 tokens."""
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Go on by a token. False if the grammar does not allow it, then and for ever after."""
+        """Advance by a token. False if the grammar does not allow it; all later calls fail too."""
         ...
 
     @property
     def is_ended(self) -> bool:
-        """The answer is complete, and nothing could follow."""
+        """The answer is complete, and nothing can follow."""
         ...
 
     def fill(self, bits: IntArray) -> None:
-        """Write the mask of the next token over all of `bits`: bit i % 32 of word i // 32 stands
-        for token i. Raises RequestError where the grammar turns out to be too complex."""
+        """Overwrite `bits` with the mask of the next token: bit i % 32 of word i // 32 is token i.
+        Raises RequestError if the grammar is too complex."""
         ...
 
     @staticmethod
     def fill_all(matchers: Sequence[Any], bits: IntArray) -> list[BaseException | None]:
-        """The same for several of one kind, bits[i] for each; what `fill` would have raised."""
+        """Fill bits[i] for each matcher, all of one class; returns what each `fill` raised."""
         ...
 
 
 class TokenGrammar(Protocol):
-    """A compiled grammar; any thread may begin answers."""
+    """A compiled grammar. Thread-safe."""
 
     @property
     def is_slow(self) -> bool:
-        """The mask of the first token takes long."""
+        """Filling the mask of the first token takes long."""
         ...
 
     def start(self, *, ends_at_eos: bool) -> TokenMatcher:
-        """A matcher at the beginning. Without `ends_at_eos` an end token is only allowed where
-        nothing else is."""
+        """A new matcher. Without `ends_at_eos` an end token is allowed only if nothing else is."""
         ...
 
 
 class GrammarState:
-    """How far one answer is in its grammar, and the mask of its next token.
+    """One answer's matcher and the mask of its next token.
 
-    It takes turns: the thread that fills masks has it until `is_ready`, and the engine's thread
-    from then on, until it asks for the mask behind the next token.
+    Ownership alternates: the mask thread until `is_ready`, then the engine thread until it requests
+    the next mask.
     """
 
     __slots__ = (
@@ -87,22 +86,22 @@ class GrammarState:
         self._num_quick = self._num_slow = 0
         self._is_dropped = False
         self.error: BaseException | None = None
-        """Why there is no mask, and never will be one."""
+        """Why no mask can be filled any more."""
         self.is_ready = False
         """The mask is filled, or there is an error."""
         self.is_slow = grammar.is_slow
-        """The newest mask took long: the engine does not wait for the next one, which is filled
-        elsewhere."""
+        """The newest mask took long: the next one is filled in another thread, and the engine does
+        not wait for it."""
 
     @property
     def mask(self) -> IntArray:
-        """[num_words] of the next token. Once that has landed, and no step reads this mask any
-        more, the next one may be written over it."""
+        """[num_words] the next token's mask. Valid until that token has landed and no step reads
+        it; then the next mask may overwrite it."""
         assert self.is_ready and self._mask is not None
         return self._mask
 
     def fill(self) -> None:
-        """Make the next mask, at the beginning the matcher too. Either may take long."""
+        """Fill the next mask; the first call also creates the matcher. Both may take long."""
         if self._is_dropped:
             return
         try:
@@ -111,25 +110,25 @@ class GrammarState:
                 self._mask = np.zeros(self._matcher.num_words, np.int32)
             assert self._mask is not None
             self._matcher.fill(self._mask)
-        except BaseException as cause:  # a panic in llguidance is no Exception; it ends the request
+        except BaseException as cause:  # llguidance's panic is no Exception; it ends the request
             self.error = cause
 
     def drop(self) -> None:
-        """The answer is over: a mask that is still to be made would keep others waiting. The
-        engine's thread may say so at any time."""
+        """Skip the next `fill`, which would delay others: the answer has ended. The engine thread
+        may call this at any time."""
         self._is_dropped = True
 
     @staticmethod
     def fill_together(rows: Sequence[GrammarState]) -> None:
-        """The next mask of each; none of them is the first. Filled one by one, each would wait for
-        Python's lock."""
+        """Fill the next masks of several rows, none of which is a first mask. One call avoids a
+        wait for the GIL per row."""
         matchers = [row._matcher for row in rows]
         first = matchers[0]
         assert first is not None, "the first mask makes the matcher"
         bits = np.empty((len(rows), first.num_words), np.int32)
         try:
             faults = first.fill_all(matchers, bits)
-        except BaseException:  # whose it was turns out when each is alone
+        except BaseException:  # fill one by one to find the row at fault
             for row in rows:
                 row.fill()
             return
@@ -138,25 +137,25 @@ class GrammarState:
 
     @property
     def may_share(self) -> bool:
-        """Whether others may have to wait for its next mask: not for the first, and after one that
-        took long only once many have been quick, more every time."""
-        return self._num_quick >> 3 * self._num_slow > 0  # eight times as many every time
+        """True if its next mask may be filled together with others. False for the first mask, and
+        after each slow one until 8 times as many quick ones as before have followed."""
+        return self._num_quick >> 3 * self._num_slow > 0
 
     def note_slow_company(self) -> None:
-        """It was filled with others, and that took long: who is to blame turns out when each is
-        alone."""
+        """Fill the next mask alone, as a joint fill was slow: this shows which row is at fault."""
         self._num_quick = 0
 
     def note_time(self, *, is_slow: bool) -> None:
-        """How long the newest mask took."""
+        """Record whether the newest mask was slow."""
         self.is_slow = is_slow
         self._num_slow += is_slow
         self._num_quick = 0 if is_slow else self._num_quick + 1
 
     def accept(self, token_id: int) -> bool:
-        """Take in a landed token. Whether the answer is complete and nothing could follow.
+        """Advance by a landed token; returns True if the answer is complete and nothing can follow.
 
-        Raises EngineError where the token does not fit, RequestError where by its mask it does.
+        If the matcher refuses it, raises RequestError if its mask allowed the token, else
+        EngineError.
         """
         matcher = self._matcher
         assert matcher is not None, "no token lands before the first mask is there"
@@ -172,7 +171,7 @@ class GrammarState:
 def faults_of(
     fill: Callable[[Any, IntArray], None], matchers: Sequence[Any], bits: IntArray
 ) -> list[BaseException | None]:
-    """What filling the mask of each raises: a fault is its own and no other's."""
+    """Fill the masks one by one; returns the exception of each, or None."""
     faults: list[BaseException | None] = []
     for matcher, mask in zip(matchers, bits, strict=True):
         try:
@@ -185,15 +184,15 @@ def faults_of(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMasks:
-    """The masks of the rows of a plan that sample under a grammar. Made once the model runs."""
+    """The masks of a plan's constrained rows. Created while the model runs."""
 
     rows: IntArray
-    """[num_masks] index of each in the plan."""
+    """[num_masks] index of each row in the plan."""
     bits: Sequence[IntArray]
-    """num_masks of [num_words]"""
+    """num_masks arrays of [num_words]."""
     late: IntArray
-    """[num_late] index of the rows whose mask is not there: they sample nothing, and compute their
-    newest token once more in a later step."""
+    """[num_late] index of rows without a mask: they sample nothing, and compute their newest token
+    again in a later step."""
 
     @classmethod
     def none(cls, rows: IntArray) -> RowMasks:

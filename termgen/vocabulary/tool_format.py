@@ -1,4 +1,4 @@
-"""How a model writes tool calls, as far as front ends must know it. Vocabulary."""
+"""The syntax of a model's tool calls, for front ends. Vocabulary."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, Protocol
 
 
 class ToolStyle(enum.StrEnum):
-    """How a call looks in the model's text."""
+    """Syntax of a call in the model's text."""
 
     HERMES = "hermes"
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one for each call."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one per call."""
     LLAMA = "llama"
     """`{"name": ..., "parameters": {...}}` as the whole answer."""
     MISTRAL = "mistral"
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]` as the end of the answer."""
     MISTRAL_ARGS = "mistral_args"
-    """`[TOOL_CALLS]name[ARGS]{...}`, one for each call, as newer Mistral templates have it."""
+    """`[TOOL_CALLS]name[ARGS]{...}`, one per call, as in newer Mistral templates."""
 
 
 class ResponseParser(Protocol):
-    """What transformers' parser of responses offers: events of regions of the text."""
+    """Interface of transformers' response parser: events of regions of the text."""
 
     def feed(self, text: str) -> list[dict[str, Any]]: ...
 
@@ -31,17 +31,18 @@ class ResponseParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """What is known of one model's tool calls."""
+    """Tool-call syntax of one model."""
 
     style: ToolStyle = ToolStyle.HERMES
-    """Format of the model's own calls, or, where its template knows no tools, of those its prompt
-    describes."""
+    """Style of the model's calls; if its template does not support tools, the style described in
+    the prompt."""
     knows_tools: bool = False
     """The chat template shows tools to the model."""
     special_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Ids of those words of the style that are special tokens, which text usually leaves out."""
+    """Ids of the style's markers that are special tokens, which text usually omits."""
     new_parser: Callable[[Sequence[int]], ResponseParser] | None = None
-    """Where the model declares how its responses are parsed; the style is that of forced calls.
-    Takes the token ids of the prompt, which may have begun the answer: with `<think>`, say."""
+    """Factory of the parser, if the model declares how its responses are parsed; `style` is then
+    that of forced calls. Takes the prompt's token ids, as a prompt may begin the answer, e.g. with
+    `<think>`."""
     template_variables: tuple[str, ...] | None = None
-    """Names that every chat template of the model reads; None where that is not known."""
+    """Names that every chat template of the model reads; None if unknown."""

@@ -1,10 +1,10 @@
 """Read a GGUF file: metadata, tensor directory and raw tensor bytes, memory-mapped.
 
-Torch-free, so that the tokenizer (host half) and the weight loader (device half) share it. It
-knows the container only: what a key means, how a block is dequantised and how a tensor is named
-elsewhere is for its callers. A file may come from anyone, so every count, length, offset and
-product is checked against the file's size before it is used; a bad file raises
-`CorruptFileError` with one line, never a large allocation, a crash or an endless loop.
+Torch-free, as the tokenizer (host half) and the weight loader (device half) share it. It knows the
+container only; its callers know the meaning of keys, dequantisation and tensor names. Files are
+untrusted: every count, length, offset and product is checked against the file's size before use. A
+bad file raises `CorruptFileError` with one line, never a large allocation, a crash or an endless
+loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 
-# Far above any real model: they bound the work and memory that a hostile file can ask for.
+# Far above any real model: limits on the work and memory that a hostile file can cause.
 MAX_NAME_BYTES = 1 << 10
 MAX_STRING_BYTES = 1 << 24
 MAX_ARRAY_ELEMENTS = 1 << 23
@@ -110,7 +110,7 @@ class GGUFBytes:
         return name, position
 
     def array_header(self, position: int, key: str, depth: int) -> tuple[int, int, int]:
-        """(element type, count, position of the first element), with the count plausible."""
+        """(element type, count, position of the first element), with the count checked."""
         if depth >= MAX_ARRAY_DEPTH:
             self.fail(f"{key!r} nests arrays more than {MAX_ARRAY_DEPTH} deep")
         element_type = self.u32(position, f"{key!r}")
@@ -137,7 +137,7 @@ class GGUFBytes:
         element = _SCALARS.get(element_type)
         if element is not None:
             return position + count * element.size
-        # Numbers are skipped at once, these one by one: bound their sum over the whole file.
+        # These are skipped one by one, unlike numbers: limit their sum over the file.
         self._elements_left -= count
         if self._elements_left < 0:
             self.fail(f"arrays of more than {MAX_ARRAY_ELEMENTS} elements, up to {key!r}")
@@ -148,7 +148,7 @@ class GGUFBytes:
         return position
 
     def _skip_strings(self, count: int, position: int, key: str) -> int:
-        # A vocabulary: the one hot loop of opening a file.
+        # A vocabulary: the only hot loop of opening a file.
         unpack, memory_map, last = _U64.unpack_from, self.map, self.size - 8
         for _ in range(count):
             if position > last:
@@ -239,11 +239,11 @@ GGML_TYPES: dict[int, GGMLType] = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor as it lies in the file."""
+    """One tensor of the file."""
 
     name: str
     shape: tuple[int, ...]
-    """Outermost dimension first, as torch has it; GGUF stores the reverse."""
+    """Outermost dimension first, as in torch; GGUF stores the reverse."""
     type: GGMLType
     offset: int
     """Position of the first byte in the file."""
@@ -252,15 +252,15 @@ class GGUFTensor:
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
-        """The raw bytes: a read-only view of the file, [nbytes]."""
+        """[nbytes] the raw bytes, a read-only view of the file."""
         return np.frombuffer(self._map, dtype=np.uint8, count=self.nbytes, offset=self.offset)
 
 
 class GGUFMetadata(Mapping[str, Any]):
-    """The key-value section. A value is decoded when first asked for, then kept.
+    """The key-value section. Values are decoded on first access and cached.
 
-    Values are plain Python: int, float, bool, str, and lists of those. A tokenizer's vocabulary is
-    most of the section, and a reader of the model's shape should not pay for it.
+    Values are plain Python: int, float, bool, str, and lists of those. Most of the section is a
+    tokenizer's vocabulary, which readers of the model's shape do not decode.
     """
 
     def __init__(self, file: GGUFBytes, places: dict[str, tuple[int, int]]) -> None:
@@ -316,7 +316,7 @@ class GGUFFile:
         try:
             self._map.close()
         except BufferError:
-            # A caller still holds a view of some tensor: the map goes when that view does.
+            # A caller still holds a view of a tensor: the map is freed with that view.
             pass
 
     def __enter__(self) -> Self:
@@ -437,7 +437,7 @@ def _tensor_bytes(file: GGUFBytes, name: str, dims: tuple[int, ...], tensor_type
 
 
 def _check_extents(file: GGUFBytes, tensors: Mapping[str, GGUFTensor]) -> None:
-    """Every tensor lies inside the file, and no two share bytes."""
+    """Check that every tensor lies inside the file, and that no two overlap."""
     ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
     for tensor in ordered:
         if tensor.offset + tensor.nbytes > file.size:

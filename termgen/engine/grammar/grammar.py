@@ -1,11 +1,10 @@
-"""Compiles what answers must look like, with llguidance, in threads of its own.
+"""Compiles grammars with llguidance, in its own threads.
 
-`GrammarCompiler` belongs to an engine; the input processor asks it for grammars, which are cached.
-What a client sends is compiled neither on the engine's thread nor on an event loop, and only once a
-process of its own (`grammar_prover`) has compiled the same: native code that crashes or never ends
-costs that process. Clients take turns, and what takes long waits behind what does not. A matcher is
-used by the engine's thread and, while it fills a mask, by a thread that fills masks, never by both
-at once.
+Each engine has a `GrammarCompiler`; the input processor requests grammars, which are cached. A
+client's grammar is compiled neither on the engine thread nor on an event loop, and only after a
+helper process (`grammar_prover`) has compiled it: native code that crashes or never ends costs that
+process only. Clients take turns, and slow grammars wait behind quick ones. A matcher is used by the
+engine thread or by a mask thread, never by both at once.
 """
 
 from __future__ import annotations
@@ -51,22 +50,22 @@ _Key = tuple[str, object, bool]
 
 MAX_CACHED = 64
 MAX_WAITING = 512
-"""Grammars of all clients that may wait or be under way; more are refused."""
+"""Limit of queued and running compilations; more are refused."""
 MAX_WAITING_OF_CLIENT = 64
-"""The same of one client."""
+"""The same limit for one client."""
 NUM_PROVERS = 2
-"""At most one of them has a grammar that takes long."""
+"""Helper processes, of which at most one has a slow grammar."""
 COMPILE_TIMEOUT_S = 10.0
 VOCABULARY_TIMEOUT_S = 60.0
 MAX_CLIENTS = 1024
-"""Clients whose use of the compiler is remembered."""
+"""Clients whose compile time is tracked."""
 FORGETTING_S = 60.0
-"""Half of what a client has used is forgotten in this time."""
+"""Half-life of a client's tracked compile time."""
 PROGRAM = Path(__file__).with_name("grammar_prover.py")
 
 MAX_EXPONENT_DIGITS = 2
 MAX_INTEGER_DIGITS = 200
-"""So long a number with such an exponent is below 1e300: any parser reads it as finite."""
+"""Digits at most; with `MAX_EXPONENT_DIGITS` a number stays below 1e300, finite in any parser."""
 
 
 class Grammar:
@@ -80,7 +79,7 @@ class Grammar:
         eos_token_ids: Sequence[int],
         numbers: NumberTokens | None = None,
     ) -> None:
-        """Fills the first mask, which is that of every answer. numbers: those of answers must be
+        """Fills the first mask, which all answers share. numbers: set if numbers in answers must be
         finite. Raises RequestError."""
         self._prototype = prototype
         self._numbers = numbers
@@ -99,7 +98,7 @@ class Grammar:
 
     def start(self, *, ends_at_eos: bool) -> Matcher:
         withheld = None if ends_at_eos else self._without_eos
-        first = None if self.is_slow else self._first_mask  # or the next would be taken for quick
+        first = None if self.is_slow else self._first_mask  # a copy would make the row look quick
         matcher = self._prototype.deep_copy()
         return Matcher(
             matcher, self._executor, self._num_words, withheld, first, numbers=self._numbers
@@ -131,9 +130,9 @@ class Matcher:
         *,
         numbers: NumberTokens | None = None,
     ) -> None:
-        """executor: runs what several matchers have to do at once.
-        withheld: what to clear as long as other bits are left: words, and the bits that stay.
-        first: the first mask, where it is known. numbers: see `Grammar`."""
+        """executor: llguidance's thread pool for several matchers at once.
+        withheld: (word, bits to keep) pairs to clear in a mask, unless that would leave it empty.
+        first: the first mask if known. numbers: see `Grammar`."""
         self._matcher = matcher
         self._numbers = numbers
         self._number = b""
@@ -142,13 +141,13 @@ class Matcher:
         self._withheld = withheld
         self._first = first
         self._bits: IntArray | None = None
-        self._address = 0  # asking an array for it takes as long as a short mask
+        self._address = 0  # reading an array's address takes as long as filling a short mask
 
     def accept(self, token_id: int) -> bool:
         self._first = None
         if self._numbers is not None:
             self._number = self._numbers.follow(self._number, token_id)
-        # A matcher that has failed takes end tokens all the same.
+        # A failed matcher still accepts end tokens.
         return bool(self._matcher.consume_token(token_id)) and not self._matcher.is_error()
 
     @property
@@ -172,7 +171,7 @@ class Matcher:
         return faults_of(Matcher._finish, matchers, bits)
 
     def _finish(self, bits: IntArray) -> None:
-        if self._matcher.is_error():  # the mask then has the end tokens, as if the answer were done
+        if self._matcher.is_error():  # the mask then allows end tokens, as for a complete answer
             raise RequestError(
                 f"the grammar is too complex: {brief(self._matcher.get_error())}",
                 code="invalid_schema",
@@ -185,7 +184,7 @@ class Matcher:
 
     def _withhold(self, bits: IntArray, withheld: Sequence[tuple[int, int]]) -> None:
         before = []
-        for word, stays in withheld:  # scalars: arrays so short take longer
+        for word, stays in withheld:  # scalars are faster than arrays of this length
             old = int(bits[word])
             if old & ~stays:
                 before.append((word, old))
@@ -196,11 +195,11 @@ class Matcher:
 
 
 class NumberTokens:
-    """Keeps the numbers of JSON finite: a grammar alone lets a model write `4e888269132`.
+    """Keeps JSON numbers finite: a grammar alone permits `4e888269132`.
 
-    Follows the number that an answer ends in, and takes the tokens out of a mask that would give it
-    more than `MAX_EXPONENT_DIGITS` or `MAX_INTEGER_DIGITS`. Text that may go on with a quotation
-    mark is no number, but a string of JSON or free text.
+    Tracks the number at the end of an answer, and masks tokens that would exceed
+    `MAX_EXPONENT_DIGITS` or `MAX_INTEGER_DIGITS`. Text that may continue with a quotation mark is
+    not a number, but a JSON string or free text.
     """
 
     _NUMBER_END = re.compile(rb"[0-9][0-9.]*(?:[eE][+-]?[0-9]*)?\Z")
@@ -209,25 +208,25 @@ class NumberTokens:
     _NUMBER_CHARS = frozenset(b"0123456789.eE+-")
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
-        """tokens: the bytes of each."""
+        """tokens: the bytes of each token."""
         self._texts = {i: text for i, text in enumerate(tokens) if self._continues(text)}
-        """Tokens that begin a number or go on with one, and end within it."""
+        """Tokens that begin or continue a number, and end within it."""
         many = rb"[+-]?[0-9]{%d}"
         self._beyond = [
             _mask_of(tokens, re.compile(many % (left + 1)).match)
             for left in range(MAX_EXPONENT_DIGITS + 1)
         ]
-        """[number of digits that an exponent may still have] tokens that give it more."""
+        """[digits that an exponent may still have] mask of the tokens that add more."""
         exponent = re.compile(rb"[0-9.]*[eE]" + many % (MAX_EXPONENT_DIGITS + 1))
         self._exponents = _mask_of(tokens, exponent.match)
-        """Tokens that give a number an exponent which is too long."""
+        """Mask of the tokens that contain a too long exponent."""
         self._quotes = _mask_of(tokens, re.compile(b'"').match)
 
     def _continues(self, text: bytes) -> bool:
         return bool(text) and text[-1] in self._NUMBER_CHARS
 
     def follow(self, number: bytes, token_id: int) -> bytes:
-        """The number that the text ends in behind this token; empty if it ends in none."""
+        """The number at the end of the text after this token; empty if there is none."""
         text = self._texts.get(token_id)
         if text is None:
             return b""
@@ -235,7 +234,7 @@ class NumberTokens:
         return found[0] if found else b""
 
     def keep_finite(self, number: bytes, bits: IntArray) -> None:
-        """Take tokens out of this mask, unless no token would be left."""
+        """Clear tokens in this mask, unless that would leave it empty."""
         if (bits & self._quotes).any():
             return
         exponent = self._EXPONENT_END.search(number)
@@ -252,29 +251,29 @@ class NumberTokens:
 
 
 def _mask_of(tokens: Sequence[bytes], has: Callable[[bytes], object]) -> IntArray:
-    """The tokens for which this is true, as a mask."""
+    """Mask of the tokens for which `has` is true."""
     flags = np.zeros(-(-len(tokens) // 32) * 32, np.uint8)
     flags[[i for i, text in enumerate(tokens) if has(text)]] = 1
     return np.packbits(flags, bitorder="little").view(np.int32)
 
 
 class Compilation(Future[Grammar]):
-    """A grammar that is compiled, or is to be. Do not cancel it: several may wait for it."""
+    """A compiled or queued grammar. Must not be cancelled, as several requests may wait for it."""
 
     num_waiting = 0
     took_s = math.inf
-    """Once it is over, well or not."""
+    """Compile time; set when it has ended, successfully or not."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A grammar to be compiled, in the queue or under way."""
+    """A queued or running compilation."""
 
     wanted: StructuredOutputsParams
     future: Compilation
     client: str
     is_slow: bool = False
-    """Its first try took too long."""
+    """Its first attempt took too long."""
     spent_s: float = 0.0
 
     @property
@@ -284,21 +283,20 @@ class _Job:
 
 
 class _NeedsLonger(Exception):
-    """The first try took too long."""
+    """The first attempt took too long."""
 
 
 class _FairQueue:
-    """Jobs of several clients; not thread-safe, its owner has a lock.
+    """Jobs of several clients. Not thread-safe: its owner has a lock.
 
-    Quick jobs go first; among these the client that has used the compiler least; among equals the
-    shortest grammar. So a client's grammars delay its own and hardly others'. One slow job at a
-    time.
+    Quick jobs go first; among these the client with the least compile time; among equals the
+    shortest grammar. So a client delays mostly itself. One slow job at a time.
     """
 
     def __init__(self) -> None:
         self._jobs: dict[str, list[_Job]] = {}
         self._used_s: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """For each client: seconds, and when that was."""
+        """Client -> (compile seconds, time of that figure)."""
         self._num_open = 0
         self._num_open_of: dict[str, int] = {}
         self._is_slow_under_way = False
@@ -309,7 +307,7 @@ class _FairQueue:
 
     @property
     def num_open(self) -> int:
-        """Jobs that wait or are under way."""
+        """Queued and running jobs."""
         return self._num_open
 
     def open(self, job: _Job) -> None:
@@ -336,14 +334,14 @@ class _FairQueue:
         jobs = self._jobs[job.client]
         jobs.remove(job)
         if jobs:
-            self._jobs[job.client] = self._jobs.pop(job.client)  # others go first among equals
+            self._jobs[job.client] = self._jobs.pop(job.client)  # behind equals from now on
         else:
             del self._jobs[job.client]
         self._is_slow_under_way |= job.is_slow
         return job
 
     def note_try(self, job: _Job, seconds: float) -> None:
-        """A job that was taken has been tried for so long."""
+        """Charge the time of an attempt to the job's client."""
         if job.is_slow:
             self._is_slow_under_way = False
         used_s = self._used_by(job.client) + seconds
@@ -353,7 +351,7 @@ class _FairQueue:
             self._used_s.popitem(last=False)
 
     def close(self, job: _Job) -> None:
-        """A job that was taken is over."""
+        """End a job that was taken."""
         self._num_open -= 1
         self._num_open_of[job.client] -= 1
         if not self._num_open_of[job.client]:
@@ -365,7 +363,7 @@ class _FairQueue:
 
 
 class GrammarTokens(Protocol):
-    """The model's tokenizer, as far as grammars need it."""
+    """The part of the tokenizer that grammars need."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -376,7 +374,7 @@ class GrammarTokens(Protocol):
 
 
 class GrammarCompiler:
-    """Compiles for one model. Any thread may use it."""
+    """Compiles grammars for one model. Thread-safe."""
 
     def __init__(
         self, tokenizer: GrammarTokens, *, vocab_size: int, eos_token_ids: Sequence[int]
@@ -394,11 +392,9 @@ class GrammarCompiler:
         )
         self._provers = [HelperProcess(PROGRAM) for _ in range(NUM_PROVERS)]
         self._free_provers = self._provers[::-1]
-        """Those that no thread asks now; the first of all is used most, and the others start when
-        they are needed."""
+        """Idle provers, as a stack: the first is used most, and the others start only if needed."""
         self._computing = threading.Semaphore(spare_threads(NUM_PROVERS))
-        """For what takes a whole core. Slow jobs, of which there is one at a time, do not count, or
-        others would wait for them."""
+        """Limits the cores in use. The slow job does not count, or others would wait for it."""
         self._vocabulary: Any = None
         self._numbers: NumberTokens | None = None
         self._executor: Any = None
@@ -406,8 +402,8 @@ class GrammarCompiler:
         self._is_closed = False
 
     def prewarm(self) -> None:
-        """Read the vocabulary now, here and in the program that proves grammars; if it cannot be,
-        requests with a grammar get the error."""
+        """Read the vocabulary now, here and in a prover; on failure, requests with a grammar get
+        the error."""
         with contextlib.suppress(RequestError):
             self._vocabulary_of_model()
             with contextlib.suppress(RuntimeError):
@@ -418,7 +414,7 @@ class GrammarCompiler:
             self._ask_prover(ProofTask("json_object", True, SLOW_CPU_S))
 
     def close(self) -> None:
-        """No grammar comes any more."""
+        """End all compilations; later ones raise `EngineDeadError`."""
         with self._lock:
             self._is_closed = True
         for prover in self._provers:
@@ -427,13 +423,13 @@ class GrammarCompiler:
 
     @property
     def num_waiting(self) -> int:
-        """Compilations that wait or are under way."""
+        """Queued and running compilations."""
         return self._queue.num_open
 
     def submit(self, wanted: StructuredOutputsParams, *, client: str = "") -> Compilation:
-        """The grammar, or the `RequestError` it ends in. Every caller calls `leave` in the end.
+        """Queue a compilation, or find it in the cache. Every caller must call `leave` at the end.
 
-        client: clients take turns; one with too many grammars under way is refused."""
+        client: whose turn it counts as; a client with too many compilations is refused."""
         key = _key(wanted)
         with self._lock:
             found = self._cache.get(key)
@@ -458,20 +454,19 @@ class GrammarCompiler:
         return future
 
     def _evict(self) -> None:
-        """Drop, of the half unused for longest, the grammar that took least to compile. Many that
-        are made in a moment, as one client may send, do not displace what others have waited for;
-        and freeing what took long holds Python's lock for milliseconds."""
+        """Evict the grammar that compiled fastest among the least recently used half. So many quick
+        grammars of one client do not displace slow ones of others; and freeing a slow one holds
+        the GIL for milliseconds."""
         oldest = islice(self._cache, MAX_CACHED // 2)
         del self._cache[min(oldest, key=lambda key: self._cache[key].took_s)]
 
     def leave(self, future: Compilation) -> None:
-        """Wait no longer. What no request waits for is not begun: others are served first who have
-        not gone meanwhile."""
+        """Stop waiting. A compilation that no request waits for is not started."""
         with self._lock:
             future.num_waiting -= 1
 
     def compile(self, wanted: StructuredOutputsParams, *, client: str = "") -> Grammar:
-        """The same for a caller that can wait. Raises `RequestError` naming its field."""
+        """Compile and wait. Raises `RequestError` naming the field."""
         future = self.submit(wanted, client=client)
         try:
             return future.result(COMPILE_TIMEOUT_S)
@@ -482,10 +477,10 @@ class GrammarCompiler:
         finally:
             self.leave(future)
 
-    # -- in the threads that compile -------------------------------------------------------
+    # -- compile threads -------------------------------------------------------------------
 
     def _run_all(self) -> None:
-        """Compile until nothing waits that may run."""
+        """Compile until no queued job may run."""
         while True:
             with self._lock:
                 job = self._queue.take()
@@ -514,7 +509,7 @@ class GrammarCompiler:
                 return
             self._queue.close(job)
             if not isinstance(raised, RequestError | None) or isinstance(raised, OverloadedError):
-                self._forget(job)  # a machine without processes or memory is to blame
+                self._forget(job)  # the machine lacks processes or memory: not the grammar's fault
         if is_begun:
             job.future.took_s = job.spent_s
             self.times.add(job.spent_s, raised)
@@ -524,7 +519,7 @@ class GrammarCompiler:
             job.future.set_result(grammar)
 
     def _begin(self, job: _Job) -> bool:
-        """Unless all who waited for it have gone."""
+        """Start a job, unless no request waits for it any more."""
         with self._lock:
             if job.future.num_waiting:
                 if not job.future.running():
@@ -534,7 +529,7 @@ class GrammarCompiler:
             return False
 
     def _forget(self, job: _Job) -> None:
-        """Let the next request try again. Under the lock."""
+        """Drop it from the cache, so that the next request tries again. The lock is held."""
         if self._cache.get(_key(job.wanted)) is job.future:
             del self._cache[_key(job.wanted)]
 
@@ -566,9 +561,9 @@ class GrammarCompiler:
             )
 
     def _ask_prover(self, task: ProofTask) -> Proof:
-        """Raises what llguidance has against the grammar, EngineDeadError, OverloadedError."""
+        """Raises llguidance's error for the grammar, EngineDeadError or OverloadedError."""
         with self._lock:
-            prover = self._free_provers.pop()  # there are as many as threads
+            prover = self._free_provers.pop()  # never empty: there is one per thread
         try:
             proof = self._ask(prover, task)
             if proof.verdict is Verdict.NO_VOCABULARY:
@@ -587,13 +582,12 @@ class GrammarCompiler:
             proof: Proof = prover.ask(task, (data,), limit_s=limit_s)
         except HelperClosed:
             raise EngineDeadError("the engine was shut down") from None
-        except HelperFault:  # for lack of memory, as a rule: the next request tries again
+        except HelperFault:  # usually lack of memory: the next request tries again
             raise no_process("grammar", "tried out") from None
         return proof
 
     def _vocabulary_of_model(self) -> Any:
-        """llguidance's own form of the vocabulary, made once: it takes up to a second, in which
-        no other thread runs."""
+        """llguidance's form of the vocabulary, cached: building it holds the GIL up to a second."""
         from llguidance import LLExecutor
 
         with self._vocabulary_lock:
@@ -613,7 +607,7 @@ def _key(wanted: StructuredOutputsParams) -> _Key:
 
 
 def too_busy(wanted: StructuredOutputsParams) -> OverloadedError:
-    """The error of a request whose grammar waited for others too long, or may not wait at all."""
+    """The error of a request whose grammar queued for too long, or found the queue full."""
     return OverloadedError(
         "too many grammars wait to be compiled; try again soon",
         param=wanted.param,
@@ -623,7 +617,7 @@ def too_busy(wanted: StructuredOutputsParams) -> OverloadedError:
 
 
 def named(error: RequestError, wanted: StructuredOutputsParams) -> RequestError:
-    """The error of a shared compilation, for the field of one request."""
+    """The error of a shared compilation, naming the field of one request."""
     if error.param is not None:
         return error
     if isinstance(error, OverloadedError):

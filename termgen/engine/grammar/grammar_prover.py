@@ -1,12 +1,12 @@
-"""A program of its own: proves that a grammar can be compiled, before the engine's process does so.
+"""A helper program that proves that a grammar compiles, before the engine's process compiles it.
 
     python -P grammar_prover.py
 
-llguidance is native code: a stack that overflows or an endless loop in it would end the process or
-hold a thread for ever. Here it happens in a worker, a fork of this program, that is ended by its
-own timers and replaced within milliseconds; all forks share the vocabulary, which is read once.
-`GrammarCompiler` asks, through `HelperProcess`; the worker does all that the engine's process will
-do with the grammar, on smaller stacks and with less memory.
+llguidance is native code: a stack overflow would end the process, an endless loop would hold a
+thread for ever. Here it hits a worker, a fork of this program, which is killed by its own timers
+and replaced within milliseconds; all forks share the vocabulary, which is read once.
+`GrammarCompiler` uses it through `HelperProcess`; the worker does everything that the engine's
+process will do with the grammar, on smaller stacks and with less memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[3]))  # wherever this process was started
+sys.path.insert(0, str(Path(__file__).parents[3]))  # independent of the working directory
 
 import numpy as np
 
@@ -44,15 +44,15 @@ from termgen.errors import RequestError
 from termgen.system.helper_process import answer_questions
 
 MATCHER_STACK_BYTES = 1 << 20
-"""Less than any thread of the engine's process has that fills a mask or drops a matcher."""
+"""Smaller than the stack of any thread that fills a mask or frees a matcher in the engine."""
 NUM_STEPS = 4
-"""Tokens that are taken in behind the first mask."""
+"""Tokens that are accepted after the first mask."""
 EXIT_S = 1.0
-"""Seconds for a worker that is asked to end."""
+"""Time for a worker to end after its pipe is closed."""
 
 
 class Prover:
-    """Owns the worker and the vocabulary. Has no thread of its own, so that it may fork."""
+    """Owns the worker and the vocabulary. Starts no thread, so that it can fork safely."""
 
     def __init__(self) -> None:
         self._vocabulary: Any = None
@@ -64,7 +64,7 @@ class Prover:
         if isinstance(task, VocabularyTask):
             self._vocabulary = read_vocabulary(task, data.decode())
             self._num_words = -(-task.num_tokens // 32)
-            self._end_worker()  # has another vocabulary
+            self._end_worker()  # it has another vocabulary
             self._start_worker()
             return Proof(Verdict.PROVEN)
         if self._vocabulary is None:
@@ -83,7 +83,7 @@ class Prover:
         return self._worker
 
     def _end_worker(self) -> int:
-        """The wait status of the worker, which is no more."""
+        """End the worker; returns its wait status."""
         worker, self._worker = self._worker, None
         return 0 if worker is None else worker.end()
 
@@ -92,7 +92,7 @@ class Prover:
         if number == signal.SIGPROF:
             return Proof(Verdict.SLOW)
         if number in (0, signal.SIGKILL, signal.SIGTERM, signal.SIGALRM):
-            # A system short of memory or of time, or an administrator: not the grammar's fault.
+            # Killed by the system or an administrator, not through the grammar.
             return Proof(Verdict.UNDECIDED)
         name = signal.Signals(number).name
         raise RequestError(
@@ -103,7 +103,7 @@ class Prover:
 
 
 class _Worker:
-    """A fork of this process that proves one grammar after the other."""
+    """A fork of this process that proves one grammar after another."""
 
     def __init__(self, vocabulary: Any, num_words: int) -> None:
         self._connection, theirs = Pipe()
@@ -123,7 +123,7 @@ class _Worker:
         return told
 
     def end(self) -> int:
-        """Its wait status. It ends by itself once its pipe is closed, if it has not yet."""
+        """Close its pipe, which ends it; returns its wait status."""
         self._connection.close()
         deadline = time.monotonic() + EXIT_S
         while time.monotonic() < deadline:
@@ -136,9 +136,9 @@ class _Worker:
 
 
 def _work(connection: Connection[Any, Any], vocabulary: Any, num_words: int) -> None:
-    os.close(0)  # the parent's socket: its end must be seen when the parent ends
+    os.close(0)  # the parent's socket: an open copy would hide the parent's end
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(ValueError, OSError):  # not every system can limit this
+    with contextlib.suppress(ValueError, OSError):  # not every system has this limit
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         most = used + MAX_PROOF_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -147,7 +147,7 @@ def _work(connection: Connection[Any, Any], vocabulary: Any, num_words: int) -> 
             task = connection.recv()
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_PROF, task.max_cpu_s)  # by default these end the process
+        signal.setitimer(signal.ITIMER_PROF, task.max_cpu_s)  # its signal ends the process
         signal.setitimer(signal.ITIMER_REAL, MAX_PROOF_WALL_S)
         told = _prove(task, vocabulary, num_words)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -156,7 +156,7 @@ def _work(connection: Connection[Any, Any], vocabulary: Any, num_words: int) -> 
 
 
 def _prove(task: ProofTask, vocabulary: Any, num_words: int) -> str | RequestError:
-    """The source, once it has been compiled, followed and dropped."""
+    """Compile the grammar, use it for some tokens and free it; returns its source."""
     compiled: list[Any] = []
     sources: list[str] = []
 
@@ -173,7 +173,7 @@ def _prove(task: ProofTask, vocabulary: Any, num_words: int) -> str | RequestErr
 
 
 def _follow(matcher: Any, num_words: int) -> None:
-    """Fill masks and take in tokens, as the engine's process will do."""
+    """Fill masks and accept tokens, as the engine's process will do."""
     bits = np.zeros(num_words, np.int32)
     matcher = matcher.deep_copy()
     for step in range(NUM_STEPS + 1):
@@ -185,14 +185,14 @@ def _follow(matcher: Any, num_words: int) -> None:
         words = np.flatnonzero(bits)
         if not len(words) or matcher.is_stopped() or step == NUM_STEPS:
             return
-        word = int(words[len(words) * step // NUM_STEPS])  # another part of it each time
+        word = int(words[len(words) * step // NUM_STEPS])  # another part of the mask each time
         allowed = int(bits[word]) & 0xFFFFFFFF
         matcher.consume_token(word * 32 + (allowed & -allowed).bit_length() - 1)
 
 
 def _on_stack(num_bytes: int, work: Callable[[], None]) -> None:
-    """Do this in a thread whose stack has this size. Raises what it raises; panics of native code,
-    which are no Exceptions, as RequestError."""
+    """Run `work` in a thread with a stack of this size. Raises its exception; a panic of native
+    code, which is no Exception, becomes a RequestError."""
     raised: list[BaseException] = []
 
     def run() -> None:

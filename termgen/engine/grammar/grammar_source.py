@@ -1,5 +1,5 @@
-"""What a request asks for, as the text that llguidance compiles, within which limits, and what is
-said between `GrammarCompiler` and the program that proves grammars first.
+"""Translation of structured outputs to the text that llguidance compiles, its limits, and the
+messages between `GrammarCompiler` and `grammar_prover`.
 
 Pure. Used by the compiler's threads and by `grammar_prover`.
 """
@@ -14,16 +14,16 @@ from termgen.errors import RequestError
 from termgen.vocabulary.structured_outputs import is_gbnf
 
 MAX_LEXER_STATES = 50_000
-"""A kilobyte or two each."""
+"""Limit of lexer states, of 1 to 2 KB each."""
 MAX_ITEMS_IN_ROW = 6000
-"""Ways in which an answer may go on at one place: 5000 choices and 1000 properties, the most that
-are taken, have as many."""
+"""Limit of Earley items at one position; 5000 choices plus 1000 properties, the most accepted, need
+this many."""
 MAX_ITEMS_IN_GRAMMAR_ROW = 2000
-"""The same where the client wrote the rules: then all of them may be about the same text. Taking in
-a token holds Python's lock, and takes the longer the more there are of those."""
+"""The same for a client's own rules, which may all match the same text: accepting a token holds the
+GIL, for longer the more items there are."""
 MAX_ITEMS_IN_MASK = 8000
-"""Items of all rows that a mask goes through, usually the next one among them: too many are then
-found without the lock."""
+"""Limit of items in all rows visited for a mask, usually including the next row: an excess is then
+detected without the GIL."""
 LIMITS: dict[str, Any] = {
     "verbose_errors": False,
     "max_lexer_states": MAX_LEXER_STATES,
@@ -32,23 +32,22 @@ LIMITS: dict[str, Any] = {
 }
 MAX_ERROR_CHARS = 300
 WITHOUT_FORCING = '\n%llguidance {"no_forcing": true}'
-"""Behind a client's grammar, so that it is the last word. Else llguidance collects the text that
-must follow, and in a grammar like `start: /ab*/ never` with `never: never` that has no end: the
-mask behind an `a` would fill memory for ever, and no thread can be stopped in there."""
+"""Appended to a client's grammar, so that it takes precedence. Otherwise llguidance collects forced
+text, which in a grammar like `start: /ab*/ never` with `never: never` has no end: the mask after an
+`a` would fill memory in a thread that cannot be stopped."""
 
 COMPILE_STACK_BYTES = 64 << 20
-"""Stack of the threads that compile: llguidance goes down it once for each rule that refers to the
-next. Pages that are not reached cost nothing."""
+"""Stack of the compile threads: llguidance recurses once per rule that refers to the next.
+Untouched pages cost nothing."""
 PROOF_STACK_BYTES = COMPILE_STACK_BYTES // 2
-"""What fits here fits there."""
+"""Stack of the prover: a grammar that fits here fits in `COMPILE_STACK_BYTES`."""
 MAX_PROOF_BYTES = 2 << 30
 MAX_PROOF_WALL_S = 20.0
-"""Wall-clock limit: a worker may be given no core. What a grammar may need is counted in CPU
-time."""
+"""Wall-clock limit, for a worker that gets no core. Grammars are limited in CPU time."""
 QUICK_CPU_S = 0.2
-"""CPU time of the first try. What needs more is tried once more behind everything that does not."""
+"""CPU limit of the first attempt. A grammar that exceeds it is tried again behind all others."""
 SLOW_CPU_S = 2.0
-"""CPU time of the second try; what needs more is refused."""
+"""CPU limit of the second attempt; a grammar that exceeds it is refused."""
 
 
 class VocabularyTask(NamedTuple):
@@ -72,23 +71,23 @@ class ProofTask(NamedTuple):
 class Verdict(enum.Enum):
     PROVEN = "proven"
     SLOW = "slow"
-    """It needed more CPU time than allowed."""
+    """The grammar exceeded the CPU limit."""
     UNDECIDED = "undecided"
-    """The worker was ended by something else than the grammar."""
+    """The worker ended for a reason other than the grammar."""
     NO_VOCABULARY = "no vocabulary"
-    """The prover is new and must be sent one."""
+    """The prover is new and needs the vocabulary first."""
 
 
 class Proof(NamedTuple):
-    """What the prover found out. What llguidance refuses is raised instead."""
+    """The prover's result. A grammar that llguidance refuses raises instead."""
 
     verdict: Verdict
     source: str = ""
-    """What llguidance compiles, if proven."""
+    """The text that llguidance compiles, if proven."""
 
 
 def source_of(kind: str, value: Any, *, is_own_grammar: bool = False) -> str:
-    """The text that llguidance compiles. Raises RequestError, and what llguidance raises."""
+    """The text that llguidance compiles. Raises RequestError, or llguidance's exceptions."""
     from llguidance import LLMatcher
 
     if kind == "regex":
@@ -100,12 +99,12 @@ def source_of(kind: str, value: Any, *, is_own_grammar: bool = False) -> str:
         lark = from_gbnf(value) if is_gbnf(value) else value
         return str(LLMatcher.grammar_from_lark(lark if is_own_grammar else lark + WITHOUT_FORCING))
     schema = '{"type":"object"}' if kind == "json_object" else str(value)
-    # Where any white space is allowed, small models write nothing else.
+    # Small models fall into endless white space if it is allowed everywhere.
     return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
 
 
 def read_vocabulary(task: VocabularyTask, tokenizer_json: str) -> Any:
-    """llguidance's own form of the vocabulary, an `LLTokenizer`. Raises RequestError."""
+    """llguidance's form of the vocabulary, an `LLTokenizer`. Raises RequestError."""
     from llguidance import LLTokenizer
 
     try:
@@ -120,7 +119,7 @@ def read_vocabulary(task: VocabularyTask, tokenizer_json: str) -> Any:
 
 
 def compile_source(source: str, kind: str, vocabulary: Any) -> Any:
-    """An `LLMatcher` at the beginning of an answer. Raises RequestError."""
+    """A new `LLMatcher`. Raises RequestError."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(**limits_of(kind))
@@ -132,20 +131,20 @@ def compile_source(source: str, kind: str, vocabulary: Any) -> Any:
 
 
 def limits_of(kind: str) -> dict[str, Any]:
-    """Those of llguidance's `LLParserLimits`."""
+    """Arguments of llguidance's `LLParserLimits`."""
     if kind != "grammar":
         return LIMITS
     return {**LIMITS, "max_items_in_row": MAX_ITEMS_IN_GRAMMAR_ROW}
 
 
 def brief(error: str) -> str:
-    """Without the listing of the whole grammar, and where in the library it panicked."""
+    """The message without llguidance's listing of the grammar and its source location."""
     text = " ".join(error.partition("<backtrace>")[0].replace("<non-verbose/>", "").split())
     return text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + "..."
 
 
 def from_gbnf(grammar: str) -> str:
-    """The same grammar in Lark. Takes Python many milliseconds."""
+    """The same grammar in Lark. Takes many milliseconds."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:

@@ -1,8 +1,8 @@
-"""Owns the masks in flight: threads fill them, the engine's thread waits for some.
+"""Fills token masks in threads; the engine thread waits for some of them.
 
-Rows that land together and whose masks have been quick are one job: handing over costs more than
-most masks. A row that took long is a job of its own for a while, longer every time, and as long as
-its last mask was slow it has other threads, so that such rows do not take all of them. Used by
+Rows that land together and have had quick masks form one job, as handing over a job takes longer
+than most masks. A row with a slow mask is a separate job for a while, longer every time; while its
+last mask was slow it uses a second thread pool, so that such rows cannot block the others. Used by
 `Constraints`.
 """
 
@@ -20,24 +20,24 @@ from termgen.vocabulary.token_mask import GrammarState
 NUM_THREADS = 2
 NUM_SLOW_THREADS = 2
 MANY = 8
-"""When so many rows land together, their masks are filled all at once."""
+"""From this many rows on, a job's masks are filled in one call."""
 SLOW_S = 0.005
-"""A mask that takes longer is slow. Most take some microseconds."""
+"""A mask that takes longer counts as slow. Most take microseconds."""
 
 
 class MaskFiller:
-    """A row is with the threads from `begin` until it `is_ready`."""
+    """Threads own a row from `begin` until it `is_ready`."""
 
     def __init__(self) -> None:
         self._threads = DaemonThreads(NUM_THREADS, "termgen-masks")
         self._slow_threads = DaemonThreads(NUM_SLOW_THREADS, "termgen-slow-masks")
         self._progress = threading.Condition()
         self._awaited: set[GrammarState] = set()
-        """Rows that the engine's thread waits for now; guarded by `_progress`, as are the flags of
-        rows that are with the threads."""
+        """Rows that the engine thread waits for; guarded by `_progress`, as are the flags of rows
+        that threads own."""
         self._watched: set[GrammarState] = set()
         self._watched_ready: list[GrammarState] = []
-        """Both guarded by `_progress`."""
+        """Guarded by `_progress`, like `_watched`."""
 
     def watch(self, row: GrammarState) -> None:
         """Have `take_watched` return this row once it is ready."""
@@ -56,7 +56,7 @@ class MaskFiller:
         return ready
 
     def begin(self, rows: Iterable[GrammarState]) -> None:
-        """Fill the next mask of each."""
+        """Fill the next mask of each row."""
         together = []
         for row in rows:
             row.is_ready = False
@@ -73,12 +73,12 @@ class MaskFiller:
         fill = self._fill_slowly if threads is self._slow_threads else self._fill
         try:
             threads.submit(partial(fill, rows))
-        except RuntimeError:  # the system has no thread left, and these requests wait
+        except RuntimeError:  # the system has no thread left: fill in this one
             fill(rows)
 
     def wait(self, rows: Iterable[GrammarState], timeout_s: float) -> None:
-        """Until all of these are ready or the time is over. Those that are late count as slow, so
-        that a mask is waited for once."""
+        """Wait until all rows are ready, or for the timeout. Late rows count as slow, so that each
+        mask is waited for only once."""
         with self._progress:
             self._awaited = {row for row in rows if not row.is_ready}
             if self._awaited:
@@ -88,7 +88,7 @@ class MaskFiller:
             self._awaited = set()
 
     def wait_for_any(self, timeout_s: float) -> None:
-        """Until some row becomes ready or the time is over."""
+        """Wait until some row becomes ready, or for the timeout."""
         with self._progress:
             self._progress.wait(timeout_s)
 
@@ -121,7 +121,7 @@ class MaskFiller:
             self._hand_back(rows)
 
     def _hand_back(self, rows: list[GrammarState]) -> None:
-        """With `_progress` held."""
+        """Mark rows as ready. `_progress` is held."""
         for row in rows:
             row.is_ready = True
         if self._watched:

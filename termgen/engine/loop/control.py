@@ -1,9 +1,8 @@
 """Pause, resume, reset and sleep of an engine that may have steps in flight.
 
-`EngineControl` belongs to the core and lives on its thread. The core asks it before each launch
-(`may_launch`) and tells it after each turn (`settle`). What has to wait for steps to land is
-answered through a future. Faces reach it with `core.call`. Knows the scheduler; nothing of steps
-but their numbers.
+`EngineControl` belongs to the core and lives on its thread. The core calls `may_launch` before each
+launch and `settle` after each turn. Commands that wait for steps to land return a future. Front
+ends reach it with `core.call`. Knows the scheduler, and of steps only their numbers.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from termgen.vocabulary.request import FinishReason
 class _Reset:
     force: bool
     last_step: int
-    """The newest step planned when it was asked for: it waits for that one."""
+    """The newest step planned at the time of the call, which waits for it to land."""
     done: Future[bool] = field(default_factory=Future)
 
 
 class EngineControl:
-    """What the engine holds back, and the callers that wait for it to come to rest."""
+    """The engine's pause and sleep state, and the callers that wait for it to be idle."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class EngineControl:
         self._pauses: list[Future[None]] = []
         self._resets: list[_Reset] = []
         self.is_resting = False
-        """Paused, and nothing is left to be done before `resume`. Any thread may read it."""
+        """Paused, with nothing left to do before `resume`. Any thread may read it."""
         self.sleep_level = 0
         """0: awake. Any thread may read it."""
 
@@ -56,13 +55,13 @@ class EngineControl:
 
     @property
     def may_launch(self) -> bool:
-        """False while the steps in flight are to be the last for now."""
+        """False while no step may follow those in flight."""
         if self._mode not in (None, "wait"):
             return False
         return not (self._resets and any(reset.force for reset in self._resets))
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """See `EngineClient.pause`. A later mode takes the place of an earlier one."""
+        """See `EngineClient.pause`. A later mode replaces an earlier one."""
         if mode not in get_args(PauseMode):
             raise RequestError(
                 f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}", param="mode"
@@ -78,7 +77,7 @@ class EngineControl:
         return done
 
     def resume(self) -> None:
-        """Go on. Callers that still wait for a pause to take effect get an error."""
+        """Continue. Callers that still wait for a pause to take effect get an error."""
         self._check_awake()
         self._mode = None
         self._scheduler.admits_new = True
@@ -86,7 +85,7 @@ class EngineControl:
         self._fail_pauses(EngineError("the engine was resumed before it had come to rest"))
 
     def lie_down(self, level: int) -> None:
-        """The device is about to lose its KV cache: no keys and values count any more."""
+        """Prepare for sleep: the device is about to lose its KV cache, so drop all cached KV."""
         self._check_awake()
         if not self.is_resting:
             raise EngineError("the engine was resumed before it could sleep")
@@ -94,7 +93,7 @@ class EngineControl:
         self._reset(force=True, why="the engine sleeps")
 
     def get_up(self) -> None:
-        """Go on after sleep."""
+        """Continue after sleep."""
         self.sleep_level = 0
         self.resume()
 
@@ -113,7 +112,7 @@ class EngineControl:
         return reset.done
 
     def settle(self) -> None:
-        """A turn of the loop is over and its news delivered: answer the callers that waited.
+        """Answer waiting callers at the end of a turn, after its delivery.
 
         With nothing in flight and nothing running no caller is left waiting, so the loop may sleep.
         """
@@ -135,7 +134,7 @@ class EngineControl:
                     done.set_result(None)
 
     def close(self, error: EngineError) -> None:
-        """End the callers that wait with an error: no step will follow."""
+        """Fail all waiting callers: no step will follow."""
         self._fail_pauses(error)
         resets, self._resets = self._resets, []
         for reset in resets:
@@ -144,7 +143,7 @@ class EngineControl:
 
     @property
     def _has_begun(self) -> bool:
-        """Whether any request runs, or has run and waits to go on."""
+        """True if any request is running or preempted."""
         return bool(self._scheduler.num_running or first_begun(self._scheduler.waiting))
 
     def _reset(self, force: bool, why: str = "the prefix cache was reset") -> bool:
@@ -180,6 +179,6 @@ def finish_all(scheduler: Scheduler) -> list[FinishedRow]:
 
 
 def check_level(level: object) -> None:
-    """Raises RequestError. Before the pause, so that a wrong level changes nothing."""
+    """Raises RequestError; called before the pause, so that a wrong level changes nothing."""
     if isinstance(level, bool) or level not in get_args(SleepLevel):
         raise RequestError(f"level must be 1 or 2, not {level!r:.40}", param="level")

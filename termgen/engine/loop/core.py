@@ -2,7 +2,7 @@
 
 `EngineCore` joins the host half (scheduler) and the device half (executor) through frozen plans
 and results. One thread calls `step`; any thread may call `submit`, `abort` and `call`, which only
-append to the inbox. Whatever the steps produce goes out through `on_delivery` and the event bus.
+append to the inbox. Output goes through `on_delivery` and the event bus.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _InFlight:
     handle: StepHandle
     times: StepTimes
     awaits_masks: bool
-    """Its model runs, and nothing is sampled yet. No step is behind such a one."""
+    """The model is running, and sampling waits for masks. No step is submitted behind it."""
 
 
 class EngineCore:
@@ -86,11 +86,11 @@ class EngineCore:
         self._last_plan: StepPlan | None = None
         self.last_progress_ns = self._busy_since_ns = time.perf_counter_ns()
         self._turn_ns = 0
-        """When this turn began, or a step landed in it."""
+        """Start of this turn, or the time a step landed in it."""
         self._step_ns = 0
-        """What the newest step without prompts to land took the device."""
+        """Device time of the newest landed step without prompts."""
         self._host_ns = 0
-        """Time of the turn before since its step landed."""
+        """Host time of the previous turn after its step landed."""
 
     # -- from any thread -------------------------------------------------------------------
 
@@ -103,16 +103,16 @@ class EngineCore:
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Run a function on the engine thread between two steps.
 
-        Cancelling the future is safe at any time. Raises what `close` was given once it is called.
+        Cancelling the future is safe at any time. After `close` it raises the error given there.
         """
         future: Future[Any] = Future()
         self._post(Call(function, future))
-        if self._closed is not None:  # looked at after posting: one of the two sides sees the other
+        if self._closed is not None:  # checked after posting: either side sees the other
             self._fail_calls(self._closed)
         return future
 
     def close(self, error: EngineError) -> None:
-        """No step follows: calls, waiting or to come, end with this error. Engine thread only."""
+        """Fail all current and later calls with this error: no step follows. Engine thread only."""
         self._closed = error
         self.control.close(error)
         self._fail_calls(error)
@@ -127,7 +127,7 @@ class EngineCore:
 
     def _post(self, item: InboxItem) -> None:
         if not self.has_work:
-            # An idle time is neither a stall nor one in which the device should have worked.
+            # Idle time is neither a stall nor lost device time.
             self.last_progress_ns = self._busy_since_ns = time.perf_counter_ns()
         self._inbox.append(item)
         self._wake.set()
@@ -137,7 +137,7 @@ class EngineCore:
             while queue:
                 try:
                     item = queue.popleft()
-                except IndexError:  # another thread was quicker
+                except IndexError:  # another thread took it
                     break
                 if isinstance(item, Call) and item.future.set_running_or_notify_cancel():
                     item.future.set_exception(error)
@@ -146,12 +146,12 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Requests that are not paused, steps in flight, an inbox, or news not yet delivered."""
+        """Requests that are not paused, steps in flight, inbox entries or undelivered results."""
         is_due = self.scheduler.has_requests and not self.control.is_resting
         return bool(is_due or self._in_flight or self._inbox or self._finished)
 
     def step(self) -> bool:
-        """One turn: fill the pipeline, land its oldest step. False when there was nothing to do."""
+        """One turn: fill the pipeline, land its oldest step. False if there was nothing to do."""
         self._turn_ns = time.perf_counter_ns()
         self._read_inbox()
         self._finished += end_failed(self.scheduler)
@@ -171,20 +171,20 @@ class EngineCore:
         return is_busy
 
     def _allowed_depth(self) -> int:
-        """Only two steps or one if something waits, or if more would preempt a request. A step with
-        a row under a grammar is the newest until the one before has landed."""
+        """Steps that may be in flight: two or one if a request waits, or if more would preempt one.
+        No step follows one with constrained rows until the step before that has landed."""
         scheduler = self.scheduler
         room = scheduler.kv.pool.num_free >= scheduler.num_running
         waits = self._inbox or len(scheduler.waiting) or scheduler.slots.num_constrained
         return self.run_ahead.allowed(is_wanted=room and not waits)
 
     def use_idle_time(self) -> bool:
-        """Do one piece of work that can wait; False when there is none. Only without other work."""
+        """Do one piece of deferred work; False if there is none. Call it only when idle."""
         return not (self.has_work or self.scheduler.has_requests) and self.executor.idle()
 
     def drain(self) -> None:
-        """The last turn: wait for steps in flight and end every request; nothing is held then.
-        The endings are not delivered here: `close` comes next."""
+        """The last turn: wait for the steps in flight, end every request and free everything.
+        Endings are not delivered: `close` follows."""
         self._run_out()
         self.scheduler.land_all()
         finish_all(self.scheduler)
@@ -214,8 +214,8 @@ class EngineCore:
         return True
 
     def _sample(self, step: _InFlight) -> bool:
-        """Go on with a step that awaits masks; False while they need tokens in flight."""
-        # The model takes more than half of a step, and with prompts in it longer still.
+        """Sample a step that awaits masks; False while the masks need tokens in flight."""
+        # The model takes more than half of a step, and more with prompts.
         runs_until_s = (step.times.launched_ns + self._step_ns // 2) / 1e9
         masks = self.scheduler.masks_for(step.plan, runs_until_s=runs_until_s)
         if masks is None:
@@ -233,7 +233,7 @@ class EngineCore:
         times.waited_ns = time.perf_counter_ns()
         try:
             result = step.handle.result()
-        except Exception as cause:  # whatever a device can throw; reported with its requests
+        except Exception as cause:  # any error of the device; reported with its requests
             self._fail(step, cause)
             return
         times.landed_ns = result.seen_ns or time.perf_counter_ns()
@@ -243,7 +243,7 @@ class EngineCore:
         if step.plan.is_decode:
             self._step_ns = result.ended_ns - result.started_ns
         self.run_ahead.landed(step.plan, result)
-        self._read_inbox()  # an abort that is already here wins over the step's own ending
+        self._read_inbox()  # an abort that has arrived takes precedence over the step's ending
         applied = self.scheduler.apply(step.plan, result)
         times.applied_ns = self.last_progress_ns = time.perf_counter_ns()
         self._last_record = self._publisher.step(step.plan, result, applied, times)
@@ -252,7 +252,7 @@ class EngineCore:
         self._deliver(step.plan.step_id, times.landed_ns, applied, result.logprobs, of_prompts)
 
     def _fail(self, step: _InFlight, cause: Exception) -> None:
-        """End the failed step's requests; let later steps run out unread; go on with the rest."""
+        """End the failed step's requests, discard later steps, continue with the other requests."""
         self._run_out()
         table = self.scheduler.slots
         rows = zip(step.plan.slots.tolist(), step.plan.epochs.tolist(), strict=True)
@@ -274,7 +274,7 @@ class EngineCore:
         self._deliver_finished()
 
     def _run_out(self) -> None:
-        """Wait for the steps in flight and drop what they computed."""
+        """Wait for the steps in flight and discard their results."""
         while self._in_flight:
             step = self._in_flight.popleft()
             if step.awaits_masks:
@@ -284,7 +284,7 @@ class EngineCore:
                 )
             try:
                 step.handle.result()
-            except Exception:  # behind a failed step, whose cause is reported, or in the last one
+            except Exception:  # follows from a failed step, which is reported, or at shutdown
                 continue
 
     def _tell_preempted(self, why: str) -> None:
@@ -311,7 +311,7 @@ class EngineCore:
         while self._calls:
             call = self._calls.popleft()
             if not call.future.set_running_or_notify_cancel():
-                continue  # the caller has given up waiting
+                continue  # the caller has cancelled it
             try:
                 call.future.set_result(call.function())
             except Exception as error:  # raised where the future is awaited
@@ -374,14 +374,14 @@ class EngineCore:
         )
 
     def _deliver_finished(self) -> None:
-        """Send what ended without a step."""
+        """Deliver requests that ended without a step."""
         if self._finished or self._started:
             nothing = np.zeros(0, np.int32)
             empty = AppliedStep(nothing, nothing, nothing, nothing)
             self._deliver(-1, time.perf_counter_ns(), empty, None)
 
     def copy_state(self) -> StateCopy:
-        """Present state for screens. Engine thread only; others use `call(core.copy_state)`."""
+        """Current state for screens. Engine thread only; others use `call(core.copy_state)`."""
         return copy_state(
             self.scheduler,
             record=self._last_record,
@@ -397,7 +397,7 @@ class EngineCore:
         return self._last_plan if self.scheduler.has_requests else None
 
 
-# The inbox: what other threads ask of the engine thread, which reads it between two steps.
+# The inbox: messages of other threads, which the engine thread reads between two steps.
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +406,7 @@ class Submit:
     arrival_ns: int
 
     def to_request(self, max_model_len: int, eos: frozenset[int], seeds: Random) -> Request:
-        """The request as the scheduler takes it. seeds: for one that brings none."""
+        """The scheduler's record of the request. seeds: source for a request without a seed."""
         submitted, params = self.request, self.request.params
         num_prompt = len(submitted.prompt_token_ids)
         stops = frozenset(params.stop_token_ids)
@@ -442,23 +442,23 @@ class Call:
 InboxItem = Submit | Abort | Call
 
 
-# How many steps may be in flight: two, or more while no request waits or joins the batch.
+# Number of steps in flight: two, or more while no request waits or joins the batch.
 #
-# A process that holds the GIL, or a screen that draws, stops the engine thread; what is queued on
-# the device runs meanwhile. Each queued step is also a step that a new request waits for, and one
-# that is computed in vain if a stop token turns up before it. So the queue grows by one step at a
-# time while only decodes run, lasts about `run_ahead_ms`, and is given up at once when something
-# waits. Used by the core, on the engine thread; knows plans, times and no clock.
+# While another thread holds the GIL, such as a screen that draws, the engine thread stalls, but
+# steps queued on the device run. On the other hand a new request waits for every queued step, and a
+# stop token makes the steps after it useless. So the queue grows by one step at a time while only
+# decodes run, up to about `run_ahead_ms` of work, and shrinks at once when a request waits. Used by
+# the core, on the engine thread; knows plans and times, but no clock.
 
 NEWEST_WEIGHT = 0.25
-"""Weight of the newest step in the mean time of a step."""
+"""Weight of the newest step in the mean step time."""
 
 
 class RunAhead:
-    """The depth that is allowed now."""
+    """The currently allowed number of steps in flight."""
 
     def __init__(self, base: int, run_ahead_ms: float) -> None:
-        """base: the depth at other times; at 1 (synchronous) it is the only one."""
+        """base: depth when not running ahead; with 1 (synchronous) it never runs ahead."""
         self._base = base
         self._run_ahead_ns = run_ahead_ms * 1e6 if base > 1 else 0.0
         self._depth = base
@@ -467,7 +467,7 @@ class RunAhead:
         self._last_ended_ns = 0
 
     def planned(self, plan: StepPlan) -> None:
-        """See whether a step only goes on with rows that decode. Some may have left."""
+        """Note whether a step only continues decoding rows of the previous one."""
         if not self._run_ahead_ns:
             return
         self._is_steady = not plan.added and plan.total_tokens == plan.num_rows
@@ -475,13 +475,13 @@ class RunAhead:
             self._depth = self._base
 
     def landed(self, plan: StepPlan, result: StepResult) -> None:
-        """Measure a step, and let the queue grow by one step if nothing speaks against it."""
+        """Measure a step, and let the queue grow by one step if possible."""
         if not self._run_ahead_ns:
             return
         started_ns = max(result.started_ns, self._last_ended_ns)
         self._last_ended_ns = result.ended_ns
         if plan.total_tokens > plan.num_rows:
-            return  # a prompt says nothing about the decodes to come
+            return  # a prefill's time does not predict decode steps
         step_ns = max(0, result.ended_ns - started_ns)
         weight = NEWEST_WEIGHT if self._step_ns else 1.0
         self._step_ns += weight * (step_ns - self._step_ns)
@@ -489,12 +489,12 @@ class RunAhead:
             self._depth = min(self._depth + 1, self._most())
 
     def allowed(self, *, is_wanted: bool) -> int:
-        """Steps that may be in flight. is_wanted: nothing waits, and there is room for more."""
+        """Steps that may be in flight. is_wanted: no request waits, and there are blocks left."""
         if not is_wanted:
             self._depth = self._base
         return self._depth
 
     def _most(self) -> int:
-        """The step that runs, and as many behind it as last for the time asked for."""
+        """The running step plus as many as last for `run_ahead_ms`."""
         behind = math.ceil(min(self._run_ahead_ns / max(self._step_ns, 1.0), MAX_STEPS_IN_FLIGHT))
         return max(self._base, min(1 + behind, MAX_STEPS_IN_FLIGHT))

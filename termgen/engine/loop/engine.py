@@ -1,7 +1,7 @@
 """`AsyncEngine`, the in-process `EngineClient`; `SyncEngine` steps in the caller's thread instead.
 
-Its engine thread does no text work: it hands one
-delivery per step to the event loop, with one wake-up, and the loop turns tokens into text.
+The engine thread does no text work: it hands one delivery per step to the event loop, with one
+wake-up, and the loop turns tokens into text.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from termgen.vocabulary.sampling_params import SamplingParams
 # A request's deltas on their way to one reader, merged while the reader is behind.
 
 MERGE_AT = 64
-"""Merging copies all tokens that wait, so it is not done for every single one."""
+"""Deltas that wait before they are merged, as merging copies all their tokens."""
 
 
 class DeltaStream:
-    """What waits is bounded by the request itself, and is merged into few deltas.
+    """Unbounded queue of a request's deltas, which are merged while the reader is behind.
 
-    `push` never waits, so a slow reader gets larger deltas instead of holding anybody up. Event
-    loop only.
+    `push` never waits: a slow reader gets larger deltas and delays no other. The request itself
+    limits the size. Event loop only.
     """
 
     def __init__(self, num_completions: int) -> None:
@@ -72,7 +72,7 @@ class DeltaStream:
         self._news.set()
 
     def fail(self, error: EngineDeadError) -> None:
-        """End the stream with an error, after what is still waiting."""
+        """End the stream with an error, after the deltas that still wait."""
         self._error = error
         self._news.set()
 
@@ -97,13 +97,13 @@ class DeltaStream:
 __all__ = ["AsyncEngine", "SyncEngine"]
 
 COLLECT_SECONDS = 30.0
-"""While busy the collector is off, and young garbage is collected this often."""
+"""Interval of collecting young garbage while busy; automatic collection is off then."""
 
 FULL_COLLECTIONS = 20
-"""Every so many of those collections look at old garbage too, or it would pile up for ever."""
+"""Every n-th of these collections is a full one, or old garbage would accumulate."""
 
 MOST_BEHIND = 1000
-"""Steps whose tokens the loop has not taken yet. With more, the engine waits for it."""
+"""Limit of deliveries that the event loop has not processed; the engine waits beyond it."""
 HOLD_S = 0.001
 
 
@@ -116,13 +116,13 @@ class AsyncEngine:
     def __init__(
         self, config: EngineConfig, on_progress: Progress | None, prewarm: bool = False
     ) -> None:
-        """Use `start`. The loop that is running now is the one every coroutine belongs to."""
+        """Use `start`. All coroutines belong to the event loop that is running now."""
         self._build = partial(build_engine, config, prewarm=prewarm)
         self._loop = asyncio.get_running_loop()
         self._on_progress = on_progress
         self._deliveries: deque[StepDelivery] = deque()
         self._is_woken = False
-        """The loop has been asked to take deliveries and has not begun to."""
+        """A wake-up of the event loop is scheduled and has not run yet."""
         self._streams: dict[str, DeltaStream] = {}
         self._ids = itertools.count()
         self._ready: Future[None] = Future()
@@ -141,7 +141,7 @@ class AsyncEngine:
         on_progress: Progress | None = None,
         prewarm: bool = False,
     ) -> AsyncEngine:
-        """Load the model on the engine's thread. `on_progress` is called on the loop.
+        """Load the model on the engine thread. `on_progress` is called on the event loop.
 
         prewarm: see `build_engine`. Raises ConfigError or ModelError.
         """
@@ -150,7 +150,7 @@ class AsyncEngine:
         try:
             await asyncio.wrap_future(engine._ready)
         except asyncio.CancelledError:
-            engine._stop()  # loading ends at its next report
+            engine._stop()  # loading ends at its next progress report
             raise
         engine._shorten_slices()
         return engine
@@ -161,7 +161,7 @@ class AsyncEngine:
             take_short_slices()
 
     async def shutdown(self) -> None:
-        """Stop the engine thread; whatever still runs or waits ends with `EngineDeadError`."""
+        """Stop the engine thread; running and waiting requests end with `EngineDeadError`."""
         self._stop()
         self._prompt_threads.shutdown()
         await asyncio.to_thread(self._thread.join)
@@ -219,7 +219,7 @@ class AsyncEngine:
 
     def _new_id(self) -> str:
         while (request_id := f"req-{next(self._ids)}") in self._streams:
-            continue  # a caller chose this very name
+            continue  # a caller has chosen this id
         return request_id
 
     def _open(self, request: GenerationRequest, arrival_ns: int) -> DeltaStream:
@@ -230,7 +230,7 @@ class AsyncEngine:
         return stream
 
     def _close(self, request_id: str) -> None:
-        """The reader is gone or done: stop whatever of the request still runs."""
+        """Forget a request whose reader is done or gone, and abort the rest of it."""
         self._streams.pop(request_id, None)
         for engine_id in self.parts.output_processor.cancel(request_id):
             self.parts.core.abort(engine_id)
@@ -306,7 +306,7 @@ class AsyncEngine:
         return await self._settled(lambda control: control.reset_prefix_cache(force))
 
     async def _settled(self, command: Callable[[EngineControl], Future[Settled]]) -> Settled:
-        """Give a command on the engine's thread and wait until it has taken effect there."""
+        """Run a command on the engine thread and wait until it has taken effect."""
         core = self.parts.core
         settled: Future[Settled]
         settled = await asyncio.wrap_future(core.call(lambda: command(core.control)))
@@ -359,7 +359,7 @@ class AsyncEngine:
             parts.core.executor.shutdown()
             return
         gc.collect()
-        gc.freeze()  # what start-up made lives on; later collections need not walk it
+        gc.freeze()  # objects of the start-up are permanent: collections can skip them
         self._parts = parts
         self._shorten_slices()
         self._ready.set_result(None)
@@ -367,7 +367,7 @@ class AsyncEngine:
         try:
             self._serve(parts)
             parts.core.drain()
-        except BaseException as cause:  # top of the thread: ends every stream, health turns red
+        except BaseException as cause:  # top of the thread: ends every stream, as unhealthy
             death = _death_of(cause)
         finally:
             gc.enable()
@@ -377,13 +377,13 @@ class AsyncEngine:
             parts.core.executor.shutdown()
 
     def _serve(self, parts: EngineParts) -> None:
-        """Step while there is work; else do what can wait; then sleep, using no CPU."""
+        """Step while there is work, else do deferred work, else sleep without using CPU."""
         core = parts.core
         collected = time.monotonic()
         num_collections = 0
         while not self._stopping:
             if core.step():
-                # A collection in the middle of a step would stall it: they wait for idle time.
+                # A collection inside a step would stall it, so collect in idle time.
                 gc.disable()
                 if time.monotonic() - collected > COLLECT_SECONDS:
                     num_collections += 1
@@ -401,15 +401,15 @@ class AsyncEngine:
             self._post(lambda: on_progress(phase, fraction))
 
     def _hand_over(self, delivery: StepDelivery) -> None:
-        """One wake-up of the loop per step at most, none while it is still behind.
+        """Queue a delivery with at most one wake-up of the event loop, none if one is pending.
 
-        Appends before it looks, and the loop clears the flag before it takes: whatever the order
-        of the two threads, a delivery is either taken or followed by a wake-up.
+        This thread appends before it reads the flag, and the loop clears the flag before it takes:
+        in any order of the two, a delivery is either taken or followed by a wake-up.
         """
         self._deliveries.append(delivery)
         self._wake_loop()
         while len(self._deliveries) > MOST_BEHIND and not self._nobody_listens:
-            time.sleep(HOLD_S)  # tokens that cannot be turned into text would only pile up
+            time.sleep(HOLD_S)  # the event loop is too far behind
 
     @property
     def _nobody_listens(self) -> bool:
@@ -421,7 +421,7 @@ class AsyncEngine:
             self._post(self._take_deliveries)
 
     def _post(self, function: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no listener is left
+        with contextlib.suppress(RuntimeError):  # the loop is closed, with no reader left
             self._loop.call_soon_threadsafe(function)
 
     # -- event loop ------------------------------------------------------------------------
@@ -430,13 +430,13 @@ class AsyncEngine:
         self._is_woken = False
         try:
             self._process_deliveries()
-        except Exception as cause:  # a bug in text processing: tell every stream, hang none
+        except Exception as cause:  # a bug in text processing: fail all streams, hang none
             self._end(_death_of(cause))
             self._stop()
             raise
 
     def _process_deliveries(self) -> None:
-        """Those that are there now: others on this loop come before what arrives meanwhile."""
+        """Process the deliveries queued now; later ones wait, so that other tasks can run."""
         processor, core = self.parts.output_processor, self.parts.core
         for _ in range(len(self._deliveries)):
             for delta in processor.process(self._deliveries.popleft()):
@@ -449,7 +449,7 @@ class AsyncEngine:
             self._wake_loop()
 
     def _end(self, death: EngineDeadError) -> None:
-        """No step will follow: fail what is open, refuse what comes. The first reason stays."""
+        """Fail all open streams and later requests: no step follows. The first error counts."""
         if self._death is None:
             self._death = death
             for stream in list(self._streams.values()):
@@ -462,26 +462,26 @@ def _death_of(cause: BaseException) -> EngineDeadError:
     return death
 
 
-# The engine's health, probed from the event loop: is it stepping, or idle and responsive?
+# The engine's health, probed from the event loop.
 #
-# A busy engine proves that it lives by the steps that land. An idle one is asked to do nothing at
-# all, between two steps: a question it does not answer counts as work that makes no progress.
+# A busy engine is healthy while steps land. An idle one gets a no-op call to run between two steps;
+# if it does not answer, that counts as work without progress.
 
 STALL_SECONDS = 60.0
-"""Work queued and no step landed for this long: the engine counts as stuck."""
+"""With work queued and no step landed for this long, the engine counts as stuck."""
 
 ANSWER_SECONDS = 0.5
-"""How long a question may wait: a step in flight comes first, and may take longer."""
+"""Timeout of a probe; a step in flight goes first, and may take longer."""
 
 
 class Health:
-    """Health of one engine. Never more than one question is open, however often it is probed."""
+    """Health of one engine, with at most one open probe at a time."""
 
     def __init__(self) -> None:
         self._question: Future[None] | None = None
 
     def why_stuck(self, core: EngineCore) -> str | None:
-        """Known without asking the engine thread."""
+        """The reason the engine is stuck, if known without a probe."""
         silent_s = (time.perf_counter_ns() - core.last_progress_ns) / 1e9
         is_asked = self._question is not None and not self._question.done()
         if not (core.has_work or is_asked) or silent_s < STALL_SECONDS:
@@ -489,7 +489,7 @@ class Health:
         return f"the engine stands still: nothing has come of its work for {silent_s:.0f} s"
 
     async def probe(self, core: EngineCore) -> str | None:
-        """Why the engine cannot serve; None when it answers, or has lately made progress."""
+        """The reason the engine cannot serve; None if it answers, or has made progress lately."""
         if self._question is None or self._question.done():
             self._question = core.call(lambda: None)
         answer = asyncio.wrap_future(self._question)

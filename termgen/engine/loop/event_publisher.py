@@ -1,6 +1,6 @@
-"""Tells the event bus what the scheduler did: one record a step, one event per change of a request.
+"""Publishes the scheduler's work on the event bus: a record per step, an event per request change.
 
-Used by the core, on the engine thread; reads the scheduler and changes nothing in it.
+Used by the core, on the engine thread; only reads the scheduler.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from termgen.vocabulary.request import Request
 from termgen.vocabulary.step import StepPlan, StepResult
 
 Prefills = tuple[tuple[str, ...], tuple[int, ...]]
-"""Requests with a part of their prompt in a step, and how many tokens of each."""
+"""(ids of the requests that prefill in a step, number of tokens of each)."""
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """perf_counter_ns stamps of one step on the host, set one after the other."""
+    """perf_counter_ns stamps of one step on the host, in chronological order."""
 
     planned_ns: int
     submitted_ns: int
@@ -32,17 +32,17 @@ class StepTimes:
     """Steps in flight when it was submitted."""
     prefills: Prefills = ((), ())
     waited_ns: int = 0
-    """When the loop began to wait for it."""
+    """Time the loop began to wait for it."""
     landed_ns: int = 0
     applied_ns: int = 0
     host_ns: int = 0
-    """Time of the loop since the landing before, up to `waited_ns`."""
+    """Host time from the previous landing to `waited_ns`."""
     busy_since_ns: int = 0
-    """When there was last nothing to do before it."""
+    """End of the last idle time before it."""
 
 
 class EventPublisher:
-    """Makes every event of one engine; none while there is no listener."""
+    """Creates all events of one engine; none while the bus has no subscriber."""
 
     def __init__(self, bus: EventBus, scheduler: Scheduler) -> None:
         self._bus = bus
@@ -56,7 +56,7 @@ class EventPublisher:
             self._tell(request, RequestEventKind.QUEUED, request.arrival_ns, detail)
 
     def started(self, rows: Iterable[StartedRow], time_ns: int) -> None:
-        """Told when planned: a request may be over when its first step lands."""
+        """Publish requests that got a slot; called at planning, as they may end before landing."""
         for row in rows if self._bus.has_readers else ():
             request = self._scheduler.requests[row.request_id]
             self._tell(request, RequestEventKind.SCHEDULED, time_ns)
@@ -70,10 +70,9 @@ class EventPublisher:
             self._tell_ended(row, RequestEventKind.FINISHED, time_ns, row.reason.value)
 
     def prefills(self, plan: StepPlan) -> Prefills:
-        """Whose prompts a new plan computes, and how much of them; nothing while there is no
-        listener.
+        """The requests that prefill in a new plan; empty while the bus has no subscriber.
 
-        Asked when planned: a request may be over, and its slot another's, when the step lands.
+        Called at planning: when the step lands, a request may have ended and its slot be reused.
         """
         if not self._bus.has_readers:
             return (), ()
@@ -92,7 +91,7 @@ class EventPublisher:
         applied: AppliedStep,
         times: StepTimes,
     ) -> StepRecord:
-        """A landed step, and the first tokens in it."""
+        """Publish a landed step, with the first tokens and endings in it."""
         began_ns = time.perf_counter_ns()
         scheduler = self._scheduler
         pool, stats = scheduler.kv.pool, scheduler.stats
@@ -139,7 +138,7 @@ class EventPublisher:
             **_parts_us(result),
         )
         self._bus.publish(record)
-        if not plan.is_decode:  # a row whose first token this is computed the end of its prompt
+        if not plan.is_decode:  # only rows at the end of their prompt have a first token
             self._first_tokens(applied, times.landed_ns)
         self._publish_ns = time.perf_counter_ns() - began_ns
         return record
@@ -153,7 +152,7 @@ class EventPublisher:
             request = table.requests[slot]
             if request is not None:
                 self._tell(request, RequestEventKind.FIRST_TOKEN, time_ns)
-        for row in applied.finished:  # these have left their slots already
+        for row in applied.finished:  # these have no slot any more
             if row.num_output_tokens == 1:
                 self._tell_ended(row, RequestEventKind.FIRST_TOKEN, time_ns)
 
@@ -191,7 +190,7 @@ class EventPublisher:
 
 
 def _parts_us(result: StepResult) -> dict[str, float]:
-    """What went on before, in and behind the model, where the step tells."""
+    """Times before, in and after the model, if the step measured them."""
     began, ended = result.model_span_ns
     if not ended:
         return {}

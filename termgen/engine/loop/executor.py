@@ -1,6 +1,6 @@
-"""Where steps run. `Executor` is the seam between the loop and the device half.
+"""Execution of steps. `Executor` is the interface between the loop and the device half.
 
-The device half is imported inside `start`, so importing this module costs no torch.
+The device half is imported inside `start`, so importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 
 SPIN_COUNT = "10000"
-"""Some tens of microseconds: about the time between two operations of a step."""
+"""Spins of an idle thread, tens of microseconds: about the gap between two operations of a step."""
 
 NUM_KERNELS = "128"
-"""Compiled matrix products that oneDNN keeps, at up to 0.7 MB each. A model needs about five for
-each number of rows that its steps have; compiling one takes half a millisecond."""
+"""Compiled GEMMs that oneDNN caches, of up to 0.7 MB each. A model needs about five for each row
+count of its steps; compiling one takes half a millisecond."""
 
 MAPPED_BYTES = 8 << 20
-"""Pieces of memory from this size on are the system's again as soon as they are freed."""
+"""Allocations from this size on are returned to the system when freed."""
 KEPT_BYTES = 64 << 20
-"""Free memory at the end of a heap that is kept for what comes next."""
+"""Free memory kept at the end of a heap for reuse."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt."""
 
 
 class StepHandle(Protocol):
-    """A step on its way."""
+    """A submitted step."""
 
     def result(self) -> StepResult:
-        """Wait for the step, with the GIL released. Raises whatever the step raised."""
+        """Wait for the step, with the GIL released. Raises the step's exception."""
         ...
 
 
@@ -59,34 +59,34 @@ class Executor(Protocol):
     def start(self, on_progress: Callable[[str, float], None]) -> DeviceInfo: ...
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        """Start a step; with constrained rows all of it but sampling. Never raises for a failure of
-        the step itself: `result` does."""
+        """Start a step; with constrained rows, without sampling. A failure of the step is raised by
+        `result`, not here."""
         ...
 
     def sample(self, step: StepHandle, masks: RowMasks) -> StepHandle:
-        """Go on with the newest step, one with constrained rows: sampling waits for their masks.
-        Comes once, before another step is submitted. Never raises for a failure of the step."""
+        """Sample the newest step, which has constrained rows, with their masks. Called once, before
+        another step is submitted. A failure of the step is raised by `result`, not here."""
         ...
 
     def idle(self) -> bool:
-        """Do one piece of the work that can wait. Only with no step in flight, and short enough for
-        a request to wait for it. False when there is none left."""
+        """Do one piece of deferred work, short enough for a request to wait for it; False if none
+        is left. No step may be in flight."""
         ...
 
     def graph_status(self) -> GraphStatus: ...
 
     def sleep(self, level: int) -> None:
-        """Let go of the KV cache, and of the weights as `SleepLevel` says. No step is in flight.
-        When it raises, nothing has changed."""
+        """Release the KV cache, and the weights according to `SleepLevel`. No step may be in
+        flight. If it raises, nothing has changed."""
         ...
 
     def give_back(self) -> None:
-        """Asleep, and garbage collected: return to the device what nothing refers to any more."""
+        """Return unreferenced memory to the device, while asleep and after a garbage collection."""
         ...
 
     def wake_up(self, on_progress: Callable[[str, float], None]) -> None:
-        """Be as after `start`, with the same sizes; all rows are forgotten. Raises EngineError, and
-        sleeps on, when that is not possible."""
+        """Restore the state after `start`, with the same sizes and no rows. On failure raises
+        EngineError and stays asleep."""
         ...
 
     def shutdown(self) -> None: ...
@@ -95,19 +95,19 @@ class Executor(Protocol):
 def calm_openmp() -> None:
     """Let idle OpenMP threads sleep instead of spin, unless the user chose otherwise.
 
-    Read by the OpenMP runtime when torch is loaded, so it must come before that. Compute threads
-    that spin for each other lose whole time slices as soon as anything else wants a core, and the
-    screen of this very process does: measured ten times slower (docs/performance.md).
+    The OpenMP runtime reads the setting when torch is loaded, so call this before. Compute threads
+    that spin for each other lose whole time slices when another thread needs a core, as the screen
+    of this process does: measured ten times slower (docs/performance.md).
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def bound_kernel_caches() -> None:
-    """Limit what oneDNN and torch's layer above it keep of compiled kernels, unless the user did.
+    """Limit the kernel caches of oneDNN and of torch's layer above it, unless the user did.
 
-    Both read their setting with the first product. Either cache keeps 1024 kernels by itself, and
-    steps have ever new numbers of rows: memory would grow for hours, by some 700 MB.
+    Both read their setting at the first matrix product. Each keeps 1024 kernels by default, and
+    row counts keep changing: memory would grow for hours, by some 700 MB.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, NUM_KERNELS)
@@ -116,8 +116,8 @@ def bound_kernel_caches() -> None:
 def keep_heaps_compact() -> None:
     """Keep tensors of a step out of glibc's heaps, unless the user set these limits.
 
-    By itself it learns to take up to 32 MiB from a heap, where a small piece behind a large one
-    that was freed keeps it from shrinking: heaps grow with every new pattern of sizes.
+    By default glibc adapts to serve up to 32 MiB from a heap, which cannot shrink while a small
+    block lies behind a large freed one: heaps grow with every new pattern of sizes.
     """
     set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
@@ -150,7 +150,7 @@ class FailedStep:
 
 
 class WorkerStep:
-    """A step in the hands of the worker thread."""
+    """Handle of a step that the worker thread runs."""
 
     def __init__(self, launched: Future[StepHandle]) -> None:
         self.launched = launched
@@ -160,7 +160,7 @@ class WorkerStep:
 
 
 def _sample(step: StepHandle, masks: RowMasks) -> StepHandle:
-    """Any step of which this is left; raises what its first part raised."""
+    """Sample any step that awaits masks; raises the exception of its first part."""
     first = step.launched.result() if isinstance(step, WorkerStep) else step
     assert isinstance(first, UnsampledHandle), type(first)
     return first.sample(masks)
@@ -169,8 +169,8 @@ def _sample(step: StepHandle, masks: RowMasks) -> StepHandle:
 class LocalExecutor:
     """One device in this process.
 
-    On CUDA a submitted step is launched at once and runs on the stream. On a CPU with steps in
-    flight, a single worker thread stands in for the stream; without, the step runs in `submit`.
+    On CUDA a submitted step is launched at once and runs on the stream. On a CPU with async
+    scheduling a worker thread takes the place of the stream; else the step runs in `submit`.
     """
 
     def __init__(self, config: EngineConfig, path: Path) -> None:
@@ -211,7 +211,7 @@ class LocalExecutor:
     def _launch(
         self, is_whole: bool, launch: Callable[..., StepHandle], *arguments: object
     ) -> StepHandle:
-        """is_whole: nothing of the step is left to be launched."""
+        """is_whole: the step is complete with this launch."""
         if self._worker is not None:
             return WorkerStep(self._worker.submit(self._run, is_whole, launch, *arguments))
         try:

@@ -1,6 +1,6 @@
-"""Sleep and waking up of an engine at rest: its host half and its executor, in the right order.
+"""Sleep and wake-up of an idle engine: the host half and the executor, in the right order.
 
-Both functions run on the engine's thread, and block it: nothing else is to be done meanwhile.
+Both functions run on the engine thread and block it.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from termgen.engine.loop.core import EngineCore
 
 
 def fall_asleep(core: EngineCore, level: int) -> None:
-    """After a pause. Requests that it kept are computed again after waking up."""
+    """Put a paused engine to sleep. Requests kept by the pause are recomputed after waking up."""
     core.control.lie_down(level)
     try:
         core.executor.sleep(level)
     except BaseException:
-        core.control.get_up()  # the executor has taken back what it had given
+        core.control.get_up()  # the executor has restored its state
         raise
-    # What start-up made was frozen, and frozen objects that refer to each other are never freed.
+    # Objects of the start-up are frozen, and frozen reference cycles are never freed.
     gc.unfreeze()
     gc.collect()
     core.executor.give_back()
 
 
 def wake_up(core: EngineCore) -> None:
-    """Does nothing when awake. When it fails, the engine sleeps on and can be woken again."""
+    """Wake the engine; a no-op if awake. After a failure it stays asleep and can be woken again."""
     if not core.control.sleep_level:
         return
 
     def on_progress(phase: str, fraction: float) -> None:
-        core.last_progress_ns = time.perf_counter_ns()  # reading large weights is no stall
+        core.last_progress_ns = time.perf_counter_ns()  # reading large weights is not a stall
 
     try:
         core.executor.wake_up(on_progress)

@@ -1,7 +1,7 @@
-"""The engine's snapshot for screens: copied on the engine thread between two steps, made elsewhere.
+"""The engine's snapshot for screens: copied on the engine thread between steps, built elsewhere.
 
-What is computed of 100,000 blocks lets go of the GIL at every turn, and the engine would wait for
-its return each time, so the engine thread only copies.
+Computing with 100,000 blocks releases the GIL in each operation, and the engine would wait to get
+it back each time, so the engine thread only copies.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MAX_LISTED = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateCopy:
-    """The engine at one moment. Any thread may make the snapshot of it."""
+    """Copy of the engine's state. Any thread may build the snapshot from it."""
 
     pool: PoolCopy
     owned: tuple[npt.NDArray[np.int32], ...]
-    """The blocks of each running request that is listed."""
+    """Blocks of each listed running request."""
     rest: Callable[..., EngineSnapshot]
-    """Makes a snapshot, given the map of the blocks."""
+    """Builds the snapshot, given the block map."""
 
     def snapshot(self) -> EngineSnapshot:
         states = self.pool.states()
@@ -52,7 +52,7 @@ class StateCopy:
 
 
 def resident_bytes() -> int:
-    """Memory that this process holds; 0 where the system does not tell (not Linux)."""
+    """Resident memory of this process; 0 if unknown (not Linux)."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -70,7 +70,7 @@ def copy_state(
     paused: bool,
     sleep_level: int,
 ) -> StateCopy:
-    """`plan` is the newest plan, for the tokens each request has in it."""
+    """Copy the engine's state. `plan`: the newest one, for each request's tokens in it."""
     now = time.perf_counter_ns()
     table, kv = scheduler.slots, scheduler.kv
     scheduled: dict[int, int] = {}
@@ -115,7 +115,7 @@ def copy_state(
 
 
 def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -> str:
-    """What the first of the queue lacks."""
+    """The reason that the first request of the queue does not run."""
     if paused:
         return "the engine is paused"
     if not scheduler.free_slots:
@@ -133,7 +133,7 @@ def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -
 def _running_views(
     scheduler: Scheduler, slots: npt.NDArray[np.int32], scheduled: dict[int, int], now: int
 ) -> list[RequestView]:
-    """Numbers are taken from the table by whole columns: this is the engine's time."""
+    """Views of running requests, read by whole columns to save time on the engine thread."""
     table = scheduler.slots
     columns = (slots, table.num_tokens[slots], table.num_computed[slots])
     numbers = (*columns, scheduler.kv.num_blocks[slots])
@@ -142,7 +142,7 @@ def _running_views(
         *(column.tolist() for column in numbers), strict=True
     ):
         request, now_tokens = table.request_at(slot), scheduled.get(slot, 0)
-        # All but the newest known token computed: from here on it is one token a step.
+        # All but the newest known token are computed: it decodes one token per step from here.
         is_decoding = num_computed >= num_tokens - 1 and now_tokens <= 1
         num_output = num_tokens - request.num_prompt_tokens
         views.append(

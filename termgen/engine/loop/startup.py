@@ -1,6 +1,6 @@
-"""Puts an engine together: model file, tokenizer, executor, scheduler, loop, text processors.
+"""Builds an engine from model file, tokenizer, executor, scheduler, loop and text processors.
 
-The composition root of the engine, used by both of its faces in engine.py.
+The composition root of the engine, for `AsyncEngine` and `SyncEngine`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class EngineParts:
     grammar_times: GrammarTimes = field(default_factory=GrammarTimes)
 
     def submit(self, request: GenerationRequest, arrival_ns: int) -> None:
-        """Hand a request's completions to text processing and to the loop."""
+        """Register a request's completions with the output processor and submit them."""
         for completion in self.output_processor.expect(request, arrival_ns):
             self.core.submit(completion, arrival_ns)
 
@@ -74,8 +74,8 @@ def build_engine(
 ) -> EngineParts:
     """Start everything in the calling thread, in this order. Raises ConfigError or ModelError.
 
-    prewarm: make lazily created tables now, so that no first request pays for them. The model must
-    already be on disk: fetching is `termgen pull`'s business.
+    prewarm: build lazily created tables now, so that no first request pays for them. The model must
+    be on disk: `termgen pull` fetches models.
     """
     progress = PhaseClock(on_progress or (lambda phase, fraction: None))
     local = source = resolve_model(config.model)
@@ -137,8 +137,8 @@ def build_engine(
 def _check_vocabulary(tokenizer: Tokenizer, info: DeviceInfo) -> None:
     """Raises ConfigError for another model's tokenizer.
 
-    A text model may share the tokenizer of one that sees images, and lack the rows of special
-    tokens that stand for those. A prompt with one of them is refused by the input processor.
+    A text model may share the tokenizer of a vision model, and lack rows for its image tokens. The
+    input processor refuses prompts with these.
     """
     beyond = range(info.vocab_size, tokenizer.vocab_size)
     special = tokenizer.special_token_ids
@@ -170,7 +170,7 @@ def _make_scheduler(config: EngineConfig, info: DeviceInfo) -> Scheduler:
 def _eos_token_ids(
     info: DeviceInfo, tokenizer: Tokenizer | None, generation_config: dict[str, Any]
 ) -> frozenset[int]:
-    """Every id that ends a text: as the generation config, the model and the tokenizer say."""
+    """All end-of-sequence ids: of the generation config, the model and the tokenizer."""
     listed = generation_config.get("eos_token_id")
     ids = {listed} if isinstance(listed, int) else set(listed or ())
     ids |= set(info.eos_token_ids)
@@ -228,7 +228,7 @@ def _describe(
 def sampling_defaults(local: LocalModel, generation_config: dict[str, Any]) -> dict[str, Any]:
     """Sampling defaults from the model's generation_config.json, else from the catalog.
 
-    Raises CorruptFileError for a value that requests could not be sampled with.
+    Raises CorruptFileError for a value that is invalid as a sampling parameter.
     """
     own = {
         key: generation_config[key]

@@ -1,4 +1,4 @@
-"""`SyncEngine`: an engine that runs in its caller's thread. For offline work and tests."""
+"""`SyncEngine`: an engine that runs in its caller's thread, for offline use and tests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from termgen.vocabulary.events import EngineSnapshot
 from termgen.vocabulary.request import GenerationRequest
 
 Settled = TypeVar("Settled", bool, None)
-"""What a command answers once it has taken effect."""
+"""Result type of a command that has taken effect."""
 
 
 class SyncEngine:
-    """An engine that runs when `step` is called. For offline work and tests; one thread only."""
+    """An engine that runs when `step` is called, on one thread only."""
 
     def __init__(self, config: EngineConfig, on_progress: Progress | None = None) -> None:
         self._deliveries: deque[StepDelivery] = deque()
@@ -48,7 +48,7 @@ class SyncEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has something to do or to tell. Paused requests do not count."""
+        """True if `step` has work or results. Paused requests do not count."""
         return bool(self.core.has_work or self._news)
 
     def add(self, request: GenerationRequest) -> None:
@@ -61,7 +61,7 @@ class SyncEngine:
             self.core.abort(engine_id)
 
     def step(self) -> list[TokenDelta]:
-        """Run one engine step and return its news; [] when idle, when what can wait is done."""
+        """Run one engine step and return its deltas; when idle, do deferred work and return []."""
         if not self._turn():
             self.core.use_idle_time()
         news, self._news = self._news, []
@@ -76,7 +76,7 @@ class SyncEngine:
         return was_busy
 
     def _settled(self, command: Callable[[EngineControl], Future[Settled]]) -> Settled:
-        """Step until a command has taken effect; the next `step` returns the news of these."""
+        """Step until a command has taken effect; the next `step` returns the deltas of these."""
         asked = self.core.call(lambda: command(self.core.control))
         while not (asked.done() and (asked.exception() or asked.result().done())):
             self._turn()
@@ -114,7 +114,7 @@ class SyncEngine:
         return self.core.control.sleep_level
 
     def shutdown(self) -> None:
-        """Free the model; whatever still runs or waits is dropped. May be called again."""
+        """Free the model and drop all requests. Idempotent."""
         self.core.drain()
         self.input_processor.close()
         self.core.executor.shutdown()

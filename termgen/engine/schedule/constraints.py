@@ -1,13 +1,13 @@
-"""Requests under a grammar, seen from the scheduler: when they may join a step, and their masks.
+"""The scheduler's view of constrained requests: when they may join a step, and their masks.
 
 A row's next mask needs its newest token, but only sampling needs the mask. So a constrained row
-joins a step whose token before is in flight still; while the model runs that token lands, threads
-fill the mask, and then the step is sampled. No other step is submitted before that, so two are in
-flight at most. A row whose mask is late sits the sampling out and computes its token once more. A
-row whose masks take long joins only when all its tokens have landed and its mask is filled, so that
-it makes no other row wait. Only landed tokens ever reach a matcher, so preemption and dropped steps
-need no way back. A grammar that fails, in a mask or on a token, ends its own request and no other.
-Owned by the scheduler, on the engine thread.
+joins a step while its previous token is still in flight; during the model's run that token lands,
+threads fill the mask, and then the step is sampled. No other step is submitted before that, so at
+most two are in flight. A row whose mask is late does not sample and computes its token again. A row
+with slow masks joins only when all its tokens have landed and its mask is filled, so that no other
+row waits for it. Only landed tokens reach a matcher, so preemption and dropped steps need no
+rollback. A grammar that fails, in a mask or on a token, ends its own request only. Owned by the
+scheduler, on the engine thread.
 """
 
 from __future__ import annotations
@@ -27,33 +27,32 @@ from termgen.vocabulary.step import StepPlan
 from termgen.vocabulary.token_mask import GrammarState, RowMasks
 
 PATIENCE_S = 0.001
-"""While there is something else to compute, masks are waited for this long; a row whose mask takes
-longer misses the step, so that no other row waits for it."""
+"""Wait for masks while there is other work; a row whose mask takes longer misses the step."""
 IDLE_PATIENCE_S = 0.01
-"""The same for a step of constrained rows alone. Rows that go on together share their steps."""
+"""Wait for masks in a step of constrained rows only; waiting keeps rows in the same steps."""
 
 Endings = dict[int, tuple[FinishReason, TermgenError | None]]
-"""Which rows end, by their index among those that landed, and how."""
+"""Index among the landed rows -> how the row ends."""
 
 
 class Constraints:
-    """The rows that have a grammar."""
+    """The constrained rows."""
 
     def __init__(self) -> None:
         self.patience_s = PATIENCE_S
         self.idle_patience_s = IDLE_PATIENCE_S
         self.is_late = False
-        """Whether a row or a waiting request missed the newest step for want of its mask."""
+        """A row or a waiting request missed the newest step because of a late mask."""
         self._filler = MaskFiller()
         self._is_busy = False
         self._deadline = 0.0
-        """Until when masks are waited for in this step."""
+        """Time until which this step waits for masks."""
         self._failed: list[Request] = []
         self._aside: dict[GrammarState, Request] = {}
-        """Waiting requests that are not looked at until their mask is filled."""
+        """Waiting requests that are skipped until their mask is filled."""
 
     def begin(self, request: Request) -> None:
-        """Make a new request's matcher and fill the mask of its first token."""
+        """Create a new request's matcher and fill the mask of its first token."""
         if request.grammar is not None:
             self._filler.begin([request.grammar])
 
@@ -73,44 +72,44 @@ class Constraints:
         for i, request, ahead in zip(rows.tolist(), requests, is_ahead, strict=True):
             if ahead and not grammar_of(request).is_slow:
                 continue
-            # Before its mask is there only a row with a token in flight: what is computed then may
-            # be computed once more, and a block must not be findable that is written again.
+            # Without its mask only a row with a token in flight may join: its token may be computed
+            # again, and a block that is rewritten must not be findable in the prefix cache.
             if ahead or not self._has_mask(request):
                 want[i] = 0
                 self.is_late = True
 
     def is_ready(self, request: Request) -> bool:
-        """Whether a waiting request may join the step that is planned."""
+        """True if a waiting request may join the step being planned."""
         grammar = request.grammar
         if grammar is None:
             return True
-        if not (grammar.is_ready or grammar.is_slow):  # many may wait in the queue
+        if not (grammar.is_ready or grammar.is_slow):  # a cheap check: many may wait in the queue
             self._wait_for([grammar])
         return self._has_mask(request)
 
     def set_aside(self, request: Request) -> None:
-        """Have `take_ready` return a waiting request whose mask is not there, once it is."""
+        """Skip a waiting request until its mask is filled; `take_ready` then returns it."""
         self.is_late = True
         grammar = grammar_of(request)
         self._aside[grammar] = request
         self._filler.watch(grammar)
 
     def take_ready(self) -> list[Request]:
-        """Requests that were set aside and whose masks are there now; some may have ended."""
+        """Requests set aside whose masks are filled now; some may have ended."""
         return [self._aside.pop(grammar) for grammar in self._filler.take_watched()]
 
     def rest(self) -> None:
-        """Nothing can be planned: wait a little for masks, if that is the reason and no step that
-        is in flight is to be landed."""
+        """Called when nothing can be planned: wait briefly for masks, if they are the reason and no
+        step in flight is to be landed."""
         if self.is_late and not (self._is_busy or self._failed):
             self._filler.wait_for_any(PATIENCE_S)
 
     def masks_for(
         self, table: SlotTable, plan: StepPlan, *, runs_until_s: float = 0.0
     ) -> RowMasks | None:
-        """Masks of a step whose model runs, waited for a little. Rows whose mask is late are
-        counted as if they had not been in the step. None while a token that the masks need is in
-        flight. runs_until_s: perf_counter before which nothing else could be computed anyway."""
+        """Masks of a step whose model runs, after a short wait. Rows with late masks are uncounted,
+        as if they had not been in the step. None while a token that the masks need is in flight.
+        runs_until_s: perf_counter until which the device is busy anyway."""
         assert plan.constrained is not None
         rows = plan.constrained
         slots = plan.slots[rows]
@@ -132,7 +131,7 @@ class Constraints:
         return RowMasks(rows[has_mask], masks, rows[~has_mask])
 
     def take_failed(self) -> list[tuple[Request, TermgenError]]:
-        """Requests whose grammar turned out to have no next mask, and why."""
+        """Requests whose next mask could not be filled, with the errors."""
         failed, self._failed = self._failed, []
         return [(request, _error(request, grammar_of(request).error)) for request in failed]
 
@@ -144,8 +143,8 @@ class Constraints:
         stopped: npt.NDArray[np.bool_],
         ended: npt.NDArray[np.intp],
     ) -> Endings:
-        """Take in landed tokens. All rows that end, and how: those `ended` already, some of them
-        `stopped` by a token, and those whose grammar ends."""
+        """Pass landed tokens to the grammars. Returns all rows that end: those that have `ended`
+        already, some `stopped` by a token, and those whose grammar ends."""
         endings: Endings = {
             i: (FinishReason.STOP if stopped[i] else FinishReason.LENGTH, None)
             for i in ended.tolist()
@@ -178,7 +177,7 @@ class Constraints:
         self._deadline = time.perf_counter() + patience_s
 
     def _wait_for(self, grammars: list[GrammarState]) -> None:
-        """Until the deadline, for those that are usually quick."""
+        """Wait until the deadline for the masks that are usually quick."""
         quick = [grammar for grammar in grammars if not (grammar.is_ready or grammar.is_slow)]
         if quick:
             self._filler.wait(quick, max(0.0, self._deadline - time.perf_counter()))
@@ -194,7 +193,7 @@ class Constraints:
 
 
 def may_all_run_ahead(table: SlotTable) -> bool:
-    """Whether every row with a grammar may join a step before its mask is there."""
+    """True if every constrained row may join a step before its mask is filled."""
     if not table.num_constrained:
         return True
     running = table.running
@@ -205,7 +204,7 @@ def may_all_run_ahead(table: SlotTable) -> bool:
 
 
 def rows_with_grammar(table: SlotTable, slots: IntArray) -> IntArray | None:
-    """Which rows of a step have a grammar and sample; the step is already counted."""
+    """Rows of a step, already counted, that have a grammar and sample."""
     if not table.num_constrained:
         return None
     rows = (table.has_grammar[slots] & (table.num_pending[slots] > 0)).nonzero()[0]
@@ -218,7 +217,7 @@ def grammar_of(request: Request) -> GrammarState:
 
 
 def _error(request: Request, cause: BaseException | None) -> TermgenError:
-    if isinstance(cause, RequestError):  # what was asked for is to blame
+    if isinstance(cause, RequestError):  # the request is at fault
         wanted = request.params.structured_outputs
         return cause if wanted is None else named(cause, wanted)
     if isinstance(cause, EngineError):
@@ -228,15 +227,14 @@ def _error(request: Request, cause: BaseException | None) -> TermgenError:
     return error
 
 
-# Tells when a request's parameters leave its grammar no token to draw.
+# Conflicts between a request's parameters and its grammar, which leave no token to sample.
 #
-# Where nothing may be drawn the device draws something all the same: what the mask forbids, or what
-# those parameters do. Asked by `constraints` for each token that lands; most requests under a
-# grammar have no such parameter, and cost three looks.
+# The device then samples a token that the mask or the parameters forbid. `Constraints` checks each
+# landed token; for the usual request without such parameters that costs three comparisons.
 
 
 def fault_of(request: Request, answer: IntArray, mask: IntArray) -> RequestError | None:
-    """What is wrong with the newest token of the answer [N], drawn under mask [num_words]."""
+    """The error of the answer's [N] newest token, sampled under mask [num_words], if any."""
     params, token = request.params, int(answer[-1])
     names = [name for name in ("allowed_token_ids", "bad_words") if getattr(params, name)]
     if len(answer) <= params.min_tokens:

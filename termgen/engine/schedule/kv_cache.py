@@ -1,4 +1,4 @@
-"""Who owns which KV block, and which blocks hold a prefix worth keeping.
+"""Ownership of KV blocks, and the prefix cache.
 
 `BlockPool` owns block ids: reference counts, the free list, and the hash of what a block holds.
 `KVCacheManager` gives blocks to slots and finds cached prefixes. Called by the scheduler only, on
@@ -22,7 +22,7 @@ from termgen.vocabulary.request import IntArray, Request
 NULL_BLOCK = 0
 """Never allocated; padded rows and released rows write here."""
 EVICTED_KEPT = 1024
-"""Evictions that a screen can be shown the blocks of."""
+"""Latest evictions whose blocks are recorded for screens."""
 
 
 def hash_blocks(token_ids: IntArray, block_size: int, chain: list[bytes], salt: str | None) -> None:
@@ -40,18 +40,18 @@ def hash_blocks(token_ids: IntArray, block_size: int, chain: list[bytes], salt: 
 
 @dataclass(frozen=True, slots=True)
 class PoolCopy:
-    """What every block is used for, at one moment."""
+    """State of all blocks at one moment."""
 
     ref_counts: bytes
     """[num_blocks] int32."""
     is_hashed: bytes
-    """[num_blocks] 1 where a block holds a findable prefix."""
+    """[num_blocks] 1 if the block holds a findable prefix."""
     evicted: bytes
-    """[EVICTED_KEPT] int32, as the pool has them."""
+    """[EVICTED_KEPT] int32, the pool's ring buffer."""
     num_evictions: int
 
     def last_evicted(self) -> npt.NDArray[np.int32]:
-        """[<= EVICTED_KEPT] blocks whose prefix was forgotten, the newest last."""
+        """[<= EVICTED_KEPT] evicted blocks, newest last."""
         ring = np.frombuffer(self.evicted, dtype=np.int32)
         first = max(0, self.num_evictions - EVICTED_KEPT)
         return ring[np.arange(first, self.num_evictions) % EVICTED_KEPT]
@@ -60,7 +60,7 @@ class PoolCopy:
         """[num_blocks] BlockState of every block."""
         refs = np.frombuffer(self.ref_counts, dtype=np.int32)
         hashed = np.frombuffer(self.is_hashed, dtype=np.uint8)
-        # In bytes, which is several times as fast: 0, 1 or 2 users are FREE, ACTIVE and SHARED.
+        # uint8 is several times as fast. 0, 1 and 2 users are FREE, ACTIVE and SHARED.
         used = np.minimum(refs, 2).astype(np.uint8)
         states: npt.NDArray[np.uint8] = used + (used != 0)
         states += hashed & (used == 0)  # FREE to CACHED
@@ -94,7 +94,7 @@ class BlockPool:
         """Blocks that no request uses and that hold a findable prefix."""
         self.num_evictions = 0
         self._evicted = array("i", bytes(4 * EVICTED_KEPT))
-        """Blocks whose prefix was forgotten, the n-th at n % EVICTED_KEPT."""
+        """Ring buffer of evicted blocks, the n-th at n % EVICTED_KEPT."""
         self.num_freed = 0
         """Times a block lost its last user, since start."""
 
@@ -107,7 +107,7 @@ class BlockPool:
         return self._ref_counts[block] == 0
 
     def pop_free(self) -> int:
-        """Take the block whose reuse costs least; forget what it held."""
+        """Take the next free block; its cached prefix, if any, is evicted."""
         block = self._next[self._end]
         assert block != self._end, "no free block: check num_free first"
         if self._hashes[block] is not None:
@@ -119,14 +119,14 @@ class BlockPool:
         return block
 
     def touch(self, block: int) -> None:
-        """One more user of a block found by `lookup`."""
+        """Add a user of a block found by `lookup`."""
         if self._ref_counts[block] == 0:
             self._unlink(block)
             self.num_cached -= self._is_hashed[block]
         self._ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One user less for each block, in the order given: pass the tail of a sequence first."""
+        """Remove a user of each block, in this order: pass the tail of a sequence first."""
         for block in blocks:
             assert self._ref_counts[block] > 0 and block != NULL_BLOCK, f"double free of {block}"
             self._ref_counts[block] -= 1
@@ -137,7 +137,7 @@ class BlockPool:
                 self.num_cached += hashed
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Say what a block holds. Several blocks may hold the same prefix; all are kept."""
+        """Set the hash of a block. Several blocks may have the same hash; all are kept."""
         assert self._ref_counts[block] > 0, "only a block in use can be registered"
         if self._hashes[block] is None:
             self._hashes[block] = block_hash
@@ -145,14 +145,13 @@ class BlockPool:
             self._by_hash.setdefault(block_hash, []).append(block)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Make what these blocks hold unfindable; requests that use them keep them."""
+        """Remove the hashes of these blocks; requests that use them keep them."""
         for block in blocks:
             if self._hashes[block] is not None:
                 self._forget(block)
 
     def forget_idle(self) -> bool:
-        """Drop the hashes of blocks that no request uses; whether `lookup` finds nothing any
-        more."""
+        """Remove the hashes of unused blocks; returns True if no hash is left."""
         for blocks in list(self._by_hash.values()):
             for block in list(blocks):
                 if self.is_free(block):
@@ -167,7 +166,7 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks in use, the null block left out."""
+        """Blocks in use, without the null block."""
         return self.num_blocks - 1 - self.num_free
 
     def check_integrity(self, users: dict[int, int]) -> None:
@@ -233,7 +232,7 @@ class KVCacheManager:
         self.num_registered = np.zeros(max_num_seqs, np.int32)
         """[max_num_seqs] leading blocks of each slot that are findable by hash."""
         self._misfit: tuple[Request, int, int] | None = None
-        """Last request that did not fit, its cached blocks and the pool's `num_freed` then."""
+        """(last request that did not fit, its cached blocks, the pool's `num_freed` then)."""
 
     @property
     def capacity_tokens(self) -> int:
@@ -241,17 +240,17 @@ class KVCacheManager:
 
     @property
     def hash_block_size(self) -> int | None:
-        """Tokens in a block that is found by its hash; None without a prefix cache."""
+        """Tokens per hashed block; None without a prefix cache."""
         return self.block_size if self.enable_prefix_caching else None
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def find_cached(self, request: Request) -> list[int]:
-        """Leading blocks of the request that are cached.
+        """The request's leading blocks that are cached.
 
-        At most (tokens - 1) // block_size blocks: the last token is always computed, because its
-        logits are needed. None for a request that needs the logits of its whole prompt.
+        At most (tokens - 1) // block_size: the last token is always computed, as its logits are
+        needed. Empty for a request that needs the logits of its whole prompt.
         """
         if not self.enable_prefix_caching or request.owes_prompt_logprobs:
             return []
@@ -265,18 +264,18 @@ class KVCacheManager:
         return found
 
     def can_admit(self, num_tokens: int, cached: Sequence[int]) -> bool:
-        """Whether all of a request's known tokens fit, given its cached blocks.
+        """True if all of a request's known tokens fit, given its cached blocks.
 
-        Cached blocks that no request uses count as needed: taking them shortens the free list.
+        Unused cached blocks count as needed, as taking them shortens the free list.
         """
         idle = sum(self.pool.is_free(b) for b in cached)
         return self.blocks_for(num_tokens) - len(cached) + idle <= self.pool.num_free
 
     def try_fit(self, request: Request) -> list[int] | None:
-        """The request's cached blocks if all its known tokens fit now, None if they do not.
+        """The request's cached blocks if all its known tokens fit now, else None.
 
-        A request may wait for room through many steps. It can fit only after a block was freed or
-        its next block became cached, so until then no step walks its whole prompt again.
+        A request may wait for blocks over many steps. It can fit only after a block was freed or
+        its next block became cached, so until then its prompt is not looked up again.
         """
         freed = self.pool.num_freed
         if self._misfit is not None and self._misfit[0] is request and self._misfit[2] == freed:
@@ -289,9 +288,9 @@ class KVCacheManager:
         return cached if fits else None
 
     def admit(self, slot: int, num_tokens: int, cached: Sequence[int]) -> IntArray:
-        """Give an empty slot its cached blocks and new ones for the rest; returns its block ids."""
+        """Give an empty slot its cached blocks, and new ones for the rest; returns all ids."""
         assert self.num_blocks[slot] == 0
-        for block in cached:  # before any new block is taken, or a hit could be evicted
+        for block in cached:  # before taking new blocks, which could evict a hit
             self.pool.touch(block)
         count = self.blocks_for(num_tokens)
         new = [self.pool.pop_free() for _ in range(count - len(cached))]
@@ -301,7 +300,7 @@ class KVCacheManager:
         return self.block_table[slot, :count].copy()
 
     def append(self, slot: int) -> int:
-        """One more block for a slot; returns its id."""
+        """Give a slot one more block; returns its id."""
         block = self.pool.pop_free()
         self.block_table[slot, self.num_blocks[slot]] = block
         self.num_blocks[slot] += 1
@@ -310,8 +309,8 @@ class KVCacheManager:
     def register(self, slot: int, num_tokens: int, request: Request, tokens: IntArray) -> None:
         """Make the slot's full blocks within its first `num_tokens` tokens findable.
 
-        The caller vouches that those tokens are known to the host and that their KV is written by
-        a step already planned; steps run in order, and a step writes before it reads.
+        The caller guarantees that these tokens are known to the host and that a step already
+        planned writes their KV; steps run in order, and a step writes before it reads.
         """
         hash_blocks(tokens[:num_tokens], self.block_size, request.block_hashes, request.cache_salt)
         full = num_tokens // self.block_size
@@ -320,7 +319,7 @@ class KVCacheManager:
         self.num_registered[slot] = full
 
     def forget(self, slot: int) -> None:
-        """Make the slot's blocks unfindable, those it shares with others among them."""
+        """Remove the hashes of the slot's blocks, including shared ones."""
         self.pool.forget(self.block_table[slot, : self.num_blocks[slot]].tolist())
 
     def take_all(self, slot: int) -> list[int]:

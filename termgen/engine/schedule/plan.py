@@ -22,8 +22,8 @@ from termgen.vocabulary.step import AddedRow, PromptSpan, SamplingNeeds, StepPla
 def sampling_needs(
     table: SlotTable, slots: IntArray, constrained: IntArray | None
 ) -> SamplingNeeds:
-    """What these rows ask of the sampler, all together. constrained: those that sample under a
-    grammar; a chunk of a prompt that is not its last has no need of one."""
+    """Sampler features that these rows need. constrained: rows that sample under a grammar, which
+    excludes prefill chunks before the last."""
     max_logprobs = int(table.num_logprobs[slots].max())
     return SamplingNeeds(
         all_greedy=not table.is_random[slots].any(),
@@ -46,13 +46,13 @@ class PlanBuilder:
     added: list[AddedRow] = field(default_factory=list)
 
     def add_blocks(self, slot: int, start: int, blocks: list[int]) -> None:
-        """Blocks that continue a slot's block table from index `start`."""
+        """Extend a slot's block table from index `start`."""
         self.block_slots += [slot] * len(blocks)
         self.block_positions += range(start, start + len(blocks))
         self.block_ids += blocks
 
     def add_row(self, request: Request, num_computed: int) -> None:
-        """A request that has just taken a slot."""
+        """Add a request that has just got a slot."""
         self.added.append(
             AddedRow(
                 slot=request.slot,
@@ -122,7 +122,7 @@ class PlanBuilder:
         prompt_spans: tuple[PromptSpan, ...] = (),
         max_prompt_logprobs: int = 0,
     ) -> StepPlan:
-        """The plan of these columns, which must not change from now on."""
+        """The plan with these columns, which must not be modified afterwards."""
         return StepPlan(
             step_id=step_id,
             slots=slots,
@@ -152,9 +152,9 @@ def _ids(values: list[int]) -> IntArray:
 
 
 def _prompt_spans(table: SlotTable, slots: IntArray, counts: IntArray) -> tuple[PromptSpan, ...]:
-    """What this step computes of prompts whose log-probabilities are owed.
+    """Prompt tokens of this step whose successors' log-probabilities are requested.
 
-    The last token of a prompt is in no span: what follows it is generated.
+    The last token of a prompt is in no span, as its successor is generated.
     """
     starts = table.num_computed[slots] - counts
     wanted = np.minimum(counts, table.num_prompt[slots] - 1 - starts)
@@ -173,23 +173,23 @@ class DecodeStep:
         self._kv = kv
         self._fence = fence
         self._rows: IntArray = table.running
-        """The batch that the rest belongs to. A request that joins or leaves makes a new array."""
+        """The batch of the cached facts. A request that joins or leaves creates a new array."""
         self._constrained: IntArray | None = None
-        """Which of them have a grammar."""
+        """Rows of the batch that have a grammar."""
         self._sampling: SamplingNeeds | None = None
         self._ones = self._zeros = self._epochs = self._rows
         self._computed: IntArray = self._rows
         """[num_rows] tokens computed before the next step."""
         self._next_step = -1
-        """The step that what is known here holds for; any other one was planned by the
-        scheduler."""
+        """The step that the cached facts are valid for; the scheduler planned any other one."""
         self._steps_left = 0
-        """Steps in which no row needs a block or reaches its limit."""
+        """Steps until a row needs a block or reaches its limit."""
         self._look_at_step = NEVER
-        """The step whose landing may fill a block of some row, for the prefix cache to know."""
+        """The step whose landing may fill a block of some row, to be published in the prefix
+        cache."""
 
     def plan(self, step_id: int, released: tuple[int, ...]) -> StepPlan | None:
-        """The next step, counted as run; None, and nothing done, where it is not such a step."""
+        """The next step, counted as run; None, without side effects, if it is not such a step."""
         table = self._table
         if table.running is not self._rows:
             self._rows, self._sampling, self._steps_left = table.running, None, 0
@@ -206,7 +206,7 @@ class DecodeStep:
                 return None
             num_decode_rows = int(np.count_nonzero(self._computed >= table.num_prompt[rows]))
         else:
-            num_decode_rows = len(rows)  # each of them was in a step like this before
+            num_decode_rows = len(rows)  # each was in such a step before
         assert self._sampling is not None
         num_computed = self._computed
         self._computed = num_computed + 1
@@ -231,12 +231,12 @@ class DecodeStep:
         )
 
     def forget(self) -> None:
-        """Look again: counts of rows were changed elsewhere."""
+        """Invalidate the cached facts: counts of rows were changed elsewhere."""
         self._steps_left = 0
 
     def _look(self, builder: PlanBuilder) -> bool:
-        """See whether every row decodes, and for how many steps; give blocks to those that need
-        one for the first of these. False, with nothing done, where they do not."""
+        """Check that every row decodes, and for how many steps; give blocks to those that need one
+        for the first. False, without side effects, if some row does not decode."""
         table, kv, rows = self._table, self._kv, self._rows
         facts = table.facts.take(rows, axis=1)  # [num facts, num_rows]
         num_tokens, num_pending, limit, _, num_computed, epochs = facts
@@ -261,7 +261,7 @@ class DecodeStep:
         return True
 
     def _publish(self, rows: IntArray) -> None:
-        """Make blocks findable whose tokens the host has in full."""
+        """Publish the blocks whose tokens are all known to the host."""
         table, kv = self._table, self._kv
         landed = np.minimum(self._computed, table.num_tokens.take(rows))
         missing = (kv.num_registered.take(rows) + 1) * kv.block_size - landed

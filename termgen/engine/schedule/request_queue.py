@@ -1,4 +1,4 @@
-"""Requests that wait for a slot: in order of arrival, or by priority."""
+"""Queues of requests that wait for a slot: by arrival or by priority."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from termgen.vocabulary.request import Request, RequestStatus
 
 
 class RequestQueue(ABC):
-    """Requests in line, and requests set aside until what they lack is there.
+    """Queued requests, and requests set aside until they can run (e.g. until a mask is filled).
 
-    One that is set aside costs nothing until it is taken back, and then has its old place.
+    A request set aside costs nothing until it is taken back, at its former place.
     """
 
     def __init__(self) -> None:
         self._aside: dict[str, Request] = {}
-        """Request id -> request, as they were set aside."""
+        """Request id -> request, in the order of setting aside."""
 
     @abstractmethod
     def push(self, request: Request) -> None: ...
 
     @abstractmethod
     def push_front(self, request: Request) -> None:
-        """Put a preempted request back so that it is next among its equals."""
+        """Put a preempted request back, first among its equals."""
         ...
 
     def peek(self) -> Request | None:
-        """The first in line; None where nothing is, or all are set aside."""
+        """The first queued request; None if the queue is empty or all are set aside."""
         return next(self._line(), None)
 
     def remove(self, request: Request) -> None:
@@ -39,12 +39,12 @@ class RequestQueue(ABC):
             self._leave(request)
 
     def set_aside(self, request: Request) -> None:
-        """Take it out of the line; it still waits."""
+        """Take a waiting request out of the queue for now."""
         self._leave(request)
         self._aside[request.request_id] = request
 
     def take_back(self, request: Request) -> None:
-        """Put it in line where it was. Does nothing for a request that is not set aside."""
+        """Return a request to its former place. A no-op if it is not set aside."""
         if self._aside.get(request.request_id) is request:
             del self._aside[request.request_id]
             self._return(request)
@@ -54,13 +54,13 @@ class RequestQueue(ABC):
         return len(self._aside)
 
     def __iter__(self) -> Iterator[Request]:
-        """Those set aside, then the line."""
+        """Requests set aside, then the queue."""
         yield from self._aside.values()
         yield from self._line()
 
     @abstractmethod
     def __len__(self) -> int:
-        """Requests in line and those set aside."""
+        """Queued requests and those set aside."""
         ...
 
     @abstractmethod
@@ -74,13 +74,13 @@ class RequestQueue(ABC):
 
 
 class FCFSQueue(RequestQueue):
-    """First come, first served. A request is found by its id, wherever it waits."""
+    """First come, first served. Any request is found by its id."""
 
     def __init__(self) -> None:
         super().__init__()
         self._queue: OrderedDict[str, Request] = OrderedDict()
         self._places: dict[str, int] = {}
-        """Request id -> a number that is larger the later its turn is."""
+        """Request id -> sort key of its place."""
         self._first, self._last = 0, 0
 
     def push(self, request: Request) -> None:
@@ -109,8 +109,8 @@ class FCFSQueue(RequestQueue):
         del self._queue[request.request_id]
 
     def _return(self, request: Request) -> None:
-        # All that came before it has been given a slot or set aside, unless it was preempted or
-        # taken back since: those are few.
+        # All earlier requests have got a slot or were set aside, except the few that were preempted
+        # or taken back since.
         place = self._places[request.request_id]
         before = list(takewhile(lambda name: self._places[name] < place, self._queue))
         self._queue[request.request_id] = request
@@ -119,7 +119,7 @@ class FCFSQueue(RequestQueue):
 
 
 def priority_key(request: Request) -> tuple[int, int, str]:
-    """Lower runs first: priority, then arrival, then id so that the order is total."""
+    """Sort key, lower first: priority, then arrival, then id, so that the order is total."""
     return (request.priority, request.arrival_ns, request.request_id)
 
 
@@ -129,7 +129,7 @@ class PriorityQueue(RequestQueue):
     def __init__(self) -> None:
         super().__init__()
         self._queue: list[Request] = []
-        """In order, so that the first is found without a search."""
+        """Sorted."""
 
     def push(self, request: Request) -> None:
         insort(self._queue, request, key=priority_key)
@@ -151,13 +151,13 @@ class PriorityQueue(RequestQueue):
 def first_begun(
     queue: RequestQueue, may_go: Callable[[Request], bool] = lambda request: True
 ) -> Request | None:
-    """The first of those that have run before, wait to go on and may."""
+    """The first waiting request that has run before and may run now."""
     begun = (request for request in queue if request.status is RequestStatus.PREEMPTED)
     return next(filter(may_go, begun), None)
 
 
 def make_queue(policy: str) -> RequestQueue:
-    """`fcfs` or `priority`."""
+    """The queue of a policy, `fcfs` or `priority`."""
     queues: dict[str, type[FCFSQueue] | type[PriorityQueue]] = {
         "fcfs": FCFSQueue,
         "priority": PriorityQueue,

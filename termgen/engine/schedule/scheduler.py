@@ -1,10 +1,10 @@
 """Chooses how many tokens of which request each step computes. No torch, no threads.
 
-There are no prefill and decode phases: a request has `num_computed` tokens chasing the tokens it
-knows. A step hands out `max_num_batched_tokens` tokens, first to running requests in order, then
+There are no prefill and decode phases: a request's `num_computed` tokens catch up with its known
+tokens. A step distributes `max_num_batched_tokens` tokens, first to running requests in order, then
 to waiting ones. `schedule` counts optimistically (as if the step had run), so the next step can be
 planned before this one lands; `apply` reads results through the plan they answer. The policy
-follows vLLM's V1 scheduler; the columns are ours (see slot_table.py).
+follows vLLM's V1 scheduler; the columns (see slot_table.py) do not.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ class SchedulerStats:
     num_preemptions: int = 0
     num_finished: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens computed (cache hits left out, recomputation counted)."""
+    """Prompt tokens computed (without cache hits, with recomputation)."""
     generation_tokens: int = 0
     num_corrupted: int = 0
-    """Requests that ended because their logits were not numbers."""
+    """Requests that ended because of NaN or infinite logits."""
     wasted_tokens: int = 0
-    """Computed for requests whose end, or loss of the slot, was not known when planned, or for a
-    mask that was late: these are computed once more."""
+    """Tokens computed for requests whose end or preemption was not known to the plan, or again
+    because of a late mask."""
 
 
 @dataclass(slots=True, eq=False)
 class AppliedStep:
-    """What a landed step means: rows that produced tokens, and who is finished."""
+    """The effect of a landed step: rows that produced tokens, and finished requests."""
 
     slots: IntArray
     epochs: IntArray
     token_ids: IntArray
     rows: IntArray
-    """Index of each of those rows in the plan."""
+    """Index of these rows in the plan."""
     finished: list[FinishedRow] = field(default_factory=list)
 
 
@@ -86,17 +86,17 @@ class Scheduler:
         self.constraints = Constraints()
         self.requests: dict[str, Request] = {}
         self.started: list[StartedRow] = []
-        """Requests that took a slot since the caller last emptied this list."""
+        """Requests that got a slot since the caller last cleared this list."""
         self.preempted: list[Request] = []
-        """Requests that lost their slot since the caller last emptied this list."""
+        """Requests that lost their slot since the caller last cleared this list."""
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
         self.fence = Fence()
         self._decode_step = DecodeStep(self.slots, kv, self.fence)
         self.admits_new = True
-        """False: only requests that have run before are given a slot."""
+        """False: only requests that have run before get a slot."""
         self._next_step = self._newest_loss = 0
-        """The second: all rows of the steps from this one on still have their slots."""
+        """All rows of the steps from `_newest_loss` on still have their slots."""
         self._all_rows = np.arange(config.max_num_seqs, dtype=np.int32)
         self._threshold = config.long_prefill_token_threshold or config.max_num_batched_tokens
 
@@ -123,7 +123,7 @@ class Scheduler:
     def finish(
         self, request_id: str, reason: FinishReason, error: TermgenError | None = None
     ) -> FinishedRow | None:
-        """End a request from outside (abort, error). None if it is not there any more."""
+        """End a request from outside (abort, error). None if it has already ended."""
         request = self.requests.get(request_id)
         if request is None:
             return None
@@ -192,7 +192,7 @@ class Scheduler:
     def _give_blocks(self, running: IntArray, num_new: IntArray, builder: PlanBuilder) -> bool:
         """Extend block tables for the tokens in `num_new`, preempting if blocks run out.
 
-        Sets num_new to 0 for rows that cannot be computed. Returns whether anyone was preempted.
+        Sets num_new to 0 for rows that cannot be computed. Returns True if a row was preempted.
         """
         kv = self.kv
         target = self.slots.num_computed[running] + num_new
@@ -216,7 +216,7 @@ class Scheduler:
         order: npt.NDArray[np.integer[Any]],
         builder: PlanBuilder,
     ) -> bool:
-        """The slow path: rows in order take blocks from the least deserving row."""
+        """The slow path: rows take blocks in order, preempting the row of lowest precedence."""
         index_of = {int(slot): i for i, slot in enumerate(running)}
         before = self.stats.num_preemptions
         for i in order:
@@ -225,7 +225,7 @@ class Scheduler:
                 continue
             while self.kv.pool.num_free < need:
                 if self.kv.pool.num_free + self.fence.num_blocks >= need:
-                    break  # enough blocks come back once the steps in flight have landed
+                    break  # enough blocks become free once the steps in flight have landed
                 victim = choose_victim(self.slots, self.config.policy)
                 num_new[index_of[victim]] = 0
                 self._preempt(victim)
@@ -236,7 +236,7 @@ class Scheduler:
             if self.kv.pool.num_free < need:
                 num_new[i] = 0
                 continue
-            # No row is preempted for one less deserving than itself: what is given stays given.
+            # A row is never preempted for one of lower precedence, so allocated blocks stay.
             self._append_blocks(slot, need, builder)
         return self.stats.num_preemptions > before
 
@@ -245,7 +245,7 @@ class Scheduler:
         builder.add_blocks(slot, start, [self.kv.append(slot) for _ in range(count)])
 
     def _preempt(self, slot: int) -> None:
-        """Take a slot away; the request keeps its tokens and recomputes their KV later."""
+        """Release a row's slot; the request keeps its tokens and recomputes their KV later."""
         request = self._release_slot(slot)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
@@ -254,7 +254,7 @@ class Scheduler:
         self.preempted.append(request)
 
     def _admit(self, budget: int, builder: PlanBuilder, now_ns: int) -> tuple[IntArray, IntArray]:
-        """Give slots to waiting requests while tokens, slots and blocks last."""
+        """Admit waiting requests while there are tokens, slots and blocks."""
         slots, counts = list[int](), list[int]()
         if self.waiting.num_aside:
             self.constraints.is_late = True
@@ -275,8 +275,8 @@ class Scheduler:
         return np.asarray(slots, np.int32), np.asarray(counts, np.int32)
 
     def _next_ready(self) -> Request | None:
-        """The first waiting request that may join this step. A request without its mask is set
-        aside, so that however many wait for masks, a step looks at each once."""
+        """The first waiting request that may join this step. Requests without their mask are set
+        aside, so that a step checks each only once, however many wait for masks."""
         if not self.admits_new:
             return first_begun(self.waiting, self.constraints.is_ready)
         while (head := self.waiting.peek()) is not None and not self.constraints.is_ready(head):
@@ -341,7 +341,7 @@ class Scheduler:
         return plan
 
     def masks_for(self, plan: StepPlan, *, runs_until_s: float = 0.0) -> RowMasks | None:
-        """What the constrained rows of the newest step may sample; see Constraints.masks_for."""
+        """Masks of the newest step's constrained rows; see Constraints.masks_for."""
         masks = self.constraints.masks_for(self.slots, plan, runs_until_s=runs_until_s)
         if masks is not None and len(masks.late):
             self._decode_step.forget()
@@ -350,7 +350,7 @@ class Scheduler:
     # -- results ---------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan, result: StepResult) -> AppliedStep:
-        """Take in a landed step: append tokens, find who is finished, free what it fenced."""
+        """Process a landed step: append tokens, end finished requests, free what it fenced."""
         if result.corrupt is not None:
             self._forget_corrupt(plan, result.corrupt)
         self._land(plan.step_id)
@@ -380,8 +380,8 @@ class Scheduler:
         return applied
 
     def _forget_corrupt(self, plan: StepPlan, rows: IntArray) -> None:
-        """Make KV of these rows unfindable: it holds NaN from a block on that is not known. A row
-        that was released has its blocks held back until this step has landed."""
+        """Unpublish the KV of these rows: it holds NaN from an unknown block on. The blocks of a
+        released row are fenced until this step has landed."""
         slots, epochs = plan.slots[rows], plan.epochs[rows]
         is_current = self.slots.epoch[slots] == epochs
         for slot in slots[is_current].tolist():
@@ -392,7 +392,7 @@ class Scheduler:
                 self.kv.pool.forget(blocks)
 
     def _end_corrupt(self, plan: StepPlan, rows: IntArray, applied: AppliedStep) -> None:
-        """End the requests whose logits were not numbers; the device has stopped them already."""
+        """End the requests with NaN or infinite logits; the device has stopped them already."""
         slots, epochs = plan.slots[rows], plan.epochs[rows]
         for slot in slots[self.slots.epoch[slots] == epochs].tolist():
             request = self._release_slot(slot, publish=False)
@@ -401,11 +401,11 @@ class Scheduler:
             applied.finished.append(self._finished(request, FinishReason.ERROR, error=error))
 
     def fail(self, plan: StepPlan, error: EngineError) -> list[FinishedRow]:
-        """A step failed: end the requests in it, make everyone else recompute from scratch.
+        """End the requests of a failed step, and make all others recompute from scratch.
 
-        Call it when no step runs any more; results of later steps are never to be applied. Their
-        plans may have named released slots, so the device must not mind an AddedRow for a row it
-        believes taken. The failed step's KV is findable: the prefix cache is forgotten with it.
+        Call it when no step is running; results of later steps must not be applied. Their plans may
+        have named released slots, so the device must accept an AddedRow for a row it believes
+        occupied. The failed step's KV is findable, so the whole prefix cache is dropped.
         """
         alive = plan.slots[self.slots.epoch[plan.slots] == plan.epochs]
         finished = [
@@ -416,12 +416,11 @@ class Scheduler:
         return finished
 
     def land_all(self) -> None:
-        """No step runs any more, read or not: what they held back is free."""
+        """Free everything fenced: no step is running, whether its result was read or not."""
         self._land(self.newest_step)
 
     def recompute_all(self) -> None:
-        """Preempt all running requests and forget every prefix. Call it when no step runs any
-        more."""
+        """Preempt all running requests and drop the prefix cache. No step may be running."""
         self.land_all()
         for slot in self.slots.running[::-1].tolist():
             self._preempt(slot)
@@ -429,7 +428,7 @@ class Scheduler:
         assert is_empty, "a block is in use, but nothing runs"
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes that no request uses; whether those were all."""
+        """Drop the cached prefixes that no request uses; returns True if none is left."""
         return self.kv.pool.forget_idle()
 
     def _finished(
@@ -459,8 +458,8 @@ class Scheduler:
         )
 
     def _release_slot(self, slot: int, *, publish: bool = True) -> Request:
-        """Take a request off its slot. Blocks and slot come back once no step can touch them.
-        publish: its KV may be found by others."""
+        """Release a request's slot. Slot and blocks are reusable once no step can access them.
+        publish: keep its KV findable in the prefix cache."""
         table = self.slots
         last_step = int(table.last_step[slot])
         if publish:
@@ -476,7 +475,7 @@ class Scheduler:
         return request
 
     def _land(self, step_id: int) -> None:
-        """Every step up to this one has ended on the device."""
+        """Record that every step up to this one has ended on the device."""
         for _, slot, blocks in self.fence.land(step_id):
             self._give_back(slot, blocks)
 
@@ -489,7 +488,7 @@ class Scheduler:
         check_scheduler(self)
 
 
-# The scheduler's invariants, checked from scratch: at idle, and by tests after every step.
+# The scheduler's invariants, checked from scratch: when idle, and by tests after every step.
 
 
 def check_scheduler(scheduler: Scheduler) -> None:

@@ -1,7 +1,7 @@
 """Running requests as numpy columns, one row per slot, and the fence behind released slots.
 
-A decode step touches these columns as whole arrays, which keeps its host cost near constant in
-the batch size. Owned by the scheduler, on the engine thread.
+A decode step works on whole columns, which keeps its host cost nearly independent of the batch
+size. Owned by the scheduler, on the engine thread.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy.typing as npt
 from termgen.vocabulary.request import IntArray, Request
 
 NUM_STOP_COLUMNS = 8
-"""Stop ids kept in the table; a request with more is checked one by one."""
+"""Stop ids kept in the table; requests with more are checked one by one."""
 
 
 class SlotTable:
-    """Columns over slots. What a row means holds from `occupy` to `vacate`.
+    """Columns over slots. A row is valid from `occupy` to `vacate`.
 
     Token counts of a row, always `num_computed <= num_tokens + num_pending`:
 
@@ -31,7 +31,7 @@ class SlotTable:
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.requests: list[Request | None] = [None] * max_num_seqs
         self.facts: IntArray = np.zeros((6, max_num_seqs), np.int32)
-        """The next six columns as rows of one array, to be gathered at once, in this order."""
+        """The next six columns as rows of one array, in this order, to be gathered at once."""
         self._facts_of_ends: IntArray = self.facts[:4]
         self.num_tokens, self.num_pending = self.facts[:2]
         self.limit: IntArray = self.facts[2]
@@ -40,30 +40,30 @@ class SlotTable:
         """Total tokens from which stop ids count: prompt + min_tokens."""
         self.num_computed: IntArray = self.facts[4]
         self.epoch: IntArray = self.facts[5]
-        """Counts the residencies of a slot; results of an older epoch are dropped."""
+        """Number of requests that have used the slot; results of an older epoch are dropped."""
         self.num_prompt: IntArray = np.zeros(max_num_seqs, np.int32)
         self.stop_ids = np.full((max_num_seqs, NUM_STOP_COLUMNS), -1, np.int32)
         self.more_stops: set[int] = set()
-        """Slots whose request has more stop ids than that."""
+        """Slots whose request has more stop ids than `NUM_STOP_COLUMNS`."""
         self.last_step = np.full(max_num_seqs, -1, np.int64)
-        """Newest step that computes this row; its blocks may not move before that step landed."""
+        """Newest step that computes this row; its blocks are fenced until that step has landed."""
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
         self.has_penalties = np.zeros(max_num_seqs, np.bool_)
         self.is_random = np.zeros(max_num_seqs, np.bool_)
         self.has_filter = np.zeros(max_num_seqs, np.bool_)
-        """Limits by top-k, top-p or min-p."""
+        """Uses top-k, top-p or min-p."""
         self.has_minimum = np.zeros(max_num_seqs, np.bool_)
-        """Asks for a minimum length."""
+        """Has a minimum length."""
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
         self.num_constrained = 0
-        """Rows that have one."""
+        """Rows that have a grammar."""
         self.has_edits = np.zeros(max_num_seqs, np.bool_)
         """Has a logit bias, allowed ids or bad words."""
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int32)
-        """-1 where none are wanted, or all are out."""
+        """-1 if none are requested, or all have been delivered."""
         self.token_ids: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), np.int32)
         self._row_of_ids = np.arange(max_num_seqs, dtype=np.int64) * max_model_len
-        """Where a slot's tokens begin, all slots' tokens counted through."""
+        """Offset of each slot's tokens in the flattened `token_ids`."""
         self.running: IntArray = np.zeros(0, np.int32)
         """Occupied slots in scheduling order."""
 
@@ -118,7 +118,7 @@ class SlotTable:
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
         """Add a landed token to each of these rows.
 
-        Returns which of them a stop id ends, and the indices of all that end, by length too.
+        Returns (rows ended by a stop id, indices of all rows that end, by length included).
         """
         # `take` and `put` need half the time of indexing.
         lengths, num_pending, limit, stop_after = self._facts_of_ends.take(slots, axis=1)
@@ -137,8 +137,8 @@ class SlotTable:
         return stopped, (stopped | (lengths >= limit)).nonzero()[0]
 
     def take_back(self, slots: IntArray) -> None:
-        """Rows that sampled nothing in the newest step, which was planned as if they did: their
-        newest token is computed once more."""
+        """Uncount rows that sampled nothing in the newest step although planned to: their newest
+        token is computed again."""
         self.num_pending[slots] -= 1
         self.num_computed[slots] -= 1
 
@@ -153,7 +153,7 @@ Lease = tuple[int, int, list[int]]
 
 
 class Fence:
-    """Released slots in waiting, in order of release."""
+    """Released slots that are not reusable yet, in order of release."""
 
     def __init__(self) -> None:
         self._held: deque[Lease] = deque()
@@ -163,7 +163,7 @@ class Fence:
         """Block references held back."""
 
     def hold(self, last_step: int, slot: int, blocks: list[int]) -> bool:
-        """Keep a release back if needed. False: nothing is in flight, it may be reused now."""
+        """Hold a release back if needed. False: no step is in flight, so reuse it now."""
         if last_step <= self.landed_step:
             return False
         self._held.append((last_step, slot, blocks))
@@ -171,7 +171,7 @@ class Fence:
         return True
 
     def land(self, step_id: int) -> list[Lease]:
-        """A step ended, and so have all before it; returns what is free to be reused now."""
+        """Record that this step and all before it have ended; returns the reusable leases."""
         self.landed_step = max(self.landed_step, step_id)
         if not self._held:
             return []

@@ -1,4 +1,4 @@
-"""Only what Triton compiles goes without types: mypy is told to let that pass in this package."""
+"""Only functions that Triton compiles lack types: mypy is configured to accept that here."""
 
 from __future__ import annotations
 
