@@ -196,7 +196,7 @@ async def dashboard(
     """The app with a page of its dashboard, on the engine's loop. Yields the number of frames
     drawn."""
     from termgen.tui.app import TermgenApp
-    from termgen.tui.screens.dashboard import DashboardScreen
+    from termgen.tui.dashboard.dashboard import DashboardScreen
 
     frames = 0
 

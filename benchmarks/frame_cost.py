@@ -18,9 +18,9 @@ import numpy as np
 from textual._context import active_app
 
 from termgen.tui.app import PatientDriver
-from termgen.tui.intake import Intake
-from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.store import DashboardStore
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.dashboard.state.event_reader import EventReader
+from termgen.tui.dashboard.state.store import DashboardStore
 from termgen.vocabulary.events import EngineEvent
 
 
@@ -42,7 +42,7 @@ class FrameCosts:
 
     def __enter__(self) -> FrameCosts:
         run = asyncio.Handle._run
-        drain, apply, write = Intake._drain, DashboardStore.apply, PatientDriver.write
+        drain, apply, write = EventReader._drain, DashboardStore.apply, PatientDriver.write
         refresh_view = DashboardScreen.refresh_view
         self._real = run, drain, apply, refresh_view, write
 
@@ -54,7 +54,7 @@ class FrameCosts:
             run(handle)
             self.frames[-1].all_ns += time.thread_time_ns() - began_ns
 
-        def timed_drain(intake: Intake) -> bool:
+        def timed_drain(intake: EventReader) -> bool:
             began_ns = time.thread_time_ns()
             came = drain(intake)
             self.frames[-1].intake_ns += time.thread_time_ns() - began_ns
@@ -80,7 +80,7 @@ class FrameCosts:
 
     def _put(self, run: Any, drain: Any, apply: Any, refresh_view: Any, write: Any) -> None:
         asyncio.Handle._run = run  # type: ignore[method-assign]
-        Intake._drain = drain  # type: ignore[method-assign]
+        EventReader._drain = drain  # type: ignore[method-assign]
         DashboardStore.apply = apply  # type: ignore[method-assign]
         DashboardScreen.refresh_view = refresh_view  # type: ignore[method-assign]
         PatientDriver.write = write  # type: ignore[method-assign]

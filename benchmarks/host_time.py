@@ -23,8 +23,7 @@ import numpy.typing as npt
 from machine import machine_facts
 
 from termgen.engine.schedule.kv_cache import KVCacheManager
-from termgen.engine.schedule.scheduler import Scheduler
-from termgen.engine.schedule.scheduler_types import SchedulerConfig
+from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from termgen.vocabulary.request import Request
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import StepPlan, StepResult

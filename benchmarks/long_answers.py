@@ -26,10 +26,10 @@ from typing import Any
 from textual.app import App, ComposeResult
 
 from termgen.system.cpu_slices import share_lock_quickly
-from termgen.tui.conversation import AnswerState, Turn
-from termgen.tui.palette import Palette
-from termgen.tui.widgets.entries import AnswerEntry, QuestionEntry
-from termgen.tui.widgets.transcript import Transcript
+from termgen.tui.chat.state.conversation import AnswerState, Turn
+from termgen.tui.chat.widgets.entries import AnswerEntry, QuestionEntry
+from termgen.tui.chat.widgets.transcript import Transcript
+from termgen.tui.paint.palette import Palette
 
 TABLE = "| name | value | note |\n|---|--:|---|\n" + "".join(
     f"| row {i} | {7 * i} | some `text` of {i} |\n" for i in range(1000)

@@ -14,7 +14,7 @@ from frame_cost import HEAD, FrameCosts, figures, line
 
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import AsyncEngine
-from termgen.tui.screens.dashboard_keys import PAGES
+from termgen.tui.dashboard.dashboard_keys import PAGES
 from termgen.vocabulary.events import StepRecord
 
 ROWS, COLUMNS = 40, 120

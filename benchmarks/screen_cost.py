@@ -188,7 +188,7 @@ async def stalled(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Coun
 async def chat(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Counter]:
     """The chat, with an answer that outlasts the cell. Its frames are not counted."""
     from termgen.tui.app import TermgenApp
-    from termgen.tui.screens.chat import ChatScreen
+    from termgen.tui.chat.chat_screen import ChatScreen
 
     async def start(progress: object) -> AsyncEngine:
         return engine

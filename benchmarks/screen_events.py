@@ -21,8 +21,8 @@ from scripted_engine import ScriptedEngine
 
 from termgen.config import UIConfig
 from termgen.tui.app import TermgenApp
-from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.screens.dashboard_keys import PAGES
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.dashboard.dashboard_keys import PAGES
 from termgen.vocabulary.events import (
     BlockState,
     EngineSnapshot,

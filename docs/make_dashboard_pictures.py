@@ -20,8 +20,8 @@ from textual.pilot import Pilot
 
 from termgen.config import UIConfig
 from termgen.tui.app import TermgenApp
-from termgen.tui.replay import ReplayFeed
-from termgen.tui.top_app import TopApp
+from termgen.tui.feed_app import TopApp
+from termgen.tui.feeds.replay import ReplayFeed
 
 FOLDER = Path(__file__).parent / "images"
 SIZES = ((80, 24), (140, 40))

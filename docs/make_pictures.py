@@ -23,7 +23,7 @@ from termgen.config import EngineConfig, UIConfig
 from termgen.engine.loop.engine import AsyncEngine
 from termgen.tui.app import TermgenApp
 from termgen.tui.bench_app import BenchApp
-from termgen.tui.themes import shipped_folder
+from termgen.tui.themes.theme_files import shipped_folder
 from termgen.vocabulary.sampling_params import SamplingParams
 
 FOLDER = Path(__file__).parent / "images"

@@ -35,11 +35,11 @@ from termgen.commands.exit_codes import INTERRUPTED, OK
 from termgen.commands.top_command import read_key
 from termgen.config import UIConfig
 from termgen.errors import EngineError
-from termgen.tui.attach import RemoteFeed
+from termgen.tui.bench.bench_view import BenchView, Plane, Section, Series, Spread, Target, TimesRow
 from termgen.tui.bench_app import BenchApp
-from termgen.tui.bench_view import BenchView, Plane, Section, Series, Spread, Target, TimesRow
-from termgen.tui.feed import StreamFeed
-from termgen.tui.formatting import percent, rate, took
+from termgen.tui.feeds.attach import RemoteFeed
+from termgen.tui.feeds.feed import StreamFeed
+from termgen.tui.paint.formatting import percent, rate, took
 
 SPREAD_PARTS = 20
 SHORT = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2el": "e2e"}

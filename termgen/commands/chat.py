@@ -21,7 +21,7 @@ from termgen.config import EngineConfig, UIConfig
 from termgen.errors import DownloadError, EngineError, ModelError, ModelNotFoundError, TermgenError
 from termgen.library import catalog
 from termgen.library.local_models import find_others, size_of
-from termgen.tui.model_choice import ModelChoice, Report, Switch
+from termgen.tui.models import ModelChoice, Report, Switch
 
 STOP_WAIT_S = 0.5
 """A running fetch checks for a stop at least this often."""
@@ -38,7 +38,7 @@ def run_chat(
     `given`: settings from the command line, which override those of the continued chat.
     """
     from termgen.tui.app import TermgenApp  # imports textual
-    from termgen.tui.chat_store import chats_to_begin_with
+    from termgen.tui.chat.saved.chat_store import chats_to_begin_with
 
     TermgenApp.check_settings(ui)
     chats, resume = chats_to_begin_with(ui.chat_db, session, given)

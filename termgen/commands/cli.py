@@ -275,7 +275,7 @@ def models_command(args: argparse.Namespace) -> int:
 
 
 def themes_command(args: argparse.Namespace) -> int:
-    from termgen.tui import themes_command
+    from termgen.tui.themes import themes_command
 
     if args.action == "check":
         themes_command.check_theme(args.file)
@@ -288,7 +288,7 @@ def themes_command(args: argparse.Namespace) -> int:
 
 def keys_command(args: argparse.Namespace) -> int:
     ui = _layers(args).resolve(UIConfig)
-    from termgen.tui.keys_command import list_keys
+    from termgen.tui.app import list_keys
 
     list_keys(ui)
     return OK

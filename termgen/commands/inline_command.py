@@ -24,8 +24,8 @@ from termgen.errors import ConfigError, ContextLengthError, EngineDeadError, Ter
 if TYPE_CHECKING:
     from termgen.client import EngineClient
     from termgen.commands.remote_command import RemoteTarget
-    from termgen.tui.conversation import AnswerStats
-    from termgen.tui.inline import AnswerWriter
+    from termgen.tui.chat.state.conversation import AnswerStats
+    from termgen.tui.paint.inline import AnswerWriter
 
 Progress = Callable[[str, float], None]
 REQUEST_ID = "inline"
@@ -52,7 +52,7 @@ def read_question(words: str | None) -> str:
         raise ConfigError("the question is not UTF-8 text")
     if not piped.strip():
         return words
-    from termgen.tui.attachments import fenced
+    from termgen.tui.chat.state.attachments import fenced
 
     # The piped text comes first: another question about it then hits the prefix cache.
     return f"{fenced('standard input', piped)}\n\n{words}"
@@ -123,7 +123,7 @@ def _run(
     stop: Stop,
 ) -> int:
     from termgen.commands.progress import is_dumb
-    from termgen.tui.inline import writer_for
+    from termgen.tui.paint.inline import writer_for
 
     async def whole() -> int:
         try:
@@ -157,7 +157,7 @@ async def stream_answer(
 ) -> tuple[str, bool]:
     """Stream the answer; returns (text, interrupted by Ctrl-C)."""
     from termgen.client import ChatPrompt
-    from termgen.tui.conversation import AnswerStats, sampling_params
+    from termgen.tui.chat.state.conversation import AnswerStats, sampling_params
 
     params = sampling_params(client.model.default_params, ui)
     stats = AnswerStats(time.perf_counter())
@@ -180,7 +180,7 @@ async def stream_answer(
 
 
 def _footer(stats: AnswerStats, *, stopped: bool) -> str:
-    from termgen.tui.formatting import count, duration, rate
+    from termgen.tui.paint.formatting import count, duration, rate
 
     parts = ["■ stopped"] if stopped else []
     parts.append(f"{count(stats.output_tokens)} tok")
@@ -265,7 +265,7 @@ class PlainChat:
         return OK
 
     def _ask(self, question: str) -> None:
-        from termgen.tui.inline import PlainWriter
+        from termgen.tui.paint.inline import PlainWriter
 
         self._messages.append({"role": "user", "content": question})
         if sys.stdin.isatty():
@@ -306,6 +306,6 @@ class PlainChat:
             lines.append(line[:-1])
 
     def _say(self, text: str) -> None:
-        from termgen.tui.sanitize import clean
+        from termgen.tui.paint.sanitize import clean
 
         print(clean(text), flush=True)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from termgen.client import EngineClient
     from termgen.commands.progress import TerminalProgress
     from termgen.server import Server
-    from termgen.tui.chat_store import ChatStore, Resume
-    from termgen.tui.model_choice import ModelShelf
+    from termgen.tui.chat.saved.chat_store import ChatStore, Resume
+    from termgen.tui.models import ModelShelf
 
 Progress = Callable[[str, float], None]
 StartEngine = Callable[[Progress], Awaitable["EngineClient"]]
@@ -156,7 +156,7 @@ def run_app(
 ) -> int:
     """Run the terminal app until the user quits. It starts and stops the engine."""
     from termgen.tui.app import TermgenApp
-    from termgen.tui.chat_store import ChatStore, store_path
+    from termgen.tui.chat.saved.chat_store import ChatStore, store_path
 
     for name in ("termgen", "uvicorn"):  # log lines would garble the app's screen
         logging.getLogger(name).addHandler(logging.NullHandler())

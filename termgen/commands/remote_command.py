@@ -12,13 +12,13 @@ from termgen.commands.exit_codes import OK
 from termgen.commands.settings import SettingLayers, flag_of
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import ConfigError, EngineError
-from termgen.tui.model_choice import ModelChoice, Switch
+from termgen.tui.models import ModelChoice, Switch
 
 if TYPE_CHECKING:
     from termgen.client import EngineClient, ModelInfo
     from termgen.remote.client import RemoteClient
     from termgen.remote.models import RemoteModel
-    from termgen.tui.feed import StreamFeed
+    from termgen.tui.feeds.feed import StreamFeed
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 
@@ -94,7 +94,7 @@ class RemoteHolder:
         The admin key is sent to termgen servers only.
         """
         from termgen.remote.wire import Dialect
-        from termgen.tui.attach import RemoteFeed
+        from termgen.tui.feeds.attach import RemoteFeed
 
         client = self._running()
         if client.dialect is not Dialect.TERMGEN:
@@ -142,8 +142,8 @@ def run_remote_chat(
     target: RemoteTarget, ui: UIConfig, *, session: str | None, given: Mapping[str, Any]
 ) -> int:
     """Chat until the user quits. `session` and `given` as for `run_chat`."""
-    from termgen.tui.chat_store import chats_to_begin_with
-    from termgen.tui.remote_app import RemoteApp
+    from termgen.tui.app import RemoteApp
+    from termgen.tui.chat.saved.chat_store import chats_to_begin_with
 
     RemoteApp.check_settings(ui)
     chats, resume = chats_to_begin_with(ui.chat_db, session, given)

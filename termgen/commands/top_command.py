@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 from termgen.commands.exit_codes import OK
 from termgen.config import UIConfig, is_loopback
 from termgen.errors import ConfigError
-from termgen.tui.attach import DEFAULT_URL, RemoteFeed
-from termgen.tui.feed import StreamFeed
-from termgen.tui.replay import ReplayFeed
-from termgen.tui.top_app import TopApp
+from termgen.tui.feed_app import TopApp
+from termgen.tui.feeds.attach import DEFAULT_URL, RemoteFeed
+from termgen.tui.feeds.feed import StreamFeed
+from termgen.tui.feeds.replay import ReplayFeed
 
 KEY_VARIABLE = "TERMGEN_ADMIN_KEY"
 

@@ -12,21 +12,21 @@ from textual.dom import DOMNode
 from textual.screen import Screen
 from textual.widgets import Input, TextArea
 
-from termgen.tui.keymap import Keymap, Scope, key_names
-from termgen.tui.screens.bench import BenchEngineScreen, BenchScreen, bench_engine_keys
-from termgen.tui.screens.chat import ChatScreen
-from termgen.tui.screens.chat_tool_keys import COPY_KEYS
-from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.screens.help import HelpScreen
-from termgen.tui.screens.links import LinksPanel
-from termgen.tui.screens.models import ModelScreen
-from termgen.tui.screens.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
-from termgen.tui.screens.silent import SilentScreen
-from termgen.tui.screens.theme_chooser import ThemeChooser
-from termgen.tui.screens.token_lens import LensScreen
-from termgen.tui.widgets.prompt import Prompt
-from termgen.tui.widgets.session_panel import SessionList
-from termgen.tui.widgets.transcript import Transcript
+from termgen.tui.bench.bench_screen import BenchEngineScreen, BenchScreen, bench_engine_keys
+from termgen.tui.chat.chat_keys import COPY_KEYS
+from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.chat.links_panel import LinksPanel
+from termgen.tui.chat.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
+from termgen.tui.chat.token_lens import LensScreen
+from termgen.tui.chat.widgets.prompt import Prompt
+from termgen.tui.chat.widgets.session_panel import SessionList
+from termgen.tui.chat.widgets.transcript import Transcript
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.help import HelpScreen
+from termgen.tui.keys.keymap import Keymap, Scope, key_names
+from termgen.tui.models import ModelScreen
+from termgen.tui.silent import SilentScreen
+from termgen.tui.themes.theme_chooser import ThemeChooser
 
 BOXES = (
     SamplingPanel,

@@ -31,35 +31,35 @@ from textual.widgets import TextArea
 from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import TermgenError
-from termgen.tui import actions, themes
-from termgen.tui.chat_store import ChatStore, Resume
-from termgen.tui.commands import COMMANDS as SLASH_COMMANDS
-from termgen.tui.commands import SlashCommand
-from termgen.tui.key_hints import KeyedApp
-from termgen.tui.keymap import Keymap, read_keymap
-from termgen.tui.messages import ModelsWanted
-from termgen.tui.model_choice import ModelShelf, Switch
-from termgen.tui.palette import ROLES, VARIABLE_PREFIX, Palette, has_few_colours
-from termgen.tui.sanitize import clean, clean_line
-from termgen.tui.screens.board import BoardScreen
-from termgen.tui.screens.chat import ChatScreen
-from termgen.tui.screens.chat_tool_keys import COPY_KEYS
-from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.screens.dashboard_keys import pages_with
-from termgen.tui.screens.help import HelpScreen, HelpSection
-from termgen.tui.screens.loading import LoadingScreen, StartupProgress
-from termgen.tui.screens.models import ModelScreen
-from termgen.tui.screens.silent import SilentScreen
-from termgen.tui.screens.theme_chooser import ThemeChooser
-from termgen.tui.themes import ThemeError, load_all, theme_files
-from termgen.tui.widgets.prompt import Prompt
-from termgen.tui.widgets.session_panel import SessionList
-from termgen.tui.widgets.transcript import Transcript
+from termgen.tui import actions
+from termgen.tui.chat.chat_keys import COPY_KEYS
+from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.chat.saved.chat_store import ChatStore, Resume
+from termgen.tui.chat.state.commands import COMMANDS as SLASH_COMMANDS
+from termgen.tui.chat.state.commands import SlashCommand
+from termgen.tui.chat.widgets.messages import ModelsWanted
+from termgen.tui.chat.widgets.prompt import Prompt
+from termgen.tui.chat.widgets.session_panel import SessionList
+from termgen.tui.chat.widgets.transcript import Transcript
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.dashboard.dashboard_keys import pages_with
+from termgen.tui.feeds.feed import StreamFeed
+from termgen.tui.help import HelpScreen, HelpSection
+from termgen.tui.keys.keymap import KeyedApp, Keymap, key_names, read_keymap
+from termgen.tui.loading import LoadingScreen, StartupProgress
+from termgen.tui.models import ModelScreen, ModelShelf, Switch
+from termgen.tui.paint.canvas_screen import CanvasScreen
+from termgen.tui.paint.palette import ROLES, VARIABLE_PREFIX, Palette, has_few_colours
+from termgen.tui.paint.sanitize import clean, clean_line
+from termgen.tui.silent import SilentScreen
+from termgen.tui.themes import theme_files as themes
+from termgen.tui.themes.theme_chooser import ThemeChooser
+from termgen.tui.themes.theme_files import ThemeError, load_all, theme_files
 
 # The themes of some folders, read again when their files change.
 #
-# The app polls it, from a thread as disks can be slow. A file that is broken is told of once, and
-# what was read from it before stays.
+# The app polls it, from a thread as disks can be slow. A broken file is reported once, and the
+# theme that was read from it before stays.
 
 
 class ThemeShelf:
@@ -94,7 +94,7 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-# A terminal that nobody reads must not stop the engine.
+# A terminal whose output is not read must not stop the engine.
 #
 # Textual writes to the terminal in a thread, and its loop waits once thirty writes are queued
 # there. That loop is the engine's too: a window that is held with Ctrl-S, a suspended `tmux`, or a
@@ -267,7 +267,7 @@ class TermgenApp(KeyedApp):
         if getattr(driver, "has_dropped", False) and not driver.is_behind:  # type: ignore[union-attr]
             driver.has_dropped = False  # type: ignore[union-attr]
             for board in (
-                screen for screen in self.screen_stack if isinstance(screen, BoardScreen)
+                screen for screen in self.screen_stack if isinstance(screen, CanvasScreen)
             ):
                 board.forget_terminal()
             self.refresh(layout=True)
@@ -454,7 +454,7 @@ class TermgenApp(KeyedApp):
     def help_sections(self) -> list[HelpSection]:
         """What is shown first comes first."""
         changed = self._keymap_now.changes
-        # of nine keys alike the first speaks for all, as long as they are as they were
+        # the first of nine similar keys stands for all, unless one of them was changed
         alike = () if any(key.id in changed for key in COPY_KEYS) else COPY_KEYS[1:]
         chat_keys = [key for key in ChatScreen.BINDINGS if key not in alike]
         here: list[HelpSection] = [
@@ -529,3 +529,48 @@ def let_alt_digits_through(sequences: Mapping[str, object]) -> None:
     if sys.platform != "darwin":
         for digit in "123456789":
             sequences.pop("\x1b" + digit, None)
+
+
+class RemoteApp(TermgenApp):
+    """`open_feed` is called once there is a client; its `TermgenError` says why there is none."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        open_feed: Callable[[], Awaitable[StreamFeed]],
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._open_feed = open_feed
+        self._feed: StreamFeed | None = None
+
+    async def open_screens(self, report: Callable[[str, float], None]) -> None:
+        report("connecting", 0.0)
+        client = self.client = await self._start_engine(report)
+        self.add_mode("chat", lambda: self.make_chat(client))
+        try:
+            feed = self._feed = await self._open_feed()
+        except TermgenError as error:
+            self.add_dashboard(SilentScreen(str(error)))
+            return
+        self.add_dashboard(DashboardScreen(feed, hz=self.ui.dashboard_hz, now_ns=feed.now_ns))
+
+    async def on_unmount(self) -> None:
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            await feed.close()
+
+
+def list_keys(ui: UIConfig) -> None:
+    """Print every action with its keys, as the config file changes them (`termgen keys`)."""
+    keymap = TermgenApp.read_keys(ui)
+    rows: dict[str, tuple[str, str]] = {}
+    for scope in actions.scopes(TermgenApp.BINDINGS):
+        for binding in keymap.applied(scope.bindings):
+            assert isinstance(binding, Binding) and binding.id
+            sign = "*" if binding.id in keymap.changes else " "
+            rows.setdefault(binding.id, (sign + key_names(binding), binding.tooltip))
+    width = max(len(keys) for keys, _ in rows.values())
+    for name, (keys, words) in rows.items():
+        print(f"{name:26}{keys:{width}}  {words}")
+    print('\nchange one in the config file: [keys], then for example chat.stop = "ctrl+g"')

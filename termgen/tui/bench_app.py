@@ -1,8 +1,7 @@
 """The app of `termgen bench --watch`: the bench first, the engine of its server one key away.
 
-The bench itself runs elsewhere: this calls `begin` when the screen is there, shows what `read`
-says, tells `stop` when a person wants that, and asks `open_feed` for the engine's events when
-somebody first looks at it.
+The bench itself runs elsewhere: the app calls `begin` when the screen is mounted, shows what `read`
+returns, calls `stop` on request, and `open_feed` when the engine's page is first opened.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from pathlib import Path
 
 from termgen.config import UIConfig
 from termgen.errors import TermgenError
-from termgen.tui.bench_view import BenchView
-from termgen.tui.feed import StreamFeed
+from termgen.tui.bench.bench_screen import BenchEngineScreen, BenchScreen, bench_engine_keys
+from termgen.tui.bench.bench_view import BenchView
 from termgen.tui.feed_app import FeedApp
-from termgen.tui.screens.bench import BenchEngineScreen, BenchScreen, bench_engine_keys
-from termgen.tui.screens.help import HelpSection
-from termgen.tui.screens.silent import SilentScreen
+from termgen.tui.feeds.feed import StreamFeed
+from termgen.tui.help import HelpSection
+from termgen.tui.silent import SilentScreen
 
 
 class BenchApp(FeedApp):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +16,10 @@ from textual.screen import Screen
 from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.tui.app import TermgenApp
-from termgen.tui.feed import StreamFeed
-from termgen.tui.screens.help import HelpScreen, HelpSection
-from termgen.tui.screens.theme_chooser import ThemeChooser
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.feeds.feed import StreamFeed
+from termgen.tui.help import HelpScreen, HelpSection
+from termgen.tui.themes.theme_chooser import ThemeChooser
 
 
 class FeedApp(TermgenApp):
@@ -79,3 +80,31 @@ class FeedApp(TermgenApp):
 
 def _leads_to_chat(binding: BindingType) -> bool:
     return isinstance(binding, Binding) and binding.action == "app.show('chat')"
+
+
+class TopApp(FeedApp):
+    interrupt_help = "Copy the selection; twice: quit"
+
+    def __init__(
+        self,
+        open_feed: Callable[[], Awaitable[StreamFeed]],
+        *,
+        ui: UIConfig,
+        theme_folders: tuple[Path, ...] | None = None,
+    ) -> None:
+        super().__init__(ui=ui, start_screen="dashboard", theme_folders=theme_folders)
+        self._open_feed = open_feed
+        self.report: Callable[[str, float], None] = lambda phase, progress: None
+        """Shows on the loading screen how far `open_feed` is: a server may have to load first."""
+
+    async def open_screens(self, report: Callable[[str, float], None]) -> None:
+        report("connecting", 0.0)
+        self.report = report
+        feed = self._feed = await self._open_feed()
+        self.add_dashboard(self.make_feed_dashboard(feed))
+
+    def make_feed_dashboard(self, feed: StreamFeed) -> DashboardScreen:
+        return DashboardScreen(feed, hz=self.ui.dashboard_hz, now_ns=feed.now_ns, is_alone=True)
+
+    def help_sections(self) -> list[HelpSection]:
+        return self.help_of([("Engine", DashboardScreen.BINDINGS)])

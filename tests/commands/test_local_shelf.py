@@ -26,7 +26,7 @@ from termgen.errors import (
 from termgen.library import catalog
 from termgen.library.fetch import Progress
 from termgen.library.local_models import find_others
-from termgen.tui.model_choice import ModelChoice
+from termgen.tui.models import ModelChoice
 from termgen.vocabulary.memory_ledger import GIB
 from termgen.vocabulary.sampling_params import SamplingParams
 

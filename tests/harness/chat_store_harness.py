@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from termgen.tui.chat_db import ChatDatabase
-from termgen.tui.chat_keeper import ChatKeeper
-from termgen.tui.chat_records import (
+from termgen.tui.chat.saved.autosave import Autosave
+from termgen.tui.chat.saved.chat_db import ChatDatabase
+from termgen.tui.chat.saved.chat_records import (
     all_turns,
     conversation_of,
     session_record,
     turn_record,
 )
-from termgen.tui.chat_store import ChatStore
-from termgen.tui.conversation import AnswerState, Conversation
+from termgen.tui.chat.saved.chat_store import ChatStore
+from termgen.tui.chat.state.conversation import AnswerState, Conversation
 from termgen.vocabulary.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.3, stop=("END",), seed=7)
@@ -60,11 +60,11 @@ class Told:
 
 
 @asynccontextmanager
-async def running(store: ChatStore, told: Told | None = None) -> AsyncIterator[ChatKeeper]:
+async def running(store: ChatStore, told: Told | None = None) -> AsyncIterator[Autosave]:
     told = told or Told()
     store.start(report=told.messages.append, replaced=told.count)
     try:
-        yield ChatKeeper(store)
+        yield Autosave(store)
     finally:
         await store.close()
 

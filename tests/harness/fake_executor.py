@@ -10,8 +10,7 @@ import numpy as np
 from termgen.engine.loop.core import EngineCore
 from termgen.engine.loop.executor import Executor, StepHandle
 from termgen.engine.schedule.kv_cache import KVCacheManager
-from termgen.engine.schedule.scheduler import Scheduler
-from termgen.engine.schedule.scheduler_types import SchedulerConfig
+from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.step import AddedRow, DeviceInfo, GraphStatus, StepPlan, StepResult
 from termgen.vocabulary.token_mask import RowMasks

@@ -14,8 +14,7 @@ import numpy as np
 from scripted_device import VOCAB, DeviceFailure, ScriptedDevice, is_stop, next_token
 
 from termgen.engine.schedule.kv_cache import BlockPool, KVCacheManager, hash_blocks
-from termgen.engine.schedule.scheduler import Scheduler
-from termgen.engine.schedule.scheduler_types import AppliedStep, SchedulerConfig
+from termgen.engine.schedule.scheduler import AppliedStep, Scheduler, SchedulerConfig
 from termgen.errors import StepError
 from termgen.vocabulary.request import FinishReason, Request
 from termgen.vocabulary.sampling_params import SamplingParams

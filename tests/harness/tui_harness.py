@@ -16,10 +16,10 @@ from textual.pilot import Pilot
 
 from termgen.client import EngineClient, RequestTimings, TokenDelta
 from termgen.config import UIConfig
-from termgen.tui import markdown
 from termgen.tui.app import TermgenApp
-from termgen.tui.screens.chat import ChatScreen
-from termgen.tui.screens.dashboard import DashboardScreen
+from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.paint import markdown
 from termgen.vocabulary.events import (
     BlockState,
     EngineSnapshot,

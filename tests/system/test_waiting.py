@@ -20,7 +20,7 @@ from termgen.remote.client import RemoteClient
 from termgen.server import Server
 from termgen.system import waiting
 from termgen.system.waiting import Loading, NotYet, read_loading, wait_for_server
-from termgen.tui.attach import RemoteFeed
+from termgen.tui.feeds.attach import RemoteFeed
 
 Report = Callable[[str, float], None]
 Connect = Callable[[str, Report, float | None], Awaitable[None]]
@@ -146,7 +146,7 @@ async def test_a_watched_server_that_restarts_is_found_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While it loads, the screen shows the current phase."""
-    monkeypatch.setattr("termgen.tui.attach.RETRY_S", 0.02)
+    monkeypatch.setattr("termgen.tui.feeds.attach.RETRY_S", 0.02)
     async with serving(FakeEngine()) as first:
         port = int(first.url.rpartition(":")[2])
         feed = await RemoteFeed.connect(first.url, hz=20)

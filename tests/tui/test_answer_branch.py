@@ -13,10 +13,14 @@ import pytest
 from termgen.client import ChatPrompt, Prompt, TokenDelta
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import AsyncEngine
-from termgen.tui.answer_branch import branch_at, read_branch
-from termgen.tui.score_answer import score_text, score_written
-from termgen.tui.thoughts import read_answer
-from termgen.tui.token_book import TokenBook, WrittenTokens
+from termgen.tui.chat.state.answer_branch import branch_at, read_branch
+from termgen.tui.chat.state.answer_tokens import (
+    AnswerTokens,
+    WrittenTokens,
+    score_text,
+    score_written,
+)
+from termgen.tui.chat.state.thoughts import read_answer
 from termgen.vocabulary.sampling_params import SamplingParams
 
 ASKED = ChatPrompt([{"role": "user", "content": "Hello, how are you?"}])
@@ -32,7 +36,7 @@ async def engine(tiny_llama_dir: Path) -> AsyncIterator[AsyncEngine]:
 
 async def write(engine: AsyncEngine, seed: int) -> tuple[str, WrittenTokens]:
     """A random model's answer: many of its tokens are bytes that are parts of characters."""
-    book, text = TokenBook(), ""
+    book, text = AnswerTokens(), ""
     params = SamplingParams(temperature=2.0, seed=seed, max_tokens=24)
     async for news in read_answer(engine, ASKED, params, request_id="first"):
         book.take("turn", news.delta)
@@ -70,7 +74,7 @@ async def test_a_branch_is_given_exactly_the_tokens(
             branch = branch_at(scores, index, token.token_id, token.data, whole=True)
             monkeypatch.setattr(engine, "generate", record)
             prompts.clear()
-            book, answer = TokenBook(), ""
+            book, answer = AnswerTokens(), ""
             stop = rng.choice(((), ("e",)))
             params = SamplingParams(temperature=2.0, seed=turn, max_tokens=9, stop=stop)
             async for news in read_branch(engine, branch, params, request_id="branch"):

@@ -13,15 +13,15 @@ from fake_engine import make_model_info
 from textual.app import App, ComposeResult
 from tui_harness import tell_parses, wait_until
 
-from termgen.tui import code_panel, markdown
-from termgen.tui.conversation import AnswerState, Turn
-from termgen.tui.markdown import render
-from termgen.tui.palette import Palette
-from termgen.tui.render.chat import question_rows
-from termgen.tui.spans import Row, row_text
-from termgen.tui.widgets import entries, thoughts
-from termgen.tui.widgets.entries import AnswerEntry, QuestionEntry
-from termgen.tui.widgets.transcript import AT_ONCE, Transcript
+from termgen.tui.chat.state.conversation import AnswerState, Turn
+from termgen.tui.chat.widgets import entries
+from termgen.tui.chat.widgets.chat_rows import question_rows
+from termgen.tui.chat.widgets.entries import AnswerEntry, QuestionEntry
+from termgen.tui.chat.widgets.transcript import AT_ONCE, Transcript
+from termgen.tui.paint import code_panel, markdown
+from termgen.tui.paint.markdown import render
+from termgen.tui.paint.palette import Palette
+from termgen.tui.paint.spans import Row, row_text
 
 TABLE = "| name | value | note |\n|---|--:|---|\n" + "".join(
     f"| row {i} | {7 * i} | some `text` of {i}, longer than before |\n" for i in range(300)
@@ -230,14 +230,14 @@ async def test_a_reference_at_the_end_makes_no_long_frame(in_frames: list[int]) 
 
 async def test_unfolded_thoughts_make_no_long_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     app, entry, lengths = Sheet(), answer(PROSE), []
-    screen_thread, wrapped = threading.get_ident(), thoughts._wrapped
+    screen_thread, wrapped = threading.get_ident(), entries._wrapped
 
     def telling(lines: str, width: int) -> list[Row]:
         if threading.get_ident() == screen_thread:
             lengths.append(len(lines))
         return wrapped(lines, width)
 
-    monkeypatch.setattr(thoughts, "_wrapped", telling)
+    monkeypatch.setattr(entries, "_wrapped", telling)
     lines = [f"thought {i} of a model that has many" for i in range(1000)]
     entry.turn.thought.text, entry.turn.thought.is_over = "\n".join(lines), True
     async with app.run_test(size=(90, 24)) as pilot:

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.style import Style
 from textual.strip import Strip
 
-from termgen.tui.palette import ROLES, Palette
-from termgen.tui.spans import Row, row_width
+from termgen.tui.paint.palette import ROLES, Palette
+from termgen.tui.paint.spans import Row, row_width
 
 VARIABLES = {"foreground": "#e0e0e0", "background": "#101010", "primary": "#3070f0"}
 ATTRIBUTES = ("bold", "italic", "underline", "strike", "reverse")

@@ -19,14 +19,14 @@ from tui_harness import MODEL, FrozenApp, TimedEngine, ask, ready, wait_until
 from termgen.client import ChatPrompt, Prompt, TokenDelta, TokenLogprob
 from termgen.errors import ContextLengthError, RequestError
 from termgen.remote.wire import Dialect, build_call
-from termgen.tui.render.token_lens import LensView, TokenText, lens_rows
-from termgen.tui.screens.chat import ChatScreen
-from termgen.tui.screens.token_lens import LensScreen
-from termgen.tui.spans import row_text, row_width
-from termgen.tui.token_book import TokenBook
-from termgen.tui.token_scores import TokenScores, num_drawn
-from termgen.tui.widgets.canvas import Canvas
-from termgen.tui.widgets.prompt import Prompt as PromptField
+from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.chat.lens_rows import LensView, TokenText, lens_rows
+from termgen.tui.chat.state.answer_tokens import AnswerTokens
+from termgen.tui.chat.state.token_scores import TokenScores, num_drawn
+from termgen.tui.chat.token_lens import LensScreen
+from termgen.tui.chat.widgets.prompt import Prompt as PromptField
+from termgen.tui.paint.canvas import Canvas
+from termgen.tui.paint.spans import row_text, row_width
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -365,7 +365,7 @@ def test_where_sampling_cuts() -> None:
 
 
 def test_the_book_forgets_the_oldest() -> None:
-    book = TokenBook(max_ids=10)
+    book = AnswerTokens(max_ids=10)
     for name in "abc":
         first = TokenDelta(name, 0, "", (1,), None, None, None, 4, 0, 1, (7, 8, 9))
         book.take(name, first)

@@ -30,9 +30,9 @@ from tui_harness import (
 )
 from tui_harness import step as step_record
 
-from termgen.tui.palette import Palette
-from termgen.tui.screens.dashboard_keys import PAGES
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.dashboard.dashboard_keys import PAGES
+from termgen.tui.paint.canvas import Canvas
+from termgen.tui.paint.palette import Palette
 from termgen.vocabulary.events import BlockState
 
 

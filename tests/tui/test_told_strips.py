@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 from told_terminal import CONSOLE, Terminal, shown_of
 
-from termgen.tui.lean_strip import LeanStrip
-from termgen.tui.palette import ROLES, Palette
-from termgen.tui.spans import Row, row_width
+from termgen.tui.paint.lean_strip import LeanStrip
+from termgen.tui.paint.palette import ROLES, Palette
+from termgen.tui.paint.spans import Row, row_width
 
 _PIECES = ("word", "  ", "█▒·", "x ", "■■■■■■■■■■■■", "━━━━╸────────", "12 345")
 

@@ -15,12 +15,12 @@ from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import ModelNotFoundError
 from termgen.tui.app import TermgenApp
-from termgen.tui.commands import COMMANDS
-from termgen.tui.screens.chat import ChatScreen
-from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.screens.help import HelpScreen
-from termgen.tui.screens.loading import LoadingScreen
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.chat.state.commands import COMMANDS
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.help import HelpScreen
+from termgen.tui.loading import LoadingScreen
+from termgen.tui.paint.canvas import Canvas
 
 
 async def test_loading_shows_the_phases_until_the_engine_is_there() -> None:

@@ -21,9 +21,9 @@ from termgen.commands import top_command
 from termgen.config import UIConfig
 from termgen.errors import ConfigError
 from termgen.remote.client import RemoteClient
-from termgen.tui import attach
-from termgen.tui.attach import AttachError, RemoteFeed
-from termgen.tui.top_app import TopApp
+from termgen.tui.feed_app import TopApp
+from termgen.tui.feeds import attach
+from termgen.tui.feeds.attach import AttachError, RemoteFeed
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.telemetry import Opening, encode, encode_events
 

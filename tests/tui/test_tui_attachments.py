@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from termgen.errors import RequestError
-from termgen.tui import attachments
-from termgen.tui.answer_form import as_markdown, fits, form_words, parse_form
-from termgen.tui.attachments import (
+from termgen.tui.chat.state import attachments
+from termgen.tui.chat.state.answer_form import as_markdown, fits, form_words, parse_form
+from termgen.tui.chat.state.attachments import (
     MAX_BYTES,
     Attachment,
     check,
@@ -21,7 +21,7 @@ from termgen.tui.attachments import (
     read_file,
     with_files,
 )
-from termgen.tui.sampling_fields import FIELDS, changes, field_text, read_fields
+from termgen.tui.chat.state.sampling_fields import FIELDS, changes, field_text, read_fields
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams

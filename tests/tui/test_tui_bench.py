@@ -13,14 +13,14 @@ from tui_harness import chat_engine, shipped_themes, wait_until
 
 from termgen.config import UIConfig
 from termgen.errors import EngineError
-from termgen.tui.attach import RemoteFeed
+from termgen.tui.bench.bench_rows import bench_page, plot_row, report_rows
+from termgen.tui.bench.bench_screen import BACK, KEYS, BenchEngineScreen, BenchScreen
+from termgen.tui.bench.bench_view import BenchView, Plane, Section, Series, Spread, Target, TimesRow
 from termgen.tui.bench_app import BenchApp
-from termgen.tui.bench_view import BenchView, Plane, Section, Series, Spread, Target, TimesRow
-from termgen.tui.feed import StreamFeed
-from termgen.tui.render.bench import bench_page, plot_row, report_rows
-from termgen.tui.screens.bench import BACK, KEYS, BenchEngineScreen, BenchScreen
-from termgen.tui.spans import row_text, row_width
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.feeds.attach import RemoteFeed
+from termgen.tui.feeds.feed import StreamFeed
+from termgen.tui.paint.canvas import Canvas
+from termgen.tui.paint.spans import row_text, row_width
 
 SPREAD = Spread("time to first token", 21.0, 148.0, (1, 5, 9, 4, 2, 1))
 RUNNING = BenchView(

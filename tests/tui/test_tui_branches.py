@@ -12,7 +12,7 @@ from lengths import scaled
 from tui_harness import FrozenApp, TimedEngine, ask, chat_engine, pieces, ready, wait_until
 
 from termgen.errors import ContextLengthError
-from termgen.tui.conversation import AnswerState
+from termgen.tui.chat.state.conversation import AnswerState
 from termgen.vocabulary.request import FinishReason
 
 

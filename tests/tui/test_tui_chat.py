@@ -20,9 +20,9 @@ from tui_harness import (
 
 from termgen.config import UIConfig
 from termgen.errors import ContextLengthError, EngineError
-from termgen.tui.conversation import AnswerState
-from termgen.tui.markdown import render
-from termgen.tui.spans import row_text
+from termgen.tui.chat.state.conversation import AnswerState
+from termgen.tui.paint.markdown import render
+from termgen.tui.paint.spans import row_text
 from termgen.vocabulary.request import FinishReason
 
 

@@ -20,13 +20,13 @@ from chat_store_harness import (
 )
 
 from termgen.errors import ChatStoreError
-from termgen.tui.chat_db import MIGRATIONS, ChatDatabase
-from termgen.tui.chat_records import (
+from termgen.tui.chat.saved.chat_db import MIGRATIONS, ChatDatabase
+from termgen.tui.chat.saved.chat_records import (
     all_turns,
     conversation_of,
 )
-from termgen.tui.chat_store import ChatStore
-from termgen.tui.conversation import Turn
+from termgen.tui.chat.saved.chat_store import ChatStore
+from termgen.tui.chat.state.conversation import Turn
 
 
 @pytest.mark.parametrize("damage", ["garbage", "middle", "cut"])
@@ -46,9 +46,9 @@ async def test_a_broken_file_is_set_aside(tmp_path: Path, damage: str) -> None:
     path.write_bytes(content)
     told = Told()
     store = ChatStore(path)
-    async with running(store, told) as keeper:
+    async with running(store, told) as autosave:
         talk = talk_of("new")
-        keeper.save_all(talk, PARAMS)
+        autosave.save_all(talk, PARAMS)
         titles = await store.read(lambda database: [s.title for s in database.sessions()])
         assert titles == ["new"]
     aside = list(tmp_path.glob("chats.broken-*.sqlite3"))
@@ -61,8 +61,8 @@ async def test_a_file_that_breaks_while_it_is_open(tmp_path: Path) -> None:
     told = Told()
     store = ChatStore(path)
     talk = talk_of("one")
-    async with running(store, told) as keeper:
-        keeper.save_all(talk, PARAMS)
+    async with running(store, told) as autosave:
+        autosave.save_all(talk, PARAMS)
         await store.read(
             lambda database: database._connection.execute(
                 "PRAGMA wal_checkpoint(TRUNCATE)"
@@ -78,7 +78,7 @@ async def test_a_file_that_breaks_while_it_is_open(tmp_path: Path) -> None:
         with pytest.raises(ChatStoreError, match="malformed"):
             await store.read(break_it)
         await until(lambda: told.replaced == 1)
-        keeper.save_all(talk, PARAMS)  # as the screen does
+        autosave.save_all(talk, PARAMS)  # as the screen does
         titles = await store.read(lambda database: [s.title for s in database.sessions()])
         assert titles == ["one"]
     assert len(list(tmp_path.glob("chats.broken-*.sqlite3"))) == 1
@@ -88,17 +88,17 @@ async def test_a_locked_file_is_written_later(tmp_path: Path) -> None:
     path = tmp_path / "chats.sqlite3"
     told = Told()
     store = ChatStore(path, busy_s=0.02, retry_s=0.05)
-    async with running(store, told) as keeper:
+    async with running(store, told) as autosave:
         await store.read(lambda _database: None)
         blocker = sqlite3.connect(path, isolation_level=None)
         blocker.execute("BEGIN IMMEDIATE")
         talk = talk_of("one")
-        keeper.save_all(talk, PARAMS)
+        autosave.save_all(talk, PARAMS)
         await until(lambda: len(told.messages) == 1)
         assert "locked" in told.messages[0] and "the chat goes on" in told.messages[0].lower()
         assert await store.read(lambda database: database.sessions()) == []
         later = talk.ask("two", now_s=0.0)
-        keeper.asked(talk, later, PARAMS)
+        autosave.asked(talk, later, PARAMS)
         blocker.execute("ROLLBACK")
         blocker.close()
         await until(lambda: "chats are saved again" in told.messages)
@@ -112,9 +112,9 @@ async def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     store = ChatStore(tmp_path / "chats.sqlite3", retry_s=0.02)
     talk = talk_of("long " * 20_000)
     limit = "PRAGMA max_page_count = {}"
-    async with running(store, told) as keeper:
+    async with running(store, told) as autosave:
         await store.read(lambda db: db._connection.execute(limit.format(20)).fetchone())
-        keeper.save_all(talk, PARAMS)
+        autosave.save_all(talk, PARAMS)
         await until(lambda: bool(told.messages))
         assert "full" in told.messages[0]
         await store.read(lambda db: db._connection.execute(limit.format(10_000)).fetchone())
@@ -126,9 +126,9 @@ async def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
 
 async def test_a_disk_that_stays_full_is_told_at_the_end(tmp_path: Path) -> None:
     store = ChatStore(tmp_path / "chats.sqlite3")
-    async with running(store) as keeper:
+    async with running(store) as autosave:
         await store.read(lambda db: db._connection.execute("PRAGMA max_page_count = 20").fetchone())
-        keeper.save_all(talk_of("long " * 20_000), PARAMS)
+        autosave.save_all(talk_of("long " * 20_000), PARAMS)
     assert "cannot be saved" in store.trouble
 
 
@@ -148,8 +148,8 @@ async def test_a_file_that_cannot_be_used_leaves_the_chats_in_memory(
     before = path.read_bytes() if path.is_file() else b""
     told = Told()
     store = ChatStore(path)
-    async with running(store, told) as keeper:
-        keeper.save_all(talk_of("one"), PARAMS)
+    async with running(store, told) as autosave:
+        autosave.save_all(talk_of("one"), PARAMS)
         assert len(await store.read(lambda database: database.sessions())) == 1
     assert len(told.messages) == 1 and str(path) in told.messages[0]
     assert not path.is_file() or path.read_bytes() == before
@@ -167,11 +167,11 @@ async def test_two_processes_write_one_file(tmp_path: Path) -> None:
         twin = conversation_of(*records)
         mine: list[Turn] = []
         for number in range(30):
-            for keeper, talk in ((one, shared), (two, twin)):
+            for autosave, talk in ((one, shared), (two, twin)):
                 turn = talk.ask(f"q{number}", now_s=0.0, beside=talk.turns[-1] if number else None)
                 mine.append(turn)
-                keeper.asked(talk, turn, PARAMS)
-            keeper.save_all(talk_of(f"own {number}"), PARAMS)
+                autosave.asked(talk, turn, PARAMS)
+            autosave.save_all(talk_of(f"own {number}"), PARAMS)
             if number % 10 == 0:
                 await asyncio.sleep(0.01)
         await asyncio.gather(*(s.read(lambda database: None) for s in (first, second)))

@@ -19,12 +19,12 @@ from tui_harness import FrozenApp, ask, chat_engine, pieces, ready, wait_until
 
 from termgen.client import ChatPrompt
 from termgen.errors import ChatStoreError, ConfigError, EngineError
-from termgen.tui.attachments import MAX_SCANNED, Attachment, files_below
-from termgen.tui.chat_db import ChatDatabase
-from termgen.tui.chat_files import read_chat
-from termgen.tui.chat_store import Resume, store_path
-from termgen.tui.conversation import AnswerState, Conversation
-from termgen.tui.sanitize import clean_in_place
+from termgen.tui.chat.saved.chat_db import ChatDatabase
+from termgen.tui.chat.saved.chat_records import read_chat
+from termgen.tui.chat.saved.chat_store import Resume, store_path
+from termgen.tui.chat.state.attachments import MAX_SCANNED, Attachment, files_below
+from termgen.tui.chat.state.conversation import AnswerState, Conversation
+from termgen.tui.paint.sanitize import clean_in_place
 
 SIZE = (100, 30)
 EVIL, SHOWN = "a\x1b]0;title\x07b\x9bc", "a␛]0;title␇b\ufffdc"
@@ -228,7 +228,7 @@ async def test_a_row_that_is_broken_is_told(tmp_path: Path, column: str, value: 
 def test_an_import_with_impossible_figures_is_refused(tmp_path: Path) -> None:
     from chat_store_harness import PARAMS
 
-    from termgen.tui.chat_records import as_json, session_record, turn_record
+    from termgen.tui.chat.saved.chat_records import as_json, session_record, turn_record
 
     talk = talk_of("q0")
     turns = [turn_record(talk, turn) for turn in talk.turns]
@@ -262,7 +262,7 @@ def test_folders_without_end_are_not_listed_to_their_end(
         (tmp_path / f"d{i}" / "e" / "f").touch()
     (tmp_path / "near").touch()
     assert len(files_below(tmp_path)) == 31 < MAX_SCANNED
-    monkeypatch.setattr("termgen.tui.attachments.MAX_SCANNED", 40)
+    monkeypatch.setattr("termgen.tui.chat.state.attachments.MAX_SCANNED", 40)
     assert files_below(tmp_path) == ["near"]
 
 

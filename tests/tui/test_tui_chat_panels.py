@@ -10,7 +10,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, TextArea
 from tui_harness import FrozenApp, ask, chat_engine, ready, wait_until
 
-from termgen.tui.screens.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
+from termgen.tui.chat.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
 
 
 async def test_sampling_is_set_in_a_panel_and_shown() -> None:

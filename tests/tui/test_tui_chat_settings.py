@@ -23,12 +23,12 @@ from tui_harness import (
 )
 
 from termgen.config import UIConfig
-from termgen.tui.chat_db import ChatDatabase
-from termgen.tui.chat_records import restored_params
-from termgen.tui.chat_store import ChatStore, Resume, find_session
-from termgen.tui.conversation import Conversation
-from termgen.tui.screens.chat import ChatScreen
-from termgen.tui.screens.panels import SamplingPanel, SystemPromptPanel
+from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.chat.panels import SamplingPanel, SystemPromptPanel
+from termgen.tui.chat.saved.chat_db import ChatDatabase
+from termgen.tui.chat.saved.chat_records import restored_params
+from termgen.tui.chat.saved.chat_store import ChatStore, Resume, find_session
+from termgen.tui.chat.state.conversation import Conversation
 from termgen.vocabulary.sampling_params import SamplingParams
 
 SIZE = (120, 34)

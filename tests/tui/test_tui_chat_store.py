@@ -20,9 +20,9 @@ from chat_store_harness import (
 )
 
 from termgen.errors import ChatStoreError
-from termgen.tui.chat_db import MIGRATIONS, ChatDatabase
-from termgen.tui.chat_keeper import SAVE_EVERY_S, ChatKeeper
-from termgen.tui.chat_records import (
+from termgen.tui.chat.saved.autosave import SAVE_EVERY_S, Autosave
+from termgen.tui.chat.saved.chat_db import MIGRATIONS, ChatDatabase
+from termgen.tui.chat.saved.chat_records import (
     all_turns,
     as_json,
     as_markdown,
@@ -32,8 +32,8 @@ from termgen.tui.chat_records import (
     session_record,
     turn_record,
 )
-from termgen.tui.chat_store import ChatStore, store_path
-from termgen.tui.conversation import AnswerState, Conversation
+from termgen.tui.chat.saved.chat_store import ChatStore, store_path
+from termgen.tui.chat.state.conversation import AnswerState, Conversation
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -205,10 +205,10 @@ async def test_text_is_saved_while_it_streams(tmp_path: Path) -> None:
     now_s = 0.0
     store = ChatStore(tmp_path / "new folder" / "chats.sqlite3")
     async with running(store):
-        keeper = ChatKeeper(store, clock=lambda: now_s)
+        autosave = Autosave(store, clock=lambda: now_s)
         talk = Conversation()
         turn = talk.ask("why", now_s=0.0)
-        keeper.asked(talk, turn, PARAMS)
+        autosave.asked(talk, turn, PARAMS)
 
         async def on_disk() -> str:
             """The answer as another process reads it, were the terminal killed now."""
@@ -221,9 +221,9 @@ async def test_text_is_saved_while_it_streams(tmp_path: Path) -> None:
         for piece in range(10):
             now_s += SAVE_EVERY_S / 4
             turn.answer += str(piece)
-            keeper.streamed(talk, turn)
+            autosave.streamed(talk, turn)
         assert await on_disk() == "01234567"
-        keeper.flush()
+        autosave.flush()
         assert await on_disk() == "0123456789"
         again = loaded(ChatDatabase(store.path), talk.session_id)
         assert again.turns[0].state is AnswerState.STOPPED  # it was cut short
@@ -232,9 +232,9 @@ async def test_text_is_saved_while_it_streams(tmp_path: Path) -> None:
 async def test_close_writes_what_waits(tmp_path: Path) -> None:
     store = ChatStore(tmp_path / "chats.sqlite3")
     talk = talk_of("one", "two")
-    async with running(store) as keeper:
-        keeper.save_all(talk, PARAMS)
-        keeper.rename(talk.session_id, "named")
+    async with running(store) as autosave:
+        autosave.save_all(talk, PARAMS)
+        autosave.rename(talk.session_id, "named")
         with pytest.raises(ChatStoreError, match="deleted"):
             await store.read(lambda database: database.load("nothing"))
     with pytest.raises(ChatStoreError, match="closed"):
@@ -266,8 +266,8 @@ async def test_text_that_is_not_quite_text_is_kept_escaped(tmp_path: Path) -> No
     text = as_json(session_record(talk, PARAMS), [turn_record(talk, t) for t in talk.turns])
     again = conversation_of(*from_json(text))
     store = ChatStore(tmp_path / "chats.sqlite3")
-    async with running(store) as keeper:
-        keeper.save_all(again, PARAMS)
+    async with running(store) as autosave:
+        autosave.save_all(again, PARAMS)
         session, turns = await store.read(lambda database: database.load(talk.session_id))
     assert turns[0].question == session.title == "half \\ud83d a pair" and store.trouble == ""
 

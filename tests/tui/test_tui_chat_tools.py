@@ -14,8 +14,8 @@ from textual.pilot import Pilot
 from tui_harness import FrozenApp, ask, chat_engine, pieces, ready, type_text, wait_until
 
 from termgen.errors import ContextLengthError
-from termgen.tui.attachments import MAX_BYTES
-from termgen.tui.widgets.completion import Completion
+from termgen.tui.chat.state.attachments import MAX_BYTES
+from termgen.tui.chat.widgets.completion import Completion
 from termgen.vocabulary.request import FinishReason
 
 THINKS = ("<think>", "\n", "Let me", " see", ".\n", "</think>", "\n\n", "Yes", ".")

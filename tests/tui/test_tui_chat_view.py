@@ -17,8 +17,8 @@ from tui_harness import (
     wait_until,
 )
 
-from termgen.tui.markdown import render
-from termgen.tui.spans import row_text
+from termgen.tui.paint.markdown import render
+from termgen.tui.paint.spans import row_text
 
 
 async def test_control_bytes_of_the_model_never_reach_the_screen() -> None:

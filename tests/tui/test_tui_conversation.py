@@ -10,8 +10,8 @@ from fake_engine import make_model_info
 
 from termgen.client import RequestTimings, TokenDelta
 from termgen.config import UIConfig
-from termgen.tui import commands
-from termgen.tui.conversation import (
+from termgen.tui.chat.state import commands
+from termgen.tui.chat.state.conversation import (
     AnswerState,
     AnswerStats,
     Conversation,
@@ -19,8 +19,8 @@ from termgen.tui.conversation import (
     Turn,
     sampling_params,
 )
-from termgen.tui.render.chat import ChatStatus, answer_footer, empty_rows, status_row
-from termgen.tui.spans import row_text, row_width
+from termgen.tui.chat.widgets.chat_rows import ChatStatus, answer_footer, empty_rows, status_row
+from termgen.tui.paint.spans import row_text, row_width
 from termgen.vocabulary.request import FinishReason
 
 

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from textual.pilot import Pilot
 from tui_harness import MS, NOW_NS, SECOND, FrozenApp, chat_engine, ready, request_view, step
 
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.paint.canvas import Canvas
 from termgen.vocabulary.events import (
     BlockState,
     EngineSnapshot,

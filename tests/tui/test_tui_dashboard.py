@@ -24,7 +24,7 @@ from tui_harness import (
 )
 
 from termgen.errors import EngineError
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.paint.canvas import Canvas
 from termgen.vocabulary.events import RequestEvent, RequestEventKind
 
 

@@ -21,20 +21,20 @@ from tui_harness import FrozenApp, ask, chat_engine, ready, wait_until
 
 from termgen.tui import actions
 from termgen.tui.app import TermgenApp
-from termgen.tui.commands import COMMANDS
-from termgen.tui.keymap import key_names
-from termgen.tui.screens.bench import KEYS as BENCH_KEYS
-from termgen.tui.screens.bench import BenchEngineScreen, bench_engine_keys
-from termgen.tui.screens.chat import ChatScreen
-from termgen.tui.screens.chat_tool_keys import COPY_KEYS
-from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.screens.help import HelpScreen
-from termgen.tui.screens.panels import SamplingPanel
-from termgen.tui.screens.theme_chooser import ThemeChooser
-from termgen.tui.widgets.canvas import Canvas
-from termgen.tui.widgets.prompt import Prompt
-from termgen.tui.widgets.session_panel import SessionList
-from termgen.tui.widgets.transcript import Transcript
+from termgen.tui.bench.bench_screen import KEYS as BENCH_KEYS
+from termgen.tui.bench.bench_screen import BenchEngineScreen, bench_engine_keys
+from termgen.tui.chat.chat_keys import COPY_KEYS
+from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.chat.panels import SamplingPanel
+from termgen.tui.chat.state.commands import COMMANDS
+from termgen.tui.chat.widgets.prompt import Prompt
+from termgen.tui.chat.widgets.session_panel import SessionList
+from termgen.tui.chat.widgets.transcript import Transcript
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.help import HelpScreen
+from termgen.tui.keys.keymap import key_names
+from termgen.tui.paint.canvas import Canvas
+from termgen.tui.themes.theme_chooser import ThemeChooser
 
 SIZE = (120, 40)
 ACTION_OF_COMMAND = {

@@ -19,14 +19,14 @@ from tui_harness import (
 
 from termgen.config import UIConfig
 from termgen.tui import app as app_module
-from termgen.tui import palette as palette_module
-from termgen.tui.attachments import Attachment
-from termgen.tui.colour_check import CATEGORIES
-from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS, Glyphs, Palette, has_few_colours
-from termgen.tui.render import graphs, kv_map, lanes, timeline
-from termgen.tui.render.frame import Frame
-from termgen.tui.themes import load_theme
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.chat.state.attachments import Attachment
+from termgen.tui.dashboard.pages import graphs, kv_map, lanes, timeline
+from termgen.tui.paint import palette as palette_module
+from termgen.tui.paint.canvas import Canvas
+from termgen.tui.paint.frame import Frame
+from termgen.tui.paint.palette import COLOUR_GLYPHS, PLAIN_GLYPHS, Glyphs, Palette, has_few_colours
+from termgen.tui.themes.colour_check import CATEGORIES
+from termgen.tui.themes.theme_files import load_theme
 
 
 @pytest.fixture(params=["NO_COLOR", "sixteen"])

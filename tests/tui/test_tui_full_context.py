@@ -18,7 +18,7 @@ from termgen.client import Prompt
 from termgen.config import UIConfig
 from termgen.errors import ContextLengthError, RequestError
 from termgen.remote.failures import failure_of
-from termgen.tui.chat_store import ChatStore, Resume, find_session
+from termgen.tui.chat.saved.chat_store import ChatStore, Resume, find_session
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 

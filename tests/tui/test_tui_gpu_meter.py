@@ -11,8 +11,8 @@ import pytest
 from fake_engine import FakeEngine
 from tui_harness import MODEL, SECOND, FrozenApp, TimedEngine, ready, wait_until
 
-from termgen.tui.gpu_meter import GpuMeter, GpuReading
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.feeds.gpu_meter import GpuMeter, GpuReading
+from termgen.tui.paint.canvas import Canvas
 
 GIB = 2**30
 
@@ -105,7 +105,7 @@ async def test_the_overview_shows_it_while_it_is_looked_at(
     name: str,
     words: tuple[str, ...],
 ) -> None:
-    monkeypatch.setattr("termgen.tui.gpu_meter.READ_S", 0.01)
+    monkeypatch.setattr("termgen.tui.feeds.gpu_meter.READ_S", 0.01)
     app = FrozenApp(engine("cuda:1"), start_screen="dashboard")
     async with app.run_test(size=size) as pilot:
         await ready(app, pilot)

@@ -21,9 +21,9 @@ from tui_harness import ANSWER, pieces
 from termgen.commands import cli, inline_command
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import EngineError
-from termgen.tui.inline import MarkdownWriter, PlainWriter
-from termgen.tui.markdown import render
-from termgen.tui.spans import row_text
+from termgen.tui.paint.inline import MarkdownWriter, PlainWriter
+from termgen.tui.paint.markdown import render
+from termgen.tui.paint.spans import row_text
 
 _SEQUENCE = re.compile(r"\x1b\[(\d*)([A-Za-z])|\x1b\[([\d;]*)m|(\n)|([^\x1b\n]+)")
 

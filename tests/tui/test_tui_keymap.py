@@ -20,11 +20,11 @@ from termgen.config import UIConfig
 from termgen.errors import ConfigError
 from termgen.tui import actions
 from termgen.tui.app import TermgenApp
-from termgen.tui.keymap import Keymap
-from termgen.tui.screens.chat import ChatScreen
-from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.screens.help import HelpScreen
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.help import HelpScreen
+from termgen.tui.keys.keymap import Keymap
+from termgen.tui.paint.canvas import Canvas
 
 SIZE = (120, 40)
 

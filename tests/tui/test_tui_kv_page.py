@@ -20,13 +20,13 @@ from tui_harness import (
     step,
 )
 
-from termgen.tui.kv_cursor import MAX_CELL_HEIGHT, KvCursor
-from termgen.tui.palette import COLOUR_GLYPHS
-from termgen.tui.render.kv_map import EVICTED, just_evicted, kv_cells
-from termgen.tui.render.kv_page import kv_page, reversed_cell, tick_rows
-from termgen.tui.spans import Row, row_text, row_width
-from termgen.tui.store import DashboardStore, DashboardView
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.dashboard.pages.kv_map import EVICTED, just_evicted, kv_cells
+from termgen.tui.dashboard.pages.kv_page import kv_page, reversed_cell, tick_rows
+from termgen.tui.dashboard.state.kv_cursor import MAX_CELL_HEIGHT, KvCursor
+from termgen.tui.dashboard.state.store import DashboardStore, DashboardView
+from termgen.tui.paint.canvas import Canvas
+from termgen.tui.paint.palette import COLOUR_GLYPHS
+from termgen.tui.paint.spans import Row, row_text, row_width
 from termgen.vocabulary.events import BlockState
 
 

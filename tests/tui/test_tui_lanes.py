@@ -21,16 +21,16 @@ from tui_harness import (
     step,
 )
 
-from termgen.tui import lanes as lanes_module
-from termgen.tui.lanes import Doing, History, LaneBook
-from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
-from termgen.tui.render import inspector
-from termgen.tui.render.frame import Frame
-from termgen.tui.render.inspector import inspector_page
-from termgen.tui.render.lanes import batch_page, budget_panel, lanes_panel
-from termgen.tui.spans import Row, row_text, row_width
-from termgen.tui.store import DashboardStore, DashboardView
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.dashboard.pages import inspector
+from termgen.tui.dashboard.pages.inspector import inspector_page
+from termgen.tui.dashboard.pages.lanes import batch_page, budget_panel, lanes_panel
+from termgen.tui.dashboard.state import request_history as lanes_module
+from termgen.tui.dashboard.state.request_history import Doing, History, RequestHistory
+from termgen.tui.dashboard.state.store import DashboardStore, DashboardView
+from termgen.tui.paint.canvas import Canvas
+from termgen.tui.paint.frame import Frame
+from termgen.tui.paint.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
+from termgen.tui.paint.spans import Row, row_text, row_width
 from termgen.vocabulary.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
 
 KINDS = RequestEventKind
@@ -91,7 +91,7 @@ def lane(rows: list[Row], name: str) -> str:
 
 def test_lanes_follow_the_events() -> None:
     store, view = fed(life())
-    history = store.lanes.get("long")
+    history = store.history.get("long")
     assert history is not None
     signs = {Doing.PREFILL: "P", Doing.DECODE: "D", Doing.PREEMPTED: "x", Doing.BETWEEN: "-"}
     told = "".join(signs.get(doing, " ") * n for doing, n in history.lane(range(1, 15)))
@@ -99,11 +99,13 @@ def test_lanes_follow_the_events() -> None:
     for ids in ([2, 4, 7], [5], [13, 20], []):  # as after lost steps
         each = [history.doing(step_id) for step_id in ids]
         assert [doing for doing, n in history.lane(ids) for _ in range(n)] == each
-    rows = lanes_panel(view.steps, store.lanes, Frame(60, 12, True), PLAIN_GLYPHS, selected="long")
+    rows = lanes_panel(
+        view.steps, store.history, Frame(60, 12, True), PLAIN_GLYPHS, selected="long"
+    )
     assert "▸ long" in text(rows)
     assert "██·█▒▒✂✂█▒▒" in lane(rows, "long")
     assert "█▒▒▒▒▒▒▒▒▒▒▒▒▒     +1" in lane(rows, "short")
-    back = lanes_panel(view.steps, store.lanes, Frame(60, 12, True), PLAIN_GLYPHS, cursor=3)
+    back = lanes_panel(view.steps, store.history, Frame(60, 12, True), PLAIN_GLYPHS, cursor=3)
     assert lane(back, "long").rstrip(" │").endswith("+303")
 
 
@@ -116,7 +118,7 @@ def test_the_budget_is_a_bar() -> None:
 
 def test_who_waits_and_why() -> None:
     store, view = fed(life())
-    page = text(batch_page(view, store.lanes, 120, 38, COLOUR_GLYPHS, boxed=True))
+    page = text(batch_page(view, store.history, 120, 38, COLOUR_GLYPHS, boxed=True))
     assert "waiting · 2" in page and "behind 1" in page
     first = next(line for line in page.splitlines() if "chatcmpl-c1" in line)
     assert "all places taken" in first and "640 tokens" in first and "0.3s" in first
@@ -127,10 +129,10 @@ def test_a_selected_request_is_kept_in_view() -> None:
     for i in range(30):
         events += [event(KINDS.SCHEDULED, f"r{i:02}", 0), event(KINDS.FIRST_TOKEN, f"r{i:02}", 1)]
     store, view = fed([*events, record(1), record(2)])
-    rows = text(lanes_panel(view.steps, store.lanes, Frame(60, 8, True), COLOUR_GLYPHS))
+    rows = text(lanes_panel(view.steps, store.history, Frame(60, 8, True), COLOUR_GLYPHS))
     assert "r00" in rows and "r20" not in rows
     rows = text(
-        lanes_panel(view.steps, store.lanes, Frame(60, 8, True), COLOUR_GLYPHS, selected="r20")
+        lanes_panel(view.steps, store.history, Frame(60, 8, True), COLOUR_GLYPHS, selected="r20")
     )
     assert "▸ r20" in rows and "r00" not in rows
 
@@ -139,7 +141,7 @@ def test_requests_from_before_are_known_by_the_snapshot() -> None:
     store = DashboardStore(started_ns=START)
     store.set_snapshot(busy_snapshot())
     store.apply([record(5), record(6)])
-    chat, waiting = store.lanes.get("chat-1"), store.lanes.get("chatcmpl-c1")
+    chat, waiting = store.history.get("chat-1"), store.history.get("chatcmpl-c1")
     assert chat is not None and chat.doing(6) is Doing.DECODE
     assert waiting is not None and waiting.doing(6) is Doing.WAITING
     page = inspector_page(
@@ -150,7 +152,7 @@ def test_requests_from_before_are_known_by_the_snapshot() -> None:
 
 def test_histories_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes_module, "MAX_REQUESTS", 50)
-    book = LaneBook()
+    book = RequestHistory()
     book.add_event(event(KINDS.QUEUED, "alive", 0))
     for i in range(200):
         book.add_event(event(KINDS.QUEUED, f"r{i}", 0))
@@ -169,7 +171,7 @@ def test_the_inspector_tells_a_whole_life() -> None:
     store, view = fed(life())
     page = text(
         inspector_page(
-            store.lanes.get("long"), view.steps, NOW_NS, 110, 34, COLOUR_GLYPHS, boxed=True
+            store.history.get("long"), view.steps, NOW_NS, 110, 34, COLOUR_GLYPHS, boxed=True
         )
     )
     assert "request long" in page and "finished: length · 125 ms" in page
@@ -213,7 +215,7 @@ def test_the_inspector_looks_through_the_steps_once(monkeypatch: pytest.MonkeyPa
         return lanes_module.token_times(history, steps)
 
     monkeypatch.setattr(inspector, "token_times", token_times)
-    history = store.lanes.get("long")
+    history = store.history.get("long")
     page = inspector_page(history, view.steps, NOW_NS, 110, 34, COLOUR_GLYPHS, boxed=True)
     assert "max 40.0 ms" in text(page) and looked == ["long"]
 
@@ -224,9 +226,9 @@ def test_pages_fill_their_size(size: tuple[int, int], boxed: bool) -> None:
     width, height = size
     for events in (life(), []):
         store, view = fed(events)
-        history = store.lanes.get("long")
+        history = store.history.get("long")
         for rows in (
-            batch_page(view, store.lanes, width, height, COLOUR_GLYPHS, boxed=boxed),
+            batch_page(view, store.history, width, height, COLOUR_GLYPHS, boxed=boxed),
             inspector_page(history, view.steps, NOW_NS, width, height, COLOUR_GLYPHS, boxed=boxed),
         ):
             assert {row_width(row) for row in rows} == {width} and len(rows) <= height
@@ -261,7 +263,7 @@ def test_what_was_not_seen_of_a_request_is_not_made_up() -> None:
     pages = [
         text(
             inspector_page(
-                store.lanes.get(name), (), 5 * SECOND, 80, 30, COLOUR_GLYPHS, boxed=False
+                store.history.get(name), (), 5 * SECOND, 80, 30, COLOUR_GLYPHS, boxed=False
             )
         )
         for name in ("r", "old")

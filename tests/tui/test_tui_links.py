@@ -10,10 +10,9 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList
 from tui_harness import FrozenApp, ask, chat_engine, pieces, ready, wait_until
 
-from termgen.tui.answer_links import Link, links_of
-from termgen.tui.screens.chat import ChatScreen
-from termgen.tui.screens.links import LinksPanel
-from termgen.tui.widgets.prompt import Prompt
+from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.chat.links_panel import Link, LinksPanel, links_of
+from termgen.tui.chat.widgets.prompt import Prompt
 
 SIZE = (80, 24)
 ANSWER = """See [the *manual*](https://example.org/m?a=1), https://a.example/x. and
@@ -53,7 +52,7 @@ def said(app: FrozenApp) -> list[str]:
 async def test_links_are_listed_opened_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(
-        "termgen.tui.screens.chat_tools.open_in_browser", lambda url: not opened.append(url)
+        "termgen.tui.chat.chat_tools.open_in_browser", lambda url: not opened.append(url)
     )
     answers = {"one": ANSWER, "two": "http://two.example", "none": "No link."}
     engine = chat_engine(

@@ -22,14 +22,15 @@ from tui_harness import (
     steps,
 )
 
-from termgen.tui import intake, sanitize
-from termgen.tui.log import KEPT, MAX_CHARS, Level, Line, LogBook, LogScroll, LogTap
-from termgen.tui.render import log_page as page_module
-from termgen.tui.render.frame import Frame
-from termgen.tui.render.log_page import lines_panel, log_page, stalled_for_s
-from termgen.tui.spans import Row, row_text, row_width
-from termgen.tui.store import DashboardStore, DashboardView
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.dashboard.pages import log_page as page_module
+from termgen.tui.dashboard.pages.log_page import lines_panel, log_page, stalled_for_s
+from termgen.tui.dashboard.state import event_reader as intake
+from termgen.tui.dashboard.state.log import KEPT, MAX_CHARS, Level, Line, LogBook, LogScroll, LogTap
+from termgen.tui.dashboard.state.store import DashboardStore, DashboardView
+from termgen.tui.paint import sanitize
+from termgen.tui.paint.canvas import Canvas
+from termgen.tui.paint.frame import Frame
+from termgen.tui.paint.spans import Row, row_text, row_width
 from termgen.vocabulary.events import RequestEvent, RequestEventKind
 
 

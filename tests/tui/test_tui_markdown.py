@@ -7,11 +7,11 @@ import random
 import pytest
 from tui_harness import in_pieces
 
-from termgen.tui import code_panel, markdown
-from termgen.tui.code_panel import COPY_ROLE, CodeBlock, highlight
-from termgen.tui.markdown import code_blocks, render
-from termgen.tui.markdown_stream import StreamingMarkdown
-from termgen.tui.spans import Row, row_text, row_width
+from termgen.tui.paint import code_panel, markdown
+from termgen.tui.paint.code_panel import COPY_ROLE, CodeBlock, highlight
+from termgen.tui.paint.markdown import code_blocks, render
+from termgen.tui.paint.markdown_stream import StreamingMarkdown
+from termgen.tui.paint.spans import Row, row_text, row_width
 
 PARTS = (
     "# Title\n",

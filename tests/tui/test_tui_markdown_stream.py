@@ -11,15 +11,15 @@ from textual.app import App, ComposeResult
 from textual.strip import Strip
 from tui_harness import in_pieces, tell_parses
 
-from termgen.tui import code_panel, markdown, markdown_stream, open_blocks
-from termgen.tui.conversation import Turn
-from termgen.tui.markdown import render
-from termgen.tui.markdown_stream import LONG_BLOCK, StreamingMarkdown
-from termgen.tui.palette import Palette
-from termgen.tui.spans import Row, row_text
-from termgen.tui.themes import DEFAULT_THEME, load_theme, shipped_folder
-from termgen.tui.widgets.entries import AnswerEntry
-from termgen.tui.widgets.transcript import Transcript
+from termgen.tui.chat.state.conversation import Turn
+from termgen.tui.chat.widgets.entries import AnswerEntry
+from termgen.tui.chat.widgets.transcript import Transcript
+from termgen.tui.paint import code_panel, markdown, markdown_stream, open_blocks
+from termgen.tui.paint.markdown import render
+from termgen.tui.paint.markdown_stream import LONG_BLOCK, StreamingMarkdown
+from termgen.tui.paint.palette import Palette
+from termgen.tui.paint.spans import Row, row_text
+from termgen.tui.themes.theme_files import DEFAULT_THEME, load_theme, shipped_folder
 
 WIDTH = 60
 TABLE = "| name | value | note |\n|---|--:|---|\n" + "".join(

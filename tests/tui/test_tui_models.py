@@ -24,11 +24,9 @@ from tui_harness import (
 )
 
 from termgen.errors import DownloadError, EngineError, TermgenError
-from termgen.tui.model_choice import ModelChoice, Report, Switch
-from termgen.tui.render.models import caution, choice_row
-from termgen.tui.screens.models import ModelScreen
-from termgen.tui.spans import row_text, row_width
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.models import ModelChoice, ModelScreen, Report, Switch, caution, choice_row
+from termgen.tui.paint.canvas import Canvas
+from termgen.tui.paint.spans import row_text, row_width
 
 SMALL = ModelChoice("smollm2-135m", "org/small", 10**8, is_current=True, needs_bytes=6 * 10**8)
 OTHER = ModelChoice("other", "/models/other.gguf", 2 * 10**9, needs_bytes=10**9, fits=True)

@@ -16,10 +16,10 @@ from textual.widget import Widget
 from textual.widgets import OptionList
 from tui_harness import FrozenApp, ask, chat_engine, feed_dashboard, ready, wait_until
 
-from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.screens.help import HelpScreen
-from termgen.tui.screens.theme_chooser import ThemeChooser
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.help import HelpScreen
+from termgen.tui.paint.canvas import Canvas
+from termgen.tui.themes.theme_chooser import ThemeChooser
 
 
 async def wheel(pilot: Pilot[Any], widget: Widget, *, down: bool) -> None:

@@ -29,12 +29,12 @@ from termgen.commands.remote_command import RemoteHolder, RemoteTarget
 from termgen.commands.settings import SettingLayers
 from termgen.config import UIConfig
 from termgen.errors import ConfigError, OverloadedError
-from termgen.tui.chat_store import ChatStore, Resume
-from termgen.tui.remote_app import RemoteApp
-from termgen.tui.screens.chat import ChatScreen
-from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.screens.silent import HEADLINE, SilentScreen, silent_rows
-from termgen.tui.spans import row_width
+from termgen.tui.app import RemoteApp
+from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.chat.saved.chat_store import ChatStore, Resume
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.paint.spans import row_width
+from termgen.tui.silent import HEADLINE, SilentScreen, silent_rows
 
 SIZE = (100, 30)
 
@@ -182,8 +182,8 @@ def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
 SCRIPT = """
 import asyncio, sys
 from termgen.commands import cli
-from termgen.tui.remote_app import RemoteApp
-from termgen.tui.screens.chat import ChatScreen
+from termgen.tui.app import RemoteApp
+from termgen.tui.chat.chat_screen import ChatScreen
 
 async def drive(app):
     async with app.run_test() as pilot:

@@ -13,22 +13,22 @@ import pytest
 from fake_engine import make_memory_ledger, make_model_info
 from tui_harness import NOW_NS, SECOND, busy_snapshot, request_events, step, steps
 
-from termgen.tui.formatting import brief_id, rate
-from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
-from termgen.tui.render import kv_map, overview
-from termgen.tui.render.batch import batch_panel, column_levels
-from termgen.tui.render.frame import Frame
-from termgen.tui.render.graphs import graphs_page
-from termgen.tui.render.kv_map import kv_cells, kv_panel, map_rows
-from termgen.tui.render.lanes import batch_page
-from termgen.tui.render.loading import loading_rows
-from termgen.tui.render.overview import LiveState
-from termgen.tui.render.requests import requests_panel
-from termgen.tui.render.series import bar, braille, spark
-from termgen.tui.render.timeline import timeline_page
-from termgen.tui.spans import Row, row_text, row_width
-from termgen.tui.step_figures import Spread
-from termgen.tui.store import DashboardStore, DashboardView, HostReading, windowed
+from termgen.tui.dashboard.pages import kv_map, overview
+from termgen.tui.dashboard.pages.batch import batch_panel, column_levels
+from termgen.tui.dashboard.pages.graphs import graphs_page
+from termgen.tui.dashboard.pages.kv_map import kv_cells, kv_panel, map_rows
+from termgen.tui.dashboard.pages.lanes import batch_page
+from termgen.tui.dashboard.pages.overview import LiveState
+from termgen.tui.dashboard.pages.requests import requests_panel
+from termgen.tui.dashboard.pages.timeline import timeline_page
+from termgen.tui.dashboard.state.step_figures import Spread
+from termgen.tui.dashboard.state.store import DashboardStore, DashboardView, HostReading, windowed
+from termgen.tui.loading import loading_rows
+from termgen.tui.paint.formatting import brief_id, rate
+from termgen.tui.paint.frame import Frame
+from termgen.tui.paint.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
+from termgen.tui.paint.series import bar, braille, spark
+from termgen.tui.paint.spans import Row, row_text, row_width
 from termgen.vocabulary.events import BlockState, StepRecord
 
 LIVE = LiveState(hz=4, paused=False, healthy=True, observer_share=0.012)
@@ -462,7 +462,7 @@ def test_a_screen_opened_late_does_not_say_that_nothing_ran() -> None:
     pages = [
         batch_panel(view, frame, glyphs),
         timeline_page(view.steps, 100, 30, glyphs, boxed=True, has_run=view.has_run),
-        batch_page(view, store.lanes, 100, 30, glyphs, boxed=True),
+        batch_page(view, store.history, 100, 30, glyphs, boxed=True),
     ]
     for page in pages:
         assert "no step since this screen began to listen" in text(page)

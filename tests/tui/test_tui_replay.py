@@ -25,15 +25,15 @@ from tui_harness import (
 
 from termgen.config import UIConfig
 from termgen.errors import EngineError
-from termgen.tui import intake
-from termgen.tui.feed import StreamFeed
-from termgen.tui.intake import Intake
-from termgen.tui.lanes import Doing
-from termgen.tui.replay import PART_EVENTS, ReplayFeed
-from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.store import STEP_HISTORY
-from termgen.tui.top_app import TopApp
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.dashboard.state import event_reader as intake
+from termgen.tui.dashboard.state.event_reader import EventReader
+from termgen.tui.dashboard.state.request_history import Doing
+from termgen.tui.dashboard.state.store import STEP_HISTORY
+from termgen.tui.feed_app import TopApp
+from termgen.tui.feeds.feed import StreamFeed
+from termgen.tui.feeds.replay import PART_EVENTS, ReplayFeed
+from termgen.tui.paint.canvas import Canvas
 from termgen.vocabulary.events import EngineSnapshot, RequestEvent, RequestEventKind, StepRecord
 from termgen.vocabulary.telemetry import Cache, Frame, Model, Opening, encode, encode_events
 
@@ -139,7 +139,7 @@ async def test_minutes_are_played_again_bit_by_bit(monkeypatch: pytest.MonkeyPat
     frames += [stepped(i, *range(i * 100, i * 100 + 100)) for i in range(1, 51)]
     clock = Clock()
     feed = ReplayFeed(frames, now_ns=clock)
-    listener, turns = Intake(feed, feed.now_ns), 0
+    listener, turns = EventReader(feed, feed.now_ns), 0
 
     async def other_work() -> None:
         nonlocal turns
@@ -164,7 +164,7 @@ async def test_events_of_two_engines_are_never_mixed() -> None:
     frames = [opened(0, None), stepped(1, 1, 2, 3), opened(2, None, stream="t"), stepped(3, 4)]
     clock = Clock()
     feed = ReplayFeed(frames, now_ns=clock)
-    listener = Intake(feed, feed.now_ns)
+    listener = EventReader(feed, feed.now_ns)
     clock.ns += 10 * SECOND
     await listener.take()
     assert [s.step_id for s in listener.store.view(feed.now_ns()).steps] == [4]
@@ -227,11 +227,11 @@ async def test_who_was_there_before_the_first_event_has_a_lane() -> None:
     frames += [state(9, finished=1), stepped(10, 10)]
     clock = Clock()
     feed = ReplayFeed(frames, now_ns=clock)
-    listener = Intake(feed, feed.now_ns)
+    listener = EventReader(feed, feed.now_ns)
     clock.ns += 10 * SECOND
     for _ in range(2):
         await listener.take()
-        history = listener.store.lanes.get("chat-1")
+        history = listener.store.history.get("chat-1")
         assert history is not None and history.doing(5) is Doing.DECODE
         assert history.state is Doing.OVER
         listener.turn(-1 * SECOND)

@@ -21,11 +21,11 @@ from tui_harness import NOON, FrozenApp, ask, chat_engine, pieces, ready, type_t
 
 from termgen.config import UIConfig
 from termgen.errors import ConfigError
-from termgen.tui.chat_db import ChatDatabase, SessionSummary
-from termgen.tui.chat_store import ChatStore, Resume, find_session
-from termgen.tui.conversation import AnswerState
-from termgen.tui.render.sessions import age_group, session_rows
-from termgen.tui.spans import row_text, row_width
+from termgen.tui.chat.saved.chat_db import ChatDatabase, SessionSummary
+from termgen.tui.chat.saved.chat_store import ChatStore, Resume, find_session
+from termgen.tui.chat.state.conversation import AnswerState
+from termgen.tui.chat.widgets.session_panel import age_group, session_rows
+from termgen.tui.paint.spans import row_text, row_width
 from termgen.vocabulary.sampling_params import SamplingParams
 
 WIDE = (120, 34)

@@ -21,10 +21,10 @@ from tui_harness import (
 )
 
 from termgen.config import UIConfig
-from termgen.tui.attachments import Attachment
-from termgen.tui.conversation import Conversation
-from termgen.tui.screens.dashboard_keys import PAGES
-from termgen.tui.widgets.prompt import Prompt
+from termgen.tui.chat.state.attachments import Attachment
+from termgen.tui.chat.state.conversation import Conversation
+from termgen.tui.chat.widgets.prompt import Prompt
+from termgen.tui.dashboard.dashboard_keys import PAGES
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 THEMES = ["termgen-dark", "termgen-light"]
@@ -137,7 +137,7 @@ async def list_chats(pilot: Pilot[Any]) -> None:
     for age, question in ((40, "Paged attention"), (3, "A haiku about GPUs"), (1, "Log lines")):
         talk = Conversation()
         talk.ask(question, now_s=0.0, model_id="smollm2-135m").answer = "About that, much."
-        app.chat.keeper.save_all(talk, app.chat._params)
+        app.chat.autosave.save_all(talk, app.chat._params)
         used_s, session_id = NOON - age * 86_400, talk.session_id
         await app.chats.read(
             lambda database, values=(used_s, session_id): database._connection.execute(

@@ -18,10 +18,10 @@ from tui_harness import (
     steps,
 )
 
-from termgen.tui.lanes import LaneBook
-from termgen.tui.log import Level, LogBook
-from termgen.tui.step_figures import MAX_STEP_BUCKETS, percentile
-from termgen.tui.store import (
+from termgen.tui.dashboard.state.log import Level, LogBook
+from termgen.tui.dashboard.state.request_history import RequestHistory
+from termgen.tui.dashboard.state.step_figures import MAX_STEP_BUCKETS, percentile
+from termgen.tui.dashboard.state.store import (
     BUCKET_NS,
     HISTORY_BUCKETS,
     STEP_HISTORY,
@@ -223,7 +223,7 @@ def test_events_come_to_the_same_together_and_one_by_one(seed: int) -> None:
     assert any(one.series.decode) and any(one.series.gap_ms) and any(one.series.graph_share)
     for name in ("step", "gap", "ttft", "queue", "steps", "requests", "graphs"):
         assert getattr(one, name) == getattr(other, name)
-    assert list(together.lanes) == list(single.lanes)
+    assert list(together.lanes) == list(single.history)
     lines = (store.log.matching(Level.DEBUG, "", 10**18) for store in (together, single))
     assert next(lines) == next(lines)
 
@@ -250,9 +250,9 @@ def test_a_step_that_only_decodes_is_looked_at_by_nobody_alone(
 ) -> None:
     store, looked_at = make_store(), list[int]()
     store.apply([step(0, end_ns=NOW_NS, prefill_ids=("r",), prefill_tokens=(9,))])
-    for book in (LaneBook, LogBook):
+    for book in (RequestHistory, LogBook):
         monkeypatch.setattr(book, "add_step", lambda self, s: looked_at.append(s.step_id))
-    store.lanes._in_prefill.clear()
+    store.history._in_prefill.clear()
     store.apply([step(i, end_ns=NOW_NS + i * MS) for i in range(1, 250)])
     assert looked_at == []
     store.apply([step(250, end_ns=NOW_NS, prefill_ids=("r",), prefill_tokens=(9,))])

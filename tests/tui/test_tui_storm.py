@@ -29,7 +29,7 @@ from tui_harness import (
     wait_until,
 )
 
-from termgen.tui.screens.dashboard_keys import PAGES
+from termgen.tui.dashboard.dashboard_keys import PAGES
 
 NUM_SIZES = 100
 LAST = ((120, 40), (43, 11))

@@ -7,8 +7,8 @@ import random
 import pytest
 from rich.cells import cell_len
 
-from termgen.tui import formatting, sanitize
-from termgen.tui.spans import cut, fit, merge, row_text, row_width, spread, wrap, wrap_hard
+from termgen.tui.paint import formatting, sanitize
+from termgen.tui.paint.spans import cut, fit, merge, row_text, row_width, spread, wrap, wrap_hard
 
 ALPHABET = "abc de  fg\tÄß日本語👍🏽\n`*_ \u0301"
 

@@ -9,9 +9,9 @@ from textual.widgets import OptionList
 from tui_harness import FrozenApp, ask, chat_engine, ready, shipped_themes, wait_until
 
 from termgen.tui import app as app_module
-from termgen.tui.screens.chat import ChatScreen
-from termgen.tui.screens.theme_chooser import ThemeChooser, theme_names
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.paint.canvas import Canvas
+from termgen.tui.themes.theme_chooser import ThemeChooser, theme_names
 
 SIZE = (100, 30)
 

@@ -10,9 +10,11 @@ from textual.theme import BUILTIN_THEMES
 from tui_harness import shipped_themes
 
 from termgen.errors import ConfigError
-from termgen.tui import themes
 from termgen.tui.app import ThemeShelf
-from termgen.tui.colour_check import (
+from termgen.tui.paint.palette import ROLES, Palette
+from termgen.tui.paint.spans import Row
+from termgen.tui.themes import theme_files as themes
+from termgen.tui.themes.colour_check import (
     BLINDNESS,
     HIGH,
     READABLE,
@@ -22,9 +24,7 @@ from termgen.tui.colour_check import (
     simulate,
     weak_roles,
 )
-from termgen.tui.palette import ROLES, Palette
-from termgen.tui.spans import Row
-from termgen.tui.themes import ThemeError, load_all, load_theme, parse_theme
+from termgen.tui.themes.theme_files import ThemeError, load_all, load_theme, parse_theme
 
 MINIMAL = {
     "name": "mine",

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from termgen.commands import cli
-from termgen.tui import themes_command
-from termgen.tui.palette import ROLES, VARIABLE_PREFIX
-from termgen.tui.themes import load_theme, shipped_folder
+from termgen.tui.paint.palette import ROLES, VARIABLE_PREFIX
+from termgen.tui.themes import themes_command
+from termgen.tui.themes.theme_files import load_theme, shipped_folder
 
 
 @pytest.fixture(autouse=True)

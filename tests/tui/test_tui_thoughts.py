@@ -9,10 +9,10 @@ import pytest
 from fake_engine import FakeEngine, Script, make_model_info
 
 from termgen.client import ChatPrompt, TokenDelta
-from termgen.tui.conversation import Turn
-from termgen.tui.spans import row_text
-from termgen.tui.thoughts import AnswerNews, ThinkReader, Thought, read_answer
-from termgen.tui.widgets.thoughts import ThoughtRows
+from termgen.tui.chat.state.conversation import Turn
+from termgen.tui.chat.state.thoughts import AnswerNews, ThinkReader, Thought, read_answer
+from termgen.tui.chat.widgets.entries import ThoughtRows
+from termgen.tui.paint.spans import row_text
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 from termgen.vocabulary.tool_format import ToolFormat

@@ -20,17 +20,21 @@ from tui_harness import (
     steps,
 )
 
-from termgen.tui.graph_stats import MAX_SIZES, GraphStats
-from termgen.tui.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
-from termgen.tui.render import timeline
-from termgen.tui.render.frame import Frame
-from termgen.tui.render.graphs import graphs_page, memory_panel, misses_panel, startup_panel
-from termgen.tui.render.timeline import lanes_panel, timeline_page
-from termgen.tui.screens.dashboard_keys import KEYS, PAGES, page_at, tab_line
-from termgen.tui.spans import Row, row_text, row_width
-from termgen.tui.step_figures import quantiles
-from termgen.tui.store import DashboardStore, DashboardView
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.dashboard.dashboard_keys import KEYS, PAGES, page_at, tab_line
+from termgen.tui.dashboard.pages import timeline
+from termgen.tui.dashboard.pages.graphs import (
+    graphs_page,
+    memory_panel,
+    misses_panel,
+    startup_panel,
+)
+from termgen.tui.dashboard.pages.timeline import lanes_panel, timeline_page
+from termgen.tui.dashboard.state.step_figures import quantiles
+from termgen.tui.dashboard.state.store import MAX_SIZES, DashboardStore, DashboardView, GraphStats
+from termgen.tui.paint.canvas import Canvas
+from termgen.tui.paint.frame import Frame
+from termgen.tui.paint.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
+from termgen.tui.paint.spans import Row, row_text, row_width
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.startup_phases import StartupPhase
 

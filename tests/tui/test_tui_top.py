@@ -32,14 +32,14 @@ from tui_harness import (
 from termgen.commands import cli, top_command
 from termgen.config import UIConfig
 from termgen.errors import ConfigError
-from termgen.tui.attach import AttachError, RemoteFeed
-from termgen.tui.feed import StreamFeed
-from termgen.tui.replay import ReplayError, ReplayFeed, read_frames
-from termgen.tui.screens.dashboard import DashboardScreen
-from termgen.tui.screens.dashboard_keys import PAGES
-from termgen.tui.screens.help import HelpText
-from termgen.tui.top_app import TopApp
-from termgen.tui.widgets.canvas import Canvas
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.dashboard.dashboard_keys import PAGES
+from termgen.tui.feed_app import TopApp
+from termgen.tui.feeds.attach import AttachError, RemoteFeed
+from termgen.tui.feeds.feed import StreamFeed
+from termgen.tui.feeds.replay import ReplayError, ReplayFeed, read_frames
+from termgen.tui.help import HelpText
+from termgen.tui.paint.canvas import Canvas
 from termgen.vocabulary.telemetry import Cache, Opening, encode, encode_events
 
 
@@ -73,7 +73,7 @@ async def test_what_the_engine_publishes_arrives() -> None:
 
 
 async def test_a_lost_server_is_said_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("termgen.tui.attach.RETRY_S", 0.02)
+    monkeypatch.setattr("termgen.tui.feeds.attach.RETRY_S", 0.02)
     engine = chat_engine()
     async with serving(engine) as server:
         port = server.url.rsplit(":", 1)[1]
@@ -310,7 +310,7 @@ async def test_a_server_in_the_dashboard() -> None:
             assert isinstance(screen, DashboardScreen)
             await pilot.pause()
             engine.bus.publish(step(4711, end_ns=feed.now_ns()))
-            await wait_until(pilot, lambda: screen._intake._ring.num_appended > 0)
+            await wait_until(pilot, lambda: screen._event_reader._ring.num_appended > 0)
             await screen.refresh_view()
             assert "step 4 711" in panel(app, "batch") and "chat-1" in panel(app, "requests")
             await pilot.press("left_square_bracket")

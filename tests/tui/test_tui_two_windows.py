@@ -10,11 +10,11 @@ from chat_store_harness import loaded
 from test_tui_branches import numbered_engine
 from tui_harness import FrozenApp, ask, ready, wait_until
 
-from termgen.tui.chat_db import ChatDatabase
-from termgen.tui.chat_records import turn_record
-from termgen.tui.chat_store import ChatStore
-from termgen.tui.conversation import AnswerState, Turn
-from termgen.tui.screens import sessions
+from termgen.tui.chat import sessions
+from termgen.tui.chat.saved.chat_db import ChatDatabase
+from termgen.tui.chat.saved.chat_records import turn_record
+from termgen.tui.chat.saved.chat_store import ChatStore
+from termgen.tui.chat.state.conversation import AnswerState, Turn
 
 SIZE = (110, 40)
 

@@ -19,11 +19,11 @@ from tui_harness import FrozenApp, TimedEngine, ask, chat_engine, ready, type_te
 
 from termgen.client import EngineClient
 from termgen.errors import ModelError
-from termgen.tui.messages import LargePaste
-from termgen.tui.screens import chat as chat_module
-from termgen.tui.screens.chat import ChatScreen
-from termgen.tui.screens.help import HelpScreen
-from termgen.tui.screens.loading import LoadingScreen
+from termgen.tui.chat import chat_screen as chat_module
+from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.chat.widgets.messages import LargePaste
+from termgen.tui.help import HelpScreen
+from termgen.tui.loading import LoadingScreen
 
 PLACES = ("transcript", "status", "prompt")
 

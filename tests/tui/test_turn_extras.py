@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from termgen.errors import ChatStoreError
-from termgen.tui.attachments import Attachment, with_files
-from termgen.tui.chat_records import (
+from termgen.tui.chat.saved.chat_records import (
     as_json,
     as_markdown,
     conversation_of,
@@ -19,8 +18,9 @@ from termgen.tui.chat_records import (
     session_record,
     turn_record,
 )
-from termgen.tui.conversation import AnswerState, Conversation
-from termgen.tui.thoughts import Thought
+from termgen.tui.chat.state.attachments import Attachment, with_files
+from termgen.tui.chat.state.conversation import AnswerState, Conversation
+from termgen.tui.chat.state.thoughts import Thought
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
@@ -69,7 +69,7 @@ def test_they_come_back_as_they_were() -> None:
 def test_an_import_with_nonsense_is_refused(
     wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("termgen.tui.chat_records.extras_of", lambda _turn: wrong)
+    monkeypatch.setattr("termgen.tui.chat.saved.chat_records.extras_of", lambda _turn: wrong)
     with pytest.raises(ChatStoreError, match=r"turns\[0\]"):
         from_json(exported(held()))
 

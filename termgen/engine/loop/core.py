@@ -24,8 +24,7 @@ from termgen.engine.loop.control import EngineControl, end_failed, finish_all
 from termgen.engine.loop.event_publisher import EventPublisher, StepTimes
 from termgen.engine.loop.executor import Executor, StepHandle
 from termgen.engine.loop.snapshot import StateCopy, copy_state
-from termgen.engine.schedule.scheduler import Scheduler
-from termgen.engine.schedule.scheduler_types import AppliedStep
+from termgen.engine.schedule.scheduler import AppliedStep, Scheduler
 from termgen.errors import EngineError, RequestError, StepError, TermgenError
 from termgen.vocabulary.delivery import FinishedRow, PromptLogprobs, StartedRow, StepDelivery
 from termgen.vocabulary.events import EventBus, StepRecord

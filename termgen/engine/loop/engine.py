@@ -34,7 +34,7 @@ from termgen.engine.loop.sleep import fall_asleep, wake_up
 from termgen.engine.loop.snapshot import StateCopy
 from termgen.engine.loop.startup import EngineParts, Progress, build_engine
 from termgen.engine.loop.sync_engine import Settled, SyncEngine
-from termgen.engine.text.prompt_threads import PromptThreads
+from termgen.engine.text.text_process import PromptThreads
 from termgen.engine.text.tokenizer import Tokenizer
 from termgen.errors import EngineDeadError, EngineError, RequestError
 from termgen.system.cpu_slices import take_short_slices

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from termgen.engine.schedule.scheduler import Scheduler
-from termgen.engine.schedule.scheduler_types import AppliedStep
+from termgen.engine.schedule.scheduler import AppliedStep, Scheduler
 from termgen.vocabulary.delivery import FinishedRow, StartedRow
 from termgen.vocabulary.events import EventBus, RequestEvent, RequestEventKind, StepRecord
 from termgen.vocabulary.request import Request

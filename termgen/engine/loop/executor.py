@@ -10,9 +10,8 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from termgen.config import EngineConfig
 from termgen.vocabulary.startup_phases import LOADING_LIBRARIES
@@ -196,26 +195,35 @@ class LocalExecutor:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="termgen-cpu-stream")
         return info
 
+    def generation_config(self) -> dict[str, Any]:
+        """The model's generation_config.json, or what its GGUF file says instead. After `start`."""
+        from termgen.engine.device.loader import load_generation_config  # torch: seconds
+
+        return load_generation_config(self._path)
+
     def submit(self, plan: StepPlan) -> StepHandle:
         assert self._runner is not None, "start() comes first"
-        launch = partial(self._runner.execute, plan)
-        return self._launch(launch, is_whole=plan.constrained is None)
+        return self._launch(plan.constrained is None, self._runner.execute, plan)
 
     def sample(self, step: StepHandle, masks: RowMasks) -> StepHandle:
-        return self._launch(partial(_sample, step, masks), is_whole=True)
+        return self._launch(True, _sample, step, masks)
 
-    def _launch(self, launch: Callable[[], StepHandle], *, is_whole: bool) -> StepHandle:
+    def _launch(
+        self, is_whole: bool, launch: Callable[..., StepHandle], *arguments: object
+    ) -> StepHandle:
         """is_whole: the step is complete with this launch."""
         if self._worker is not None:
-            return WorkerStep(self._worker.submit(self._run, launch, is_whole=is_whole))
+            return WorkerStep(self._worker.submit(self._run, is_whole, launch, *arguments))
         try:
-            return self._run(launch, is_whole=is_whole)
+            return self._run(is_whole, launch, *arguments)
         except Exception as error:  # the loop reports it with the step's requests
             return FailedStep(error)
 
-    def _run(self, launch: Callable[[], StepHandle], *, is_whole: bool) -> StepHandle:
+    def _run(
+        self, is_whole: bool, launch: Callable[..., StepHandle], *arguments: object
+    ) -> StepHandle:
         assert self._runner is not None
-        step = launch()
+        step = launch(*arguments)
         is_over = is_whole and self._runner.device.type == "cpu"
         return DoneStep(step.result()) if is_over else step
 

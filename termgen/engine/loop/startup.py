@@ -17,8 +17,7 @@ from termgen.engine.grammar.grammar import GrammarCompiler
 from termgen.engine.loop.core import EngineCore
 from termgen.engine.loop.executor import LocalExecutor
 from termgen.engine.schedule.kv_cache import KVCacheManager
-from termgen.engine.schedule.scheduler import Scheduler
-from termgen.engine.schedule.scheduler_types import SchedulerConfig
+from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from termgen.engine.text.input_processor import InputProcessor
 from termgen.engine.text.output import OutputProcessor
 from termgen.engine.text.text_process import TextProcess
@@ -88,11 +87,9 @@ def build_engine(
     executor = LocalExecutor(config, local.path)
     info = executor.start(progress)  # the device half: see `build_runner`
     try:
-        from termgen.engine.device.loader import load_generation_config  # torch is already loaded
-
         if tokenizer is not None:
             _check_vocabulary(tokenizer, info)
-        recommended = load_generation_config(local.path)
+        recommended = executor.generation_config()
         defaults = sampling_defaults(local, recommended)
         eos = _eos_token_ids(info, tokenizer, recommended)
         scheduler = _make_scheduler(config, info)

@@ -9,29 +9,68 @@ follows vLLM's V1 scheduler; the columns (see slot_table.py) do not.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.schedule.constraints import Constraints
-from termgen.engine.schedule.decode_step import DecodeStep
-from termgen.engine.schedule.fence import Fence
 from termgen.engine.schedule.kv_cache import KVCacheManager
-from termgen.engine.schedule.plan_builder import PlanBuilder
+from termgen.engine.schedule.plan import DecodeStep, PlanBuilder
 from termgen.engine.schedule.request_queue import (
     choose_victim,
     first_begun,
     make_queue,
     priority_key,
 )
-from termgen.engine.schedule.scheduler_types import AppliedStep, SchedulerConfig, SchedulerStats
-from termgen.engine.schedule.slot_table import SlotTable
+from termgen.engine.schedule.slot_table import Fence, SlotTable
 from termgen.errors import CorruptedLogitsError, EngineError, RequestError, TermgenError
 from termgen.vocabulary.delivery import FinishedRow, StartedRow
 from termgen.vocabulary.request import FinishReason, IntArray, Request, RequestStatus
 from termgen.vocabulary.step import StepPlan, StepResult
 from termgen.vocabulary.token_mask import RowMasks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Resolved limits; see EngineConfig for their meaning."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    long_prefill_token_threshold: int = 0
+    policy: str = "fcfs"
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since start."""
+
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens computed (without cache hits, with recomputation)."""
+    generation_tokens: int = 0
+    num_corrupted: int = 0
+    """Requests that ended because of NaN or infinite logits."""
+    wasted_tokens: int = 0
+    """Tokens computed for requests whose end or preemption was not known to the plan, or again
+    because of a late mask."""
+
+
+@dataclass(slots=True, eq=False)
+class AppliedStep:
+    """The effect of a landed step: rows that produced tokens, and finished requests."""
+
+    slots: IntArray
+    epochs: IntArray
+    token_ids: IntArray
+    rows: IntArray
+    """Index of these rows in the plan."""
+    finished: list[FinishedRow] = field(default_factory=list)
 
 
 class Scheduler:
@@ -115,10 +154,16 @@ class Scheduler:
         if num_waiting:
             for request in self.constraints.take_ready():
                 self.waiting.take_back(request)
-        if not (num_waiting and self.free_slots):
+        may_admit = bool(num_waiting and self.free_slots)
+        plan = None
+        if not may_admit:  # fast path, skip on a first reading: a decode step by whole columns
             plan = self._decode_step.plan(self._next_step, tuple(self._released))
-            if plan is not None:
-                return self._count_plan(plan)
+        if plan is None:
+            plan = self._plan(may_admit, now_ns)
+        return None if plan is None else self._count_plan(plan)
+
+    def _plan(self, may_admit: bool, now_ns: int) -> StepPlan | None:
+        """Give running requests the tokens they lack, in order, then admit waiting ones."""
         table, running = self.slots, self.slots.running
         known = table.num_tokens[running] + table.num_pending[running]
         want = np.where(known < table.limit[running], known - table.num_computed[running], 0)
@@ -134,7 +179,7 @@ class Scheduler:
         chosen = np.flatnonzero(num_new)
         slots, counts = running[chosen], num_new[chosen]
         self._advance(slots, counts, counts == want[chosen])
-        if num_waiting and self.free_slots and not preempted:
+        if may_admit and not preempted:
             new_slots, new_counts = self._admit(budget - int(counts.sum()), builder, now_ns)
             slots = np.concatenate((slots, new_slots))
             counts = np.concatenate((counts, new_counts))
@@ -142,9 +187,7 @@ class Scheduler:
             self.constraints.rest()
             return None
         counts, released = counts.astype(np.int32), tuple(self._released)
-        return self._count_plan(
-            builder.build(self._next_step, table, slots=slots, counts=counts, released=released)
-        )
+        return builder.build(self._next_step, table, slots=slots, counts=counts, released=released)
 
     def _give_blocks(self, running: IntArray, num_new: IntArray, builder: PlanBuilder) -> bool:
         """Extend block tables for the tokens in `num_new`, preempting if blocks run out.

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
@@ -32,8 +34,6 @@ from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
 from termgen.client import Message
-from termgen.engine.text.chat_mask import Chat, Mask, alphabets, strings, unused_chars
-from termgen.engine.text.chat_messages import count_chars, normalise_messages, plain
 from termgen.engine.text.chat_template import (
     ChatTemplate,
     is_bounded,
@@ -41,10 +41,273 @@ from termgen.engine.text.chat_template import (
     select_template,
     template_error,
 )
-from termgen.engine.text.encode_text import encode_ids, encode_text
 from termgen.engine.text.request_template import OF_MODEL, RequestTemplate, TemplateWorkers
 from termgen.engine.text.tokenizer_files import TokenizerParts
 from termgen.errors import RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names a message's reasoning travels under; templates read the first or the second."""
+
+MAX_DEPTH = 64
+"""Levels of nested values in messages and template variables."""
+
+
+def _fault(message: str) -> RequestError:
+    return RequestError(message, param="messages")
+
+
+def normalise_messages(messages: object) -> list[dict[str, Any]]:
+    """Fresh, checked messages: string content, known roles, no None values."""
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise _fault("messages must be a list of messages")
+    if not messages:
+        raise _fault("messages must not be empty")
+    return [_normalise(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _normalise(where: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _fault(f"{where} must be an object with role and content")
+    role = message.get("role")
+    if role not in ROLES:
+        raise _fault(f"{where}.role must be one of {', '.join(ROLES)}, not {role!r}")
+    out: dict[str, Any] = plain({k: v for k, v in message.items() if v is not None}, where)
+    out["role"] = "system" if role == "developer" else role
+    if "tool_calls" in out:
+        out["tool_calls"] = _tool_calls(where, out["tool_calls"], role)
+        if not out["tool_calls"]:
+            del out["tool_calls"]
+    out["content"] = _content(where, out)
+    reasoning = next((out[k] for k in REASONING_FIELDS if k in out), None)
+    if reasoning is not None:
+        out.setdefault("thinking", reasoning)
+        out["reasoning_content"] = reasoning
+    return out
+
+
+def _content(where: str, message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            return ""
+        raise _fault(f"{where}.content is missing")
+    if not isinstance(content, list):
+        raise _fault(f"{where}.content must be a string or a list of parts")
+    return "".join(_part(f"{where}.content[{i}]", part) for i, part in enumerate(content))
+
+
+def _part(where: str, part: object) -> str:
+    if not isinstance(part, dict):
+        raise _fault(f"{where} must be an object with a type")
+    kind = part.get("type")
+    if kind != "text":
+        raise _fault(f"{where}: content of type {kind!r} is not supported, only 'text' is")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise _fault(f"{where}.text must be a string")
+    return text
+
+
+def _tool_calls(where: str, calls: object, role: str) -> list[dict[str, Any]]:
+    if role != "assistant":
+        raise _fault(f"{where}.tool_calls is only allowed in assistant messages")
+    if not isinstance(calls, list):
+        raise _fault(f"{where}.tool_calls must be a list")
+    return [_tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+
+
+def _tool_call(where: str, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise _fault(f"{where} must be an object with a function")
+    if not isinstance(function.get("name"), str):
+        raise _fault(f"{where}.function.name must be a string")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        # Clients send a JSON string, templates expect the object it stands for.
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise _fault(f"{where}.function.arguments must be a JSON object")
+    return {**call, "function": {**function, "arguments": plain(arguments, where)}}
+
+
+def plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A deep copy made of JSON types only: a template must never get hold of a live object."""
+    if depth > MAX_DEPTH:
+        raise _fault(f"{where} is nested more than {MAX_DEPTH} levels deep")
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if isinstance(value, str):  # an enum, say
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise _fault(f"{where}: keys must be strings, not {key!r}")
+        return {str.__str__(k): plain(v, where, depth + 1) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, where, depth + 1) for item in value]
+    raise _fault(f"{where}: a value of type {type(value).__name__} is not JSON data")
+
+
+def count_chars(value: Any) -> int:
+    """Characters in all strings of plain data, keys included."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(k) + count_chars(v) for k, v in value.items())
+    if isinstance(value, list):
+        return sum(map(count_chars, value))
+    return 0
+
+
+UNMASKABLE = frozenset('"\\')
+"""Serialising to JSON escapes these, so replacing them would change lengths."""
+
+PIECE_CHARS = 2**14
+"""Characters of a piece of a long text; the GIL is held until a piece is done."""
+
+Table = Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A checked conversation, ready to be rendered."""
+
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    add_generation_prompt: bool
+    continued: str | None
+    """Character that marks the end of the final message, where the prompt is cut."""
+    num_chars: int
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every string in plain data that a client wrote, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        for item in value.values():
+            yield from strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings(item)
+
+
+def unused_chars(text: str) -> Iterator[str]:
+    """Private-use characters that do not occur in `text`."""
+    used: set[str] = set()
+    for piece in _pieces(text):
+        used.update(piece)
+    private = itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
+    return (c for c in map(chr, private) if c not in used)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    return (text[i : i + PIECE_CHARS] for i in range(0, len(text), PIECE_CHARS))
+
+
+def _translate(text: str, table: Table) -> str:
+    return "".join([piece.translate(table) for piece in _pieces(text)])
+
+
+class Mask:
+    """Replaces an alphabet by private characters in what clients wrote, and back."""
+
+    def __init__(
+        self,
+        alphabet: str,
+        punctuation: str,
+        kept: re.Pattern[str] | None,
+        *,
+        avoid: str,
+    ) -> None:
+        private = unused_chars(avoid)
+        self._table: Table = {ord(c): next(private) for c in alphabet}
+        # Keys and types steer templates, so only what no identifier contains is masked in them.
+        self._key_table: Table = {ord(c): self._table[ord(c)] for c in punctuation}
+        self._inverse: Table = {ord(v): chr(k) for k, v in self._table.items()}
+        self._kept = kept
+
+    def undo(self, text: str) -> str:
+        return _translate(text, self._inverse)
+
+    def shorten(self, text: str) -> tuple[str, Callable[[int], int]]:
+        """Each run of masked characters as one, since tokenizers make several tokens of each of
+        them; and what tells where a place in that lies in `text`."""
+        runs = re.compile("[" + "".join(self._table.values()) + "]{2,}")
+        pieces: list[str] = []
+        places, lost = [0], [0]  # so much is lost before each place
+        end = 0
+        for run in runs.finditer(text):
+            pieces.append(text[end : run.start() + 1])
+            end = run.end()
+            lost.append(lost[-1] + len(run[0]) - 1)
+            places.append(end - lost[-1])
+        pieces.append(text[end:])
+        return "".join(pieces), lambda place: place + lost[bisect_right(places, place) - 1]
+
+    def apply(self, chat: Chat) -> Chat:
+        return replace(
+            chat,
+            messages=[self._message(m) for m in chat.messages],
+            variables=self._value(chat.variables, self._table),
+        )
+
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        own_words = message["role"] == "assistant"
+        for key, value in message.items():
+            if key == "role":  # checked against a fixed list
+                out[key] = value
+            elif own_words and isinstance(value, str) and key in ("content", *REASONING_FIELDS):
+                out[key] = self._own(value)
+            else:
+                out[key.translate(self._key_table)] = self._value(value, self._table)
+        return out
+
+    def _own(self, text: str) -> str:
+        if self._kept is None:
+            return _translate(text, self._table)
+        parts = self._kept.split(text)  # odd parts are the matches
+        return "".join(p if i % 2 else _translate(p, self._table) for i, p in enumerate(parts))
+
+    def _value(self, value: Any, table: Table) -> Any:
+        if isinstance(value, str):
+            return _translate(value, table)
+        if isinstance(value, list):
+            return [self._value(item, table) for item in value]
+        if isinstance(value, dict):
+            return {
+                k.translate(self._key_table): self._value(
+                    v, self._key_table if k == "type" else table
+                )
+                for k, v in value.items()
+            }
+        return value
+
+
+def alphabets(contents: list[str]) -> tuple[str, str]:
+    """Characters to mask: all that control tokens are made of, and a set without letters.
+
+    The second leaves words alone, for templates that look for some; it still has at least one
+    character of every control token.
+    """
+    letters: set[str] = set()
+    punctuation: set[str] = set()
+    for content in contents:
+        usable = [c for c in content if not c.isspace() and c not in UNMASKABLE]
+        letters.update(usable)
+        marks = [c for c in usable if not c.isalnum() and c != "_"]
+        punctuation.update(marks or usable)
+    return "".join(sorted(letters)), "".join(sorted(punctuation))
+
 
 RESERVED_VARIABLES = (
     "messages",
@@ -383,3 +646,21 @@ def _refusal(token: str) -> RequestError:
         f"the messages spell the control token {token!r}, which this model's chat template cannot"
         " show as plain text"
     )
+
+
+LONG_TEXT_CHARS = 1024
+"""Less is done before anybody notices, and sooner without a thread."""
+
+
+def encode_text(backend: Any, text: str, *, add_special_tokens: bool) -> Any:
+    """`backend.encode`, as an `Encoding`."""
+    if len(text) < LONG_TEXT_CHARS:
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+
+def encode_ids(backend: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+    """The ids alone, of a long text in a third of the time: places in it are not kept."""
+    if len(text) < LONG_TEXT_CHARS:
+        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from termgen.client import Message, TokenizerInfo
-from termgen.engine.text.chat_encoding import ChatEncoder
+from termgen.engine.text.chat_encoding import ChatEncoder, encode_ids
 from termgen.engine.text.detokenizer import BytesDecoder, TokenDecoder, WindowDecoder
-from termgen.engine.text.encode_text import encode_ids
 from termgen.engine.text.tokenizer_files import TokenizerParts, read_folder
 from termgen.errors import CorruptFileError, ModelError, ModelNotFoundError, RequestError
 

@@ -9,18 +9,18 @@ import pytest
 from core_harness import CoreDriver
 
 from termgen.engine.loop.snapshot import copy_state
-from termgen.tui.lanes import Doing, LaneBook, token_times
+from termgen.tui.dashboard.state.request_history import Doing, RequestHistory, token_times
 from termgen.vocabulary.events import RequestEvent, RequestEventKind, StepRecord
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import GraphStatus
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 
-def run_load(driver: CoreDriver, seed: int, num_requests: int = 40) -> LaneBook:
+def run_load(driver: CoreDriver, seed: int, num_requests: int = 40) -> RequestHistory:
     """Random requests; checks every step's record against its plan, and returns the lanes."""
     chance = random.Random(seed)
     ring = driver.core.bus.subscribe(100_000)
-    book, submitted = LaneBook(), 0
+    book, submitted = RequestHistory(), 0
     plans_seen = 0
     while submitted < num_requests or driver.core.has_work:
         if submitted < num_requests and chance.random() < 0.4:
@@ -44,7 +44,7 @@ def run_load(driver: CoreDriver, seed: int, num_requests: int = 40) -> LaneBook:
     return book
 
 
-def check_lanes(book: LaneBook, record: StepRecord, seed: int) -> None:
+def check_lanes(book: RequestHistory, record: StepRecord, seed: int) -> None:
     doing = [history.doing(record.step_id) for history in book]
     assert doing.count(Doing.PREFILL) == record.num_prefill_rows, (seed, record)
     assert doing.count(Doing.DECODE) == record.num_decode_rows, (seed, record)
@@ -150,7 +150,7 @@ def test_the_queue_says_what_its_first_lacks() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_a_preempted_request_is_seen_to_lose_its_place_and_come_back(seed: int) -> None:
     driver = CoreDriver(depth=1, stops=False, num_blocks=24, max_num_seqs=4)
-    ring, book = driver.core.bus.subscribe(10_000), LaneBook()
+    ring, book = driver.core.bus.subscribe(10_000), RequestHistory()
     for i in range(4):
         driver.submit(
             f"r{i}", np.random.default_rng([seed, i]).integers(2, 30, 12).tolist(), max_tokens=40

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from termgen.engine.text import chat_encoding
-from termgen.engine.text.chat_mask import PIECE_CHARS, Chat, Mask
+from termgen.engine.text.chat_encoding import PIECE_CHARS, Chat, Mask
 
 ALPHABET = "<|>"
 

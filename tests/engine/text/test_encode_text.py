@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from termgen.engine.text.encode_text import LONG_TEXT_CHARS, encode_ids, encode_text
+from termgen.engine.text.chat_encoding import LONG_TEXT_CHARS, encode_ids, encode_text
 
 WORDS = "the model reads 👋🏽 a prompt, Grüße 你好 \n and <s> writes".split(" ")
 

@@ -20,8 +20,7 @@ from termgen.config import EngineConfig
 from termgen.engine.loop.engine import AsyncEngine, SyncEngine
 from termgen.engine.text import text_process
 from termgen.engine.text.input_processor import InputProcessor
-from termgen.engine.text.prompt_threads import PromptThreads
-from termgen.engine.text.text_process import LONG_PROMPT_CHARS, TextProcess, is_long
+from termgen.engine.text.text_process import LONG_PROMPT_CHARS, PromptThreads, TextProcess, is_long
 from termgen.engine.text.tokenizer import load_tokenizer
 from termgen.errors import ContextLengthError, EngineDeadError, OverloadedError, RequestError
 from termgen.vocabulary.sampling_params import SamplingParams

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.layers.weight_slot import WeightSlot, empty_parameter, parameter_slot
 
 
@@ -49,6 +50,20 @@ class LinearMethod(Protocol):
 LinearMethodFactory = Callable[[LinearSpec], LinearMethod]
 
 
+@dataclass(frozen=True, slots=True)
+class Build:
+    """The choices that all layers of a model share."""
+
+    dtype: torch.dtype
+    device: torch.device
+    method: LinearMethodFactory
+    """How matrices are stored and multiplied."""
+    ops: LayerOps
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        return empty_parameter(*shape, dtype=self.dtype, device=self.device)
+
+
 class Linear(nn.Module):
     """One matrix product. `shards` maps the checkpoint's names to their rows, in order."""
 
@@ -58,9 +73,7 @@ class Linear(nn.Module):
         shards: Mapping[str, int],
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethodFactory,
+        build: Build,
         is_looked_up: bool = False,
     ) -> None:
         super().__init__()
@@ -69,9 +82,9 @@ class Linear(nn.Module):
         self._shards = dict(shards)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = empty_parameter(self.out_features, dtype=dtype, device=device)
-        self.method = method(
-            LinearSpec(in_features, self.out_features, dtype, device, is_looked_up)
+            self.bias = build.parameter(self.out_features)
+        self.method = build.method(
+            LinearSpec(in_features, self.out_features, build.dtype, build.device, is_looked_up)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,61 +119,6 @@ def _copier(part: torch.Tensor) -> Callable[[torch.Tensor], None]:
         part.copy_(tensor)
 
     return load
-
-
-class QKVLinear(Linear):
-    """q, k and v in one product: [T, hidden] -> [T, (num_heads + 2 * num_kv_heads) * head_dim]."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethodFactory,
-    ) -> None:
-        kv_rows = num_kv_heads * head_dim
-        shards = {"q_proj": num_heads * head_dim, "k_proj": kv_rows, "v_proj": kv_rows}
-        super().__init__(hidden_size, shards, bias=bias, dtype=dtype, device=device, method=method)
-
-
-class GateUpLinear(Linear):
-    """The gate and up projections in one product: [T, hidden] -> [T, 2 * intermediate]."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethodFactory,
-    ) -> None:
-        shards = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        super().__init__(hidden_size, shards, bias=bias, dtype=dtype, device=device, method=method)
-
-
-class RowLinear(Linear):
-    """A projection back to the residual stream: o_proj and down_proj."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        name: str,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethodFactory,
-    ) -> None:
-        shards = {name: out_features}
-        super().__init__(in_features, shards, bias=bias, dtype=dtype, device=device, method=method)
 
 
 class FloatLinear(nn.Module):
@@ -221,11 +179,9 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 class VocabEmbedding(nn.Module):
     """A table of its own. A tied model has none and looks rows up in its head (`Linear.embed`)."""
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
         super().__init__()
-        self.weight = empty_parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.weight = build.parameter(vocab_size, hidden_size)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)  # [T] -> [T, hidden]

@@ -9,31 +9,19 @@ import torch
 from torch import nn
 
 from termgen.engine.device.config.model_config import ModelConfig
-from termgen.engine.device.layers.linear import GateUpLinear, Linear, LinearMethodFactory, RowLinear
-from termgen.engine.device.layers.ops import LayerOps
-from termgen.engine.device.layers.weight_slot import WeightSlot, empty_parameter, parameter_slot
+from termgen.engine.device.layers.linear import Build, Linear
+from termgen.engine.device.layers.weight_slot import WeightSlot, parameter_slot
 
 
 class GatedMLP(nn.Module):
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethodFactory,
-        ops: LayerOps,
-    ) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self._activation = config.hidden_act
-        self._ops = ops
-        self.gate_up_proj = GateUpLinear(
-            hidden, inner, bias=bias, dtype=dtype, device=device, method=method
-        )
-        self.down_proj = RowLinear(
-            inner, hidden, name="down_proj", bias=bias, dtype=dtype, device=device, method=method
-        )
+        self._ops = build.ops
+        gate_up = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = Linear(hidden, gate_up, bias=bias, build=build)
+        self.down_proj = Linear(inner, {"down_proj": hidden}, bias=bias, build=build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]"""
@@ -51,27 +39,17 @@ class SparseMoe(nn.Module):
     """Checkpoints hold the experts one by one under the family's own names, or stacked as here
     under names that all families share: the forms of `WeightSlot.pieces`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethodFactory,
-        ops: LayerOps,
-    ) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         moe = config.moe
         assert moe is not None, "a layer without experts"
         hidden, inner, num = config.hidden_size, moe.intermediate_size, moe.num_experts
         self._moe = moe
         self._activation = config.hidden_act
-        self._ops = ops
-        self.router = Linear(
-            hidden, {"gate": num}, bias=False, dtype=dtype, device=device, method=method
-        )
-        self.gate_up = empty_parameter(num, 2 * inner, hidden, dtype=dtype, device=device)
-        self.down = empty_parameter(num, hidden, inner, dtype=dtype, device=device)
+        self._ops = build.ops
+        self.router = Linear(hidden, {"gate": num}, bias=False, build=build)
+        self.gate_up = build.parameter(num, 2 * inner, hidden)
+        self.down = build.parameter(num, hidden, inner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]"""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from termgen.engine.device.config.model_config import ModelConfig
-from termgen.engine.device.layers.ops import LayerOps
+from termgen.engine.device.layers.linear import Build
 from termgen.engine.device.layers.weight_slot import WeightSlot, empty_parameter
 
 
@@ -22,16 +22,14 @@ class RMSNorm(nn.Module):
         size: int,
         *,
         eps: float,
-        dtype: torch.dtype,
-        device: torch.device,
-        ops: LayerOps,
+        build: Build,
         offset: float = 0.0,
     ) -> None:
         """offset: what is added to the checkpoint's weight."""
         super().__init__()
-        self.weight = empty_parameter(size, dtype=_weight_dtype(dtype, offset), device=device)
+        self.weight = _weight(build, offset, size)
         self._eps = eps
-        self._ops = ops
+        self._ops = build.ops
         self._offset = offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,19 +54,11 @@ class HeadNorm(nn.Module):
     Kept spread over all heads [num_qk_heads, head_dim], so that q and k are normalised together.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        offset: float = 0.0,
-    ) -> None:
+    def __init__(self, config: ModelConfig, build: Build, offset: float = 0.0) -> None:
         super().__init__()
         self._num_heads = config.num_heads
         num_qk_heads = config.num_heads + config.num_kv_heads
-        dtype = _weight_dtype(dtype, offset)
-        self.weight = empty_parameter(num_qk_heads, config.head_dim, dtype=dtype, device=device)
+        self.weight = _weight(build, offset, num_qk_heads, config.head_dim)
         self._shape = (config.head_dim,)
         self._offset = offset
 
@@ -78,9 +68,10 @@ class HeadNorm(nn.Module):
         yield _slot(f"{prefix}.k_norm.weight", self._shape, k, self._offset)
 
 
-def _weight_dtype(dtype: torch.dtype, offset: float) -> torch.dtype:
-    """A weight near zero has digits that its sum with an offset keeps in float32 alone."""
-    return torch.float32 if offset else dtype
+def _weight(build: Build, offset: float, *shape: int) -> nn.Parameter:
+    # A weight near zero has digits that its sum with an offset keeps in float32 alone.
+    dtype = torch.float32 if offset else build.dtype
+    return empty_parameter(*shape, dtype=dtype, device=build.device)
 
 
 def _slot(name: str, shape: tuple[int, ...], weight: torch.Tensor, offset: float) -> WeightSlot:

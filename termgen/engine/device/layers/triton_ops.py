@@ -20,7 +20,7 @@ from termgen.engine.device.kernels.rows.gated_activation import gated_activation
 from termgen.engine.device.kernels.rows.qk_rope_kv import qk_rope_kv, rotation, store_kv
 from termgen.engine.device.kernels.rows.rmsnorm import add_rmsnorm, norm_add_norm, rmsnorm
 from termgen.engine.device.layers.linear import FloatLinear, LinearSpec
-from termgen.engine.device.layers.rotary import Rotation
+from termgen.engine.device.layers.ops import Rotation
 
 
 class TritonOps:

@@ -19,17 +19,10 @@ from torch import nn
 
 from termgen.engine.device.attention.base import AttentionBackend, ForwardContext
 from termgen.engine.device.config.model_config import ModelConfig
-from termgen.engine.device.layers.linear import (
-    Linear,
-    LinearMethodFactory,
-    QKVLinear,
-    RowLinear,
-    VocabEmbedding,
-)
+from termgen.engine.device.layers.linear import Build, Linear, VocabEmbedding
 from termgen.engine.device.layers.mlp import GatedMLP, SparseMoe
 from termgen.engine.device.layers.norm import RMSNorm
-from termgen.engine.device.layers.ops import LayerOps
-from termgen.engine.device.layers.rotary import inverse_frequencies
+from termgen.engine.device.layers.ops import inverse_frequencies
 from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.engine.device.models.pieces import Carried
 
@@ -56,51 +49,22 @@ class DecoderLayer(nn.Module):
     place: Place
     """Set by the model, once it has made all layers."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        sliding_window: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethodFactory,
-        ops: LayerOps,
-    ) -> None:
+    def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
         super().__init__()
         self.sliding_window = sliding_window
         self.scale = config.attention_scale
         self._num_heads = config.num_heads
-        self._ops = ops
+        self._ops = build.ops
         self._eps = config.rms_norm_eps
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        offset = self.norm_offset
-        self.input_norm = RMSNorm(
-            hidden, eps=eps, dtype=dtype, device=device, ops=ops, offset=offset
-        )
-        self.qkv_proj = QKVLinear(
-            hidden,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            bias=config.qkv_bias,
-            dtype=dtype,
-            device=device,
-            method=method,
-        )
-        self.o_proj = RowLinear(
-            config.num_heads * config.head_dim,
-            hidden,
-            name="o_proj",
-            bias=config.o_bias,
-            dtype=dtype,
-            device=device,
-            method=method,
-        )
-        self.post_attention_norm = RMSNorm(
-            hidden, eps=eps, dtype=dtype, device=device, ops=ops, offset=offset
-        )
+        hidden, eps, offset = config.hidden_size, config.rms_norm_eps, self.norm_offset
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.input_norm = RMSNorm(hidden, eps=eps, build=build, offset=offset)
+        self.qkv_proj = Linear(hidden, qkv, bias=config.qkv_bias, build=build)
+        self.o_proj = Linear(q_size, {"o_proj": hidden}, bias=config.o_bias, build=build)
+        self.post_attention_norm = RMSNorm(hidden, eps=eps, build=build, offset=offset)
         mlp_class = GatedMLP if config.moe is None else SparseMoe
-        self.mlp = mlp_class(config, dtype=dtype, device=device, method=method, ops=ops)
+        self.mlp = mlp_class(config, build)
 
     def forward(self, normed: torch.Tensor, carried: Carried, ctx: ForwardContext) -> torch.Tensor:
         """normed [T, hidden], this layer's input -> that of the next layer.
@@ -176,42 +140,24 @@ class CausalDecoder(nn.Module):
     layer_class: type[DecoderLayer] = DecoderLayer
     inverse_frequencies: torch.Tensor  # [num_ropes, rotary_dim / 2] float32
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethodFactory,
-        attention: AttentionBackend,
-        ops: LayerOps,
-    ) -> None:
+    def __init__(self, config: ModelConfig, build: Build, attention: AttentionBackend) -> None:
         super().__init__()
         self.config = config
-        self.dtype = dtype
-        self.device = device
+        self.dtype = build.dtype
+        self.device = build.device
         self.attention = attention
         tied = config.tie_word_embeddings
         self.embedding: VocabEmbedding | None = None
         if not tied:
-            self.embedding = VocabEmbedding(
-                config.vocab_size, config.hidden_size, dtype=dtype, device=device
-            )
-        self._ops = ops
+            self.embedding = VocabEmbedding(config.vocab_size, config.hidden_size, build)
+        self._ops = build.ops
         self._ropes = tuple(dict.fromkeys(config.layer_ropes))
         frequencies = [inverse_frequencies(rope, config.head_dim) for rope in self._ropes]
         self.register_buffer(
-            "inverse_frequencies", torch.stack(frequencies).to(device), persistent=False
+            "inverse_frequencies", torch.stack(frequencies).to(self.device), persistent=False
         )
         layers = [
-            self.layer_class(
-                config.of_layer(index),
-                sliding_window=window,
-                dtype=dtype,
-                device=device,
-                method=method,
-                ops=ops,
-            )
+            self.layer_class(config.of_layer(index), build, sliding_window=window)
             for index, window in enumerate(config.layer_windows)
         ]
         # Typed as what it holds, which ModuleList does not say.
@@ -219,9 +165,7 @@ class CausalDecoder(nn.Module):
         self.norm = RMSNorm(
             config.hidden_size,
             eps=config.rms_norm_eps,
-            dtype=dtype,
-            device=device,
-            ops=ops,
+            build=build,
             offset=self.layer_class.norm_offset,
         )
         following = [*(layer.input_norm for layer in layers[1:]), self.norm]
@@ -233,9 +177,7 @@ class CausalDecoder(nn.Module):
             config.hidden_size,
             {"model.embed_tokens" if tied else "lm_head": config.vocab_size},
             bias=False,
-            dtype=dtype,
-            device=device,
-            method=method,
+            build=build,
             is_looked_up=tied,
         )
 

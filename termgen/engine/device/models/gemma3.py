@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from termgen.engine.device.config.model_config import ModelConfig
-from termgen.engine.device.layers.linear import LinearMethodFactory
+from termgen.engine.device.layers.linear import Build
 from termgen.engine.device.layers.norm import HeadNorm, RMSNorm
-from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
 
@@ -20,35 +19,12 @@ class Gemma3Layer(DecoderLayer):
 
     norm_offset = 1.0
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        sliding_window: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethodFactory,
-        ops: LayerOps,
-    ) -> None:
-        super().__init__(
-            config,
-            sliding_window=sliding_window,
-            dtype=dtype,
-            device=device,
-            method=method,
-            ops=ops,
-        )
+    def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
+        super().__init__(config, build, sliding_window=sliding_window)
         offset = self.norm_offset
-        self.qk_norm = HeadNorm(config, dtype=dtype, device=device, offset=offset)
+        self.qk_norm = HeadNorm(config, build, offset)
         self.pre_mlp_norm, self.post_mlp_norm = (
-            RMSNorm(
-                config.hidden_size,
-                eps=config.rms_norm_eps,
-                dtype=dtype,
-                device=device,
-                ops=ops,
-                offset=offset,
-            )
+            RMSNorm(config.hidden_size, eps=config.rms_norm_eps, build=build, offset=offset)
             for _ in range(2)
         )
 

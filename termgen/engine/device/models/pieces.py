@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from termgen.engine.device.attention.base import ForwardContext
-from termgen.engine.device.layers.rotary import Rotation
+from termgen.engine.device.layers.ops import Rotation
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,33 +7,16 @@ from collections.abc import Iterator
 import torch
 
 from termgen.engine.device.config.model_config import ModelConfig
-from termgen.engine.device.layers.linear import LinearMethodFactory
+from termgen.engine.device.layers.linear import Build
 from termgen.engine.device.layers.norm import HeadNorm
-from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
 
 
 class Qwen3Layer(DecoderLayer):
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        sliding_window: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        method: LinearMethodFactory,
-        ops: LayerOps,
-    ) -> None:
-        super().__init__(
-            config,
-            sliding_window=sliding_window,
-            dtype=dtype,
-            device=device,
-            method=method,
-            ops=ops,
-        )
-        self.qk_norm = HeadNorm(config, dtype=dtype, device=device)
+    def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
+        super().__init__(config, build, sliding_window=sliding_window)
+        self.qk_norm = HeadNorm(config, build)
 
     def qk_norm_weight(self) -> torch.Tensor:
         return self.qk_norm.weight

@@ -68,10 +68,10 @@ def build_model(
         )
     if device.type == "cpu":
         check_memory(config.num_parameters * (1 if quantization == "int8" else dtype.itemsize))
-    method = _linear_method(quantization, device)
-    model: CausalDecoder = resolve_name(MODELS[config.architecture])(
-        config, dtype=dtype, device=device, method=method, attention=attention, ops=ops
-    )
+    from termgen.engine.device.layers.linear import Build  # torch: seconds
+
+    build = Build(dtype, device, _linear_method(quantization, device), ops)
+    model: CausalDecoder = resolve_name(MODELS[config.architecture])(config, build, attention)
     return model
 
 

@@ -1,8 +1,9 @@
-"""What one step needs to know to draw its tokens.
+"""The device tensors from which one step's tokens are drawn, and the masks of grammars among them.
 
-The runner gathers these device tensors from its permanent per-slot rows, once per step, and hands
-them to the `Sampler`. A step launches no work that its rows do not
-need.
+The runner gathers them from its permanent per-slot rows, once per step, and hands them to the
+`Sampler`; a step launches no work that its rows do not need. Masks have a bit per token: bit i % 32
+of word i // 32 stands for token i. On CUDA a kernel masks in place (`kernels.sampling.edit_logits`)
+where the logits as they came are not needed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from termgen.engine.device.sampling.token_mask import TokenMasks
 from termgen.vocabulary.step import SamplingNeeds
 
 
@@ -52,3 +52,32 @@ class SamplingMetadata:
     """Logits [B, V] to new ones with allowed ids, biases and bad words; None: no row has any."""
     token_masks: TokenMasks | None = None
     """Masks of the rows under a grammar, if there may be any."""
+
+
+@dataclass(slots=True)
+class TokenMasks:
+    """The masks of every slot, and which slots one step computes."""
+
+    slots: torch.Tensor  # [B] int64
+    has_grammar: torch.Tensor  # [R] bool
+    bits: torch.Tensor  # [R, W] int32
+
+
+def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
+    """-inf where a constrained row's mask has no bit; a new tensor. logits [B, V]."""
+    has_grammar = masks.has_grammar[masks.slots]
+    if logits.device.type != "cpu":
+        allowed = _allowed(masks.bits[masks.slots], logits.shape[1])
+        return logits.masked_fill(~allowed & has_grammar[:, None], -torch.inf)
+    rows = has_grammar.nonzero()[:, 0]  # which on CUDA would wait for the device
+    masked = logits.clone()
+    allowed = _allowed(masks.bits[masks.slots[rows]], logits.shape[1])
+    masked[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+    return masked
+
+
+def _allowed(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[B, W] int32 -> [B, V] bool."""
+    shift = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    spread = (bits.view(torch.uint8)[:, :, None] >> shift) & 1  # [B, 4 W, 8], low bytes first
+    return spread.flatten(1)[:, :vocab_size].bool()

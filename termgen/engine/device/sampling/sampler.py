@@ -16,11 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from termgen.engine.device.sampling.gumbel import gumbel_argmax, mark_corrupt
+from termgen.engine.device.sampling.gumbel import Stream, gumbel_argmax, mark_corrupt
 from termgen.engine.device.sampling.logprobs import LogprobTensors, gather_logprobs
-from termgen.engine.device.sampling.metadata import SamplingMetadata
-from termgen.engine.device.sampling.random import Stream
-from termgen.engine.device.sampling.token_mask import mask_tokens
+from termgen.engine.device.sampling.metadata import SamplingMetadata, mask_tokens
 from termgen.engine.device.sampling.top_k_top_p import cut_threshold
 from termgen.vocabulary.sampling_params import GREEDY_EPSILON
 

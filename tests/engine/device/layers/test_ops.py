@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from termgen.engine.device.layers.ops import TorchOps
-from termgen.engine.device.layers.rotary import Rotation
+from termgen.engine.device.layers.ops import Rotation, TorchOps
 
 OPS = TorchOps()
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -9,8 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.config.rope_config import RopeConfig
-from termgen.engine.device.layers.ops import TorchOps
-from termgen.engine.device.layers.rotary import inverse_frequencies, rotate
+from termgen.engine.device.layers.ops import TorchOps, inverse_frequencies, rotate
 
 REAL_SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},

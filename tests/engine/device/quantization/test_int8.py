@@ -7,7 +7,8 @@ import pytest
 import torch
 from paged_model import CPU, PagedModel, Row, load
 
-from termgen.engine.device.layers.linear import Linear, LinearSpec
+from termgen.engine.device.layers.linear import Build, Linear, LinearSpec
+from termgen.engine.device.layers.ops import TorchOps
 from termgen.engine.device.quantization import int8
 from termgen.engine.device.quantization.int8 import Int8Linear, quantize_rows
 
@@ -44,7 +45,7 @@ def test_products_are_those_of_the_quantized_matrix(
     dtype: torch.dtype, num_rows: int, wide: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(int8, "_CHUNK_ELEMENTS", 20 * 64)  # several chunks, the last one short
-    layer = Linear(64, {"proj": 70}, bias=True, dtype=dtype, device=CPU, method=Int8Linear)
+    layer = Linear(64, {"proj": 70}, bias=True, build=Build(dtype, CPU, Int8Linear, TorchOps()))
     layer.method._wide_dtype = wide
     matrix, bias = random_matrix(70, 64), torch.linspace(-5, 5, 70)
     for slot in layer.weight_slots(""):

@@ -46,8 +46,7 @@ from termgen.engine.device.runner.model_runner import UnsampledStep
 from termgen.engine.device.runner.warm_up import dummy_run
 from termgen.engine.loop.core import EngineCore
 from termgen.engine.schedule.kv_cache import KVCacheManager
-from termgen.engine.schedule.scheduler import Scheduler
-from termgen.engine.schedule.scheduler_types import SchedulerConfig
+from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import GraphStatus, StepPlan, StepResult

@@ -13,8 +13,8 @@ import torch
 from transformers import TopKLogitsWarper
 
 from termgen.engine.device.sampling import sampler
+from termgen.engine.device.sampling.gumbel import Stream
 from termgen.engine.device.sampling.metadata import SamplingMetadata
-from termgen.engine.device.sampling.random import Stream
 from termgen.engine.device.sampling.sampler import Sampler
 from termgen.vocabulary.step import CORRUPT_TOKEN
 

@@ -15,8 +15,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from termgen.engine.device.sampling.gumbel import Stream, gumbel_from_bits, random_bits
 from termgen.engine.device.sampling.metadata import SamplingMetadata
-from termgen.engine.device.sampling.random import Stream, gumbel_from_bits, random_bits
 from termgen.engine.device.sampling.sampler import Sampler
 
 MakeMeta = Callable[..., SamplingMetadata]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from termgen.engine.device.sampling.random import (
+from termgen.engine.device.sampling.gumbel import (
     Stream,
     gumbel_from_bits,
     philox4x32,

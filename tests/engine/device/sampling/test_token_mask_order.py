@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from termgen.engine.device.sampling.metadata import SamplingMetadata
+from termgen.engine.device.sampling.metadata import SamplingMetadata, TokenMasks
 from termgen.engine.device.sampling.sampler import Sampler
-from termgen.engine.device.sampling.token_mask import TokenMasks
 
 ROWS, VOCAB = 6, 67
 

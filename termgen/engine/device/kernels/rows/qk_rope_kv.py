@@ -2,7 +2,7 @@
 
 Per token and head: the optional RMS norm of q and k heads (Qwen3, Gemma 3), rotation of the first
 `rotary_dim` values, q into its own buffer, k and v straight into the paged cache. Called by the
-decoder's layers before attention. Rounds where `layers.norm` and `layers.rotary` do: the normed
+decoder's layers before attention. Rounds where `layers.norm` and `layers.ops` do: the normed
 head (unless its weight is float32), its product with the weight, and the rotated head, each once.
 
 `rotation` makes a step's cosines and sines; `store_kv` writes keys and values as they are, for
@@ -96,7 +96,7 @@ def _qk_rope_kv_kernel(
         if HAS_REST:
             mask = rest_mask & has_weight
             rest_weight = tl.load(weights + rests, mask=mask, other=0.0).to(tl.float32)
-    # The sines of the second half are those without a sign (`layers.rotary.Rotation`).
+    # The sines of the second half are those without a sign (`layers.ops.Rotation`).
     cos = tl.load(cos_ptr + token * rotation_stride + halves, mask=in_half, other=0.0)
     sin = tl.load(sin_ptr + token * rotation_stride + HALF + halves, mask=in_half, other=0.0)
     slot = tl.load(slot_mapping_ptr + token)
@@ -146,7 +146,7 @@ def _qk_rope_kv_kernel(
 def qk_rope_kv(
     qkv: torch.Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
     cache: torch.Tensor,  # view [num_blocks, block_size, 2, num_kv_heads, head_dim]
-    cos: torch.Tensor,  # [T, 1, rotary_dim] float32, as `layers.rotary.Rotation` has them
+    cos: torch.Tensor,  # [T, 1, rotary_dim] float32, as `layers.ops.Rotation` has them
     sin: torch.Tensor,  # [T, 1, rotary_dim] float32
     slot_mapping: torch.Tensor,  # [T] int64
     *,
@@ -314,7 +314,7 @@ def rotation(
     frequencies: torch.Tensor,  # [rotary_dim / 2] float32
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [T, 1, rotary_dim] float32, as `layers.rotary.Rotation` has them."""
+    """cos and sin [T, 1, rotary_dim] float32, as `layers.ops.Rotation` has them."""
     num_tokens, half = positions.shape[0], frequencies.shape[0]
     shape = (num_tokens, 1, 2 * half)
     cos, sin = (torch.empty(shape, dtype=torch.float32, device=positions.device) for _ in range(2))

@@ -21,7 +21,7 @@ import triton.language as tl
 from termgen.engine.device.kernels.launch import num_sms
 from termgen.engine.device.sampling.logit_edits import NOTHING
 from termgen.engine.device.sampling.logit_edits import edit_logits as edit_gathered
-from termgen.engine.device.sampling.token_mask import TokenMasks, mask_tokens
+from termgen.engine.device.sampling.metadata import TokenMasks, mask_tokens
 
 if TYPE_CHECKING:
     from termgen.engine.device.sampling.logit_edits import LogitEditTables

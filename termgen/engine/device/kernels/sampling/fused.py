@@ -14,7 +14,7 @@ import torch
 from termgen.engine.device.kernels.sampling.edit_logits import mask_tokens_
 from termgen.engine.device.kernels.sampling.sample import SampleWorkspace, sample
 from termgen.engine.device.kernels.sampling.top_k_top_p import CutWorkspace, cut_threshold
-from termgen.engine.device.sampling.random import Stream
+from termgen.engine.device.sampling.gumbel import Stream
 from termgen.vocabulary.step import SamplingNeeds
 
 

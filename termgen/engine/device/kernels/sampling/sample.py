@@ -1,7 +1,7 @@
 """Logits to token ids in one kernel: temperature, cut, Gumbel noise and argmax.
 
 Called by the sampler when nothing else is asked for. Reproduces `sampling.gumbel.gumbel_argmax`:
-the random bits are those of `sampling.random` bit for bit, the noise is theirs to float32 rounding.
+the random bits are those of `sampling.gumbel` bit for bit, the noise is theirs to float32 rounding.
 A row is divided among several programs. Each leaves its best (score, id) in a workspace, and the
 last to arrive takes the best of them; ids break ties, so the result does not depend on timing.
 
@@ -19,15 +19,14 @@ import triton
 import triton.language as tl
 
 from termgen.engine.device.kernels.launch import next_power_of_2, num_sms
-from termgen.engine.device.sampling.gumbel import gumbel_argmax, mark_corrupt
-from termgen.engine.device.sampling.random import Stream
+from termgen.engine.device.sampling.gumbel import Stream, gumbel_argmax, mark_corrupt
 from termgen.vocabulary.sampling_params import GREEDY_EPSILON
 from termgen.vocabulary.step import CORRUPT_TOKEN
 
 _BLOCK = 1024
 _PROGRAMS_PER_SM = 8
 _GREEDY_EPSILON = tl.constexpr(GREEDY_EPSILON)
-_LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)  # `sampling.random`
+_LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)  # `sampling.gumbel`
 _ROOM = tl.constexpr(0.999)
 _LOWEST_KEY = tl.constexpr(-(2**31))  # below the key of every float, -inf included
 _LARGEST_KEY = tl.constexpr(2**31 - 1)
@@ -46,13 +45,13 @@ def sortable_key(values):
 
 @triton.jit
 def uniform_from_bits(bits):
-    """`sampling.random.uniform_from_bits` of uint32 bits."""
+    """`sampling.gumbel.uniform_from_bits` of uint32 bits."""
     return tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, _LARGEST_UNIFORM)
 
 
 @triton.jit
 def gumbel_from_uniform(uniform):
-    """`sampling.random.gumbel_from_bits`, from the uniforms of the bits."""
+    """`sampling.gumbel.gumbel_from_bits`, from the uniforms of the bits."""
     # log1p(-u) is log(1 - u), less what rounding took from 1 - u.
     rest = 1.0 - uniform
     lost = (rest - 1.0) + uniform
@@ -61,7 +60,7 @@ def gumbel_from_uniform(uniform):
 
 @triton.jit
 def random_bits(seed, position, first_counter, STREAM: tl.constexpr, NUM_COUNTERS: tl.constexpr):
-    """uint32 [4 * NUM_COUNTERS]: `sampling.random.random_bits` from index 4 * first_counter on."""
+    """uint32 [4 * NUM_COUNTERS]: `sampling.gumbel.random_bits` from index 4 * first_counter on."""
     index = first_counter + tl.arange(0, NUM_COUNTERS)
     zero = index * 0
     low, high = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32).to(tl.uint32)

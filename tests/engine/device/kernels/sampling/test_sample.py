@@ -21,8 +21,8 @@ from termgen.engine.device.kernels.sampling.sample import (  # noqa: E402
     sample_reference,
     uniform_from_bits,
 )
-from termgen.engine.device.sampling import random as reference  # noqa: E402
-from termgen.engine.device.sampling.random import Stream  # noqa: E402
+from termgen.engine.device.sampling import gumbel as reference  # noqa: E402
+from termgen.engine.device.sampling.gumbel import Stream  # noqa: E402
 from termgen.vocabulary.step import CORRUPT_TOKEN  # noqa: E402
 
 devices = pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,273 @@
+"""Step plans: `PlanBuilder` builds any `StepPlan`, `DecodeStep` the most common one, fast.
+
+A builder lives for one call of `Scheduler.schedule`. `DecodeStep` is a fast path: skip it on a
+first reading. It plans the steps in which every running row decodes one token, with the same plan
+and bookkeeping as the general path (a test compares them step by step). One check of all rows also
+gives the number of steps it is valid for. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from termgen.engine.schedule.constraints import may_all_run_ahead, rows_with_grammar
+from termgen.engine.schedule.kv_cache import KVCacheManager
+from termgen.engine.schedule.slot_table import Fence, SlotTable
+from termgen.vocabulary.request import IntArray, Request
+from termgen.vocabulary.step import AddedRow, PromptSpan, SamplingNeeds, StepPlan
+
+
+def sampling_needs(
+    table: SlotTable, slots: IntArray, constrained: IntArray | None
+) -> SamplingNeeds:
+    """Sampler features that these rows need. constrained: rows that sample under a grammar, which
+    excludes prefill chunks before the last."""
+    max_logprobs = int(table.num_logprobs[slots].max())
+    return SamplingNeeds(
+        all_greedy=not table.is_random[slots].any(),
+        filters=bool(table.has_filter[slots].any()),
+        grammar=constrained is not None,
+        penalties=bool(table.has_penalties[slots].any()),
+        min_tokens=bool(table.has_minimum[slots].any()),
+        edits=bool(table.has_edits[slots].any()),
+        max_logprobs=None if max_logprobs < 0 else max_logprobs,
+    )
+
+
+@dataclass(slots=True)
+class PlanBuilder:
+    """The parts of a plan that Python collects row by row."""
+
+    block_slots: list[int] = field(default_factory=list)
+    block_positions: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    added: list[AddedRow] = field(default_factory=list)
+
+    def add_blocks(self, slot: int, start: int, blocks: list[int]) -> None:
+        """Extend a slot's block table from index `start`."""
+        self.block_slots += [slot] * len(blocks)
+        self.block_positions += range(start, start + len(blocks))
+        self.block_ids += blocks
+
+    def add_row(self, request: Request, num_computed: int) -> None:
+        """Add a request that has just got a slot."""
+        self.added.append(
+            AddedRow(
+                slot=request.slot,
+                epoch=request.epoch,
+                token_ids=request.token_ids,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=num_computed,
+                max_total_tokens=request.max_total_tokens,
+                stop_token_ids=tuple(sorted(request.stop_token_ids)),
+                params=request.params,
+                has_grammar=request.grammar is not None,
+                seed=request.seed,
+                bad_token_ids=request.bad_token_ids,
+            )
+        )
+
+    def build(
+        self,
+        step_id: int,
+        table: SlotTable,
+        *,
+        slots: IntArray,
+        counts: IntArray,
+        released: tuple[int, ...],
+    ) -> StepPlan:
+        """The plan of a step that computes `counts` tokens of `slots`, already counted in `table`.
+
+        Rows with one query token come first: attention treats them as one uniform batch.
+        """
+        is_long = counts > 1
+        if is_long.any():
+            order = np.argsort(is_long, kind="stable")
+            slots, counts = slots[order], counts[order]
+        max_prompt_logprobs = int(table.num_prompt_logprobs[slots].max())
+        spans = _prompt_spans(table, slots, counts) if max_prompt_logprobs >= 0 else ()
+        num_computed = table.num_computed[slots] - counts
+        is_decode = (counts == 1) & (num_computed >= table.num_prompt[slots])
+        constrained = rows_with_grammar(table, slots)
+        return self.freeze(
+            step_id,
+            sampling_needs(table, slots, constrained),
+            slots=slots,
+            epochs=table.epoch[slots],
+            num_tokens=counts,
+            num_draft_tokens=np.zeros_like(counts),
+            num_computed=num_computed,
+            num_decode_rows=int(np.count_nonzero(is_decode)),
+            released=released,
+            constrained=constrained,
+            prompt_spans=spans,
+            max_prompt_logprobs=max(0, max_prompt_logprobs),
+        )
+
+    def freeze(
+        self,
+        step_id: int,
+        sampling: SamplingNeeds,
+        *,
+        slots: IntArray,
+        epochs: IntArray,
+        num_tokens: IntArray,
+        num_draft_tokens: IntArray,
+        num_computed: IntArray,
+        num_decode_rows: int,
+        released: tuple[int, ...],
+        constrained: IntArray | None = None,
+        prompt_spans: tuple[PromptSpan, ...] = (),
+        max_prompt_logprobs: int = 0,
+    ) -> StepPlan:
+        """The plan with these columns, which must not be modified afterwards."""
+        return StepPlan(
+            step_id=step_id,
+            slots=slots,
+            epochs=epochs,
+            num_tokens=num_tokens,
+            num_draft_tokens=num_draft_tokens,
+            num_computed=num_computed,
+            num_decode_rows=num_decode_rows,
+            released_slots=released,
+            added=tuple(self.added),
+            block_slots=_ids(self.block_slots),
+            block_positions=_ids(self.block_positions),
+            block_ids=_ids(self.block_ids),
+            sampling=sampling,
+            constrained=constrained,
+            prompt_spans=prompt_spans,
+            max_prompt_logprobs=max_prompt_logprobs,
+        )
+
+
+_NO_IDS: IntArray = np.zeros(0, np.int32)
+_NO_IDS.flags.writeable = False
+
+
+def _ids(values: list[int]) -> IntArray:
+    return np.asarray(values, np.int32) if values else _NO_IDS
+
+
+def _prompt_spans(table: SlotTable, slots: IntArray, counts: IntArray) -> tuple[PromptSpan, ...]:
+    """Prompt tokens of this step whose successors' log-probabilities are requested.
+
+    The last token of a prompt is in no span, as its successor is generated.
+    """
+    starts = table.num_computed[slots] - counts
+    wanted = np.minimum(counts, table.num_prompt[slots] - 1 - starts)
+    rows = np.flatnonzero((table.num_prompt_logprobs[slots] >= 0) & (wanted > 0))
+    return tuple(PromptSpan(int(row), int(starts[row]), int(wanted[row])) for row in rows)
+
+
+NEVER = 1 << 62
+
+
+class DecodeStep:
+    """Reads and advances the scheduler's columns."""
+
+    def __init__(self, table: SlotTable, kv: KVCacheManager, fence: Fence) -> None:
+        self._table = table
+        self._kv = kv
+        self._fence = fence
+        self._rows: IntArray = table.running
+        """The batch of the cached facts. A request that joins or leaves creates a new array."""
+        self._constrained: IntArray | None = None
+        """Rows of the batch that have a grammar."""
+        self._sampling: SamplingNeeds | None = None
+        self._ones = self._zeros = self._epochs = self._rows
+        self._computed: IntArray = self._rows
+        """[num_rows] tokens computed before the next step."""
+        self._next_step = -1
+        """The step that the cached facts are valid for; the scheduler planned any other one."""
+        self._steps_left = 0
+        """Steps until a row needs a block or reaches its limit."""
+        self._look_at_step = NEVER
+        """The step whose landing may fill a block of some row, to be published in the prefix
+        cache."""
+
+    def plan(self, step_id: int, released: tuple[int, ...]) -> StepPlan | None:
+        """The next step, counted as run; None, without side effects, if it is not such a step."""
+        table = self._table
+        if table.running is not self._rows:
+            self._rows, self._sampling, self._steps_left = table.running, None, 0
+        rows = self._rows
+        if not (len(rows) and may_all_run_ahead(table)):
+            return None
+        builder = PlanBuilder()
+        if (
+            step_id != self._next_step
+            or self._steps_left <= 0
+            or self._fence.landed_step >= self._look_at_step
+        ):
+            if not self._look(builder):
+                return None
+            num_decode_rows = int(np.count_nonzero(self._computed >= table.num_prompt[rows]))
+        else:
+            num_decode_rows = len(rows)  # each was in such a step before
+        assert self._sampling is not None
+        num_computed = self._computed
+        self._computed = num_computed + 1
+        self._steps_left -= 1
+        self._next_step = step_id + 1
+        table.num_computed.put(rows, self._computed)
+        table.num_pending.put(rows, table.num_pending.take(rows) + 1)
+        table.last_step.put(rows, step_id)
+        if self._fence.landed_step >= self._look_at_step:
+            self._publish(rows)
+        return builder.freeze(
+            step_id,
+            self._sampling,
+            slots=rows,
+            epochs=self._epochs,
+            num_tokens=self._ones,
+            num_draft_tokens=self._zeros,
+            num_computed=num_computed,
+            num_decode_rows=num_decode_rows,
+            released=released,
+            constrained=self._constrained,
+        )
+
+    def forget(self) -> None:
+        """Invalidate the cached facts: counts of rows were changed elsewhere."""
+        self._steps_left = 0
+
+    def _look(self, builder: PlanBuilder) -> bool:
+        """Check that every row decodes, and for how many steps; give blocks to those that need one
+        for the first. False, without side effects, if some row does not decode."""
+        table, kv, rows = self._table, self._kv, self._rows
+        facts = table.facts.take(rows, axis=1)  # [num facts, num_rows]
+        num_tokens, num_pending, limit, _, num_computed, epochs = facts
+        known = num_tokens + num_pending
+        steps = int(np.minimum.reduce(limit - known))
+        if steps <= 0 or np.count_nonzero(known - num_computed != 1):
+            return False
+        room = kv.num_blocks.take(rows) * kv.block_size - num_computed
+        needy = (room <= 0).nonzero()[0]
+        if len(needy) > kv.pool.num_free:
+            return False
+        for slot in rows[needy].tolist():
+            builder.add_blocks(slot, int(kv.num_blocks[slot]), [kv.append(slot)])
+        room[needy] += kv.block_size
+        self._steps_left = min(steps, int(np.minimum.reduce(room)))
+        self._computed, self._epochs = num_computed, epochs
+        self._look_at_step = self._fence.landed_step if kv.enable_prefix_caching else NEVER
+        if self._sampling is None:
+            self._constrained = rows_with_grammar(table, rows)
+            self._sampling = sampling_needs(table, rows, self._constrained)
+            self._ones, self._zeros = np.ones_like(rows), np.zeros_like(rows)
+        return True
+
+    def _publish(self, rows: IntArray) -> None:
+        """Publish the blocks whose tokens are all known to the host."""
+        table, kv = self._table, self._kv
+        landed = np.minimum(self._computed, table.num_tokens.take(rows))
+        missing = (kv.num_registered.take(rows) + 1) * kv.block_size - landed
+        for row in (missing <= 0).nonzero()[0].tolist():
+            slot = int(rows[row])
+            kv.register(slot, int(landed[row]), table.request_at(slot), table.token_ids[slot])
+            missing[row] += kv.block_size
+        # A landed step adds one token to a row at most.
+        self._look_at_step = self._fence.landed_step + max(1, int(missing.min()))

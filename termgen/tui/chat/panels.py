@@ -1,0 +1,220 @@
+"""Panels over the chat: sampling parameters, system prompt, earlier prompts.
+
+Each gives back what was chosen when it closes, None when it was given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Input, Label, OptionList
+from textual.widgets.option_list import Option
+
+from termgen.tui.chat.state.sampling_fields import FIELDS, field_text, read_fields
+from termgen.tui.chat.widgets.safe_text_area import SafeTextArea
+from termgen.tui.keys.keymap import brief_key_of
+from termgen.tui.paint.sanitize import clean_line
+from termgen.vocabulary.sampling_params import SamplingParams
+
+MAX_FOUND = 50
+MAX_FIELD_CHARS = 2000
+"""Characters of a field of one line: more is slow, and too long to type."""
+MAX_SYSTEM_CHARS = 50_000
+"""Characters of a system prompt, pasted ones too."""
+
+
+class SamplingPanel(ModalScreen[SamplingParams | None]):
+    """One field for each parameter; what is wrong with a value stands beside it."""
+
+    BINDINGS = [
+        Binding("enter", "apply", "Apply", id="sampling.apply", tooltip="Use these values"),
+        Binding(
+            "ctrl+r",
+            "reset",
+            "Defaults",
+            id="sampling.reset",
+            tooltip="Put the model's own values back",
+        ),
+        Binding(
+            "escape", "dismiss", "Close", id="sampling.close", tooltip="Keep the values there were"
+        ),
+        Binding(
+            "down",
+            "app.focus_next",
+            "Next field",
+            show=False,
+            id="sampling.next",
+            tooltip="To the next value",
+        ),
+        Binding(
+            "up",
+            "app.focus_previous",
+            "Field before",
+            show=False,
+            id="sampling.previous",
+            tooltip="To the value before",
+        ),
+    ]
+
+    def __init__(self, params: SamplingParams, defaults: SamplingParams) -> None:
+        super().__init__()
+        self._params = params
+        self._defaults = defaults
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(id="sampling", classes="panel", can_focus=False) as box:
+            box.border_title = "sampling"
+            key = partial(brief_key_of, self)
+            box.border_subtitle = (
+                f"{key('sampling.apply')} apply · {key('sampling.reset')} the model's defaults · "
+                f"{key('sampling.close')} change nothing"
+            )
+            for name in FIELDS:
+                with Horizontal(classes="field"):
+                    yield Label(name)
+                    yield Input(
+                        field_text(self._params, name),
+                        placeholder=field_text(self._defaults, name) or "none",
+                        compact=True,
+                        max_length=MAX_FIELD_CHARS,
+                        select_on_focus=False,
+                        id=name,
+                    )
+                    yield Label(id=f"{name}-note", classes="note", markup=False)
+
+    @on(Input.Changed)
+    def _check(self) -> SamplingParams | None:
+        texts = {name: self.query_one(f"#{name}", Input).value for name in FIELDS}
+        params, errors = read_fields(texts, base=self._params, defaults=self._defaults)
+        for name, help_text in FIELDS.items():
+            note = self.query_one(f"#{name}-note", Label)
+            wrong = f"✗ {errors[name]}" if name in errors else help_text
+            note.update(Content(clean_line(wrong)))
+            note.set_class(name in errors, "wrong")
+        return params
+
+    @on(Input.Submitted)
+    def action_apply(self) -> None:
+        params = self._check()
+        if params is None:
+            wrong = self.query(".wrong").first(Label)
+            assert wrong.id is not None
+            self.query_one(f"#{wrong.id.removesuffix('-note')}", Input).focus()
+        else:
+            self.dismiss(params)
+
+    def action_reset(self) -> None:
+        for name in FIELDS:
+            self.query_one(f"#{name}", Input).value = field_text(self._defaults, name)
+
+
+class SystemText(SafeTextArea):
+    async def _on_paste(self, event: events.Paste) -> None:
+        """Wrapping a megabyte would take seconds, for every key after it too."""
+        if len(self.text) + len(event.text) > MAX_SYSTEM_CHARS:
+            event.stop()
+            event.prevent_default()
+            most = f"{MAX_SYSTEM_CHARS:,} characters"
+            self.notify(f"not pasted: a system prompt has at most {most}", severity="warning")
+
+
+class SystemPromptPanel(ModalScreen[str | None]):
+    """A text of any length; without any there is no system prompt."""
+
+    BINDINGS = [
+        Binding("ctrl+s", "save", "Use it", id="system.save", tooltip="Use this system prompt"),
+        Binding(
+            "escape",
+            "dismiss",
+            "Close",
+            id="system.close",
+            tooltip="Keep the system prompt there was",
+        ),
+    ]
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="system", classes="panel") as box:
+            box.border_title = "system prompt"
+            use, close = brief_key_of(self, "system.save"), brief_key_of(self, "system.close")
+            box.border_subtitle = f"{use} use it · {close} change nothing · empty: none"
+            yield SystemText(self._text, show_line_numbers=False, highlight_cursor_line=False)
+
+    def on_mount(self) -> None:
+        area = self.query_one(SafeTextArea)
+        area.move_cursor(area.document.end)
+
+    def action_save(self) -> None:
+        self.dismiss(self.query_one(SafeTextArea).text.strip())
+
+
+class HistoryPanel(ModalScreen[str | None]):
+    """Earlier prompts, newest first, those with every word that is typed."""
+
+    BINDINGS = [
+        Binding("ctrl+r,down", "move(1)", "Older", id="history.older", tooltip="An older prompt"),
+        Binding("up", "move(-1)", "Newer", id="history.newer", tooltip="A newer prompt"),
+        Binding(
+            "escape",
+            "dismiss",
+            "Close",
+            id="history.close",
+            tooltip="Close, and keep what the prompt has",
+        ),
+    ]
+
+    def __init__(self, prompts: Sequence[str]) -> None:
+        """prompts: newest first."""
+        super().__init__()
+        self._prompts = prompts
+        self._found: list[str] = []
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="history", classes="panel") as box:
+            box.border_title = "earlier prompts"
+            older, close = brief_key_of(self, "history.older"), brief_key_of(self, "history.close")
+            box.border_subtitle = f"⏎ take it · {older} older · {close} close"
+            yield Input(placeholder="search", compact=True, max_length=MAX_FIELD_CHARS)
+            prompts = OptionList(compact=True, markup=False)
+            prompts.can_focus = False
+            yield prompts
+
+    def on_mount(self) -> None:
+        self._search("")
+
+    @on(Input.Changed)
+    def _changed(self, event: Input.Changed) -> None:
+        self._search(event.value)
+
+    def _search(self, wanted: str) -> None:
+        words = wanted.lower().split()
+        hits = (p for p in self._prompts if all(word in p.lower() for word in words))
+        self._found = [prompt for _, prompt in zip(range(MAX_FOUND), hits, strict=False)]
+        prompts = self.query_one(OptionList)
+        prompts.clear_options()
+        prompts.add_options(Option(Content(clean_line(p[:500]))) for p in self._found)
+        prompts.highlighted = 0 if self._found else None
+
+    def action_move(self, by: int) -> None:
+        prompts = self.query_one(OptionList)
+        if self._found:
+            prompts.highlighted = ((prompts.highlighted or 0) + by) % len(self._found)
+
+    @on(Input.Submitted)
+    def _take(self) -> None:
+        chosen = self.query_one(OptionList).highlighted
+        self.dismiss(self._found[chosen] if chosen is not None else None)
+
+    @on(OptionList.OptionSelected)
+    def _clicked(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(self._found[event.option_index])

@@ -1,0 +1,121 @@
+"""Says what of a conversation is to be saved, and when: its every change, and text as it streams.
+
+The screen tells it what happens; the store does the work on its thread. A program that is killed
+loses what came in the last `SAVE_EVERY_S`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from termgen.tui.chat.saved.chat_db import ChatDatabase
+from termgen.tui.chat.saved.chat_records import all_turns, session_record, turn_record
+from termgen.tui.chat.saved.chat_store import ChatStore
+from termgen.tui.chat.state.conversation import Conversation, Turn
+from termgen.vocabulary.sampling_params import SamplingParams
+
+SAVE_EVERY_S = 1.0
+
+
+class Autosave:
+    def __init__(self, store: ChatStore, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._saved_s = 0.0
+        self._unsaved: tuple[Conversation, Turn] | None = None
+        """Whose text has grown since it was saved."""
+
+    def asked(
+        self,
+        conversation: Conversation,
+        turn: Turn,
+        params: SamplingParams,
+        *,
+        own: SamplingParams | None = None,
+    ) -> None:
+        """A turn was added to the path. `own` is what `session_record` takes by this name."""
+        self.save_session(conversation, params, own=own)
+        self._save_turn(conversation, turn)
+        self.chose(conversation, turn)
+        self._saved_s = self._clock()
+
+    def streamed(self, conversation: Conversation, turn: Turn) -> None:
+        """Its text has grown."""
+        self._unsaved = conversation, turn
+        if self._clock() - self._saved_s >= SAVE_EVERY_S:
+            self.flush()
+
+    def ended(self, conversation: Conversation, turn: Turn) -> None:
+        self._unsaved = conversation, turn
+        self.flush()
+
+    def flush(self) -> None:
+        """Save the text that is not saved, without waiting for its second to end."""
+        unsaved, self._unsaved = self._unsaved, None
+        if unsaved is not None:
+            self._save_turn(*unsaved)
+            self._saved_s = self._clock()
+
+    def withdrew(self, conversation: Conversation, turn: Turn) -> None:
+        """A turn is out of the tree; what took its place on the path is chosen already."""
+        self._unsaved = None
+        turn_id = turn.turn_id
+        self._store.put(("turn", turn_id), lambda database: database.remove_turn(turn_id))
+        now_chosen = turn.parent.chosen if turn.parent is not None else None
+        if now_chosen is not None:
+            self.chose(conversation, now_chosen)
+        elif turn.parent is conversation.root:
+            self.delete(conversation.session_id)
+
+    def chose(self, conversation: Conversation, turn: Turn) -> None:
+        """It is on the path now, of all its siblings."""
+        assert turn.parent is not None
+        is_first = turn.parent is conversation.root
+        parent_id = None if is_first else turn.parent.turn_id
+        write = partial(
+            ChatDatabase.choose,
+            session_id=conversation.session_id,
+            parent_id=parent_id,
+            turn_id=turn.turn_id,
+        )
+        self._store.put(("chosen", parent_id or conversation.session_id), write)
+
+    def save_session(
+        self, conversation: Conversation, params: SamplingParams, *, own: SamplingParams | None
+    ) -> None:
+        session = session_record(conversation, params, own=own)
+        self._put_about(
+            session.session_id, "session", partial(ChatDatabase.save_session, session=session)
+        )
+
+    def save_all(
+        self,
+        conversation: Conversation,
+        params: SamplingParams,
+        *,
+        own: SamplingParams | None = None,
+    ) -> None:
+        """Into a new file, or of an import."""
+        turns = all_turns(conversation)
+        if turns:
+            self.save_session(conversation, params, own=own)
+        for turn in turns:
+            self._save_turn(conversation, turn)
+
+    def rename(self, session_id: str, title: str) -> None:
+        self._put_about(session_id, "title", lambda database: database.rename(session_id, title))
+
+    def delete(self, session_id: str) -> None:
+        self._put_about(session_id, "deleted", lambda database: database.delete(session_id))
+
+    def restore(self, session_id: str) -> None:
+        self._put_about(session_id, "deleted", lambda database: database.restore(session_id))
+
+    def _save_turn(self, conversation: Conversation, turn: Turn) -> None:
+        record = turn_record(conversation, turn)
+        self._store.put(("turn", turn.turn_id), partial(ChatDatabase.save_turn, turn=record))
+
+    def _put_about(self, session_id: str, what: str, write: Callable[[ChatDatabase], None]) -> None:
+        self._store.put((what, session_id), write)

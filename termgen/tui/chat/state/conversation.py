@@ -1,0 +1,327 @@
+"""A chat as data: a tree of turns, the path through it that is shown and sent, and the figures of
+each answer. No Textual.
+
+Answering a question again and editing it both put a turn beside the old one. Of the turns under one
+parent one is chosen; from the first turn on, the chosen ones are the path.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
+from typing import Any
+from uuid import uuid4
+
+from termgen.client import ChatPrompt, TokenDelta
+from termgen.config import UIConfig
+from termgen.tui.chat.state.attachments import Attachment, with_files
+from termgen.tui.chat.state.thoughts import AnswerNews, Thought
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
+
+CHAT_DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}
+"""For models that come without sampling defaults of their own."""
+RATE_WINDOW_S = 2.0
+MAX_TITLE_CHARS = 80
+
+
+class AnswerState(enum.Enum):
+    STREAMING = "streaming"
+    DONE = "done"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class AnswerStats:
+    """Figures of one answer, from its deltas as they arrive."""
+
+    sent_s: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    ttft_s: float | None = None
+    finish_reason: FinishReason | None = None
+    ended_s: float = 0.0
+    _first_s: float = 0.0
+    _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=512))
+
+    def update(self, delta: TokenDelta, now_s: float) -> None:
+        self.prompt_tokens = delta.num_prompt_tokens or self.prompt_tokens
+        self.cached_tokens = delta.num_cached_tokens or self.cached_tokens
+        self.output_tokens = max(self.output_tokens, delta.num_output_tokens)
+        if self.output_tokens and self.ttft_s is None:
+            self._first_s, self.ttft_s = now_s, now_s - self.sent_s
+        self._recent.append((now_s, self.output_tokens))
+        self.ended_s = now_s
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            if delta.timings is not None and delta.timings.first_token_ns:
+                self.ttft_s = delta.timings.ttft_s
+
+    @property
+    def context_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens per second after the first, over the whole answer."""
+        elapsed = self.ended_s - self._first_s
+        return (
+            (self.output_tokens - 1) / elapsed if self.output_tokens > 1 and elapsed > 0 else None
+        )
+
+    @property
+    def seconds_of_output(self) -> float:
+        """From the first token to the latest."""
+        return self.ended_s - self._first_s if self.output_tokens else 0.0
+
+    def live_rate(self, now_s: float) -> float | None:
+        """Tokens per second over the last two seconds."""
+        points = [point for point in self._recent if now_s - point[0] <= RATE_WINDOW_S]
+        if len(points) < 2 or points[-1][0] <= points[0][0]:
+            return self.decode_rate
+        return (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A question and its answer. Its children are the questions that were asked after it."""
+
+    question: str
+    answer: str = ""
+    """The model's text without its thoughts, not cleaned for the screen."""
+    state: AnswerState = AnswerState.STREAMING
+    stats: AnswerStats = field(default_factory=lambda: AnswerStats(time.perf_counter()))
+    thought: Thought = field(default_factory=Thought)
+    attachments: tuple[Attachment, ...] = ()
+    form: StructuredOutputsParams | None = None
+    """Form that the answer must have."""
+    turn_id: str = field(default_factory=lambda: uuid4().hex)
+    asked_s: float = field(default_factory=time.time)
+    """Wall-clock time, seconds."""
+    model_id: str = ""
+    """The model that answers; empty where it is not known."""
+    num_kept_tokens: int = 0
+    """Tokens taken over from the beginning of another answer."""
+    parent: Turn | None = field(default=None, repr=False)
+    children: list[Turn] = field(default_factory=list, repr=False)
+    chosen: Turn | None = field(default=None, repr=False)
+    """The child on the path."""
+    instead_of: Turn | None = field(default=None, repr=False)
+    """The turn that was on the path when this one was put beside it."""
+
+    @property
+    def siblings(self) -> Sequence[Turn]:
+        """This turn and those beside it, in the order they were asked."""
+        return self.parent.children if self.parent is not None else (self,)
+
+    @property
+    def place(self) -> int:
+        return self.siblings.index(self)
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether it asks something else than the first of its siblings."""
+        return self.question != self.siblings[0].question
+
+    @property
+    def is_bare(self) -> bool:
+        """Nothing of an answer has come, nor of the thoughts before it."""
+        has_begun = self.stats.output_tokens if self.num_kept_tokens else self.answer
+        return not (has_begun or self.thought.text)
+
+    def take(self, news: AnswerNews, now_s: float) -> None:
+        """More of the answer, or of the thoughts before it."""
+        stats = self.stats
+        stats.update(news.delta, now_s)
+        self.answer += news.pieces[1]
+        self.thought.take(
+            news.pieces, num_tokens=stats.output_tokens, seconds=stats.seconds_of_output
+        )
+
+    def end(self, state: AnswerState) -> None:
+        self.state = state
+        self.thought.is_over = True
+
+    def messages(self) -> list[dict[str, str]]:
+        """What the model is given of it. What becomes of its thoughts, its template decides."""
+        given = [{"role": "user", "content": with_files(self.question, self.attachments)}]
+        if self.answer:
+            given.append({"role": "assistant", "content": self.answer})
+            if self.thought.text:
+                given[-1]["reasoning_content"] = self.thought.text
+        return given
+
+
+class Conversation:
+    """The turns of one chat and its system prompt."""
+
+    def __init__(self, *, system_prompt: str | None = None, session_id: str | None = None) -> None:
+        self.system_prompt = system_prompt
+        self.session_id = session_id or uuid4().hex
+        self.title = ""
+        """Taken from the first question until the chat is renamed."""
+        self.fits_itself = False
+        """When the context is full, the oldest turns of the path are not sent any more."""
+        self.num_left_out = 0
+        """How many of them are not, as of now."""
+        self.root = Turn("", state=AnswerState.DONE)
+        """Above the first turns; never shown nor sent."""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The path."""
+        path = []
+        turn = self.root.chosen
+        while turn is not None:
+            path.append(turn)
+            turn = turn.chosen
+        return path
+
+    def ask(
+        self, question: str, *, now_s: float, beside: Turn | None = None, model_id: str = ""
+    ) -> Turn:
+        """A new turn at the end of the path, or in place of `beside` and all that follows it."""
+        end = self.turns[-1] if self.root.chosen is not None else self.root
+        parent = end if beside is None else beside.parent
+        assert parent is not None, "the root is not a turn"
+        turn = Turn(question, stats=AnswerStats(now_s), model_id=model_id, parent=parent)
+        turn.instead_of = parent.chosen
+        self.title = self.title or title_of(question)
+        parent.children.append(turn)
+        parent.chosen = turn
+        return turn
+
+    def switch(self, turn: Turn, by: int) -> Turn | None:
+        """Choose the sibling so many places on, with the path below it; None if there is none."""
+        place = turn.place + by
+        if turn.parent is None or not 0 <= place < len(turn.siblings):
+            return None
+        turn.parent.chosen = turn.siblings[place]
+        self.num_left_out = 0  # another path may be shorter
+        return turn.parent.chosen
+
+    def remove(self, turn: Turn) -> None:
+        """Take a turn out, with all below it. On the path, the one that it replaced comes back."""
+        parent, place = turn.parent, turn.place
+        assert parent is not None, "the root is not a turn"
+        parent.children.remove(turn)
+        for sibling in parent.children:
+            if sibling.instead_of is turn:
+                sibling.instead_of = turn.instead_of
+        if parent.chosen is turn:
+            nearest = parent.children[max(0, place - 1)] if parent.children else None
+            parent.chosen = turn.instead_of or nearest
+        if not self.root.children:
+            self.title = ""
+
+    def prompt(self, num_left_out: int | None = None) -> ChatPrompt:
+        """What is sent of the path; its last turn is the one to answer. `num_left_out`: as if so
+        many of the oldest turns were left out."""
+        return ChatPrompt(self._messages(self.turns, num_left_out))
+
+    def prompt_with_answer(self, turn: Turn) -> ChatPrompt:
+        """Everything said up to the end of this turn's answer, on which could be gone on."""
+        path = [turn]
+        while path[-1].parent is not self.root:
+            assert path[-1].parent is not None, "it is in the tree"
+            path.append(path[-1].parent)
+        messages = self._messages(path[::-1])
+        return ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
+
+    def _messages(
+        self, path: Sequence[Turn], num_left_out: int | None = None
+    ) -> list[dict[str, str]]:
+        """A question that got no answer is one message with the next: roles must take turns. The
+        system prompt and the last turn are never left out."""
+        left_out = self.num_left_out if num_left_out is None else num_left_out
+        path = path[min(left_out, len(path) - 1) :]
+        messages: list[dict[str, str]] = []
+        if self.system_prompt:
+            messages.append({"role": "system", "content": self.system_prompt})
+        for message in chain.from_iterable(turn.messages() for turn in path):
+            if messages and messages[-1]["role"] == message["role"]:
+                messages[-1]["content"] += "\n\n" + message["content"]
+            else:
+                messages.append(message)
+        return messages
+
+    @property
+    def last_answer(self) -> str | None:
+        return next((turn.answer for turn in reversed(self.turns) if turn.answer), None)
+
+    @property
+    def context_tokens(self) -> int:
+        turns = self.turns
+        return turns[-1].stats.context_tokens if turns else 0
+
+    def check_integrity(self) -> None:
+        """Every turn is its parent's child, and what is chosen is there to be chosen."""
+        waiting = [self.root]
+        while waiting:
+            turn = waiting.pop()
+            assert (turn.chosen is None) == (not turn.children)
+            assert turn.chosen is None or turn.chosen in turn.children
+            assert all(child.parent is turn for child in turn.children)
+            assert turn.instead_of is None or turn.instead_of in turn.siblings
+            waiting += turn.children
+
+
+def title_of(question: str) -> str:
+    """Its first line that is not blank."""
+    first = next((line for line in question.splitlines() if line.strip()), "")
+    return " ".join(first.split())[:MAX_TITLE_CHARS]
+
+
+def sampling_params(model_defaults: Mapping[str, Any], ui: UIConfig) -> SamplingParams:
+    """The user's settings over the model's own over ours."""
+    known = {f.name for f in fields(SamplingParams)}
+    given = {k: v for k, v in model_defaults.items() if k in known and v is not None}
+    values = dict(given) if "temperature" in given else {**CHAT_DEFAULTS, **given}
+    for name in ("temperature", "top_p", "max_tokens"):
+        chosen = getattr(ui, name)
+        if chosen is not None:
+            values[name] = chosen
+    return SamplingParams(**values)
+
+
+class PromptHistory:
+    """Earlier prompts, walked with up and down; what was being typed is kept at the end."""
+
+    def __init__(self, limit: int = 500) -> None:
+        self._entries: deque[str] = deque(maxlen=limit)
+        self._back = 0
+        self._draft = ""
+
+    def add(self, text: str) -> None:
+        if text and (not self._entries or self._entries[-1] != text):
+            self._entries.append(text)
+        self.reset()
+
+    def reset(self) -> None:
+        self._back, self._draft = 0, ""
+
+    def newest_first(self) -> list[str]:
+        """Each once."""
+        return list(dict.fromkeys(reversed(self._entries)))
+
+    def older(self, current: str) -> str | None:
+        """The prompt before the one shown, None when there is none."""
+        if self._back >= len(self._entries):
+            return None
+        if self._back == 0:
+            self._draft = current
+        self._back += 1
+        return self._entries[-self._back]
+
+    def newer(self) -> str | None:
+        if self._back == 0:
+            return None
+        self._back -= 1
+        return self._entries[-self._back] if self._back else self._draft

@@ -1,0 +1,310 @@
+"""Header, tiles, and the lines that replace them on small screens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from termgen.client import ModelInfo
+from termgen.tui.dashboard.state.step_figures import Values
+from termgen.tui.dashboard.state.store import DashboardView, windowed
+from termgen.tui.feeds.gpu_meter import GpuHistory
+from termgen.tui.paint.formatting import clock, count, model_words, percent, rate, took
+from termgen.tui.paint.frame import Frame
+from termgen.tui.paint.sanitize import clean_line
+from termgen.tui.paint.series import braille, labelled, span_words, spark
+from termgen.tui.paint.spans import Row, Span, row_width, spread
+from termgen.vocabulary.memory_ledger import MemoryLedger, size
+
+ROOMY_TILE = 35
+NUMBER_WIDTH = 6
+TIME_WIDTH = 8
+FOUR_NUMBERS = 46
+"""Width at which the latencies get a third percentile."""
+PLOT_WORDS = 29
+"""Cells of text beside a rate's plot on a small screen."""
+POINTS_PER_READING = 4
+SPARK_WINDOW_S = 30
+"""Length of time shown by the short series, unless another is chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """State of the dashboard itself."""
+
+    hz: float
+    paused: bool
+    healthy: bool
+    observer_share: float | None
+    """CPU share of the drawing thread, per second of wall time."""
+    back: int = 0
+    """Steps behind the newest, when paused."""
+    trouble: str = "engine stopped"
+    """What is wrong when the engine is not healthy."""
+    replay: str = ""
+    """The recording's position and speed; empty when this is a live view."""
+
+
+def memory_words(memory: MemoryLedger) -> tuple[str, str]:
+    """`memory 71.2 of 79.1 GiB, KV 60.1 GiB`, and its last part for narrow screens."""
+    used = size(memory.total_bytes - memory.free_bytes)
+    total, kv = size(memory.total_bytes), f"KV {size(memory.kv_cache_bytes)}"
+    if used[-3:] == total[-3:]:
+        used = used[:-4]
+    return f"memory {used} of {total}, {kv}", kv
+
+
+def header(model: ModelInfo, view: DashboardView, live: LiveState, width: int) -> Row:
+    left: list[Span] = [
+        (" termgen", "accent/b"),
+        (" ▸ ", "faint"),
+        ("engine  ", "text/b"),
+        (model_words(model), "text"),
+    ]
+    details: list[tuple[str, ...]] = [
+        (clean_line(model.device_name),),
+        (f"{count(model.max_model_len)} context",),
+        (f"block {model.block_size}",),
+    ]
+    if model.memory is not None:
+        details.append(memory_words(model.memory))
+    if model.run_ahead_ms:
+        details.append((f"runs {model.run_ahead_ms:g} ms ahead",))
+    right = _live_words(view, live, width)
+    room = width - row_width(tuple(right)) - 2
+    for forms in details:  # each takes the first form that fits
+        spans: list[Span] = [(f" · {form}", "muted") for form in forms]
+        fitting = [span for span in spans if row_width((*left, span)) <= room]
+        if not fitting:
+            break
+        left.append(fitting[0])
+    return spread(left, right, width)
+
+
+def _live_words(view: DashboardView, live: LiveState, width: int) -> list[Span]:
+    right: list[Span] = []
+    if not live.healthy:
+        right.append((f"✗ {live.trouble}  ", "bad/b"))
+    elif live.paused:
+        back = f" −{live.back}" if live.back else ""
+        right.append((f"❚❚ paused{back}  ", "warn/b"))
+    elif live.replay:
+        right.append(("▶ replay  ", "accent/b"))
+    else:
+        right += [("● ", "good"), (f"live {live.hz:g} Hz  ", "text")]
+    if view.num_dropped:
+        right.append((f"{count(view.num_dropped)} lost  ", "warn"))
+    if live.observer_share is not None:
+        name = "observer" if width >= 100 else "obs"
+        right.append((f"{name} {percent(live.observer_share)}  ", "muted"))
+    right.append(((live.replay or clock(view.uptime_s)) + " ", "muted"))
+    return right
+
+
+def decode_tile(view: DashboardView, frame: Frame) -> list[Row]:
+    return _rate_tile("decode", view.series.decode, view.decode_rate, frame, view.window_s)
+
+
+def prefill_tile(view: DashboardView, frame: Frame) -> list[Row]:
+    return _rate_tile("prefill", view.series.prefill, view.prefill_rate, frame, view.window_s)
+
+
+def _rate_tile(
+    name: str, values: Values, now: float, frame: Frame, window_s: int | None
+) -> list[Row]:
+    """`name` is also the role. The plot is labelled with its full height and its length of time; on
+    a narrow tile the number is kept and the unit dropped."""
+    width, height = frame.inner_width, frame.inner_height
+    shown = windowed(values, window_s, 2 * width)
+    rows = braille(shown, width, height, role=name)
+    top = max(shown, default=0.0)
+    if rows:
+        rows = labelled(rows, f"max {rate(top)}", span_words(2 * width, window_s))
+    title: list[Span] = [(name, "text/b")]
+    number, room = rate(now), frame.width - 9 - len(name)
+    unit = next((u for u in (" tok/s", "/s") if len(number + u) <= room), "")
+    return frame.draw(title, [(number, f"{name}/b"), (unit, "muted")], rows)
+
+
+def latency_tile(view: DashboardView, frame: Frame) -> list[Row]:
+    """Latencies of requests and of steps: percentiles, each with its series. The longest time is
+    the full height of a series."""
+    width, series = frame.inner_width, view.series
+    names = ("p50", "p95", "p99") if width >= FOUR_NUMBERS else ("p50", "p99")
+    lines = (
+        ("TTFT", view.ttft, series.ttft_ms, "prefill"),
+        ("ITL", view.gap, series.gap_ms, "decode"),
+        ("step", view.step, series.step_ms, "latency"),
+        ("queue", view.queue, series.queue_ms, "warn"),
+    )
+    window_s = view.window_s or SPARK_WINDOW_S
+    room = max(0, width - 6 - (len(names) + 1) * TIME_WIDTH)
+    heads = "".join(name.rjust(TIME_WIDTH) for name in ("max", *names))
+    body: list[Row] = [((" " * 6 + f"−{window_s} s"[:room].ljust(room) + heads, "muted"),)]
+    for name, times, values, role in lines:
+        shown = windowed(values, window_s, room or SPARK_WINDOW_S)
+        longest = max(shown, default=0.0)
+        numbers = [longest or None, *(getattr(times, name) for name in names)]
+        line = spark(shown, room, role=role, peak=longest)
+        cells = "".join(took(value).rjust(TIME_WIDTH) for value in numbers)
+        body.append(((name.ljust(6), "muted"), *line, (cells, "text")))
+    return frame.draw([("latency", "text/b")], (), body)
+
+
+def gauges_tile(view: DashboardView, frame: Frame, gpu: GpuHistory = ()) -> list[Row]:
+    """Gauges (share in use), each with its series and its number, relative to the full height.
+
+    The GPU has lines of its own where there is room, otherwise a word in the title.
+    """
+    roomy = frame.width >= ROOMY_TILE
+    gauges = _standing(view, roomy=roomy)
+    right: list[Span] = [(f"last {view.window_s or SPARK_WINDOW_S} s", "muted")]
+    if rest := _rest(view):
+        right = [(rest, "warn/b")]
+    title: list[Span] = [("now", "text/b")]
+    if gpu and frame.inner_height > len(gauges) + 1:
+        gauges += _gpu_lines(gpu, roomy=roomy)
+    elif gpu:
+        title.append((f" · GPU {percent(gpu[-1].busy)}", "muted"))
+    if view.on_cpu and len(gauges) > frame.inner_height and view.host:
+        title.append((f" · memory {gauges[-1].number}" if roomy else "", "muted"))
+        gauges = gauges[: frame.inner_height]
+    label = max(len(gauge.name) for gauge in gauges) + 1
+    number = max(NUMBER_WIDTH, *(len(gauge.number) for gauge in gauges))
+    rows = [_gauge_row(gauge, frame.inner_width, label, number, view) for gauge in gauges]
+    return frame.draw(title, right, rows)
+
+
+class _Gauge(NamedTuple):
+    name: str
+    values: Sequence[float] | Values
+    peak: float | None
+    """The value at the full height of the series; None: the highest shown."""
+    number: str
+    role: str
+    unit: str = ""
+
+
+def _standing(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
+    seats, series = view.max_num_seqs or 0, view.series
+    running = f"{view.num_running}/{count(seats)}" if seats else f"{view.num_running}"
+    most = max(windowed(series.waiting, view.window_s or SPARK_WINDOW_S, 1), default=0.0)
+    waiting = f"{view.num_waiting}/{count(most)}" if most else "0"
+    hits = percent(view.prefix_hit_rate)
+    gauges = [
+        _Gauge("running", series.running, float(seats) or None, running, "decode"),
+        _Gauge("waiting/max" if roomy else "waiting", series.waiting, None, waiting, "warn"),
+        _Gauge("KV used", series.kv_share, 1.0, percent(view.kv_usage), "kv-active"),
+        _Gauge("prefix hits" if roomy else "hits", series.hit_share, 1.0, hits, "kv-shared"),
+    ]
+    if view.on_cpu:
+        return gauges + host_lines(view, roomy=roomy)
+    graphs = percent(view.graphs.share_recorded)
+    name = "CUDA graphs" if roomy else "graphs"
+    return [*gauges, _Gauge(name, series.graph_share, 1.0, graphs, "good")]
+
+
+def host_lines(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
+    """For an engine on a CPU: the cores it keeps busy, and the memory of its process."""
+    if not view.host:
+        return []
+    now = view.host[-1]
+    points = [reading for reading in view.host for _ in range(POINTS_PER_READING)]
+    cores, memory = [r.cores for r in points], [float(r.resident_bytes) for r in points]
+    total = f"/{view.num_cores}" if view.num_cores else ""
+    gib = now.resident_bytes / 2**30
+    words = f"{gib:.2f} GiB" if gib < 9.995 else f"{gib:.1f} GiB"
+    peak = float(view.num_cores) or None
+    lines = [
+        _Gauge("busy cores" if roomy else "cores", cores, peak, f"{now.cores:.1f}{total}", "good")
+    ]
+    if now.resident_bytes:
+        lines.append(_Gauge("memory", memory, None, words, "prefill"))
+    return lines
+
+
+def _gpu_lines(gpu: GpuHistory, *, roomy: bool) -> list[_Gauge]:
+    """NVML is read once a second; each reading becomes four points of the series."""
+    used, total = gpu[-1].used_bytes / 2**30, gpu[-1].total_bytes / 2**30
+    points = [reading for reading in gpu for _ in range(POINTS_PER_READING)]
+    busy = [reading.busy for reading in points]
+    memory = [reading.used_bytes / reading.total_bytes for reading in points]
+    words = f"{used:.0f}/{total:.0f} GiB" if roomy else f"{used:.0f}/{total:.0f}G"
+    return [
+        _Gauge("GPU busy" if roomy else "GPU", busy, 1.0, percent(gpu[-1].busy), "decode"),
+        _Gauge("GPU memory" if roomy else "GPU mem", memory, 1.0, words, "prefill"),
+    ]
+
+
+def _rest(view: DashboardView) -> str:
+    """The state that holds the engine itself back, not only this view of it; empty when running."""
+    if view.snapshot is None or not view.snapshot.paused:
+        return ""
+    return "asleep" if view.snapshot.sleep_level else "paused"
+
+
+def _gauge_row(gauge: _Gauge, width: int, label: int, number: int, view: DashboardView) -> Row:
+    room = max(0, width - label - number - 1)
+    values = windowed(gauge.values, view.window_s or SPARK_WINDOW_S, room)
+    series = spark(values, room, role=gauge.role, peak=gauge.peak)
+    words = f" {gauge.number.rjust(number)}"
+    return ((gauge.name.ljust(label), "muted"), *series, (words, "text"))
+
+
+def numbers_lines(view: DashboardView, width: int, height: int, gpu: GpuHistory = ()) -> list[Row]:
+    """The tiles' figures for small terminals, in three rows or a single one. The two rates keep
+    their series, with its highest value and its length of time."""
+    rest = _rest(view)
+    head: list[Span] = [(f" {rest} ", "warn/b")] if rest else []
+    out, into = rate(view.decode_rate), rate(view.prefill_rate)
+    run, wait, kv, hits, *others = _standing(view, roomy=False)
+    parts = [
+        _named("run", run.number, "decode"),
+        _named("wait", wait.number.partition("/")[0], "warn"),
+        _named("KV", kv.number, "text"),
+        _named("hits", hits.number, "text"),
+        *(_named(gauge.name, gauge.number, "text") for gauge in others),
+        *(_named("GPU", percent(gpu[-1].busy), "text") for _ in gpu[-1:]),
+    ]
+    if height < 3:
+        rates = [_named("out", out, "decode", " tok/s"), _named("in", into, "prefill", " tok/s")]
+        first = [_named("TTFT", took(view.ttft.p50), "prefill")]
+        return [_joined([head, *rates, *parts, *first], width)]
+    window_s = view.window_s or SPARK_WINDOW_S
+    series = view.series
+    both = (("out", series.decode, out, "decode"), ("in", series.prefill, into, "prefill"))
+    plots: list[list[Span]] = []
+    room = max(0, (width - row_width(tuple(head)) - len(f"  −{window_s} s")) // 2 - PLOT_WORDS)
+    for name, values, now, role in both:
+        shown = windowed(values, window_s, room)
+        top = max(shown, default=0.0)
+        plots.append(
+            [
+                *_named(name, now.rjust(5), role, " tok/s "),
+                *spark(shown, room, role=role, peak=top),
+                (f" max {rate(top):5}", "muted"),
+            ]
+        )
+    plots.append([(f"  −{window_s} s", "muted")])
+    times = [
+        [(f"  {name} ", "muted"), ("/".join(map(took, at)), f"{role}/b")]
+        for name, at, role in (("TTFT", view.ttft, "prefill"), ("ITL", view.gap, "decode"))
+    ]
+    times.append([("  p50/95/99", "muted")])
+    return [_joined([head, *plots], width), _joined(parts, width), _joined(times, width)]
+
+
+def _named(name: str, number: str, role: str, unit: str = "") -> list[Span]:
+    spans: list[Span] = [(f"  {name} ", "muted"), (number, f"{role}/b")]
+    return [*spans, (unit, "muted")] if unit else spans
+
+
+def _joined(groups: Sequence[Sequence[Span]], width: int) -> Row:
+    """Groups side by side; the last ones are dropped first."""
+    spans: list[Span] = []
+    for group in groups:
+        if row_width((*spans, *group)) > width:
+            break
+        spans += group
+    return tuple(spans)

@@ -1,0 +1,512 @@
+"""DashboardStore: reduces engine events and snapshots to what the dashboard shows.
+
+Pure bookkeeping: no Textual, no clock of its own (every call gets `now_ns` in perf_counter time).
+The dashboard screen feeds it and passes the resulting `DashboardView` to the renderers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from termgen.tui.dashboard.state.log import LogBook
+from termgen.tui.dashboard.state.request_history import RequestHistory
+from termgen.tui.dashboard.state.step_figures import (
+    BUCKET_NS,
+    QUEUE_MS,
+    TTFT_MS,
+    Series,
+    Spread,
+    StepFigures,
+    Values,
+)
+from termgen.vocabulary.events import (
+    EngineEvent,
+    EngineSnapshot,
+    RequestEvent,
+    RequestEventKind,
+    StepRecord,
+)
+
+MAX_SIZES = 512
+"""Sizes and reasons kept apart; an engine records far fewer."""
+_KIND = attrgetter(
+    "graph_mode", "graph_reason", "num_decode_rows", "num_prefill_tokens", "num_padded_tokens"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeFigures:
+    """One recorded size in one mode."""
+
+    mode: str
+    size: int
+    """Tokens of the recording: those of the step and its padding."""
+    hits: int
+    tokens: int
+    padded: int
+
+    @property
+    def waste(self) -> float:
+        """Share of the computed tokens that were padding."""
+        total = self.tokens + self.padded
+        return self.padded / total if total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFigures:
+    """What happened so far; the tuples have the most frequent first."""
+
+    num_steps: int = 0
+    modes: tuple[tuple[str, int], ...] = ()
+    """Steps by mode: FULL, PIECEWISE, NONE."""
+    sizes: tuple[SizeFigures, ...] = ()
+    reasons: tuple[tuple[str, str, int], ...] = ()
+    """Mode the step had to run in, why, and how often."""
+
+    @property
+    def share_recorded(self) -> float | None:
+        """Steps run from a recording, whole or in pieces."""
+        without = dict(self.modes).get("NONE", 0)
+        return (self.num_steps - without) / self.num_steps if self.num_steps else None
+
+
+class GraphStats:
+    """Counts steps. `figures` is cheap to ask for again while nothing was counted."""
+
+    def __init__(self) -> None:
+        self._modes: Counter[str] = Counter()
+        self._sizes: dict[tuple[str, int], list[int]] = {}
+        self._reasons: Counter[tuple[str, str]] = Counter()
+        self._figures: GraphFigures | None = GraphFigures()
+
+    def add(self, steps: Sequence[StepRecord]) -> None:
+        """Many steps are alike: those are counted at once."""
+        self._figures = None
+        for (mode, reason, decode, prefill, padded), number in Counter(map(_KIND, steps)).items():
+            self._modes[mode] += number
+            if reason:
+                self._count_reason(mode, reason, number)
+            tokens = decode + prefill
+            key = (mode, tokens + padded)
+            if mode == "NONE" or (key not in self._sizes and len(self._sizes) >= MAX_SIZES):
+                continue
+            counts = self._sizes.setdefault(key, [0, 0, 0])
+            for i, more in enumerate((1, tokens, padded)):
+                counts[i] += number * more
+
+    def _count_reason(self, mode: str, reason: str, number: int) -> None:
+        key = (mode, reason)
+        self._reasons[
+            key if key in self._reasons or len(self._reasons) < MAX_SIZES else (mode, "other")
+        ] += number
+
+    @property
+    def figures(self) -> GraphFigures:
+        if self._figures is None:
+            sizes = [SizeFigures(mode, size, *c) for (mode, size), c in self._sizes.items()]
+            self._figures = GraphFigures(
+                num_steps=sum(self._modes.values()),
+                modes=tuple(self._modes.most_common()),
+                sizes=tuple(sorted(sizes, key=lambda s: (-s.hits, s.mode, s.size))),
+                reasons=tuple((m, why, n) for (m, why), n in self._reasons.most_common()),
+            )
+        return self._figures
+
+
+HISTORY_BUCKETS = 480
+RATE_BUCKETS = 4
+"""Rates are averages over the last full second."""
+STEP_HISTORY = 1024
+STEP_WINDOW_S = 30
+HOST_READ_S = 0.9
+"""Processor time over less than this says little."""
+KEPT_S = HISTORY_BUCKETS * BUCKET_NS // 1_000_000_000
+"""How far back times are known: of steps and gaps, 30 s of it are shown unless one asks for more;
+of what comes but once a request, all."""
+FINISHED_KEPT = 64
+TRACKED_REQUESTS = 2048
+STEP_TOKENS = attrgetter("num_prefill_tokens", "num_decode_rows", "num_padded_tokens")
+_MODE = attrgetter("graph_mode")
+
+
+class HostReading(NamedTuple):
+    """What the engine's process takes of its machine."""
+
+    cores: float
+    """Cores that it kept busy since the reading before."""
+    resident_bytes: int
+
+
+class RequestRow(NamedTuple):
+    """One request of the table."""
+
+    request_id: str
+    state: str
+    """waiting, prefill, decode, preempted, or its finish reason."""
+    prompt: int
+    cached: int
+    computed: int
+    output: int
+    step_tokens: int
+    blocks: int
+    age_s: float
+    rate: float | None
+    """Output tokens per second since its first token."""
+    preemptions: int
+    finished: bool = False
+    params: str = ""
+    """Its sampling parameters, where they are known."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DashboardView:
+    """Everything a frame of the dashboard needs."""
+
+    now_ns: int
+    uptime_s: float
+    decode_rate: float
+    prefill_rate: float
+    series: Series
+    step: Spread
+    gap: Spread
+    """Between two tokens of a request."""
+    ttft: Spread
+    queue: Spread
+    """From its arrival until a request had its place."""
+    num_running: int
+    num_waiting: int
+    num_finished: int
+    num_preemptions: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_free_blocks: int
+    prefix_hit_rate: float | None
+    prefix_hit_tokens: int
+    generation_tokens: int
+    prompt_tokens: int
+    steps: tuple[StepRecord, ...]
+    """Oldest first."""
+    requests: tuple[RequestRow, ...]
+    """Running, then waiting, then the newest finished ones."""
+    snapshot: EngineSnapshot | None
+    num_dropped: int
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    graphs: GraphFigures
+    on_cpu: bool = False
+    """There is no GPU: nothing of CUDA graphs is shown, and of the processor instead."""
+    host: tuple[HostReading, ...] = ()
+    """The newest last, about one a second."""
+    num_cores: int = 0
+    """Processors that the engine may run on; 0 where it is not known."""
+    window_s: int | None = None
+    """How far back the series go; None: as many of their points as there is room for."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_used_blocks + self.num_cached_blocks + self.num_free_blocks
+
+    @property
+    def kv_usage(self) -> float:
+        return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.num_running == 0 and self.num_waiting == 0
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the engine has computed anything, seen here or before anybody listened."""
+        snapshot = self.snapshot
+        seen_before = snapshot is not None and (snapshot.step or snapshot.generation_tokens)
+        return bool(self.steps or seen_before)
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        return self.steps[-1] if self.steps else None
+
+
+@dataclass(slots=True)
+class _Track:
+    """What is known of one live request from its events."""
+
+    queued_ns: int | None
+    """None: it was there before anybody listened."""
+    scheduled_ns: int = 0
+    first_token_ns: int = 0
+    params: str = ""
+
+
+class DashboardStore:
+    """Feed it with `apply` and `set_snapshot`, read it with `view`."""
+
+    def __init__(self, *, started_ns: int, on_cpu: bool = False, num_cores: int = 0) -> None:
+        self.started_ns = started_ns
+        self.on_cpu = on_cpu
+        self.num_cores = num_cores
+        self._host: deque[HostReading] = deque(maxlen=KEPT_S)
+        self._host_read: tuple[int, float] | None = None
+        """When processor time was last read, and how much it was."""
+        self.num_dropped = 0
+        self._steps: deque[StepRecord] = deque(maxlen=STEP_HISTORY)
+        self._figures = StepFigures(kept_buckets=2 * HISTORY_BUCKETS, kept_s=KEPT_S)
+        self._waits: dict[int, list[tuple[int, float]]] = {TTFT_MS: [], QUEUE_MS: []}
+        """What the events of a frame tell of them."""
+        self._live: OrderedDict[str, _Track] = OrderedDict()
+        self._finished: deque[tuple[int, RequestRow]] = deque(maxlen=FINISHED_KEPT)
+        self._num_preempted: dict[str, int] = {}
+        """How often each request of the last snapshot was."""
+        self._num_finished = 0
+        self._graphs = GraphStats()
+        self.history = RequestHistory()
+        """What each request did, for any step that is kept."""
+        self.log = LogBook()
+        self._snapshot: EngineSnapshot | None = None
+
+    def apply(self, events: Iterable[EngineEvent]) -> None:
+        """Steps are counted together; only what tells of a request is looked at one by one."""
+        steps: list[StepRecord] = []
+        told = 0  # of the steps, what lanes and log know
+        for event in events:
+            if isinstance(event, StepRecord):
+                steps.append(event)
+                continue
+            if told < len(steps):  # in the order in which they came
+                self._tell(steps[told:])
+                told = len(steps)
+            self._apply_request(event)
+        if told < len(steps):
+            self._tell(steps[told:])
+        if steps:
+            self._steps.extend(steps)
+            self._graphs.add(steps)
+            self._figures.add(steps)
+        for row, waits in self._waits.items():
+            if waits:
+                self._figures.add_waits(row, waits)
+                waits.clear()
+
+    def _tell(self, steps: Sequence[StepRecord]) -> None:
+        self.history.add_steps(steps)
+        self.log.add_steps(steps)
+
+    def set_snapshot(self, snapshot: EngineSnapshot) -> None:
+        self._snapshot = snapshot
+        self._read_host(snapshot)
+        self.history.add_snapshot(snapshot)
+        self._num_preempted = {r.request_id: r.num_preemptions for r in snapshot.requests}
+
+    def _read_host(self, snapshot: EngineSnapshot) -> None:
+        if not snapshot.cpu_s:
+            return
+        if self._host_read is not None:
+            elapsed_s = (snapshot.time_ns - self._host_read[0]) / 1e9
+            if elapsed_s < HOST_READ_S:
+                return
+            cores = max(0.0, snapshot.cpu_s - self._host_read[1]) / elapsed_s
+            self._host.append(HostReading(cores, snapshot.resident_bytes))
+        self._host_read = (snapshot.time_ns, snapshot.cpu_s)
+
+    def _apply_request(self, event: RequestEvent) -> None:
+        self.history.add_event(event)
+        self.log.add_event(event)
+        track = self._live.get(event.request_id)
+        if track is None:
+            if event.kind is RequestEventKind.FINISHED:
+                self._finish(event, None)
+                return
+            is_new = event.kind is RequestEventKind.QUEUED
+            track = self._live[event.request_id] = _Track(event.time_ns if is_new else None)
+            track.params = event.detail if is_new else ""
+            while len(self._live) > TRACKED_REQUESTS:
+                self._live.popitem(last=False)
+        if event.kind is RequestEventKind.SCHEDULED and not track.scheduled_ns:
+            track.scheduled_ns = event.time_ns
+            self._note_wait(QUEUE_MS, event, track)
+        elif event.kind is RequestEventKind.FIRST_TOKEN and not track.first_token_ns:
+            track.first_token_ns = event.time_ns
+            self._note_wait(TTFT_MS, event, track)
+        elif event.kind is RequestEventKind.FINISHED:
+            del self._live[event.request_id]
+            self._finish(event, track)
+
+    def _note_wait(self, row: int, event: RequestEvent, track: _Track) -> None:
+        if track.queued_ns is not None:
+            took_ms = max(0, event.time_ns - track.queued_ns) / 1e6
+            self._waits[row].append((event.time_ns, took_ms))
+
+    def _finish(self, event: RequestEvent, track: _Track | None) -> None:
+        self._num_finished += 1
+        rate = None
+        if track is not None and track.first_token_ns:
+            rate = _rate(event.num_output_tokens, event.time_ns - track.first_token_ns)
+        row = RequestRow(
+            request_id=event.request_id,
+            state=event.detail or "finished",
+            prompt=event.num_prompt_tokens,
+            cached=event.num_cached_tokens,
+            computed=event.num_prompt_tokens + event.num_output_tokens,
+            output=event.num_output_tokens,
+            step_tokens=0,
+            blocks=0,
+            age_s=0.0,
+            rate=rate,
+            preemptions=self._num_preempted.get(event.request_id, 0),
+            finished=True,
+            params=track.params if track is not None else "",
+        )
+        self._finished.appendleft((event.time_ns, row))
+
+    def _live_rows(self, snapshot: EngineSnapshot, now_ns: int) -> list[RequestRow]:
+        elapsed = max(0, now_ns - snapshot.time_ns) / 1e9
+        rows = []
+        for view in snapshot.requests:
+            track = self._live.get(view.request_id)
+            rate = None
+            if track is not None and track.first_token_ns:
+                rate = _rate(view.num_output_tokens, snapshot.time_ns - track.first_token_ns)
+            rows.append(
+                RequestRow(  # by place, as its fields are: 64 of them in a frame
+                    view.request_id,
+                    view.status,
+                    view.num_prompt_tokens,
+                    view.num_cached_tokens,
+                    view.num_computed_tokens,
+                    view.num_output_tokens,
+                    view.num_scheduled_tokens,
+                    view.num_blocks,
+                    view.age_s + elapsed,
+                    rate,
+                    view.num_preemptions,
+                    False,
+                    track.params if track is not None else "",
+                )
+            )
+        return rows
+
+    def view(self, now_ns: int, *, window_s: int | None = None) -> DashboardView:
+        """The state at `now_ns`, ready to be drawn. Percentiles are those of the window."""
+        figures = self._figures
+        series = figures.series(now_ns, HISTORY_BUCKETS)
+        short, long = window_s or STEP_WINDOW_S, window_s or KEPT_S
+        step, snapshot = (self._steps[-1] if self._steps else None), self._snapshot
+        newer = step if step and (not snapshot or step.applied_ns > snapshot.time_ns) else None
+        counters: StepRecord | EngineSnapshot | None = newer or snapshot
+        view = DashboardView(
+            now_ns=now_ns,
+            uptime_s=(now_ns - self.started_ns) / 1e9,
+            decode_rate=float(series.decode[-RATE_BUCKETS:].mean()),
+            prefill_rate=float(series.prefill[-RATE_BUCKETS:].mean()),
+            series=series,
+            step=figures.step_times.spread(now_ns, short),
+            gap=figures.gaps.spread(now_ns, short),
+            ttft=figures.waits[TTFT_MS].spread(now_ns, long),
+            queue=figures.waits[QUEUE_MS].spread(now_ns, long),
+            num_running=0,
+            num_waiting=0,
+            num_finished=max(self._num_finished, snapshot.num_finished if snapshot else 0),
+            num_preemptions=0,
+            num_used_blocks=0,
+            num_cached_blocks=0,
+            num_free_blocks=0,
+            prefix_hit_rate=None,
+            prefix_hit_tokens=0,
+            generation_tokens=snapshot.generation_tokens if snapshot else 0,
+            prompt_tokens=snapshot.prompt_tokens if snapshot else 0,
+            steps=tuple(self._steps),
+            requests=self._rows(now_ns),
+            snapshot=snapshot,
+            num_dropped=self.num_dropped,
+            max_num_seqs=snapshot.max_num_seqs if snapshot else None,
+            max_num_batched_tokens=snapshot.max_num_batched_tokens if snapshot else None,
+            graphs=self._graphs.figures,
+            window_s=window_s,
+            on_cpu=self.on_cpu,
+            host=tuple(self._host),
+            num_cores=self.num_cores,
+        )
+        return view if counters is None else _with_counters(view, counters)
+
+    def _rows(self, now_ns: int) -> tuple[RequestRow, ...]:
+        live = self._live_rows(self._snapshot, now_ns) if self._snapshot else []
+        gone = {row.request_id for _, row in self._finished}
+        rows = [row for row in live if row.request_id not in gone]
+        rows += [
+            row._replace(age_s=max(0, now_ns - ended_ns) / 1e9) for ended_ns, row in self._finished
+        ]
+        return tuple(rows)
+
+
+def _with_counters(view: DashboardView, source: StepRecord | EngineSnapshot) -> DashboardView:
+    """The counters that both kinds carry, from the newer of the two."""
+    queries = source.prefix_query_tokens
+    return replace(
+        view,
+        num_running=source.num_running,
+        num_waiting=source.num_waiting,
+        num_preemptions=source.num_preemptions,
+        num_used_blocks=source.num_used_blocks,
+        num_cached_blocks=source.num_cached_blocks,
+        num_free_blocks=source.num_free_blocks,
+        prefix_hit_rate=source.prefix_hit_tokens / queries if queries else None,
+        prefix_hit_tokens=source.prefix_hit_tokens,
+    )
+
+
+def as_of(view: DashboardView, back: int) -> DashboardView:
+    """With the counters of an earlier step."""
+    return _with_counters(view, view.steps[-1 - min(back, len(view.steps) - 1)])
+
+
+def windowed(values: Sequence[float] | Values, window_s: int | None, points: int) -> list[float]:
+    """The last seconds of a series in so many points, each the highest of what it covers; without
+    a window its last points."""
+    count = len(values) if window_s is None else window_s * 1_000_000_000 // BUCKET_NS
+    tail = np.asarray(values[max(0, len(values) - max(1, count)) :], np.float64)
+    if window_s is not None and points > 0 and len(tail):
+        tail = np.maximum.reduceat(tail, np.arange(points) * len(tail) // points)
+    found: list[float] = tail[max(0, len(tail) - max(0, points)) :].tolist()
+    return found
+
+
+def step_ms(step: StepRecord) -> float:
+    """How long the step ran on the device."""
+    return max(0, step.ended_ns - step.started_ns) / 1e6
+
+
+def step_tokens(step: StepRecord) -> tuple[int, int, int]:
+    """Tokens of prefill, of decode and of padding in a step."""
+    tokens: tuple[int, int, int] = STEP_TOKENS(step)
+    return tokens
+
+
+def mode_shares(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Share of the steps that ran in each graph mode."""
+    counts: Counter[str] = Counter()
+    for mode, number in Counter(map(_MODE, steps)).items():
+        counts[mode_letter(mode)] += number
+    return {mode: n / len(steps) for mode, n in counts.items()}
+
+
+def padding_share(steps: Sequence[StepRecord]) -> float:
+    padded = total = 0
+    for tokens, number in Counter(map(STEP_TOKENS, steps)).items():  # many are alike
+        padded += number * tokens[2]
+        total += number * sum(tokens)
+    return padded / total if total else 0.0
+
+
+def mode_letter(mode: str) -> str:
+    """F full graph, P piecewise, N none."""
+    return mode[:1].upper() or "N"
+
+
+def _rate(tokens: int, elapsed_ns: int) -> float | None:
+    """Tokens after the first, per second."""
+    return (tokens - 1) / (elapsed_ns / 1e9) if tokens > 1 and elapsed_ns > 0 else None

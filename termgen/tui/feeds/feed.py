@@ -1,0 +1,93 @@
+"""Where a dashboard gets its events: the part of `EngineClient` it needs, and what comes on top
+when the engine is elsewhere (`attach`) or was recorded (`replay`)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from termgen.client import ModelInfo
+from termgen.errors import EngineError
+from termgen.vocabulary.events import EngineSnapshot, EventBus, EventRing
+from termgen.vocabulary.telemetry import Cache, Events, Message, Opening
+
+
+class EngineFeed(Protocol):
+    """What every `EngineClient` offers too."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    @property
+    def is_healthy(self) -> bool: ...
+
+    async def snapshot(self) -> EngineSnapshot: ...
+
+    def events(self, capacity: int = 4096) -> EventRing: ...
+
+    def close_events(self, ring: EventRing) -> None: ...
+
+
+class StreamFeed:
+    """An `EngineFeed` made of the messages of an event stream, live or recorded."""
+
+    def __init__(self, opening: Opening) -> None:
+        self._bus = EventBus()
+        self._snapshot: EngineSnapshot | None = None
+        self.begun: EngineSnapshot | None = None
+        """The state before the first event of this epoch, if it was sent."""
+        self.stream = ""
+        self.opening = opening
+        self.model = opening.model
+        self.status = opening.status
+        self.num_dropped = 0
+        """Events the sender had to drop."""
+        self.epoch = 0
+        """Counts how often the past was replaced: what was drawn so far means nothing then."""
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing new comes, in a few words; empty while all is well."""
+        return "engine stopped" if self.status == "engine_dead" else ""
+
+    @property
+    def is_healthy(self) -> bool:
+        return not self.trouble
+
+    def now_ns(self) -> int:
+        """The time now by the clock of the events."""
+        raise AssertionError("the feed says what time it is")
+
+    async def snapshot(self) -> EngineSnapshot:
+        if self._snapshot is None:
+            raise EngineError("the engine has not told of its state yet")
+        return self._snapshot
+
+    def events(self, capacity: int = 4096) -> EventRing:
+        return self._bus.subscribe(capacity)
+
+    def close_events(self, ring: EventRing) -> None:
+        self._bus.unsubscribe(ring)
+
+    async def close(self) -> None:
+        """Nothing is to come any more. May be called again."""
+
+    def take(self, message: Message) -> None:
+        """Pass one message on."""
+        if isinstance(message, Events):
+            self.num_dropped = message.dropped
+            for event in message.events:
+                self._bus.publish(event)
+        elif isinstance(message, Cache):
+            self._snapshot = message.snapshot
+        else:
+            self.model, self.status = message.model, message.status
+            if isinstance(message, Opening):
+                self._open(message)
+
+    def _open(self, opening: Opening) -> None:
+        if opening.stream != self.stream:
+            self.epoch += bool(self.stream)
+            self._snapshot, self.begun = None, opening.snapshot
+        self.stream, self.opening = opening.stream, opening
+        self.num_dropped = opening.dropped
+        self._snapshot = opening.snapshot or self._snapshot

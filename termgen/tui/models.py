@@ -1,0 +1,324 @@
+"""The model picker over the chat: a list, then the progress of fetching and starting one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.text import Text
+from textual import events, on, work
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical
+from textual.screen import ModalScreen
+from textual.widgets import Input, OptionList
+from textual.widgets.option_list import Option
+from textual.worker import Worker
+
+from termgen.client import EngineClient
+from termgen.errors import TermgenError
+from termgen.tui.keys.keymap import brief_key_of
+from termgen.tui.loading import POLL_S, StartupProgress, phase_row
+from termgen.tui.paint.canvas import Canvas
+from termgen.tui.paint.palette import Palette
+from termgen.tui.paint.sanitize import clean, clean_line
+from termgen.tui.paint.spans import Row, Span, fit, row_width, wrap
+
+Report = Callable[[str, float], None]
+"""What is being done and the share of it that is done; from any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """One line of the list."""
+
+    name: str
+    """A name of the catalog, a hub id, a path, or a server's name for it."""
+    detail: str = ""
+    """Where it comes from, or lies."""
+    size_bytes: int | None = None
+    """On disk, or to be fetched."""
+    is_here: bool = True
+    """It need not be fetched."""
+    is_current: bool = False
+    needs_bytes: int | None = None
+    """About how much memory its weights take; None: not known."""
+    fits: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """How a change of models has ended: who answers now, and why it is not the one asked for."""
+
+    client: EngineClient
+    failure: str | None = None
+
+
+class ModelShelf(Protocol):
+    """Where models are chosen from. Everything may raise `TermgenError`."""
+
+    async def choices(self) -> list[ModelChoice]: ...
+
+    async def look_up(self, name: str) -> ModelChoice:
+        """One by its name, listed or not."""
+        ...
+
+    async def fetch(self, name: str, report: Report) -> None:
+        """Bring it to this machine; cancelling stops that, and leaves nothing half done."""
+        ...
+
+    async def switch(self, name: str, report: Report) -> Switch:
+        """End the present engine and start this model; should that fail, the former one again.
+
+        An error means that there is no engine any more.
+        """
+        ...
+
+
+NAME_WIDTH = 24
+DETAIL_WIDTH = 12
+"""The detail column is left out below this width."""
+
+
+def choice_row(choice: ModelChoice, width: int) -> Row:
+    """The model's name, its size, and whether it is on the disk."""
+    mark: Span = ("● ", "accent") if choice.is_current else ("  ", "text")
+    name: Span = (f"{clean_line(choice.name)}", "text/b" if choice.is_current else "text")
+    spans: list[Span] = [mark, *fit((name,), NAME_WIDTH)]
+    size = "" if choice.size_bytes is None else bytes_words(choice.size_bytes)
+    spans.append((f" {size:>8} ", "text" if choice.is_here else "muted"))
+    spans.append(("         ", "text") if choice.is_here else ("to fetch ", "warn"))
+    spans.append(_memory(choice))
+    if width - row_width(tuple(spans)) >= DETAIL_WIDTH:
+        spans = [*fit(spans, row_width(tuple(spans)) + 1), (clean_line(choice.detail), "muted")]
+    return fit(spans, width)
+
+
+def _memory(choice: ModelChoice) -> Span:
+    if choice.needs_bytes is None:
+        return ("", "muted")
+    words = f"≈{bytes_words(choice.needs_bytes)}"
+    if choice.fits is None:
+        return (f"{words:<18}", "muted")
+    verdict = "fits" if choice.fits else "too large"
+    return (f"{words:<9}{verdict:<9}", "good" if choice.fits else "bad")
+
+
+def bytes_words(num_bytes: int) -> str:
+    """A size in the format of `termgen models`."""
+    if num_bytes >= 10**9:
+        return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e6:.0f} MB"
+
+
+def caution(choice: ModelChoice) -> str:
+    """A warning to show before the model is loaded; empty where none applies."""
+    parts = []
+    if not choice.is_here:
+        size = "" if choice.size_bytes is None else f" {bytes_words(choice.size_bytes)}"
+        parts.append(f"⏎ again fetches{size}")
+    if choice.fits is False:
+        parts.append("it seems too large for the memory" + ("" if parts else "; ⏎ again tries"))
+    return "; ".join(parts)
+
+
+TITLE = "models"
+AROUND_ROWS = 10
+"""What the list leaves of the screen: the filter, its message, its frame, and a margin."""
+MAX_FILTER_CHARS = 80
+
+
+class ModelScreen(ModalScreen[Switch | None]):
+    """Ends with how the change went, or None where there was none."""
+
+    BINDINGS = [
+        Binding("escape", "leave", "Close", id="models.close", tooltip="Close; stop fetching")
+    ]
+
+    def __init__(
+        self, shelf: ModelShelf, *, name: str = "", before_switch: Callable[[], None]
+    ) -> None:
+        """`name` is tried at once. `before_switch` is called when the engine is about to end."""
+        super().__init__()
+        self._shelf = shelf
+        self._name = name
+        self._before_switch = before_switch
+        self._choices: list[ModelChoice] = []
+        self._shown: list[ModelChoice] = []
+        """Those that have every word of the filter."""
+        self._asked: ModelChoice | None = None
+        """Chosen once, with something against it."""
+        self._message: tuple[str, str] = ("looking for models", "muted")
+        self._progress: StartupProgress | None = None
+        self._fetching: Worker[None] | None = None
+        self._palette = Palette({})
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="models-box") as box:
+            box.border_title = TITLE
+            close = brief_key_of(self, "models.close")
+            box.border_subtitle = f"type to filter  ⏎ choose  {close} close"
+            words = Input(
+                placeholder="type to filter",
+                id="models-filter",
+                compact=True,
+                max_length=MAX_FILTER_CHARS,
+            )
+            words.can_focus = False  # the keys are the list's
+            yield words
+            yield OptionList(id="models", markup=False)
+            yield Canvas(self._paint, id="models-message")
+
+    def on_mount(self) -> None:
+        self._palette = Palette.of(self.app)
+        self._canvas = self.query_one(Canvas)
+        self._canvas.set_palette(self._palette)
+        self._timer = self.set_interval(POLL_S, self._canvas.repaint, pause=True)
+        self._look()
+
+    @work(exclusive=True, group="look")
+    async def _look(self) -> None:
+        try:
+            self._choices = await self._shelf.choices()
+            self._say("")
+        except TermgenError as error:
+            self._say(str(error), "bad")
+        here = next((i for i, choice in enumerate(self._choices) if choice.is_current), 0)
+        self._fill(here)
+        if self._name:
+            try:
+                self._choose(await self._shelf.look_up(self._name))
+            except TermgenError as error:
+                self._say(str(error), "bad")
+
+    def on_resize(self) -> None:
+        models = self.query_one(OptionList)
+        models.styles.max_height = max(3, self.size.height - AROUND_ROWS)
+        if self._choices:
+            marked = self._shown[models.highlighted] if models.highlighted is not None else None
+            at = self._choices.index(marked) if marked is not None else 0
+            self.call_after_refresh(self._fill, at)
+
+    def _fill(self, marked: int) -> None:
+        """Show the choices that the filter leaves, `marked` being one of all."""
+        models = self.query_one(OptionList)
+        width = max(40, models.size.width - 2)
+        wanted = self._choices[marked] if marked < len(self._choices) else None
+        words = self.query_one("#models-filter", Input).value.casefold().split()
+        texts = [f"{choice.name} {choice.detail}".casefold() for choice in self._choices]
+        self._shown = [
+            choice
+            for choice, text in zip(self._choices, texts, strict=True)
+            if all(word in text for word in words)
+        ]
+        models.clear_options()
+        for choice in self._shown:
+            models.add_option(Option(self._text(choice_row(choice, width))))
+        at = self._shown.index(wanted) if wanted in self._shown else 0
+        models.highlighted = at if self._shown else None
+        models.focus()
+
+    def on_key(self, event: events.Key) -> None:
+        """What is typed filters the list, which keeps the keys."""
+        words = self.query_one("#models-filter", Input)
+        if event.is_printable and event.character:
+            words.insert_text_at_cursor(event.character)
+        elif event.key == "backspace":
+            words.action_delete_left()
+        elif event.key == "ctrl+u":
+            words.value = ""
+        else:
+            return
+        event.stop()
+
+    def on_paste(self, event: events.Paste) -> None:
+        self.query_one("#models-filter", Input).insert_text_at_cursor(event.text.split("\n")[0])
+
+    @on(Input.Changed)
+    def _filter(self) -> None:
+        self._fill(0)
+        if self._choices and self._progress is None:
+            self._say("" if self._shown else "no model has these words; /model NAME takes any name")
+
+    def _text(self, row: Row) -> Text:
+        """Without backgrounds: the marked line has one of its own."""
+        styles = [(text, self._palette.style(role)) for text, role in row]
+        return Text.assemble(
+            *(
+                (text, style.without_color + style.from_color(style.color))
+                for text, style in styles
+            ),
+            no_wrap=True,
+        )
+
+    @on(OptionList.OptionSelected)
+    def _selected(self, event: OptionList.OptionSelected) -> None:
+        self._choose(self._shown[event.option_index])
+
+    def _choose(self, choice: ModelChoice) -> None:
+        if self._progress is not None:
+            return
+        if choice.is_current:
+            self.dismiss(None)
+            return
+        warning = caution(choice)
+        if warning and self._asked != choice:
+            self._asked = choice
+            self._say(f"{clean_line(choice.name)}: {warning}", "warn")
+            if choice not in self._choices:  # typed by its name: enter must find it
+                self._choices.insert(0, choice)
+                self._fill(0)
+            return
+        self._fetching = self._change(choice)
+
+    @work(exclusive=True, group="change")
+    async def _change(self, choice: ModelChoice) -> None:
+        progress = self._progress = StartupProgress()
+        self._timer.resume()
+        self.query_one(OptionList).disabled = True
+        try:
+            if not choice.is_here:
+                await self._shelf.fetch(choice.name, progress.report)
+            self._fetching = None  # from here on there is no way back
+            self._before_switch()
+            switch = await self._shelf.switch(choice.name, progress.report)
+        except TermgenError as error:
+            self._say(str(error), "bad")
+        else:
+            self.dismiss(switch)
+        finally:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Choosing is possible again."""
+        self._progress = self._fetching = self._asked = None
+        self._timer.pause()
+        if self.is_mounted:
+            models = self.query_one(OptionList)
+            models.disabled = False
+            models.focus()
+            self._canvas.repaint()
+
+    def action_leave(self) -> None:
+        if self._fetching is not None:
+            self._fetching.cancel()
+            self._say("fetching was stopped; nothing is left of it", "warn")
+        elif self._progress is not None:
+            self.notify("the model is being started")
+        elif self.query_one("#models-filter", Input).value:
+            self.query_one("#models-filter", Input).value = ""
+        else:
+            self.dismiss(None)
+
+    def _say(self, text: str, role: str = "muted") -> None:
+        self._message = (text, role)
+        self._canvas.repaint()
+
+    def _paint(self, width: int, height: int) -> Sequence[Row]:
+        if self._progress is not None:
+            phases = self._progress.phases()
+            rows = [phase_row(n, s, last=i == len(phases) - 1) for i, (n, s) in enumerate(phases)]
+            return rows[-height:]
+        text, role = self._message
+        return wrap([(clean(text), role)], width)[:height]

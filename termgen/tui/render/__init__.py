@@ -1,1 +1,0 @@
-"""Pure renderers of the dashboard: view state in, rows of `(text, role)` out. No Textual."""
