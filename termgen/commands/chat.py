@@ -37,7 +37,7 @@ def run_chat(
 
     `given`: settings from the command line, which override those of the continued chat.
     """
-    from termgen.tui.app import TermgenApp  # textual: later
+    from termgen.tui.app import TermgenApp  # imports textual
     from termgen.tui.chat.saved.chat_store import chats_to_begin_with
 
     TermgenApp.check_settings(ui)

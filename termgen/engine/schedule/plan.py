@@ -1,9 +1,9 @@
-"""Step plans: `PlanBuilder` makes any `StepPlan`, `DecodeStep` the most common one, fast.
+"""Step plans: `PlanBuilder` builds any `StepPlan`, `DecodeStep` the most common one, fast.
 
 A builder lives for one call of `Scheduler.schedule`. `DecodeStep` is a fast path: skip it on a
-first reading. It plans the steps in which every running row decodes one token. The plan and the
-bookkeeping are those of the rule (a test compares them step by step), and a look at all rows also
-tells for how many steps it holds. Engine thread only.
+first reading. It plans the steps in which every running row decodes one token, with the same plan
+and bookkeeping as the general path (a test compares them step by step). One check of all rows also
+gives the number of steps it is valid for. Engine thread only.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""From a conversation to prompt ids, such that no message can forge a special token.
+"""Encode a conversation as prompt ids such that no message can forge a special token.
 
-A template's output mixes what the template wrote with what users wrote, and a tokenizer cannot
-tell them apart: `<|im_end|>` typed by a user would end the user's turn. So the chat is rendered a
-second time with every character that special tokens are made of replaced, in user text only, by an
-unused private one. Lengths stay equal, so comparing the two renders shows, character by character,
-who wrote what, also where the template trims, slices, joins or serialises user text:
+A template's output mixes the template's text with user text, and a tokenizer cannot tell them
+apart: `<|im_end|>` typed by a user would end the user's turn. So the chat is rendered a second time
+with every character that occurs in special tokens masked, in user text only, by an unused private
+character. Lengths stay equal, so comparing the two renders shows the origin of each character, even
+where the template trims, slices, joins or serialises user text:
 
   - the masked render, unmasked, equals the plain one: a special token with a masked character was
-    spelled by a user and is encoded as text; all else is encoded as the tokenizer does by itself;
-  - it does not (the template looks into the text): the prompt is used if it holds just the special
-    tokens of the masked render and no message spells one, and refused otherwise.
+    spelled by a user and is encoded as text; the rest is encoded as usual;
+  - they differ (the template inspects the text): the prompt is accepted if it has exactly the
+    special tokens of the masked render and no message spells one, and refused otherwise.
 
-Control tokens that are not "special" but that the template writes (`<tool_call>`, say) are guarded
-too, except in assistant messages, which are the model's own words. Thread-safe: nothing changes
-after construction but caches.
+Control tokens that are not "special" but that the template writes (such as `<tool_call>`) are
+guarded too, except in assistant messages, which are the model's own text. Thread-safe: only caches
+change after construction.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from termgen.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names a message's reasoning travels under; templates read the first or the second."""
+"""Field names for a message's reasoning; templates read the first or the second."""
 
 MAX_DEPTH = 64
 """Levels of nested values in messages and template variables."""
@@ -58,7 +58,7 @@ def _fault(message: str) -> RequestError:
 
 
 def normalise_messages(messages: object) -> list[dict[str, Any]]:
-    """Fresh, checked messages: string content, known roles, no None values."""
+    """Checked copies of the messages: string content, known roles, no None values."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise _fault("messages must be a list of messages")
     if not messages:
@@ -127,7 +127,7 @@ def _tool_call(where: str, call: object) -> dict[str, Any]:
         raise _fault(f"{where}.function.name must be a string")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        # Clients send a JSON string, templates expect the object it stands for.
+        # Clients send a JSON string, templates expect the object.
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
@@ -138,12 +138,12 @@ def _tool_call(where: str, call: object) -> dict[str, Any]:
 
 
 def plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A deep copy made of JSON types only: a template must never get hold of a live object."""
+    """A deep copy with JSON types only: a template must not get a live object."""
     if depth > MAX_DEPTH:
         raise _fault(f"{where} is nested more than {MAX_DEPTH} levels deep")
     if value is None or type(value) in (str, bool, int, float):
         return value
-    if isinstance(value, str):  # an enum, say
+    if isinstance(value, str):  # such as an enum
         return str.__str__(value)
     if isinstance(value, Mapping):
         for key in value:
@@ -167,10 +167,10 @@ def count_chars(value: Any) -> int:
 
 
 UNMASKABLE = frozenset('"\\')
-"""Serialising to JSON escapes these, so replacing them would change lengths."""
+"""JSON escapes these characters, so masking them would change lengths."""
 
 PIECE_CHARS = 2**14
-"""Characters of a piece of a long text; the GIL is held until a piece is done."""
+"""Long texts are processed in pieces of this length, as the GIL is held for each piece."""
 
 Table = Mapping[int, str]
 
@@ -183,12 +183,12 @@ class Chat:
     variables: dict[str, Any]
     add_generation_prompt: bool
     continued: str | None
-    """Character that marks the end of the final message, where the prompt is cut."""
+    """Marker character at the end of the final message, where the prompt is cut."""
     num_chars: int
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every string in plain data that a client wrote, keys included."""
+    """All client strings in plain data, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -218,7 +218,7 @@ def _translate(text: str, table: Table) -> str:
 
 
 class Mask:
-    """Replaces an alphabet by private characters in what clients wrote, and back."""
+    """Replaces an alphabet by private characters in clients' text, and restores it."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class Mask:
     ) -> None:
         private = unused_chars(avoid)
         self._table: Table = {ord(c): next(private) for c in alphabet}
-        # Keys and types steer templates, so only what no identifier contains is masked in them.
+        # Templates branch on keys and types, so only non-identifier characters are masked in them.
         self._key_table: Table = {ord(c): self._table[ord(c)] for c in punctuation}
         self._inverse: Table = {ord(v): chr(k) for k, v in self._table.items()}
         self._kept = kept
@@ -239,11 +239,11 @@ class Mask:
         return _translate(text, self._inverse)
 
     def shorten(self, text: str) -> tuple[str, Callable[[int], int]]:
-        """Each run of masked characters as one, since tokenizers make several tokens of each of
-        them; and what tells where a place in that lies in `text`."""
+        """The text with each run of masked characters shortened to one, as tokenizers make several
+        tokens of each; and a function from its positions to those in `text`."""
         runs = re.compile("[" + "".join(self._table.values()) + "]{2,}")
         pieces: list[str] = []
-        places, lost = [0], [0]  # so much is lost before each place
+        places, lost = [0], [0]  # characters removed before each position
         end = 0
         for run in runs.finditer(text):
             pieces.append(text[end : run.start() + 1])
@@ -294,10 +294,10 @@ class Mask:
 
 
 def alphabets(contents: list[str]) -> tuple[str, str]:
-    """Characters to mask: all that control tokens are made of, and a set without letters.
+    """Characters to mask: all those of control tokens, and a subset without letters.
 
-    The second leaves words alone, for templates that look for some; it still has at least one
-    character of every control token.
+    The subset keeps words, for templates that search for some; it still has at least one character
+    of every control token.
     """
     letters: set[str] = set()
     punctuation: set[str] = set()
@@ -320,11 +320,10 @@ RESERVED_VARIABLES = (
 
 Template = ChatTemplate | RequestTemplate
 NUM_KEPT_TEMPLATES = 16
-"""Compiled templates kept of those that came with requests."""
+"""Cache size for compiled templates of requests."""
 
 STANDARD_VARIABLES = frozenset({"tools", "documents"})
-"""What callers of any template may give it; a template that reads neither is no mistake of theirs.
-"""
+"""Variables that may be passed to any template, even if it does not read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +355,7 @@ class ChatEncoder:
         variables: Mapping[str, Any],
         chat_template: str | None = None,
     ) -> str:
-        """The prompt as text. chat_template: instead of the model's."""
+        """The prompt as text. chat_template: replaces the model's."""
         chat = _check(messages, add_generation_prompt, continue_final_message, variables)
         return self._render(self._guard_for(chat.variables, chat_template).template, chat)
 
@@ -382,7 +381,7 @@ class ChatEncoder:
             mask = Mask(alphabet, guard.alphabets[-1], guard.kept, avoid=text)
             try:
                 masked = self._render(guard.template, mask.apply(chat))
-            except RequestError:  # the template insists on some wording
+            except RequestError:  # the template requires certain words
                 masked = None
                 continue
             if mask.undo(masked) == text:
@@ -392,15 +391,15 @@ class ChatEncoder:
         return guard.encode_compared(chat, encoding, controls, masked)
 
     def prewarm(self) -> None:
-        """Make now what the first message that spells a control token would have to wait for.
-        A fault of the template is reported to the requests that use it."""
+        """Build now what the first message that spells a control token would otherwise wait for. A
+        template's error is reported to the requests that use it."""
         for name in self._sources:
             with contextlib.suppress(RequestError):
                 self._guard_of(name).text_backend()
 
     def template_variables(self) -> frozenset[str]:
-        """Names that the templates of chats all read. A broken one reads nothing: it refuses every
-        chat."""
+        """Names that all chat templates read. A broken template counts as reading none, as it
+        refuses every chat."""
         read: list[frozenset[str]] = []
         for name in self._sources.keys() & {"default", "tool_use"}:
             try:
@@ -410,11 +409,11 @@ class ChatEncoder:
         return frozenset.intersection(*read) if read else frozenset()
 
     def close(self) -> None:
-        """No template of a request is rendered any more."""
+        """Stop rendering templates of requests."""
         self._workers.close()
 
     def refuse_unread(self, variables: Mapping[str, Any], chat_template: str | None = None) -> None:
-        """A variable that changes nothing, such as a misspelt one, is an error and not ignored."""
+        """Refuse variables that the template does not read, such as misspelt ones."""
         read = self._guard_for(variables, chat_template).template.variables
         for name in variables:
             if name not in read and name not in STANDARD_VARIABLES:
@@ -445,11 +444,11 @@ class ChatEncoder:
         try:
             return is_bounded(self._sources[name])
         except (jinja2.TemplateError, RecursionError):
-            return True  # it is broken, which `ChatTemplate` says without running it
+            return True  # it is broken, as `ChatTemplate` reports without running it
 
     @functools.cached_property
     def runs_elsewhere(self) -> bool:
-        """A template of the model may never end, and is rendered by a process of its own."""
+        """True if the model's template may never end, and is rendered in a helper process."""
         return not all(map(self._is_bounded, self._sources))
 
     def _make_request_guard(self, source: str) -> _Guard:
@@ -502,7 +501,7 @@ def _check(
     if continue_final_message:
         content = last_text(checked)
         continued = next(unused_chars("".join(strings([checked, extra]))))
-        # The space tells afterwards whether the template trims what it is given.
+        # The space shows afterwards whether the template trims its input.
         checked[-1]["content"] = f"{content}{continued} "
     return Chat(
         messages=checked,
@@ -564,7 +563,7 @@ class _Guard:
         ids = encoding.ids
         found = []
         for i in hits:
-            # Not `offsets`: it makes a pair for every token and holds the GIL meanwhile.
+            # Not `offsets`, which builds a pair for every token under the GIL.
             place = encoding.token_to_chars(i)
             assert place is not None, "every token has a place"
             found.append(_Control(ids[i], *place))
@@ -579,8 +578,8 @@ class _Guard:
         backend, anchor, anchor_id = self.text_backend()
         short, place_of = mask.shorten(masked)
         own = self.controls(encode_text(self._backend, short, add_special_tokens=False), short)
-        # An anchor, itself an added token, stands in for each of the template's control tokens:
-        # the text between them is then split and normalised exactly as it would be beside those.
+        # An anchor, itself an added token, replaces each of the template's control tokens: the text
+        # between them is then split and normalised exactly as next to those.
         pieces: list[str] = []
         position = 0
         for control in own:
@@ -598,7 +597,7 @@ class _Guard:
     def encode_compared(
         self, chat: Chat, encoding: Encoding, controls: list[_Control], masked: str | None
     ) -> list[int]:
-        """For a template whose output depends on the wording: accept or refuse, never guess."""
+        """Encode for a template whose output depends on the wording: accept or refuse."""
         if self._special_text is not None:
             clients = [{k: v for k, v in m.items() if k != "role"} for m in chat.messages]
             for text in strings([clients, chat.variables]):
@@ -619,7 +618,7 @@ class _Guard:
         return list(encoding.ids)
 
     def text_backend(self) -> tuple[Backend, str, int]:
-        """A copy of the tokenizer that sees guarded tokens as text. Made when first needed."""
+        """A copy of the tokenizer that treats guarded tokens as text. Built on first use."""
         if self._as_text is None:
             data = json.loads(self._backend.to_str())
             for entry in data["added_tokens"]:
@@ -649,7 +648,7 @@ def _refusal(token: str) -> RequestError:
 
 
 LONG_TEXT_CHARS = 1024
-"""Less is done before anybody notices, and sooner without a thread."""
+"""Shorter texts take a negligible time, and are faster without a thread."""
 
 
 def encode_text(backend: Any, text: str, *, add_special_tokens: bool) -> Any:
@@ -660,7 +659,7 @@ def encode_text(backend: Any, text: str, *, add_special_tokens: bool) -> Any:
 
 
 def encode_ids(backend: Any, text: str, *, add_special_tokens: bool) -> list[int]:
-    """The ids alone, of a long text in a third of the time: places in it are not kept."""
+    """The ids alone, for a long text in a third of the time, as offsets are not computed."""
     if len(text) < LONG_TEXT_CHARS:
         return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
     return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)

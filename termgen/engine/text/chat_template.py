@@ -1,9 +1,9 @@
 """A model's chat template: checks messages, renders them to text.
 
-Templates are Jinja programs that come with the model. They run in a sandbox with the same settings
-and helpers that transformers gives them, so that they render the same text; output and repetition
-are capped. What a template raises is a `RequestError` on `messages`. Knows no tokens: turning the
-text into ids without letting a message forge a special token is chat_encoding.py's business.
+Templates are Jinja programs that come with the model. They run in a sandbox with transformers'
+settings and helpers, so that they render the same text; output and repetition are capped. An
+exception of a template becomes a `RequestError` on `messages`. Knows no tokens: chat_encoding.py
+encodes the text safely.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from termgen.errors import RequestError
 
 OUTPUT_CAP_FACTOR = 4
 OUTPUT_CAP_CONSTANT = 65_536
-"""A rendered chat has at most factor * input characters + constant characters."""
+"""A rendered chat has at most factor * input characters + this many characters."""
 
 MAX_POWER_BITS = 4096
 
@@ -41,7 +41,7 @@ TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What running a template can raise."""
+"""Exceptions of running a template."""
 
 
 def template_error(message: str) -> RequestError:
@@ -52,7 +52,7 @@ class ChatTemplate:
     """One compiled template."""
 
     def __init__(self, source: str, *, whose: str = "the model's chat template") -> None:
-        """whose: how faults call it."""
+        """whose: its name in error messages."""
         self.source = source
         self._whose = whose
         environment = _environment()
@@ -60,7 +60,7 @@ class ChatTemplate:
             tree = environment.parse(source)
             self.literal_text = _literal_text(tree)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
-            """Names that it reads."""
+            """Names that the template reads."""
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise template_error(f"{whose} is broken: {_line(error)}") from error
@@ -85,7 +85,7 @@ class ChatTemplate:
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Also refuses expressions whose one result would exhaust memory."""
+    """A sandbox that also refuses expressions whose result alone would exhaust memory."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -155,7 +155,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML characters, which a prompt must not have.
+    # Jinja's own filter escapes HTML characters, which is wrong in a prompt.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -187,19 +187,19 @@ BOUNDED_FUNCTIONS = frozenset("dict namespace raise_exception strftime_now".spli
 MAX_CONSTANT = 10_000
 """Largest number in a bounded template."""
 UNRELATED = "?"
-"""Stands for a loop over the tools within another."""
+"""Placeholder for a loop over the tools inside another loop."""
 MAX_LOOPS = 4
-"""Loops within each other, each over a part of what the one around it is at."""
+"""Nesting limit of loops that each iterate over a part of the outer loop's item."""
 
 
 def is_bounded(source: str) -> bool:
-    """Whether what the template computes is bounded by the size of the chat, about linearly.
+    """True if the template's work is bounded by the size of the chat, about linearly.
 
-    Templates of nearly all models are. Seen in the parsed tree, without evaluating anything: even
-    compiling a template evaluates its constant expressions. Unbounded, as far as can be seen, are
-    products, powers and formatted texts, functions and filters that take sizes, ranges up to
-    anything but a length, loops over a whole list within another loop, macros that call themselves,
-    and texts that are put together of texts put together before. Raises what parsing raises.
+    This holds for nearly all models' templates. Decided on the parsed tree without evaluating
+    anything, as even compiling a template evaluates its constant expressions. Considered unbounded:
+    products, powers and formatted texts, functions and filters that take sizes, ranges other than
+    up to a length, loops over a whole list inside another loop, recursive macros, and texts
+    concatenated from concatenated texts. Raises the parser's exceptions.
     """
     return _Bounds().hold(_environment().parse(source))
 
@@ -209,9 +209,9 @@ class _Bounds:
 
     def __init__(self) -> None:
         self._assigned: set[str] = set()
-        """Names and attributes of namespaces that the template sets."""
+        """Names and namespace attributes that the template assigns."""
         self._macros: set[str] = set()
-        """Those that are complete."""
+        """Macros whose definition is complete."""
 
     def hold(self, tree: nodes.Template) -> bool:
         for node in _all(tree, nodes.Assign, nodes.AssignBlock):
@@ -219,7 +219,7 @@ class _Bounds:
         return self._is_fine(tree, ())
 
     def _is_fine(self, node: nodes.Node, loops: tuple[str, ...]) -> bool:
-        """loops: names of the variables of the loops around it, each loop's joined by blanks."""
+        """loops: variables of the enclosing loops, those of one loop joined by blanks."""
         match node:
             case nodes.For():
                 if not self._is_fine_loop(node, loops):
@@ -297,7 +297,7 @@ class _Bounds:
         return False
 
     def _num_assigned_in(self, node: nodes.Assign | nodes.AssignBlock) -> int:
-        """How often what was assigned before goes into a text or list that this puts together."""
+        """How often a previously assigned value goes into the text or list that this builds."""
         parts = node.body if isinstance(node, nodes.AssignBlock) else [node.node]
         joined: list[nodes.Node] = []
         for part in parts:
@@ -321,7 +321,7 @@ class _Bounds:
 
 
 def _is_fine_filter(node: nodes.Filter) -> bool:
-    """Filters that use one of their arguments often, and those that call others, need constants."""
+    """True if bounded: filters that repeat an argument or call others need constant arguments."""
     arguments = [*node.args, *(keyword.value for keyword in node.kwargs)]
     if node.name in ("join", "replace", "tojson") and not all(map(_is_const, arguments)):
         return False
@@ -335,7 +335,7 @@ def _is_const(node: nodes.Node) -> bool:
 
 
 def _constant(node: nodes.Node) -> Any:
-    """Its value; None where it is none."""
+    """The value of a constant node, else None."""
     return node.value if isinstance(node, nodes.Const) else None
 
 
@@ -344,7 +344,7 @@ def _reads(node: nodes.Node, name: str) -> bool:
 
 
 GROWING = frozenset({"replace", "join"})
-"""Filters and methods whose result may be as long as the product of two texts."""
+"""Filters and methods whose result may be as long as the product of two texts' lengths."""
 
 
 def _grows(call: nodes.Call) -> bool:
@@ -352,7 +352,7 @@ def _grows(call: nodes.Call) -> bool:
 
 
 def _all(node: nodes.Node, *kinds: type[Any]) -> list[Any]:
-    """The node itself, if it is of such a kind, and all below that are."""
+    """All nodes of these kinds in the subtree, the root included."""
     return [*([node] if isinstance(node, kinds) else []), *node.find_all(kinds)]
 
 
@@ -362,9 +362,9 @@ def _targets(node: nodes.Node) -> list[str]:
 
 
 def _literal_text(tree: nodes.Template) -> str:
-    """Everything the template itself may write: its text and its string constants.
+    """The template's own text and string constants, which it may write.
 
-    Joined with NUL, so that no word appears that only two neighbours spell together.
+    Joined with NUL, so that neighbours cannot form a word together.
     """
     texts = [node.data for node in tree.find_all(nodes.TemplateData)]
     texts += [n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)]
@@ -377,7 +377,7 @@ def _line(error: BaseException) -> str:
 
 
 def select_template(templates: Mapping[str, str], variables: Mapping[str, Any]) -> str:
-    """Name of the template for this request: `tool_use` where there is one and tools are given."""
+    """Name of the template for this request: `tool_use` if it exists and tools are given."""
     if variables.get("tools") and "tool_use" in templates:
         return "tool_use"
     if "default" not in templates:

@@ -1,10 +1,9 @@
 """Token ids to visible text, one token at a time.
 
-Three layers, each usable alone: a `TokenDecoder` turns ids into characters and never shows half of
-one; a `StopAutomaton` finds stop strings across token boundaries; a `Detokenizer` joins the two
-for one request. The concatenation of everything `push` and `finish` return is the text a one-shot
-decode of the same ids gives, cut at the first stop string. Called by the output processor; knows
-nothing of requests, slots or steps.
+Three layers, each usable alone: a `TokenDecoder` turns ids into whole characters; a `StopAutomaton`
+finds stop strings across token boundaries; a `Detokenizer` combines the two for one request. The
+concatenated results of `push` and `finish` equal a one-shot decode of the same ids, cut at the
+first stop string. Called by the output processor; knows nothing of requests, slots or steps.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_WINDOW_TOKENS = 32
-"""A character spans at most four tokens, so a longer window of replacement characters is settled:
-the model really wrote them."""
+"""A character spans at most four tokens, so replacement characters in a longer window are final:
+the model did write invalid UTF-8."""
 
 
 class TokenDecoder(Protocol):
@@ -28,12 +27,12 @@ class TokenDecoder(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is left at the end: replacement characters for an unfinished character."""
+        """The rest at the end: replacement characters for an incomplete character."""
         ...
 
 
 class BytesDecoder:
-    """For vocabularies whose tokens are byte strings: byte-level BPE, or byte fallback.
+    """Decoder for vocabularies of byte strings: byte-level BPE, or byte fallback.
 
     Exact by construction: the bytes are those of the full decode, and an incremental UTF-8 decoder
     replaces invalid sequences exactly as a one-shot decoder does.
@@ -44,7 +43,7 @@ class BytesDecoder:
     def __init__(self, bytes_of: Mapping[int, bytes], *, strip_leading_space: bool = False) -> None:
         self._bytes_of = bytes_of
         self._pending = b""
-        """Start of a character whose other bytes have not come yet."""
+        """First bytes of an incomplete character."""
         self._at_start = strip_leading_space
 
     def push(self, token_id: int) -> str:
@@ -64,10 +63,10 @@ class BytesDecoder:
 
 
 class WindowDecoder:
-    """For every other decoder: decode a short window of ids and emit what it grew by.
+    """Decoder for all other vocabularies: decodes a short window of ids and emits its new text.
 
-    Decoders may treat the first token of a text specially (a stripped space, say), so the window
-    starts one emission before the new tokens and the text they share is cut off.
+    The tokenizer may treat the first token of a text specially (strip a space), so the window
+    starts one emission before the new tokens and the text emitted before is cut off.
     """
 
     __slots__ = ("_decode", "_emitted", "_ids", "_new_start", "_seen", "_window_start")
@@ -97,12 +96,12 @@ class WindowDecoder:
         return text
 
     def flush(self) -> str:
-        # One full decode settles whatever a window could not know.
+        # A full decode corrects what a window cannot determine.
         return self._decode(self._ids)[sum(map(len, self._emitted)) :]
 
 
 class StopAutomaton:
-    """Aho-Corasick over stop strings: one state instead of a look back over the text.
+    """Aho-Corasick automaton over stop strings: one state instead of searching back in the text.
 
     Immutable and shared by all completions of a request. State 0 is the root. `depth[state]` is
     the number of characters that could still become a stop string, so exactly those are held back.
@@ -149,7 +148,7 @@ class StopAutomaton:
         return self._edges[state].get(char, 0)
 
     def after_match(self, state: int) -> int:
-        """Where to go on when a match does not count: a complete stop string holds nothing back."""
+        """The state after an ignored match: a complete stop string holds nothing back."""
         while state and not self._edges[state]:
             state = self._fail[state]
         return state
@@ -202,7 +201,7 @@ class Detokenizer:
         return self._scan(self._stops, text)
 
     def finish(self) -> str:
-        """Whatever is still held back, for an end that is not a stop string."""
+        """The text still held back, for an end other than by a stop string."""
         if self.stop is not None:
             return ""
         text = self._held + self._decoder.flush()
@@ -210,7 +209,7 @@ class Detokenizer:
         return text
 
     def _scan(self, stops: StopAutomaton, new: str) -> str:
-        # Invariant: held is the automaton's state spelled out, so len(held) == depth[state].
+        # Invariant: `held` is the text of the automaton's state, so len(held) == depth[state].
         text = self._held + new
         state = self._state
         counts = self.num_tokens >= self._min_tokens

@@ -2,9 +2,8 @@
 
 A GGUF file has no tokenizer.json: it lists tokens, merges or scores, token types and ids of special
 tokens, and names the rule that splits text into words. Two kinds cover the supported models:
-`gpt2` (byte-level BPE) and `llama` (SentencePiece BPE with byte fallback). Metadata comes from a
-stranger's file: every list is checked before the `tokenizers` library sees it, and what does not
-fit raises a ModelError.
+`gpt2` (byte-level BPE) and `llama` (SentencePiece BPE with byte fallback). The file is untrusted:
+every list is checked before the `tokenizers` library sees it, and a fault raises a ModelError.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ SPLITS: Mapping[str, str | None] = {
     "default": GPT2_SPLIT,
     "gpt-2": GPT2_SPLIT,
     "gpt2": GPT2_SPLIT,
-    # The form that transformers reads. Digits are single tokens here anyway: no merge joins two of
-    # them.
+    # The form that transformers reads. Digits are single tokens anyway: no merge joins two of them.
     "smollm": GPT2_SPLIT,
     "llama-bpe": LLAMA3_SPLIT,
     "llama3": LLAMA3_SPLIT,
@@ -54,24 +52,24 @@ SPLITS: Mapping[str, str | None] = {
     "deepseek-r1-qwen": QWEN2_SPLIT,
     "tekken": TEKKEN_SPLIT,
 }
-"""tokenizer.ggml.pre -> the expression that cuts text into words."""
+"""tokenizer.ggml.pre -> the regular expression that splits text into words."""
 
 WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken"})
-"""Vocabularies where a word that is a token is that token, whatever the merges say. Their models
-also expect a beginning-of-sequence token unless the file says otherwise."""
+"""Vocabularies in which a word that is a token is encoded as that token, ignoring merges. Their
+models also expect a beginning-of-sequence token unless the file says otherwise."""
 
 NFC_NORMALISED = frozenset({"qwen2", "deepseek-r1-qwen"})
 
 MERGED_BY_POSITION = frozenset({"gemma3"})
-"""Values of general.architecture whose merges go by the position of their tokens: scores do not say
-when spaces merge, which are user-defined tokens there."""
+"""Values of general.architecture whose merges are ordered by token id: runs of spaces are
+user-defined tokens there, without usable scores."""
 
 MAX_MERGED_CHARS = 256
-"""Longer tokens are not searched for merges: the work grows with the square of the length."""
+"""Longer tokens are not searched for merges, as the work is quadratic in the length."""
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
-"""Tokens that end an answer where the chat template writes them. Some files name only the token
-that ends a document as end-of-sequence, and their models would talk on for ever."""
+"""Tokens that end an answer if the chat template writes them. Some files name only the token that
+ends a document as end-of-sequence, so their models would never stop."""
 
 
 def read_gguf(path: Path) -> TokenizerParts:
@@ -141,12 +139,12 @@ class _Builder:
         )
 
     def _respell_spaces(self) -> None:
-        """Makes tokens of several spaces normal ones.
+        """Turn tokens of several spaces into normal ones.
 
         A Gemma file has them as user-defined tokens made of spaces. The model's own tokenizer.json
-        spells them with the mark that stands for a space in text, and merges them like others.
+        spells them with `SPACE_MARK` and merges them like others.
         """
-        self._tokens, self._types = list(self._tokens), list(self._types)  # the metadata's own
+        self._tokens, self._types = list(self._tokens), list(self._types)  # keep the metadata's
         present = set(self._tokens)
         for i, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
             marks = SPACE_MARK * len(token)
@@ -185,7 +183,7 @@ class _Builder:
         return backend
 
     def _spelled(self, token_id: int, alphabet: frozenset[str]) -> str:
-        """A token as byte-level BPE writes it; added tokens stay as they are."""
+        """A token's spelling in byte-level BPE; added tokens are unchanged."""
         token = self._tokens[token_id]
         if alphabet.issuperset(token) or self._types[token_id] in (CONTROL, USER_DEFINED):
             return token
@@ -218,10 +216,10 @@ class _Builder:
         return backend
 
     def _derived_merges(self, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Every way to make a token of two others, best score first; of two ways to make the same
-        token, the one with the longer left half first, as in a converted tokenizer.json.
+        """All pairs of tokens that form a token, best score first; for the same token the pair with
+        the longer left half first, as in a converted tokenizer.json.
 
-        Control, unused and byte tokens take no part: text must not merge into a control token.
+        Control, unused and byte tokens are excluded: text must not merge into a control token.
         """
         scores: list[float] = self._list("scores", (int, float))
         if len(scores) != len(self._tokens):

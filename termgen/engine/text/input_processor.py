@@ -1,8 +1,8 @@
-"""A front end's prompt and parameters to a `GenerationRequest`: tokenised, completed, checked.
+"""Tokenises and checks a front end's prompt and parameters; the result is a `GenerationRequest`.
 
-The one place where a request is judged before the engine sees it, for every front end alike. What
-it returns fits the model: ids in the vocabulary, room for at least one new token, `max_tokens`
-filled in. Every fault is a `RequestError` naming the field. Any thread may call it.
+All requests of all front ends are validated here. The result fits the model: ids in the vocabulary,
+room for at least one new token, `max_tokens` filled in. Every fault is a `RequestError` naming the
+field. Thread-safe.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTIONS = ("add_generation_prompt", "chat_template", "continue_final_message")
 
 
 class Envelope(TypedDict, total=False):
-    """What `prepare` takes beside the prompt and the parameters."""
+    """Options of `prepare` beside the prompt and the parameters."""
 
     request_id: str | None
     priority: int
@@ -58,9 +58,9 @@ class InputProcessor:
         grammars: GrammarCompiler | None = None,
         hash_block_size: int | None = None,
     ) -> None:
-        """has_priorities: the scheduler looks at them. clamps_max_tokens: to what the context
-        leaves, where it would be an error. hash_block_size: tokens in a block of the prefix cache,
-        whose hashes are made here; None without one."""
+        """has_priorities: the scheduler uses them. clamps_max_tokens: to what the context leaves,
+        instead of an error. hash_block_size: tokens per block of the prefix cache, whose hashes are
+        computed here; None without one."""
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._max_model_len = max_model_len
@@ -72,9 +72,8 @@ class InputProcessor:
         self._long_texts: TextProcess | None = None
 
     def prewarm(self, texts: TextProcess | None = None) -> None:
-        """Make now what is made once, for the first message that spells a control token and the
-        first answer under a grammar: each holds Python's lock for a third of a second. And have
-        long prompts tokenised elsewhere, from now on."""
+        """Build now what the first message that spells a control token and the first grammar need:
+        each holds the GIL for a third of a second. From now on `texts` tokenises long prompts."""
         if texts is not None and self._tokenizer is not None and texts.start():
             self._long_texts = texts
         if self._tokenizer is not None:
@@ -83,7 +82,7 @@ class InputProcessor:
             self._grammars.prewarm()
 
     def close(self) -> None:
-        """No request comes any more."""
+        """End the helper processes and threads; no request may follow."""
         if self._tokenizer is not None:
             self._tokenizer.close()
         if self._long_texts is not None:
@@ -110,7 +109,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> GenerationRequest:
-        """The same but for its grammar, for callers that wait for it with `add_grammar`."""
+        """The request without its grammar, for callers that await it with `add_grammar`."""
         _check_envelope(request_id, priority, cache_salt)
         if isinstance(prompt, FillPrompt):
             params = self._stop_behind_gap(params)
@@ -155,7 +154,8 @@ class InputProcessor:
         return tuple(hashes)
 
     def _stop_behind_gap(self, params: SamplingParams) -> SamplingParams:
-        """What models write when a gap is full are not always end-of-sequence tokens."""
+        """Add the tokens that models write after filling a gap, which may not be end-of-sequence
+        tokens, to the stop ids."""
         fill = self._tokenizer.fill_tokens if self._tokenizer is not None else None
         if fill is None or params.ignore_eos:
             return params
@@ -164,7 +164,7 @@ class InputProcessor:
         return replace(params, stop_token_ids=tuple(own)[:MAX_STOP_TOKEN_IDS])
 
     def _bad_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """How the tokenizer writes each bad word: at the start of a text, and after a space."""
+        """Token sequences of each bad word: at the start of a text, and after a space."""
         if not params.bad_words:
             return ()
         if self._tokenizer is None:
@@ -188,7 +188,7 @@ class InputProcessor:
         return tuple(sequences)
 
     def _check_allowed(self, params: SamplingParams, bad: tuple[tuple[int, ...], ...]) -> None:
-        """Some allowed id must be one that nothing ever forbids, or there might be none to draw."""
+        """Refuse allowed ids all of which may be forbidden, which could leave none to sample."""
         if params.allowed_token_ids is None:
             return
         left = set(params.allowed_token_ids) - {ids[-1] for ids in bad}
@@ -201,7 +201,7 @@ class InputProcessor:
             )
 
     def renders_elsewhere(self, prompt: Prompt) -> bool:
-        """Whether a process of its own renders the prompt's template, for which a thread waits."""
+        """True if a helper process renders the prompt's template, for which a thread waits."""
         if not isinstance(prompt, ChatPrompt) or self._tokenizer is None:
             return False
         return prompt.chat_template is not None or self._tokenizer.runs_template_elsewhere
@@ -209,9 +209,9 @@ class InputProcessor:
     async def add_grammar(
         self, request: GenerationRequest, *, client: str = ""
     ) -> GenerationRequest:
-        """What `prepare` made, with its grammar; waits for it, holding no thread.
+        """Compile the grammar of a prepared request and add it; the wait occupies no thread.
 
-        client: whose turn it takes at the compiler. Raises RequestError."""
+        client: whose turn it counts as in the compiler. Raises RequestError."""
         wanted = request.params.structured_outputs
         if wanted is None:
             return request
@@ -227,11 +227,11 @@ class InputProcessor:
             raise named(error, wanted) from None
         finally:
             compiler.leave(compiled)
-        # Not on the loop: a long prompt is copied.
+        # Not on the event loop, as a long prompt is copied.
         return await asyncio.to_thread(replace, request, grammar=grammar)
 
     def _need_grammars(self, wanted: StructuredOutputsParams) -> GrammarCompiler:
-        """Raises RequestError where there is no vocabulary to constrain."""
+        """The grammar compiler. Raises RequestError if the engine has no tokenizer."""
         if self._grammars is None:
             raise RequestError(
                 "structured outputs need a tokenizer, and this engine runs without one",
@@ -244,8 +244,8 @@ class InputProcessor:
     ) -> list[int]:
         """The ids `process` would submit for this prompt.
 
-        add_special_tokens: for raw text only; chat templates write their own. has_to_fit: what is
-        longer than the context is an error.
+        add_special_tokens: for raw text only; chat templates write their own. has_to_fit: refuse a
+        prompt that is longer than the context.
         """
         if self._long_texts is not None and is_long(prompt):
             self._check_size(prompt)
@@ -327,7 +327,7 @@ class InputProcessor:
         return self._tokenizer
 
     def _check_size(self, prompt: Prompt) -> None:
-        """Refuse text that cannot fit however it is cut into tokens, before spending time on it."""
+        """Refuse text that cannot fit in any tokenisation, before spending time on it."""
         assert isinstance(prompt, (str, ChatPrompt, FillPrompt)), "ids are counted"
         assert self._tokenizer is not None, "it has been asked for"
         least = -(-prompt_chars(prompt) // self._tokenizer.max_token_chars)
@@ -337,7 +337,7 @@ class InputProcessor:
     def _complete(
         self, params: SamplingParams, *, num_prompt: int, param: str, cuts: bool
     ) -> SamplingParams:
-        """Fill in max_tokens and check what only holds once it is known. cuts: max_tokens, to what
+        """Fill in max_tokens and run the checks that depend on it. cuts: reduce max_tokens to what
         the context leaves."""
         room = self._max_model_len - num_prompt
         assert room >= 1, "`tokenize` was told that it has to fit"
@@ -372,7 +372,7 @@ class InputProcessor:
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
-    """The waiter may be gone; an exception that is never read would be logged as a fault."""
+    """Retrieve the exception: asyncio logs those never read, and the waiter may be gone."""
     if not future.cancelled():
         future.exception()
 

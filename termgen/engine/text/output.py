@@ -1,10 +1,10 @@
-"""Step deliveries in, `TokenDelta`s out: the place where tokens become text.
+"""Turns step deliveries into `TokenDelta`s: tokens become text here.
 
-`OutputProcessor` owns what a front end must remember of each running request (`Completion`: its
-detokenizer, its counters), and which request holds which (slot, epoch). It runs on the front end's
-thread (the event loop, or the caller of an offline engine), once per step for all rows, so its cost
-per row is kept small. It knows nothing of scheduling; a request that a stop string ended is
-reported through `take_aborts`, and whatever the engine still delivers for it is dropped.
+`OutputProcessor` has a front end's state of each running request (`Completion`: its detokenizer,
+its counters), and the request of each (slot, epoch). It runs on the front end's thread (the event
+loop, or the caller of an offline engine), once per step for all rows, so its cost per row is kept
+small. It knows nothing of scheduling; a request ended by a stop string is reported by
+`take_aborts`, and later deliveries for it are dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class PromptScores:
     """Log-probabilities of a prompt's tokens as its chunks are computed.
 
-    A prompt that is preempted is computed again from its start: what comes twice is the same.
+    After a preemption the prompt is computed again from its start, with the same values.
     """
 
     __slots__ = ("_entries", "_num_missing", "num_top")
@@ -51,14 +51,14 @@ class PromptScores:
             self._entries[position] = entry
 
     def take(self) -> tuple[TokenLogprob, ...] | None:
-        """All of them, once they are there."""
+        """All of them, once complete."""
         if self._num_missing:
             return None
         return tuple(entry for entry in self._entries if entry is not None)
 
 
 class Completion:
-    """From the request to its last delta."""
+    """State of one running completion."""
 
     __slots__ = (
         "arrival_ns",
@@ -103,11 +103,11 @@ class Completion:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.prompt_token_ids = request.prompt_token_ids if index == 0 else None
         self.prompt_logprobs: PromptScores | None = None
-        """Until they are out."""
+        """Set until they are delivered."""
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = PromptScores(params.prompt_logprobs, self.num_prompt_tokens)
         self.num_copies = 1
-        """Completions that this one stands for."""
+        """Identical (greedy) completions that this one represents."""
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self.arrival_ns = arrival_ns
@@ -115,10 +115,10 @@ class Completion:
         self.first_token_ns = 0
         self.row: tuple[int, int] | None = None
         self.undecided: int | None = None
-        """A stop token whose `FinishedRow` has not come yet: its text waits for that."""
+        """A stop token whose `FinishedRow` has not arrived; its text is held back until then."""
 
     def push(self, token_ids: Sequence[int], finished: FinishedRow | None) -> tuple[str, int]:
-        """Text that can be shown now, and how many of the tokens belong to the answer."""
+        """(text that can be shown now, number of tokens that belong to the answer)."""
         detokenizer = self.detokenizer
         if detokenizer is None:
             self.num_output_tokens += len(token_ids)
@@ -139,7 +139,7 @@ class Completion:
         return text, len(token_ids)
 
     def finish(self, *, stopped_by_token: bool) -> str:
-        """Text held back until now, at an end that no stop string made."""
+        """Text held back so far, for an end other than by a stop string."""
         detokenizer = self.detokenizer
         if detokenizer is None or detokenizer.stop is not None:
             return ""
@@ -149,7 +149,7 @@ class Completion:
         return text + detokenizer.finish()
 
     def _settle(self, detokenizer: Detokenizer) -> str:
-        """The engine went on past a stop token (min_tokens): it was an ordinary token after all."""
+        """Text of a stop token that the engine continued after (min_tokens): an ordinary token."""
         if self.undecided is None:
             return ""
         token_id, self.undecided = self.undecided, None
@@ -166,12 +166,12 @@ __all__ = [
 
 
 def fan_out(request: GenerationRequest) -> list[GenerationRequest]:
-    """The engine requests behind one submitted request: itself, or `n` children of it.
+    """The engine requests for one submitted request: itself, or its `n` children.
 
-    Child `i` is called `<id>-<i>` and, where the request has a seed, draws with `seed + i`. Their
-    prompt is computed once: the first child does, the others find its blocks. So only the first
-    reports log-probabilities of the prompt. Greedy completions would all be alike: one is run, and
-    the output processor copies it.
+    Child `i` has the id `<id>-<i>` and, if the request has a seed, the seed `seed + i`. The prompt
+    is computed once, by the first child; the others hit the prefix cache. So only the first reports
+    prompt logprobs. Greedy completions are identical: one is run, and the output processor copies
+    it.
     """
     params = request.params
     if params.n == 1:
@@ -194,12 +194,12 @@ def fan_out(request: GenerationRequest) -> list[GenerationRequest]:
 
 
 def _child_seed(seed: int | None, index: int) -> int | None:
-    # wraps within int64, so that the largest allowed seed has children too
+    # wraps around in int64, so that the largest seed has children too
     return None if seed is None else (seed + index + 2**63) % 2**64 - 2**63
 
 
 class OutputProcessor:
-    """Turns what the engine delivers into what callers read. One thread uses it."""
+    """Turns the engine's deliveries into deltas. Used by one thread."""
 
     def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -210,20 +210,20 @@ class OutputProcessor:
         self._children: dict[str, list[str]] = {}
         self._aborts: list[str] = []
         self._lingering: set[str] = set()
-        """Ended here, but the engine has not said so yet: what it delivers for them is dropped."""
+        """Requests that ended here but not yet in the engine: deliveries for them are dropped."""
 
     def __len__(self) -> int:
-        """Completions that have not ended."""
+        """Number of completions that have not ended."""
         return len(self._completions)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._completions or request_id in self._children
 
     def expect(self, request: GenerationRequest, arrival_ns: int) -> list[GenerationRequest]:
-        """Take in a submitted request; returns the engine requests to run for it.
+        """Register a submitted request; returns the engine requests to run for it.
 
-        An engine request is named like the submitted one unless the engine still knows that name:
-        deliveries for an earlier bearer of it must not reach this one. All or nothing.
+        An engine request has the submitted id, unless the engine still knows that id: deliveries
+        for the earlier request must not reach this one. All or nothing.
         """
         self._refuse_known(request.request_id)
         completions = [
@@ -302,12 +302,12 @@ class OutputProcessor:
         return deltas
 
     def take_aborts(self) -> list[str]:
-        """Engine requests a stop string ended since the last call, for the engine to abort."""
+        """Engine requests ended by a stop string since the last call, for the engine to abort."""
         aborts, self._aborts = self._aborts, []
         return aborts
 
     def engine_ids(self, request_id: str) -> list[str]:
-        """Unfinished engine requests behind a submitted request."""
+        """Unfinished engine requests of a submitted request."""
         ids = self._children.get(request_id, [request_id])
         return [i for i in ids if i in self._completions]
 
@@ -434,7 +434,7 @@ class OutputProcessor:
 
 
 class _TokenNames(dict[int, tuple[str, bytes]]):
-    """Text and bytes of tokens, found once each: a long prompt names the same ones many times."""
+    """Cache of tokens' text and bytes, as a long prompt repeats many tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         super().__init__()
@@ -450,7 +450,7 @@ class _TokenNames(dict[int, tuple[str, bytes]]):
 
 
 class _LogprobRows:
-    """A step's logprobs as plain Python lists: one conversion instead of one per element."""
+    """A step's logprobs as Python lists: one conversion instead of one per element."""
 
     __slots__ = ("logprobs", "ranks", "token_ids")
 
@@ -464,7 +464,7 @@ class _LogprobRows:
 
 
 def _copies(delta: TokenDelta, count: int) -> list[TokenDelta]:
-    """The same delta for every completion; what concerns the prompt comes once."""
+    """The same delta for every completion; fields of the prompt only in the first."""
     if count == 1:
         return [delta]
     bare = replace(delta, prompt_token_ids=None, prompt_logprobs=None)

@@ -1,7 +1,7 @@
-"""A finished answer as one value, in vLLM's shape, and the builder that adds deltas up to it.
+"""A finished answer as one value, in vLLM's format, and the builder that assembles it from deltas.
 
-For callers that want the whole answer rather than a stream. No text work happens here: the text is
-the deltas' text, joined. Vocabulary: no torch, no tokenizer.
+For callers that want the whole answer instead of a stream. No torch, no tokenizer: the text is the
+deltas' text, joined.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Logprob:
 
 
 def candidates(entry: TokenLogprob) -> dict[int, Logprob]:
-    """The chosen token first, then the most likely ones, best first."""
+    """The sampled token first, then the most likely ones, best first."""
     found = {entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)}
     for rank, (token_id, token, _, logprob) in enumerate(entry.top, start=1):
         found.setdefault(token_id, Logprob(logprob, rank, token))
@@ -35,7 +35,7 @@ def candidates(entry: TokenLogprob) -> dict[int, Logprob]:
 def prompt_candidates(
     entries: Sequence[TokenLogprob] | None,
 ) -> list[dict[int, Logprob] | None] | None:
-    """The same for every token of a prompt; None for the first, which has no probability."""
+    """Candidates for every prompt token; None for the first, which has no probability."""
     return None if entries is None else [None, *map(candidates, entries[1:])]
 
 
@@ -47,9 +47,9 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
-    """Sum over `logprobs`; None unless they were asked for."""
+    """Sum over `logprobs`; None unless requested."""
     logprobs: list[dict[int, Logprob]] | None
-    """For each token: candidates by token id, the chosen one first."""
+    """For each token: candidates by token id, the sampled one first."""
     finish_reason: FinishReason | None
     """None while it is still being generated."""
     stop_reason: int | str | None
@@ -67,12 +67,12 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    """The prompt as text, where the caller gave text."""
+    """The prompt as text, if the caller gave text."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
-    """Prompt tokens found in the prefix cache, of the answer that found most."""
+    """Prefix-cache hits, in tokens, of the answer with the most."""
     timings: RequestTimings | None = None
     """Times of the answer that finished last."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -115,7 +115,7 @@ class _CompletionParts:
 
 
 class RequestOutputBuilder:
-    """Adds up the deltas of one request; `build` may be called at any time."""
+    """Collects the deltas of one request; `build` may be called at any time."""
 
     def __init__(
         self,

@@ -1,10 +1,9 @@
-"""Chat templates that may never end: rendered by processes that can be ended.
+"""Renders untrusted chat templates in processes that can be killed.
 
-A template is a program, and may come from anyone, with a request or in a model's files. Nested
-loops, or one filter with a large number, take any time or memory, and a thread cannot be stopped.
-Those of requests run here, and those of models unless `is_bounded` shows that they end.
-So these run in `template_worker`, whose processes are started when they are first needed, are kept,
-and are ended when a template takes too long. Any thread may call.
+A template is a program from a request or from a model's files. Nested loops, or one filter with a
+large number, can take any time or memory, and a thread cannot be stopped. So templates of requests,
+and those of models unless `is_bounded` shows that they end, run in `template_worker` processes,
+which are started on demand, reused, and killed when a template takes too long. Thread-safe.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from termgen.errors import EngineDeadError, OverloadedError, RequestError
 from termgen.system.helper_process import no_process
 
 MAX_ANSWER_S = 10.0
-"""Wall-clock limit: a template has used up its share of a processor before, unless that is busy."""
+"""Wall-clock limit, for a busy machine; otherwise the CPU time limit is reached first."""
 MAX_START_S = 60.0
 WORKER = "termgen.engine.text.template_worker"
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")
@@ -38,10 +37,10 @@ OF_MODEL = "the model's chat template"
 
 
 class RequestTemplate:
-    """One template, with what `ChatTemplate` offers."""
+    """One template, with the interface of `ChatTemplate`."""
 
     def __init__(self, source: str, workers: TemplateWorkers, *, whose: str = OF_REQUEST) -> None:
-        """whose: how faults call it. Raises RequestError where it is none."""
+        """whose: its name in error messages. Raises RequestError for an invalid template."""
         if whose == OF_REQUEST and len(source) > MAX_CHAT_TEMPLATE_CHARS:
             raise fault(f"chat_template may have at most {MAX_CHAT_TEMPLATE_CHARS} characters")
         self._workers = workers
@@ -69,7 +68,7 @@ class RequestTemplate:
 
 
 class TemplateWorkers:
-    """The processes; as many as there are threads that ask at one time."""
+    """The worker processes, as many as threads that ask at the same time."""
 
     def __init__(self) -> None:
         self._idle: list[_Worker] = []
@@ -77,12 +76,12 @@ class TemplateWorkers:
         weakref.finalize(self, _end_all, self._idle)
 
     def ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises RequestError for what is the template's fault."""
+        """Send a question to a worker. Raises RequestError for a fault of the template."""
         line = json.dumps(asked).encode() + b"\n"
         try:
             worker = self._take()
             told = worker.ask(line, MAX_ANSWER_S)
-        except (OSError, RuntimeError):  # no process, no file descriptor, or no thread is left
+        except (OSError, RuntimeError):  # the system lacks processes, descriptors or threads
             raise _no_process() from None
         if told is None:
             whose = asked.get("whose", OF_REQUEST)
@@ -95,7 +94,7 @@ class TemplateWorkers:
         return told
 
     def close(self) -> None:
-        """No process stays; what is rendered now comes to its end."""
+        """End the processes; current renderings finish first."""
         self._is_closed = True
         _end_all(self._idle)
 
@@ -105,7 +104,7 @@ class TemplateWorkers:
         while True:
             try:
                 worker = self._idle.pop()
-            except IndexError:  # none is left: looking before would be too early for other threads
+            except IndexError:  # empty; checking first would race with other threads
                 return _Worker()
             if worker.is_alive:
                 return worker
@@ -123,8 +122,8 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**kept, "PYTHONPATH": path},  # no keys, should a template break out
-            process_group=0,  # Ctrl-C is not for it
+            env={**kept, "PYTHONPATH": path},  # no keys, in case a template escapes the sandbox
+            process_group=0,  # no Ctrl-C
         )
         if self.ask(b"", MAX_START_S) is None:
             raise _no_process()
@@ -134,7 +133,7 @@ class _Worker:
         return self._process.poll() is None
 
     def ask(self, line: bytes, timeout_s: float) -> dict[str, Any] | None:
-        """What it says to this; None if it has ended, or was ended because it took too long."""
+        """The reply to this line; None if the process has ended, or was killed for its time."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         timer = threading.Timer(timeout_s, self._process.kill)
@@ -166,7 +165,7 @@ class _Worker:
             try:
                 pipe.close()
             except OSError:
-                continue  # what could not be written any more
+                continue  # unsent data at the end of the process
 
 
 def _no_process() -> RequestError:

@@ -1,9 +1,8 @@
-"""The process that renders chat templates which may never end.
+"""The process that renders untrusted chat templates.
 
 `request_template` starts it and talks to it: one line of JSON in, one line out. It has the sandbox
-of the model's own template, and beyond that limits that no template gets around: the system ends it
-when it has computed for too long, and gives it no more than so much memory. It loads nothing of
-termgen but the templates.
+of the model's own template, plus limits that no template can escape: the system limits its CPU time
+and its memory. Of termgen it imports the templates only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from termgen.errors import RequestError
 
 try:
     import resource
-except ImportError:  # Windows: there is the limit of time that the other side sets
+except ImportError:  # Windows: only the time limit of the parent process applies
     resource = None  # type: ignore[assignment]
 
 CPU_LIMIT_S = 2
@@ -37,7 +36,7 @@ def main() -> None:
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """The names a template reads and the text it may write; with `variables`, what it renders."""
+    """The names a template reads and its literal text; with `variables`, the rendered text."""
     try:
         template = ChatTemplate(asked["source"], whose=asked["whose"])
         if "variables" not in asked:
@@ -57,7 +56,7 @@ def _limit_memory() -> None:
 
 
 def _limit_time() -> None:
-    """From now on, which is why only the soft limit is set: that can be raised again."""
+    """Limit the CPU time from now on: only the soft limit, which can be raised again."""
     if resource is not None:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         _lower(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + CPU_LIMIT_S)
@@ -70,7 +69,7 @@ def _lower(kind: int, limit: int) -> None:
     try:
         resource.setrlimit(kind, (limit, hard))
     except (OSError, ValueError):
-        return  # a system that has the limit only by name; that of time holds in any case
+        return  # a system that does not enforce it; the time limit applies in any case
 
 
 if __name__ == "__main__":

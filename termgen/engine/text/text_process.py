@@ -1,10 +1,10 @@
-"""Long prompts become tokens in a process of their own, `text_program.py`.
+"""Tokenises long prompts in a helper process, `text_program.py`.
 
-A chat is rendered twice, compared, and encoded up to three times, most of it under Python's lock;
-of a megabyte that takes a second, and the tokens of it tens of milliseconds to be freed. For a
-server, which takes prompts from anybody, all that is done elsewhere: one prompt after the other,
-with a lower priority, so that others' streams go on. `InputProcessor` asks it in one of the
-`PromptThreads`, so that the event loop does not wait.
+A chat is rendered twice, compared, and encoded up to three times, mostly under the GIL; a megabyte
+takes a second, and freeing its tokens tens of milliseconds. A server, which accepts prompts from
+anyone, does all that in another process: one prompt after another, with a lower priority, so that
+other streams continue. `InputProcessor` uses it in one of the `PromptThreads`, so that the event
+loop does not wait.
 """
 
 from __future__ import annotations
@@ -28,29 +28,28 @@ from termgen.system.helper_process import (
 
 PROGRAM = Path(__file__).with_name("text_program.py")
 LONG_PROMPT_CHARS = 4096
-"""Shorter ones take a millisecond or two, which is what asking takes."""
+"""Shorter prompts take a millisecond or two, as does using the helper process."""
 LIMIT_S = 60.0
-"""Where a core is free, a megabyte takes a second at worst, and a body has eight at most unless the
-server is set otherwise."""
+"""With a free core a megabyte takes a second at worst, and the default limit of a body is 8 MiB."""
 
 
 def is_long(prompt: Prompt) -> bool:
-    """Whether making tokens of it takes so long that others would notice. A template that came with
-    a request has processes of its own already."""
+    """True if tokenising the prompt takes long. False for a request's own template, which has
+    processes of its own."""
     if isinstance(prompt, ChatPrompt):
         return prompt.chat_template is None and prompt_chars(prompt) >= LONG_PROMPT_CHARS
     return isinstance(prompt, (str, FillPrompt)) and prompt_chars(prompt) >= LONG_PROMPT_CHARS
 
 
 class TextProcess:
-    """Tokenises for one model. Any thread may ask; they wait for each other."""
+    """Tokenises for one model. Thread-safe: prompts are processed one after another."""
 
     def __init__(self, source: Path, max_model_len: int, vocab_size: int) -> None:
         self._helper = HelperProcess(PROGRAM, str(source), str(max_model_len), str(vocab_size))
 
     def start(self) -> bool:
-        """Begin to start it; the first prompt waits for what is still missing then. False where
-        the system allows no process: prompts are then to be tokenised here."""
+        """Begin to start the process; the first prompt waits until it is ready. False if the system
+        allows no process: prompts must then be tokenised in this one."""
         try:
             self._helper.start()
         except HelperFault:
@@ -58,7 +57,7 @@ class TextProcess:
         return True
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool, has_to_fit: bool) -> list[int]:
-        """What `InputProcessor.tokenize` gives, or raises."""
+        """The result of `InputProcessor.tokenize`, or its exception."""
         asked = prompt, add_special_tokens, has_to_fit
         try:
             ids: bytes = self._helper.ask(asked, limit_s=LIMIT_S)
@@ -91,10 +90,10 @@ class PromptThreads:
     async def run(
         self, prompt: Prompt, work: Callable[[], Made], *, renders_elsewhere: bool
     ) -> Made:
-        """The result of work that makes tokens of this prompt.
+        """Run work that tokenises this prompt.
 
-        renders_elsewhere: it waits for a process that renders its template. Raises EngineDeadError
-        if its turn comes after `shutdown`.
+        renders_elsewhere: the work waits for a helper process that renders the template. Raises
+        EngineDeadError if it has not started by `shutdown`.
         """
         threads = None
         if renders_elsewhere:
@@ -117,7 +116,7 @@ class PromptThreads:
         return work()
 
     def shutdown(self) -> None:
-        """Nothing new is begun."""
+        """Start no further work."""
         self._is_over = True
         for threads in (self._template, self._long):
             threads.shutdown(wait=False)

@@ -1,8 +1,8 @@
-"""A program of its own: turns long prompts into tokens. `text_process.py` asks it.
+"""A helper program that tokenises long prompts for `text_process.py`.
 
     python -P text_program.py TOKENIZER MAX_MODEL_LEN VOCAB_SIZE
 
-It judges them just as `InputProcessor` does: it has one.
+It has an `InputProcessor`, so it checks prompts in the same way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3]))  # wherever this process was started
+sys.path.insert(0, str(Path(__file__).parents[3]))  # independent of the working directory
 
 from termgen.client import Prompt
 from termgen.engine.text.input_processor import InputProcessor
@@ -20,7 +20,7 @@ from termgen.engine.text.tokenizer import load_tokenizer
 from termgen.system.helper_process import answer_questions
 
 Asked = tuple[Prompt, bool, bool]
-"""The prompt, whether raw text gets special tokens, and whether it has to fit the context."""
+"""(prompt, add special tokens to raw text, prompt has to fit the context)."""
 
 
 def tokenizing(source: str, max_model_len: str, vocab_size: str) -> Callable[[Asked, bytes], bytes]:

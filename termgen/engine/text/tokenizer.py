@@ -1,8 +1,8 @@
 """Text to token ids and back, and chats to prompts.
 
-`load_tokenizer` reads a model folder or a GGUF file; `Tokenizer` is what the input and output
-processors and the front ends use. Immutable after construction, so any thread may encode. No
-torch, and no transformers on the usual path.
+`load_tokenizer` reads a model folder or a GGUF file; the input and output processors and the front
+ends use `Tokenizer`. Immutable after construction, so any thread may encode. No torch, and
+usually no transformers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from termgen.engine.text.tokenizer_files import TokenizerParts, read_folder
 from termgen.errors import CorruptFileError, ModelError, ModelNotFoundError, RequestError
 
 SPACE_MARK = "\u2581"
-"""How SentencePiece vocabularies write a space."""
+"""Spelling of a space in SentencePiece vocabularies."""
 
 BEHIND = "☺"
-"""A character that no token has beside others."""
+"""A character that no token contains together with others."""
 
 MAX_VOCAB_SIZE = 1 << 24
-"""Tables with a row for each id are made: a file must not make them huge."""
+"""Limit of the tables with a row per id, which a hostile file could make huge."""
 
 PROOF_TEXT = "One text, 2 lines:\n\tna\u00efve \u4f60\u597d \U0001f600 it's."
 
@@ -37,7 +37,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def load_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer of a model folder or of a .gguf file. Raises ModelError.
 
-    It has encoded and decoded a text then: some faults of a file show only in use, and as a panic
+    It encodes and decodes a text as a check: some faults of a file show only in use, and as a panic
     of the native library, which is no `Exception`.
     """
     if not path.is_dir() and not path.is_file():
@@ -93,7 +93,7 @@ class Tokenizer:
         self.chat_templates = parts.chat_templates
         self.response_template = parts.response_template
         self.fill_tokens = find_fill_tokens(backend.token_to_id)
-        """How prompts with a gap are written; None: this model fills none."""
+        """Layout of prompts with a gap; None if the model cannot fill gaps."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -132,7 +132,7 @@ class Tokenizer:
         return [*begin, *ids] if begin == [self.bos_token_id] else ids
 
     def _encode_behind(self, text: str) -> list[int]:
-        """Ids of text that follows other text: without the space that some put before any text."""
+        """Ids of text that follows other text, without the space that some tokenizers prepend."""
         ids, mark = (self.encode(t, add_special_tokens=False) for t in (text, BEHIND))
         if not mark or not self._all_bytes[mark[0]].startswith(b" "):
             return ids
@@ -151,8 +151,8 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation. Nothing in the messages can become a special token.
 
-        `kwargs` are the template's variables (`tools`, `enable_thinking`); `chat_template` is one
-        to be used instead of the model's, in a process of its own. Raises RequestError.
+        `kwargs`: the template's variables (`tools`, `enable_thinking`). `chat_template`: replaces
+        the model's, and is rendered in a helper process. Raises RequestError.
         """
         return self._need_chat(chat_template).encode(
             messages,
@@ -172,7 +172,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt text `apply_chat_template` encodes."""
+        """The prompt text that `apply_chat_template` encodes."""
         return self._need_chat(chat_template).render(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -189,24 +189,24 @@ class Tokenizer:
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Names that all its chat templates read."""
+        """Names that all of its chat templates read."""
         return self._chat.template_variables()
 
     @property
     def runs_template_elsewhere(self) -> bool:
-        """The model's chat template may never end, so a process of its own renders it."""
+        """True if the model's chat template may never end, so that a helper process renders it."""
         return self._chat.runs_elsewhere
 
     def prewarm(self) -> None:
-        """Make now what the first message that spells a control token would have to wait for."""
+        """Build now what the first message that spells a control token would otherwise wait for."""
         self._chat.prewarm()
 
     def close(self) -> None:
-        """End its processes; what needs none goes on."""
+        """End its helper processes; everything else still works."""
         self._chat.close()
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The full text of `ids`: what a `token_decoder` gives piece by piece."""
+        """The full text of `ids`, which a `token_decoder` yields piece by piece."""
         if self._bytes_of is None:
             return self._backend_decode(skip_special_tokens)(ids)
         table = self._table(skip_special_tokens)
@@ -222,11 +222,11 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; special tokens as they are spelled."""
+        """The bytes of a token; for special tokens those of their spelling."""
         return self._all_bytes[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """The token's text, with replacement characters where it is part of a character."""
+        """The token's text; replacement characters stand for a partial character."""
         return self._all_bytes[token_id].decode("utf-8", "replace")
 
     def special_token_id(self, text: str) -> int | None:
@@ -264,7 +264,7 @@ class Tokenizer:
 
 
 class _BytesTable(dict[int, bytes]):
-    """token id -> bytes, filled on first use: a lookup in C afterwards, nothing paid at start."""
+    """Token id -> bytes, filled on first use: no cost at start, later a lookup in C."""
 
     def __init__(self, compute: Callable[[int], bytes], silent: frozenset[int]) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def check_encodable(text: str, *, param: str) -> None:
 
 
 def _byte_decoding(parts: TokenizerParts) -> tuple[Callable[[str], bytes] | None, bool]:
-    """How a token's spelling becomes bytes, and whether a text's first space is dropped.
+    """(function from a token's spelling to its bytes, a text's first space is dropped).
 
     (None, False) for decoders that are not a plain concatenation of tokens.
     """
@@ -317,8 +317,8 @@ def _byte_decoding(parts: TokenizerParts) -> tuple[Callable[[str], bytes] | None
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one visible character: printable Latin-1 characters stand
-    for themselves, the other bytes are numbered upwards from U+0100."""
+    """Byte-level BPE's character -> byte: printable Latin-1 characters are themselves, the other
+    bytes are numbered from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     alphabet = {chr(b): b for b in printable}
@@ -342,23 +342,22 @@ def _byte_fallback_bytes(token: str) -> bytes:
     return token.replace(SPACE_MARK, " ").encode()
 
 
-# Prompts with a gap: the tokens that tell a model what stands before and behind its text.
+# Fill-in-the-middle: the tokens that mark the text before and after a gap.
 #
-# Models that were trained to fill gaps have tokens of their own for this, whose names and order are
-# those of their families. Whether a model can is read from its vocabulary. Used by the tokenizer;
-# knows no tokenizer itself.
+# Models trained for it have special tokens, whose names and order depend on the family. The
+# vocabulary shows whether a model has them. Used by the tokenizer; knows no tokenizer itself.
 
 PREFIX = "{prefix}"
 SUFFIX = "{suffix}"
-"""Where the text before the gap and that behind it go."""
+"""Placeholders for the text before and after the gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
     layout: tuple[str, ...]
-    """Tokens and the two texts, in the order in which the model has seen them."""
+    """Tokens and the two texts, in the order of the model's training."""
     ends: tuple[str, ...] = ()
-    """What the model may write when the gap is full, besides its end-of-sequence token."""
+    """Tokens that the model may write after the gap's text, besides end-of-sequence."""
 
 
 FAMILIES = (
@@ -382,7 +381,7 @@ FAMILIES = (
 
 @dataclass(frozen=True, slots=True)
 class FillTokens:
-    """How one vocabulary marks a gap."""
+    """One vocabulary's marks of a gap."""
 
     layout: tuple[int | str, ...]
     """Token ids, and `PREFIX` and `SUFFIX`."""
@@ -397,7 +396,7 @@ class FillTokens:
 
 
 def find_fill_tokens(id_of: Callable[[str], int | None]) -> FillTokens | None:
-    """What a vocabulary has, None for a model that fills no gaps. id_of: the id of a token."""
+    """A vocabulary's marks; None for a model without them. id_of: the id of a token."""
     for family in FAMILIES:
         marks = [name for name in family.layout if name not in (PREFIX, SUFFIX)]
         ids = {name: token_id for name in marks if (token_id := id_of(name)) is not None}

@@ -1,4 +1,4 @@
-"""What a tokenizer is made of, and how it is read from a model folder.
+"""The parts of a tokenizer, and reading them from a model folder.
 
 `TokenizerParts` is the common result of a folder (here) and of a GGUF file (gguf_tokenizer.py).
 Reads tokenizer.json with the `tokenizers` library directly: importing transformers costs seconds
@@ -33,7 +33,7 @@ CONVERTIBLE = ("tokenizer.model", "vocab.json", "tokenizer.tiktoken")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerParts:
-    """Everything `Tokenizer` needs, wherever it came from."""
+    """Everything `Tokenizer` needs, from any source."""
 
     backend: Backend
     named_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class TokenizerParts:
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     """Templates by name; `default` is the usual one, `tool_use` serves requests with tools."""
     response_template: Mapping[str, Any] | None = None
-    """How transformers is to parse what the model says."""
+    """Declaration by which transformers parses the model's responses."""
     prefix_ids: tuple[int, ...] | None = None
     """Ids put before raw text; None: the backend's own post-processor decides."""
     suffix_ids: tuple[int, ...] | None = None
@@ -144,7 +144,7 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _mark_special(backend: Backend, named: Mapping[str, str]) -> None:
-    """A token the config names is special, even where tokenizer.json forgot to say so."""
+    """Mark the tokens named in the config as special, even if tokenizer.json does not."""
     special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
     forgotten = [
         AddedToken(content, special=True, normalized=False)
@@ -164,7 +164,7 @@ def _ids_if(wanted: object, token_id: int | None) -> tuple[int, ...]:
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """chat_template.jinja wins over the field in tokenizer_config.json."""
+    """Templates by name; chat_template.jinja precedes the field in tokenizer_config.json."""
     templates: dict[str, str] = {}
     listed = config.get("chat_template")
     if isinstance(listed, str):

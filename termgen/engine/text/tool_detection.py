@@ -1,7 +1,7 @@
-"""Finds out from a tokenizer how its model writes tool calls.
+"""Detects a model's tool-call syntax from its tokenizer.
 
-Called once at start. What the model's files declare for transformers' response parser comes first,
-then what its chat template contains.
+Called once at start. A declaration for transformers' response parser in the model's files takes
+precedence over hints in its chat template.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIRST_LOOK_TOKENS = 64
-"""The end of a prompt in which the beginning of the answer is looked for first."""
+"""Tokens at the end of a prompt that are searched first for the beginning of the answer."""
 
 WORDS = {
     ToolStyle.HERMES: ("<tool_call>", "</tool_call>"),
@@ -29,7 +29,7 @@ WORDS = {
 
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat:
-    """Where the template gives no hint, calls are to be written in the style of Hermes."""
+    """The model's tool-call syntax; Hermes style if the template gives no hint."""
     templates = tokenizer.chat_templates
     source = templates.get("tool_use") or templates.get("default", "")
     style = _style(source)
@@ -67,7 +67,7 @@ def _declared(tokenizer: Tokenizer) -> Callable[[Sequence[int]], ResponseParser]
     except (ImportError, ValueError) as error:
         logger.warning("the model's response_template is not used: %s", error)
         return None
-    for field in template.fields.values():  # an answer that is cut short or malformed is one too
+    for field in template.fields.values():  # truncated or malformed answers must parse too
         field.optional = True
         if field.content == "json":
             field.content_args = {**field.content_args, "allow_non_json": True}
@@ -81,7 +81,7 @@ def _declared(tokenizer: Tokenizer) -> Callable[[Sequence[int]], ResponseParser]
 
 
 def _begun_answer(anchor: Any, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
-    """What the prompt has of the answer: the text behind the last place where one begins."""
+    """The part of the answer in the prompt: the text after the last place where one begins."""
     num_tokens = FIRST_LOOK_TOKENS
     while True:
         text = tokenizer.decode(prompt_ids[-num_tokens:], skip_special_tokens=False)
