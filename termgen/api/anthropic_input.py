@@ -5,30 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from termgen.api.chat import ChatRequest
 from termgen.api.chat_bridge import parse_as_chat, shared_fields, turns_of, unknown_fields
+from termgen.api.chat_prompt import (
+    TemplateFields,
+    arguments_of,
+    parts_of,
+    result_text,
+    texts_of,
+    unsupported_part,
+)
 from termgen.api.errors import unsupported
-from termgen.api.fields import Check, Fields, is_empty, one_of, wrong_type
-from termgen.api.parts import arguments_of, parts_of, result_text, texts_of, unsupported_part
-from termgen.api.sampling import MAX_INT
+from termgen.api.fields import Endpoint, is_empty, one_of, read, wanted, wrong_type
+from termgen.api.sampling import MAX_INT, PositiveInt, SharedFields
 from termgen.api.tools import left_out, refuse_choice
 from termgen.errors import RequestError
-
-HARMLESS = frozenset(
-    {
-        "anthropic_version",
-        "betas",
-        "cache_control",  # prefixes are cached anyway
-        "diagnostics",
-        "inference_geo",
-        "metadata",
-        "service_tier",
-        "user_profile_id",
-        "workspace_id",
-    }
-)
 
 
 def _only_drops_thoughts(value: Any) -> bool:
@@ -40,12 +35,64 @@ def _only_drops_thoughts(value: Any) -> bool:
     )
 
 
-REFUSED: dict[str, Check] = {
-    "container": is_empty,
-    "context_management": _only_drops_thoughts,
-    "mcp_servers": is_empty,
-    "speed": one_of("standard"),
-}
+class ToolChoice(Struct, frozen=True):
+    type: str | None = None
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class OutputFormat(Struct, frozen=True):
+    type: str | None = None
+    schema: Any = None
+
+
+class OutputConfig(Struct, frozen=True):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountFields(SharedFields, frozen=True, kw_only=True):
+    """The body of /v1/messages/count_tokens, beside its `TemplateFields`."""
+
+    max_tokens: PositiveInt | None = None
+    messages: Annotated[list[Any], wanted("a list of messages")]
+    system: Annotated[Any, Meta(extra_json_schema={"type": ["string", "array"]})] = []
+    thinking: Annotated[dict[str, Any] | None, wanted("an object with a type")] = None
+    stop_sequences: Annotated[list[Any] | None, wanted("a list of strings")] = None
+    top_k: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    tools: list[Any] = []
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesFields(CountFields, frozen=True, kw_only=True):
+    """The body of /v1/messages, beside its `TemplateFields`."""
+
+    max_tokens: PositiveInt
+
+
+MESSAGES = Endpoint(
+    (MessagesFields, TemplateFields),
+    harmless=frozenset(
+        {
+            "anthropic_version",
+            "betas",
+            "cache_control",  # prefixes are cached anyway
+            "diagnostics",
+            "inference_geo",
+            "metadata",
+            "service_tier",
+            "user_profile_id",
+            "workspace_id",
+        }
+    ),
+    refused={
+        "container": is_empty,
+        "context_management": _only_drops_thoughts,
+        "mcp_servers": is_empty,
+        "speed": one_of("standard"),
+    },
+)
 
 NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -73,42 +120,30 @@ def parse_messages(
     data: Mapping[str, Any], *, only_counts: bool = False, **context: Any
 ) -> MessagesRequest:
     """Check a body. only_counts: of count_tokens, which asks for no answer. Raises RequestError."""
-    body = Fields(data)
-    body.take("model")
-    max_tokens = body.integer("max_tokens", low=1, high=MAX_INT)
-    if max_tokens is None and not only_counts:
-        raise RequestError("max_tokens must be given", param="max_tokens")
+    body = read(CountFields if only_counts else MessagesFields, data)
+    thinking = body.thinking
     chat: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "messages": turns_of([*_system(body), *_messages(body.take("messages"))]),
-        "thinking": _thinking(body.take("thinking")),
-        "stop": body.take("stop_sequences"),
-        "stream": body.boolean("stream"),
-        **{name: body.take(name) for name in ("temperature", "top_p")},
-        "top_k": body.integer("top_k", low=0, high=MAX_INT),
-        **shared_fields(body),
+        "max_tokens": body.max_tokens,
+        "messages": turns_of([*_system(body.system), *_messages(body.messages)]),
+        "thinking": thinking,
+        "stop": body.stop_sequences,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        **shared_fields(data),
         **_tools(body),
-        **_output(body.object("output_config")),
+        **_output(body.output_config),
     }
     if chat["messages"][-1]["role"] == "assistant":  # the answer is to go on from these words
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    if chat["stop"] is not None and not isinstance(chat["stop"], list):
-        raise wrong_type("stop_sequences", "a list of strings", chat["stop"])
-    ignored = unknown_fields(body, data, harmless=HARMLESS, refused=REFUSED, names=NAMES)
+    ignored = unknown_fields(MESSAGES, data, NAMES)
     context.pop("force_include_usage", None)  # this endpoint always tells
-    thinking = chat["thinking"]
     return MessagesRequest(
         chat=_thoughtless(parse_as_chat(chat, id_prefix="msg_", names=NAMES, **context), thinking),
         ignored=ignored,
         shows_thoughts=thinking is None or thinking["type"] != "disabled",
     )
-
-
-def _thinking(value: Any) -> Any:
-    """What this endpoint takes of what a chat does."""
-    if value is not None and not isinstance(value, dict):
-        raise wrong_type("thinking", "an object with a type", value)
-    return value
 
 
 def _thoughtless(chat: ChatRequest, thinking: Mapping[str, Any] | None) -> ChatRequest:
@@ -118,23 +153,20 @@ def _thoughtless(chat: ChatRequest, thinking: Mapping[str, Any] | None) -> ChatR
     return replace(chat, not_used=tuple(name for name in chat.not_used if name != "thinking"))
 
 
-def _system(body: Fields) -> list[dict[str, Any]]:
-    """Instructions, one message.
+def _system(given: Any) -> list[dict[str, Any]]:
+    """The instructions as one message.
 
     A client stamps its first block anew for every request; left in, no prompt would ever be found
     in the prefix cache.
     """
-    given = body.take("system")
     texts = [
         _STAMP.sub("cch=", text) if text.startswith("x-anthropic-billing-header:") else text
-        for text in texts_of(given if given is not None else [], "system")
+        for text in texts_of(given, "system")
     ]
     return [{"role": "system", "content": "\n".join(texts)}] if texts else []
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise wrong_type("messages", "a list of messages", value)
+def _messages(value: list[Any]) -> list[dict[str, Any]]:
     if not value:
         raise RequestError("messages must not be empty", param="messages")
     messages: list[dict[str, Any]] = []
@@ -221,17 +253,12 @@ def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:
     return {"id": block["id"], "type": "function", "function": function}
 
 
-def _tools(body: Fields) -> dict[str, Any]:
+def _tools(body: CountFields) -> dict[str, Any]:
     """`tools` and `tool_choice` in a chat's words."""
-    given = body.take("tools")
-    if given is None or given == []:
-        given = None
-    elif not isinstance(given, list):
-        raise wrong_type("tools", "a list", given)
     tools: list[dict[str, Any]] = []
     hosted: dict[str, str] = {}
     """Types of tools that are left out, by their names."""
-    for i, tool in enumerate(given or ()):
+    for i, tool in enumerate(body.tools):
         if not isinstance(tool, dict):
             raise wrong_type(f"tools[{i}]", "an object", tool)
         kind = tool.get("type")
@@ -245,11 +272,11 @@ def _tools(body: Fields) -> dict[str, Any]:
         function["parameters"] = tool.get("input_schema")
         tools.append({"type": "function", "function": function})
     fields: dict[str, Any] = {"tools": tools} if tools else {}
-    choice = body.object("tool_choice")
+    choice = body.tool_choice
     if choice is None:
         return fields
-    kind, name = choice.string("type"), choice.string("name")
-    if choice.boolean("disable_parallel_tool_use"):
+    kind, name = choice.type, choice.name
+    if choice.disable_parallel_tool_use:
         fields["parallel_tool_calls"] = False
     if kind == "tool":
         if name is None:
@@ -264,15 +291,14 @@ def _tools(body: Fields) -> dict[str, Any]:
     return fields
 
 
-def _output(config: Fields | None) -> dict[str, Any]:
-    """What the answer is to look like, in a chat's words."""
+def _output(config: OutputConfig | None) -> dict[str, Any]:
+    """The form of the answer in a chat's words."""
     if config is None:
         return {}
-    fields: dict[str, Any] = {"reasoning_effort": config.string("effort")}
-    wanted = config.object("format")
-    if wanted is not None:
-        if wanted.string("type") != "json_schema":
-            raise wrong_type("output_config.format.type", "json_schema", wanted.take("type"))
-        schema = {"name": "output", "schema": wanted.take("schema"), "strict": True}
+    fields: dict[str, Any] = {"reasoning_effort": config.effort}
+    if config.format is not None:
+        if config.format.type != "json_schema":
+            raise wrong_type("output_config.format.type", "json_schema", config.format.type)
+        schema = {"name": "output", "schema": config.format.schema, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     return fields

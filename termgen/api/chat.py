@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from termgen.api.chat_prompt import format_for, parse_prompt, parse_template
-from termgen.api.fields import Check, Fields, Instead, is_empty, never, one_of
-from termgen.api.job import (
-    Job,
-    ResponseOptions,
-    Tally,
-    parse_cache_salt,
-    parse_options,
-    parse_priority,
-)
+from termgen.api.chat_prompt import Conversation, parse_prompt
+from termgen.api.fields import Endpoint, Group, Instead, doc, is_empty, never, one_of, read
+from termgen.api.job import Job, ResponseOptions, Tally, parse_options
 from termgen.api.logprobs import chat_logprobs_object, prompt_logprobs_list
 from termgen.api.sampling import (
     HARMLESS,
-    MAX_INT,
+    LOGPROBS_DOC,
     REFUSED,
-    chat_logprobs,
-    parse_prompt_logprobs,
+    GenerationFields,
+    NumLogprobs,
+    PositiveInt,
+    check_prompt_logprobs,
     parse_sampling,
 )
 from termgen.api.sse import TextTemplate
@@ -33,28 +28,58 @@ from termgen.api.tool_calls import (
     message_fields,
     new_parser,
 )
-from termgen.api.tools import Tools, constrain, parse_tools
+from termgen.api.tools import Tools, constrain
 from termgen.client import ChatPrompt, TokenDelta, TokenLogprob
+from termgen.errors import RequestError
+from termgen.vocabulary.sampling_params import MAX_LOGPROBS
 from termgen.vocabulary.tool_format import ToolFormat
 
-CHAT_HARMLESS = HARMLESS
-CHAT_REFUSED: dict[str, Check] = {
-    **REFUSED,
-    "functions": is_empty,
-    "function_call": one_of("none"),
-    "audio": never,
-    "modalities": one_of(["text"]),
-    "prediction": never,
-    "web_search_options": never,
-    "documents": is_empty,
-    "echo": is_empty,
-    "add_special_tokens": is_empty,
-    "mm_processor_kwargs": is_empty,
-    "input": Instead("messages"),
-    "instructions": Instead("a message of the role system"),
-    "output_config": Instead("response_format and reasoning_effort"),
-    "system": Instead("a message of the role system"),
-}
+
+class ChatFields(GenerationFields, frozen=True):
+    """The body of /v1/chat/completions, beside its `Conversation`."""
+
+    max_completion_tokens: Annotated[
+        PositiveInt | None,
+        doc(
+            Group.LENGTH,
+            "as `max_tokens`",
+            "the newer name of `max_tokens`, which it wins over",
+            "what the context leaves",
+        ),
+    ] = None
+    logprobs: Annotated[bool, LOGPROBS_DOC] = False
+    top_logprobs: Annotated[
+        NumLogprobs | None,
+        doc(
+            Group.ANSWER,
+            f"0 to {MAX_LOGPROBS}; needs `logprobs`",
+            "so many alternatives for each token",
+            "0",
+        ),
+    ] = None
+
+
+CHAT = Endpoint(
+    (ChatFields, Conversation),
+    harmless=HARMLESS,
+    refused={
+        **REFUSED,
+        "functions": is_empty,
+        "function_call": one_of("none"),
+        "audio": never,
+        "modalities": one_of(["text"]),
+        "prediction": never,
+        "web_search_options": never,
+        "documents": is_empty,
+        "echo": is_empty,
+        "add_special_tokens": is_empty,
+        "mm_processor_kwargs": is_empty,
+        "input": Instead("messages"),
+        "instructions": Instead("a message of the role system"),
+        "output_config": Instead("response_format and reasoning_effort"),
+        "system": Instead("a message of the role system"),
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +113,25 @@ def parse_chat(
     """Check a body. `model` is the resolved served name, `defaults` the model's own sampling.
 
     strict_tools: functions that do not say are strict. trusts_template: the body may bring one.
-    cuts_max_tokens: to what the context leaves, where it would be an error.
+    cuts_max_tokens: too many are cut to what the context leaves, instead of an error.
     """
-    body = Fields(data)
-    body.take("model")  # resolved by the caller
+    body, conversation = read(ChatFields, data), read(Conversation, data)
     options = parse_options(
         body, id_prefix="chatcmpl", model=model, force_include_usage=force_include_usage
     )
-    old = body.integer("max_tokens", low=1, high=MAX_INT)
-    new = body.integer("max_completion_tokens", low=1, high=MAX_INT)
+    check_prompt_logprobs(body)
+    old, new = body.max_tokens, body.max_completion_tokens
     params = parse_sampling(
         body,
         max_tokens=old if new is None else new,
-        logprobs=chat_logprobs(body),
-        prompt_logprobs=parse_prompt_logprobs(body, stream=options.stream),
+        logprobs=_logprobs(body),
+        prompt_logprobs=body.prompt_logprobs,
         defaults=defaults,
     )
-    chat_template = parse_template(body, is_trusted=trusts_template)
-    tool_format = format_for(tool_format, chat_template)
-    tools = parse_tools(body, tool_format, strict=strict_tools)
-    prompt, unread = parse_prompt(body, tools, tool_format, chat_template)
+    prompt, tools, not_used = parse_prompt(
+        conversation, tool_format, strict_tools=strict_tools, trusts_template=trusts_template
+    )
     prompt = replace(prompt, cuts_max_tokens=cuts_max_tokens)
-    not_used = (*unread, *tools.left_out)
     wanted = constrain(tools, params.structured_outputs)
     tools = replace(tools, is_formed=tools.may_call and wanted is not None)
     if not tools.may_call and (wanted is not None or prompt.continue_final_message):
@@ -123,11 +145,19 @@ def parse_chat(
         prompt=prompt,
         params=params,
         request_id=options.id,
-        priority=parse_priority(body),
-        cache_salt=parse_cache_salt(body),
+        priority=body.priority,
+        cache_salt=body.cache_salt,
     )
-    ignored = body.finish(harmless=CHAT_HARMLESS, refused=CHAT_REFUSED)
-    return ChatRequest(job, options, ignored, tools, not_used)
+    return ChatRequest(job, options, CHAT.unknown(data), tools, not_used)
+
+
+def _logprobs(body: ChatFields) -> int | None:
+    """`logprobs: true` with `top_logprobs: k` -> k; None when not asked for."""
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    return None
 
 
 class _Choice:

@@ -12,22 +12,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from termgen.api.chat import CHAT_REFUSED, ChatRequest, ChatStream, chat_response, parse_chat
+from termgen.api.chat import CHAT, ChatRequest, ChatStream, chat_response, parse_chat
+from termgen.api.chat_prompt import TemplateFields
 from termgen.api.errors import unsupported
-from termgen.api.fields import Check, Fields, instead_of, is_empty, is_true, never, one_of
+from termgen.api.fields import (
+    Check,
+    Endpoint,
+    declared,
+    instead_of,
+    is_empty,
+    is_true,
+    never,
+    one_of,
+)
+from termgen.api.sampling import SharedFields
 from termgen.client import TokenDelta
 from termgen.errors import OverloadedError, RequestError
 
-SHARED_FIELDS = (
-    *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    *("allowed_token_ids", "bad_words", "seed", "min_tokens", "ignore_eos", "stop_token_ids"),
-    *("structured_outputs", "chat_template_kwargs", "priority", "cache_salt", "sse_ping_interval"),
-    *("chat_template", "enable_thinking", "think", "thinking_budget"),
-)
+SHARED_FIELDS = frozenset({*declared(SharedFields), *declared(TemplateFields)}) - {
+    *("model", "stream", "temperature", "top_k", "top_p")
+}
 """Fields of a chat that both endpoints take as they are: none changes the shape of an answer."""
 
 CHAT_WORDS: Mapping[str, Check] = {
-    **CHAT_REFUSED,
+    **CHAT.refused,
     **dict.fromkeys(
         ("add_generation_prompt", "parallel_tool_calls", "skip_special_tokens"), is_true
     ),
@@ -47,21 +55,16 @@ _TOOL = re.compile(r"^(tools\[\d+\])\.function")
 """Both endpoints have a tool's fields at its top."""
 
 
-def shared_fields(body: Fields) -> dict[str, Any]:
-    return {name: body.take(name) for name in SHARED_FIELDS}
+def shared_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: data[name] for name in SHARED_FIELDS if name in data}
 
 
 def unknown_fields(
-    body: Fields,
-    data: Mapping[str, Any],
-    *,
-    harmless: frozenset[str],
-    refused: Mapping[str, Check],
-    names: Mapping[str, str],
+    endpoint: Endpoint, data: Mapping[str, Any], names: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """As `Fields.finish`, which knows nothing of chats. data: the body. names: of fields of a chat
-    that are called otherwise here."""
-    unknown = body.finish(harmless=harmless, refused=refused)
+    """`Endpoint.unknown`, and a RequestError for fields of a chat that this endpoint does not take.
+    names: the endpoint's names for fields of a chat."""
+    unknown = endpoint.unknown(data)
     for name in unknown:
         if name in CHAT_WORDS and data[name] is not None and not CHAT_WORDS[name](data[name]):
             hint = f"; its name here is {names[name]}" if name in names else ""

@@ -7,41 +7,96 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from termgen.api.fields import Check, Fields, is_empty, is_int, is_true, never, wrong_type
-from termgen.api.job import (
-    Job,
-    ResponseOptions,
-    Tally,
-    parse_cache_salt,
-    parse_options,
-    parse_priority,
+from msgspec import Meta
+
+from termgen.api.fields import (
+    Endpoint,
+    Group,
+    doc,
+    is_empty,
+    is_int,
+    is_true,
+    never,
+    read,
+    wanted,
+    wrong_type,
 )
+from termgen.api.job import Job, ResponseOptions, Tally, parse_options
 from termgen.api.logprobs import TextLogprobs, prompt_logprobs_list
 from termgen.api.sampling import (
     HARMLESS,
+    LOGPROBS_DOC,
     MAX_INT,
     REFUSED,
-    parse_prompt_logprobs,
+    GenerationFields,
+    NumLogprobs,
+    check_prompt_logprobs,
     parse_sampling,
 )
 from termgen.api.sse import TextTemplate
 from termgen.client import FillPrompt, Prompt, TokenDelta, TokenLogprob
 from termgen.errors import RequestError
-from termgen.vocabulary.sampling_params import MAX_LOGPROBS
 
 MAX_PROMPTS = 128
 MAX_CHOICES = 1024
 """Prompts times n."""
 DEFAULT_MAX_TOKENS = 16
 
-COMPLETION_REFUSED: dict[str, Check] = {
-    **REFUSED,
-    "add_special_tokens": is_true,
-    "prompt_embeds": is_empty,
-    "chat_template": never,
-}
+PROMPT_TYPES = "a string, a list of strings, token ids, or a list of lists of token ids"
+
+
+class CompletionFields(GenerationFields, frozen=True, kw_only=True):
+    """The body of /v1/completions."""
+
+    prompt: Annotated[
+        str | list[Any],
+        wanted(PROMPT_TYPES),
+        doc(
+            Group.PROMPT,
+            "a string, a list of strings, token ids, or a list of those",
+            f"up to {MAX_PROMPTS} texts to continue; times `n` at most {MAX_CHOICES} choices",
+            "required",
+        ),
+    ]
+    echo: Annotated[
+        bool,
+        doc(
+            Group.PROMPT,
+            "true, false",
+            "begin the answer with the prompt; with `logprobs`, those of the prompt too",
+        ),
+    ] = False
+    suffix: Annotated[
+        str | None,
+        doc(
+            Group.PROMPT,
+            "a string; the prompt must be text",
+            "what stands behind the answer, for models whose tokenizer has tokens for that "
+            "(fill-in-the-middle), and refused for others; excludes `echo`",
+            "none",
+        ),
+    ] = None
+    logprobs: Annotated[NumLogprobs | None, LOGPROBS_DOC] = None
+
+
+class EchoFields(CompletionFields, frozen=True, kw_only=True):
+    """The body with `echo`: the answer may be the prompt alone."""
+
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] = DEFAULT_MAX_TOKENS
+
+
+COMPLETIONS = Endpoint(
+    (CompletionFields,),
+    harmless=HARMLESS,
+    refused={
+        **REFUSED,
+        "add_special_tokens": is_true,
+        "prompt_embeds": is_empty,
+        "chat_template": never,
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,32 +137,27 @@ def parse_completion(
     force_include_usage: bool = False,
 ) -> CompletionRequest:
     """Check a body. `model` is the resolved served name, `defaults` the model's own sampling."""
-    body = Fields(data)
-    body.take("model")  # resolved by the caller
+    body = read(EchoFields if data.get("echo") is True else CompletionFields, data)
     options = parse_options(
         body, id_prefix="cmpl", model=model, force_include_usage=force_include_usage
     )
-    prompts = _parse_prompts(body.take("prompt"))
-    echo = body.boolean("echo")
-    suffix = body.string("suffix")
-    if suffix:
-        prompts = _with_gap(prompts, suffix, echo=echo)
-    logprobs = body.integer("logprobs", low=0, high=MAX_LOGPROBS)
-    prompt_logprobs = parse_prompt_logprobs(body, stream=options.stream)
-    wants_prompt_logprobs = prompt_logprobs is not None
-    if echo and logprobs is not None:  # the prompt is part of the answer, and so of its logprobs
-        prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    max_tokens = body.integer("max_tokens", low=0 if echo else 1, high=MAX_INT)
-    if max_tokens is None:
-        max_tokens = DEFAULT_MAX_TOKENS
-    least = body.integer("min_tokens", low=0, high=MAX_INT)
-    if least and not max_tokens:
-        raise RequestError(f"min_tokens ({least}) exceeds max_tokens (0)", param="min_tokens")
+    prompts = _parse_prompts(body.prompt)
+    if body.suffix:
+        prompts = _with_gap(prompts, body.suffix, echo=body.echo)
+    check_prompt_logprobs(body)
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:  # the answer, and so its logprobs, has the prompt
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.min_tokens and not max_tokens:
+        raise RequestError(
+            f"min_tokens ({body.min_tokens}) exceeds max_tokens (0)", param="min_tokens"
+        )
     # nothing to generate: the parameters are still checked, with a length that is allowed
     params = parse_sampling(
         body,
         max_tokens=max_tokens or 1,
-        logprobs=logprobs,
+        logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
         defaults=defaults,
     )
@@ -116,29 +166,30 @@ def parse_completion(
             f"{len(prompts)} prompts times n={params.n} exceeds {MAX_CHOICES} completions",
             param="n",
         )
-    priority, cache_salt = parse_priority(body), parse_cache_salt(body)
     jobs = tuple(
         Job(
             prompt=prompt,
             params=params,
             request_id=options.id if len(prompts) == 1 else f"{options.id}-{i}",
-            priority=priority,
-            cache_salt=cache_salt,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
             generates=max_tokens > 0,
         )
         for i, prompt in enumerate(prompts)
     )
-    ignored = body.finish(harmless=HARMLESS, refused=COMPLETION_REFUSED)
-    return CompletionRequest(jobs, options, echo, ignored, wants_prompt_logprobs)
+    return CompletionRequest(
+        jobs,
+        options,
+        echo=body.echo,
+        ignored=COMPLETIONS.unknown(data),
+        wants_prompt_logprobs=body.prompt_logprobs is not None,
+    )
 
 
-def _parse_prompts(value: Any) -> Sequence[Prompt]:
+def _parse_prompts(value: str | list[Any]) -> Sequence[Prompt]:
     """str | [str] | [int] | [[int]] -> a list of prompts."""
     if isinstance(value, str):
         return [value]
-    wanted = "a string, a list of strings, token ids, or a list of lists of token ids"
-    if not isinstance(value, list):
-        raise wrong_type("prompt", wanted, value)
     if not value:
         raise RequestError("prompt must not be empty", param="prompt")
     if _is_token_list(value):
@@ -148,7 +199,7 @@ def _parse_prompts(value: Any) -> Sequence[Prompt]:
     if all(isinstance(item, str) for item in value):
         return value
     if not all(isinstance(item, list) and _is_token_list(item) for item in value):
-        raise wrong_type("prompt", wanted, value)
+        raise wrong_type("prompt", PROMPT_TYPES, value)
     if not all(value):
         raise RequestError("prompt must not hold an empty list", param="prompt")
     return [tuple(item) for item in value]

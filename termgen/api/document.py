@@ -11,64 +11,60 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from termgen.api.chat import CHAT_HARMLESS, CHAT_REFUSED
+from termgen.api.chat import CHAT
 from termgen.api.chat_bridge import SHARED_FIELDS
-from termgen.api.completions import COMPLETION_REFUSED
-from termgen.api.fields import Check
-from termgen.api.parameter_types import CHAT, COMPLETIONS, Group, Parameter
-from termgen.api.parameters import GROUPS, described
-from termgen.api.sampling import HARMLESS
+from termgen.api.completions import COMPLETIONS
+from termgen.api.fields import Doc, Endpoint, Group
 
-REFUSED: Mapping[str, Mapping[str, Check]] = {CHAT: CHAT_REFUSED, COMPLETIONS: COMPLETION_REFUSED}
-IGNORED: Mapping[str, frozenset[str]] = {CHAT: CHAT_HARMLESS, COMPLETIONS: HARMLESS}
+ENDPOINTS: Mapping[str, Endpoint] = {"chat": CHAT, "completions": COMPLETIONS}
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def taken(endpoint: str) -> dict[str, Parameter]:
-    """The described fields that an endpoint takes."""
-    off = REFUSED[endpoint].keys() | IGNORED[endpoint]
-    return {name: p for name, p in described(endpoint).items() if name not in off}
+def documented() -> Mapping[str, tuple[Doc, list[str]]]:
+    """The fields of both endpoints by name, each with the endpoints that have it."""
+    found: dict[str, tuple[Doc, list[str]]] = {}
+    for endpoint, body in ENDPOINTS.items():
+        for name, field in body.fields.items():
+            assert field.doc is not None, f"{name} has no documentation"
+            found.setdefault(name, (field.doc, []))[1].append(endpoint)
+    return found
 
 
 def parameters() -> str:
-    return "\n".join(filter(None, map(_table, GROUPS)))
+    return "\n".join(map(_table, Group))
 
 
 def _table(group: Group) -> str:
     rows = []
-    for p in group.parameters:
-        endpoints = [name for name in p.endpoints if p.name in taken(name)]
-        if endpoints:
+    for name, (doc, endpoints) in documented().items():
+        if doc.group is group:
             where = "both" if len(endpoints) == 2 else endpoints[0]
-            cells = (f"`{p.name}`", where, p.values, p.default, p.meaning, p.origin)
+            cells = (f"`{name}`", where, doc.values, doc.default, doc.meaning, doc.origin)
             rows.append("| " + " | ".join(cells) + " |")
-    if not rows:
-        return ""
     head = ["| field | where | values | default | what it does | from |"]
-    return "\n".join([f"### {group.title}", "", *head, "| --- " * 6 + "|", *rows, ""])
+    return "\n".join([f"### {group.value}", "", *head, "| --- " * 6 + "|", *rows, ""])
 
 
 def ignored() -> str:
-    lines = [f"- Both endpoints: {_names(IGNORED[COMPLETIONS])}."]
-    only = IGNORED[CHAT] - IGNORED[COMPLETIONS]
+    lines = [f"- Both endpoints: {_names(COMPLETIONS.harmless)}."]
+    only = CHAT.harmless - COMPLETIONS.harmless
     if only:
         lines.append(f"- Chat too: {_names(only)}.")
     return "\n".join([*lines, ""])
 
 
 def refused() -> str:
-    shared = REFUSED[CHAT].keys() & REFUSED[COMPLETIONS].keys()
+    shared = CHAT.refused.keys() & COMPLETIONS.refused.keys()
     lines = [f"- Both endpoints: {_names(shared)}."]
     for endpoint, words in ((CHAT, "Chat"), (COMPLETIONS, "Completions")):
-        only = REFUSED[endpoint].keys() - shared
-        lines.append(f"- {words} too: {_names(only)}.")
+        lines.append(f"- {words} too: {_names(endpoint.refused.keys() - shared)}.")
     return "\n".join([*lines, ""])
 
 
 def shared() -> str:
-    """What the endpoints that are a chat in other words take by the chat's own names."""
-    return f"{_names(set(SHARED_FIELDS))}.\n"
+    """Fields of a chat that the endpoints which are a chat in other words take as they are."""
+    return f"{_names(SHARED_FIELDS)}.\n"
 
 
 def _names(names: frozenset[str] | set[str]) -> str:
@@ -84,7 +80,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
 
 
 def rewritten(page: str) -> str:
-    """The page with every generated part as the code has it now."""
+    """The page with every generated part written anew."""
     return _PART.sub(lambda m: m[1] + PARTS[m[2]]() + m[3], page)
 
 

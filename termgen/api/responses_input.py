@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from termgen.api.chat import ChatRequest
 from termgen.api.chat_bridge import parse_as_chat, shared_fields, turns_of, unknown_fields
+from termgen.api.chat_prompt import TemplateFields, arguments_of, result_text, texts_of
 from termgen.api.errors import unsupported
-from termgen.api.fields import Check, Fields, is_empty, one_of, wrong_type
-from termgen.api.parts import arguments_of, result_text, texts_of
+from termgen.api.fields import Endpoint, is_empty, one_of, read, wanted, wrong_type
 from termgen.api.responses_tools import (
     ToolName,
     custom_arguments,
@@ -21,35 +23,10 @@ from termgen.api.responses_tools import (
     offered_tools,
     tool_choice_of,
 )
-from termgen.api.sampling import MAX_INT
+from termgen.api.sampling import PositiveInt, SharedFields
 from termgen.errors import RequestError
 from termgen.vocabulary.tool_format import ToolFormat
 
-HARMLESS = frozenset(
-    {
-        "client_metadata",
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "stream_options",
-        "user",
-    }
-)
-REFUSED: dict[str, Check] = {
-    "background": is_empty,
-    "context_management": is_empty,
-    "conversation": is_empty,
-    "max_tool_calls": is_empty,
-    "moderation": is_empty,
-    "previous_response_id": is_empty,
-    "prompt": is_empty,
-    "store": is_empty,
-    "top_logprobs": is_empty,
-    "truncation": one_of("disabled"),
-}
 HARMLESS_INCLUDES = frozenset(
     {
         "code_interpreter_call.outputs",
@@ -61,6 +38,69 @@ HARMLESS_INCLUDES = frozenset(
     }
 )
 """What asks for parts that an answer here never has."""
+
+STYLE_WISHES: Mapping[str, tuple[str, ...]] = {
+    "reasoning.summary": ("auto", "concise", "detailed", "none"),
+    "reasoning.generate_summary": ("auto", "concise", "detailed"),
+    "text.verbosity": ("low", "medium", "high"),
+}
+"""Wishes that nothing here can meet, and their values."""
+
+
+class ReasoningFields(Struct, frozen=True):
+    effort: Any = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
+class TextFields(Struct, frozen=True):
+    format: dict[str, Any] | None = None
+    verbosity: Any = None
+
+
+class ResponsesFields(SharedFields, frozen=True, kw_only=True):
+    """The body of /v1/responses, beside its `TemplateFields`."""
+
+    include: list[Any] = []
+    reasoning: ReasoningFields | None = None
+    text: TextFields | None = None
+    tools: list[Any] = []
+    input: Annotated[str | list[Any], wanted("a string or a list of items")]
+    instructions: str | None = None
+    max_output_tokens: PositiveInt | None = None
+    stop: str | list[str] = []
+    parallel_tool_calls: bool = True
+    tool_choice: Annotated[Any, Meta(extra_json_schema={"type": ["string", "object"]})] = None
+
+
+RESPONSES = Endpoint(
+    (ResponsesFields, TemplateFields),
+    harmless=frozenset(
+        {
+            "client_metadata",
+            "metadata",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "stream_options",
+            "user",
+        }
+    ),
+    refused={
+        "background": is_empty,
+        "context_management": is_empty,
+        "conversation": is_empty,
+        "max_tool_calls": is_empty,
+        "moderation": is_empty,
+        "previous_response_id": is_empty,
+        "prompt": is_empty,
+        "store": is_empty,
+        "top_logprobs": is_empty,
+        "truncation": one_of("disabled"),
+    },
+)
 
 NAMES = {
     "max_completion_tokens": "max_output_tokens",
@@ -98,30 +138,31 @@ class ResponsesRequest:
 
 def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest:
     """Check a body. Raises RequestError."""
-    body = Fields(data)
-    body.take("model")
-    _check_includes(body.take("include"))
-    reasoning, text = body.object("reasoning"), body.object("text")
-    tools = offered_tools(body.take("tools"))
-    not_used = [*_style_wishes(reasoning, text), *tools.not_used]
-    messages = _messages(body.take("input"), not_used)
-    if instructions := body.string("instructions"):
-        messages.insert(0, {"role": "system", "content": instructions})
+    body = read(ResponsesFields, data)
+    _check_includes(body.include)
+    tools = offered_tools(body.tools)
+    not_used = [*_style_wishes(body), *tools.not_used]
+    messages = _messages(body.input, not_used)
+    if body.instructions:
+        messages.insert(0, {"role": "system", "content": body.instructions})
     chat: dict[str, Any] = {
         "messages": turns_of(messages),
-        "max_tokens": body.integer("max_output_tokens", low=1, high=MAX_INT),
-        "stream": body.boolean("stream"),
-        **{name: body.take(name) for name in ("temperature", "top_p", "top_k", "stop")},
-        **shared_fields(body),
-        "reasoning_effort": reasoning.take("effort") if reasoning else None,
-        "parallel_tool_calls": body.boolean("parallel_tool_calls", True),
+        "max_tokens": body.max_output_tokens,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stop": body.stop,
+        **shared_fields(data),
+        "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+        "parallel_tool_calls": body.parallel_tool_calls,
         "tools": tools.chat or None,
-        "tool_choice": tool_choice_of(body.take("tool_choice")),
+        "tool_choice": tool_choice_of(body.tool_choice),
     }
-    output_format = text.take("format") if text else None
+    output_format = body.text.format if body.text is not None else None
     if output_format is not None:
         chat["response_format"] = _response_format(output_format)
-    ignored = unknown_fields(body, data, harmless=HARMLESS, refused=REFUSED, names=NAMES)
+    ignored = unknown_fields(RESPONSES, data, NAMES)
     context.pop("force_include_usage", None)  # this endpoint always tells
     # The rule here, where a chat must ask for it; but not all models can where calls are free.
     strict = context.get("tool_format", ToolFormat()).new_parser is None
@@ -152,35 +193,28 @@ def _echoed(tool: dict[str, Any], strict: bool) -> dict[str, Any]:
     return {**tool, "strict": strict}
 
 
-def _style_wishes(reasoning: Fields | None, text: Fields | None) -> list[str]:
-    """Names of wishes that nothing here can meet, their values checked."""
+def _style_wishes(body: ResponsesFields) -> list[str]:
+    """Names of the style wishes in a body, their values checked."""
     found = []
-    for fields, name, words in (
-        (reasoning, "summary", ("auto", "concise", "detailed", "none")),
-        (reasoning, "generate_summary", ("auto", "concise", "detailed")),
-        (text, "verbosity", ("low", "medium", "high")),
-    ):
-        value = fields.take(name) if fields is not None else None
+    for where, words in STYLE_WISHES.items():
+        struct, _, name = where.partition(".")
+        fields = getattr(body, struct)
+        value = getattr(fields, name) if fields is not None else None
         if value is None:
             continue
-        where = f"{'text' if fields is text else 'reasoning'}.{name}"
         if value not in words:
             raise wrong_type(where, " or ".join(words), value)
         found.append(where)
     return found
 
 
-def _check_includes(value: Any) -> None:
-    if value is not None and not isinstance(value, list):
-        raise wrong_type("include", "a list", value)
-    for name in value or ():
+def _check_includes(names: list[Any]) -> None:
+    for name in names:
         if not isinstance(name, str) or name not in HARMLESS_INCLUDES:
             raise unsupported("include", f"include: {str(name)[:60]!r} is not supported here")
 
 
-def _response_format(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise wrong_type("text.format", "an object", value)
+def _response_format(value: dict[str, Any]) -> dict[str, Any]:
     if value.get("type") != "json_schema":
         return value
     names = ("name", "description", "schema", "strict")
@@ -190,11 +224,9 @@ def _response_format(value: Any) -> dict[str, Any]:
 # -- input ---------------------------------------------------------------------------------
 
 
-def _messages(value: Any, not_used: list[str]) -> list[dict[str, Any]]:
+def _messages(value: str | list[Any], not_used: list[str]) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise wrong_type("input", "a string or a list of items", value)
     if not value:
         raise RequestError("input must not be empty", param="input")
     messages: list[dict[str, Any]] = []

@@ -54,13 +54,9 @@ def flat_name(name: str, namespace: str | None) -> str:
     return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
 
 
-def offered_tools(value: Any) -> OfferedTools:
+def offered_tools(given: list[Any]) -> OfferedTools:
     offered = OfferedTools()
-    if value is None:
-        return offered
-    if not isinstance(value, list):
-        raise wrong_type("tools", "a list", value)
-    for i, tool in enumerate(value):
+    for i, tool in enumerate(given):
         _offer(offered, tool, f"tools[{i}]")
     return offered
 

@@ -4,20 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from termgen.api.chat_prompt import format_for, parse_prompt, parse_template
-from termgen.api.fields import Fields, is_empty, is_int, wrong_type
+from msgspec import Meta, Struct
+
+from termgen.api.chat_prompt import Conversation, parse_prompt
+from termgen.api.fields import Endpoint, is_empty, read, wanted
 from termgen.api.sampling import MAX_INT
-from termgen.api.tools import parse_tools
 from termgen.client import ChatPrompt, ModelInfo, TokenizerInfo
 from termgen.errors import RequestError
 from termgen.vocabulary.tool_format import ToolFormat
 
 MAX_IDS = 1_000_000
 
-REFUSED = {"mm_processor_kwargs": is_empty, "chat_template": is_empty}
-"""The latter beside a prompt; messages may bring one."""
+
+class TokenizeFields(Struct, frozen=True):
+    """The body of /tokenize, beside the `Conversation` where it has messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeFields(Struct, frozen=True, kw_only=True):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[
+        list[int], Meta(max_length=MAX_IDS), wanted(f"a list of at most {MAX_IDS} token ids")
+    ]
+
+
+TOKENIZE_TEXT = Endpoint(
+    (TokenizeFields,), refused={"mm_processor_kwargs": is_empty, "chat_template": is_empty}
+)
+TOKENIZE_CHAT = Endpoint((TokenizeFields, Conversation), refused={"mm_processor_kwargs": is_empty})
+DETOKENIZE = Endpoint((DetokenizeFields,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +63,25 @@ class DetokenizeRequest:
 def parse_tokenize(
     data: Mapping[str, Any], tool_format: ToolFormat, *, trusts_template: bool = False
 ) -> TokenizeRequest:
-    body = Fields(data)
-    body.take("model")  # resolved by the caller
-    text = body.string("prompt")
-    special = body.take("add_special_tokens")
-    if special is not None and not isinstance(special, bool):
-        raise wrong_type("add_special_tokens", "true or false", special)
-    if text is None and data.get("messages") is None:
+    body = read(TokenizeFields, data)
+    has_messages = data.get("messages") is not None
+    special = body.add_special_tokens
+    if body.prompt is None and not has_messages:
         raise RequestError("send a prompt or messages", param="prompt")
-    if text is not None and data.get("messages") is not None:
+    if body.prompt is not None and has_messages:
         raise RequestError("prompt and messages exclude each other", param="messages")
     prompt: str | ChatPrompt
     not_used: tuple[str, ...] = ()
-    if text is not None:
-        prompt = text
+    if body.prompt is not None:
+        prompt = body.prompt
     else:
-        prompt, not_used = _parse_chat(body, tool_format, trusts_template=trusts_template)
-    if special and not isinstance(prompt, str):
+        prompt, _, not_used = parse_prompt(
+            read(Conversation, data),
+            tool_format,
+            strict_tools=False,
+            trusts_template=trusts_template,
+        )
+    if special and has_messages:
         raise RequestError(
             "add_special_tokens is for a prompt; messages get theirs from the chat template",
             param="add_special_tokens",
@@ -64,32 +89,17 @@ def parse_tokenize(
     return TokenizeRequest(
         prompt=prompt,
         add_special_tokens=special is not False,
-        wants_texts=body.boolean("return_token_strs"),
-        ignored=body.finish(harmless=frozenset(), refused=REFUSED),
+        wants_texts=body.return_token_strs,
+        ignored=(TOKENIZE_CHAT if has_messages else TOKENIZE_TEXT).unknown(data),
         not_used=not_used,
     )
 
 
-def _parse_chat(
-    body: Fields, tool_format: ToolFormat, *, trusts_template: bool
-) -> tuple[ChatPrompt, tuple[str, ...]]:
-    """The prompt that a chat with these messages and tools would have; fields without effect."""
-    chat_template = parse_template(body, is_trusted=trusts_template)
-    tool_format = format_for(tool_format, chat_template)
-    tools = parse_tools(body, tool_format)
-    prompt, unread = parse_prompt(body, tools, tool_format, chat_template)
-    return prompt, (*unread, *tools.left_out)
-
-
 def parse_detokenize(data: Mapping[str, Any]) -> DetokenizeRequest:
-    body = Fields(data)
-    body.take("model")
-    ids = body.take("tokens")
-    if not isinstance(ids, list) or len(ids) > MAX_IDS or not all(map(is_int, ids)):
-        raise wrong_type("tokens", f"a list of at most {MAX_IDS} token ids", ids)
+    ids = read(DetokenizeFields, data).tokens
     if any(not 0 <= token_id <= MAX_INT for token_id in ids):
         raise RequestError("tokens has an id outside the vocabulary", param="tokens")
-    return DetokenizeRequest(tuple(ids), body.finish(harmless=frozenset(), refused={}))
+    return DetokenizeRequest(tuple(ids), DETOKENIZE.unknown(data))
 
 
 def tokenize_response(

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
+
 from termgen.api.errors import unsupported
-from termgen.api.fields import Fields, check_depth, wrong_type
-from termgen.api.parts import arguments_of
+from termgen.api.fields import check_depth, read, wrong_type
 from termgen.api.tool_grammar import (
     ANY_OBJECT,
     Function,
@@ -50,6 +51,15 @@ def refuse_choice(kinds: Sequence[str], param: str = "tool_choice") -> RequestEr
     """A choice that only tools could meet which have been left out."""
     names = ", ".join(dict.fromkeys(kinds))[:200]
     return unsupported(param, f"{param} asks for a tool that is not offered here: {names}")
+
+
+class _FunctionFields(Struct, frozen=True):
+    """A function among the tools."""
+
+    name: str = ""
+    description: str = ""
+    strict: bool | None = None
+    parameters: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +104,16 @@ class Tools:
         return self.needs_prompt or (self.may_call and bool(self.format.special_tokens))
 
 
-def parse_tools(body: Fields, tool_format: ToolFormat, *, strict: bool = False) -> Tools:
-    """Check the fields. Of a function that is named, only that one is shown to the model.
+def parse_tools(
+    given: list[Any], choice: Any, tool_format: ToolFormat, *, parallel: bool, strict: bool
+) -> Tools:
+    """Check `tools` and `tool_choice`. Where a function is named, the model is shown only that one.
 
-    strict: of functions that do not say. Their schemas are enforced as far as they can be.
+    strict: for functions that do not say. Their schemas are enforced as far as they can be.
     """
-    parallel = body.boolean("parallel_tool_calls", True)
-    listed = body.take("tools")
-    choice = body.take("tool_choice")
-    if listed is not None and not isinstance(listed, list):
-        raise wrong_type("tools", "a list", listed)
-    kinds = [tool["type"] for tool in listed or () if _is_left_out(tool)]
+    kinds = [tool["type"] for tool in given if _is_left_out(tool)]
     missing = tuple(f"tools.{kind}" for kind in dict.fromkeys(kinds))
-    listed = [pair for pair in enumerate(listed or ()) if not _is_left_out(pair[1])]
+    listed = [pair for pair in enumerate(given) if not _is_left_out(pair[1])]
     if isinstance(choice, dict) and left_out(choice.get("type")):
         raise refuse_choice([choice["type"]])
     if not listed:
@@ -151,21 +158,18 @@ def _function(tool: Any, where: str, strict: bool) -> tuple[Function, dict[str, 
     if not isinstance(given, dict):
         raise wrong_type(where, "an object", given)
     check_depth(where, given, limit=64)
-    fields = Fields(given, f"{where}.")
-    name = fields.string("name")
+    fields = read(_FunctionFields, given, f"{where}.")
+    name = fields.name
     if not name or len(name) > MAX_NAME_CHARS or not _NAME_CHARS.issuperset(name):
         raise RequestError(
             f"{where}.name must have 1 to {MAX_NAME_CHARS} letters, digits, _, - or .",
             param=f"{where}.name",
         )
-    fields.string("description")
-    is_rule = fields.take("strict") is None
-    strict = fields.boolean("strict", strict)
-    parameters = fields.take("parameters")
+    is_rule = fields.strict is None
+    strict = strict if fields.strict is None else fields.strict
+    parameters = fields.parameters
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
-    if not isinstance(parameters, dict):
-        raise wrong_type(f"{where}.parameters", "an object", parameters)
     StructuredOutputsParams(json=parameters, param=f"{where}.parameters")  # for its limits
     function = Function(name, parameters, strict, lenient=strict and is_rule)
     return function, {"type": "function", "function": given}
@@ -230,26 +234,6 @@ def _of_tools(grammar: str) -> StructuredOutputsParams:
 
 
 # -- what the model sees -------------------------------------------------------------------
-
-
-def parse_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Calls in the history. Templates want `arguments` as an object, clients send it as text."""
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise wrong_type(f"{where}.tool_calls", "a list", value)
-    calls = []
-    for i, call in enumerate(value):
-        at = f"{where}.tool_calls[{i}]"
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise wrong_type(at, "an object with function.name", call)
-        given = function.get("arguments")
-        arguments = arguments_of({} if given is None else given, f"{at}.function.arguments")
-        parsed = {"name": function["name"], "arguments": arguments}
-        calls.append({"id": call.get("id"), "type": "function", "function": parsed})
-    return calls
-
 
 PREAMBLE = """You may call these functions, given by their JSON schemas:
 <tools>
