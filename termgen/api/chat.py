@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from termgen.api.chat_prompt import Conversation, parse_prompt
-from termgen.api.fields import Endpoint, Group, Instead, doc, is_empty, never, one_of, read
+from termgen.api.fields import ANSWER, LENGTH, Endpoint, Instead, is_empty, never, one_of, read
 from termgen.api.job import Job, ResponseOptions, Tally, parse_options
 from termgen.api.logprobs import chat_logprobs_object, prompt_logprobs_list
 from termgen.api.sampling import (
@@ -40,21 +40,17 @@ class ChatFields(GenerationFields, frozen=True):
 
     max_completion_tokens: Annotated[
         PositiveInt | None,
-        doc(
-            Group.LENGTH,
-            "as `max_tokens`",
+        LENGTH(
             "the newer name of `max_tokens`, which it wins over",
+            "as `max_tokens`",
             "what the context leaves",
         ),
     ] = None
     logprobs: Annotated[bool, LOGPROBS_DOC] = False
     top_logprobs: Annotated[
         NumLogprobs | None,
-        doc(
-            Group.ANSWER,
-            f"0 to {MAX_LOGPROBS}; needs `logprobs`",
-            "so many alternatives for each token",
-            "0",
+        ANSWER(
+            "so many alternatives for each token", f"0 to {MAX_LOGPROBS}; needs `logprobs`", "0"
         ),
     ] = None
 

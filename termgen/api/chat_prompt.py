@@ -19,15 +19,16 @@ from msgspec import Meta, Struct
 
 from termgen.api.errors import unsupported
 from termgen.api.fields import (
-    Group,
+    FORM,
+    PROMPT,
     check_depth,
-    doc,
     is_int,
     parse_json,
     read,
     wanted,
     wrong_type,
 )
+from termgen.api.sampling import VLLM
 from termgen.api.tools import MAX_TOOLS, Tools, parse_tools, show_tools
 from termgen.client import MAX_CHAT_TEMPLATE_CHARS, ChatPrompt
 from termgen.errors import RequestError
@@ -79,56 +80,44 @@ class TemplateFields(Struct, frozen=True):
 
     chat_template_kwargs: Annotated[
         dict[str, Any] | None,
-        doc(
-            Group.PROMPT,
-            f"an object of at most {MAX_TEMPLATE_KWARGS_BYTES} bytes",
+        PROMPT(
             "variables of the chat template; one that it does not read is refused, unless it is "
             "a hint about thinking",
-            "none",
-            "vLLM",
+            f"an object of at most {MAX_TEMPLATE_KWARGS_BYTES} bytes",
+            origin=VLLM,
         ),
     ] = None
     chat_template: Annotated[
         str | None,
-        doc(
-            Group.PROMPT,
-            f"a Jinja template of at most {MAX_CHAT_TEMPLATE_CHARS} characters",
+        PROMPT(
             "used instead of the model's; refused unless the server has "
             "`--trust-request-chat-template`",
+            f"a Jinja template of at most {MAX_CHAT_TEMPLATE_CHARS} characters",
             "the model's own",
-            "vLLM",
+            VLLM,
         ),
     ] = None
     enable_thinking: Annotated[
         bool | None,
-        doc(
-            Group.PROMPT,
-            "true, false",
+        PROMPT(
             f"the template variable of this name, and `thinking`. {_HINT}",
-            "the template's own",
-            "Qwen",
+            default="the template's own",
+            origin="Qwen",
         ),
     ] = None
     think: Annotated[
         bool | Effort | None,
         wanted(f"true, false, {_EFFORT}"),
-        doc(
-            Group.PROMPT,
-            f"true, false, {_EFFORT_WORDS}",
+        PROMPT(
             f"`enable_thinking` or `reasoning_effort` in Ollama's words. {_HINT}",
+            f"true, false, {_EFFORT_WORDS}",
             "the template's own",
             "Ollama",
         ),
     ] = None
     thinking_budget: Annotated[
         Budget | None,
-        doc(
-            Group.PROMPT,
-            "a number of tokens",
-            f"the template variable of this name. {_HINT}",
-            "none",
-            "Qwen",
-        ),
+        PROMPT(f"the template variable of this name. {_HINT}", "a number of tokens", origin="Qwen"),
     ] = None
 
 
@@ -144,90 +133,70 @@ class Conversation(TemplateFields, frozen=True, kw_only=True):
     messages: Annotated[
         list[Any],
         wanted("a list of messages"),
-        doc(
-            Group.PROMPT,
-            "a list of messages",
+        PROMPT(
             "the conversation. Roles `system`, `developer` (the same), `user`, `assistant`, "
             "`tool`; content is a string or a list of `text` parts; `name`, `tool_calls`, "
             "`tool_call_id` and `reasoning_content` (or `reasoning`) go to the template",
-            "required",
+            "a list of messages",
         ),
     ]
     add_generation_prompt: Annotated[
         bool | None,
-        doc(
-            Group.PROMPT,
-            "true, false",
-            "end the prompt with the beginning of an answer",
-            "on",
-            "vLLM",
-        ),
+        PROMPT("end the prompt with the beginning of an answer", default="on", origin=VLLM),
     ] = None
     continue_final_message: Annotated[
         bool,
-        doc(
-            Group.PROMPT,
-            "true, false",
+        PROMPT(
             "go on with the last message, which must be the assistant's; excludes "
             "`add_generation_prompt`, which is then off",
-            origin="vLLM",
+            origin=VLLM,
         ),
     ] = False
     reasoning_effort: Annotated[
         Effort | None,
         wanted(_EFFORT),
-        doc(
-            Group.PROMPT,
-            _EFFORT_WORDS,
+        PROMPT(
             "the template variable of this name; `none` also sets `enable_thinking` to false. "
             f"{_HINT}",
-            "none",
+            _EFFORT_WORDS,
         ),
     ] = None
     reasoning: Annotated[
         ReasoningFields | None,
-        doc(
-            Group.PROMPT,
-            "an object with `effort`, `enabled` or `max_tokens`",
+        PROMPT(
             f"effort, whether to think, and for how many tokens. {_HINT}",
-            "none",
-            "OpenRouter",
+            "an object with `effort`, `enabled` or `max_tokens`",
+            origin="OpenRouter",
         ),
     ] = None
     thinking: Annotated[
         bool | dict[str, Any] | None,
         wanted("an object with a type"),
-        doc(
-            Group.PROMPT,
+        PROMPT(
+            f"the template variables `enable_thinking`, `thinking` and `thinking_budget`. {_HINT}",
             "true, false, or an object: `type` is `enabled`, `disabled` or `adaptive`, "
             "`budget_tokens` a number",
-            f"the template variables `enable_thinking`, `thinking` and `thinking_budget`. {_HINT}",
             "the template's own",
             "Anthropic",
         ),
     ] = None
     tools: Annotated[
         list[Any],
-        doc(
-            Group.FORM,
-            f"up to {MAX_TOOLS} functions",
+        FORM(
             "what the model may call; see [tool calls](structured-outputs.md#tool-calls)",
-            "none",
+            f"up to {MAX_TOOLS} functions",
         ),
     ] = []
     tool_choice: Annotated[
         Any,
         Meta(extra_json_schema={"type": ["string", "object"]}),
-        doc(
-            Group.FORM,
-            "`none`, `auto`, `required` or a function",
+        FORM(
             "whether it must; calls that must come are enforced",
+            "`none`, `auto`, `required` or a function",
             "auto",
         ),
     ] = None
-    parallel_tool_calls: Annotated[
-        bool, doc(Group.FORM, "true, false", "whether several calls may come at once", "on")
-    ] = True
+    parallel_tool_calls: Annotated[bool, FORM("whether several calls may come at once")] = True
 
 
 def parse_prompt(

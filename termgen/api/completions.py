@@ -12,9 +12,8 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from termgen.api.fields import (
+    PROMPT,
     Endpoint,
-    Group,
-    doc,
     is_empty,
     is_int,
     is_true,
@@ -53,29 +52,20 @@ class CompletionFields(GenerationFields, frozen=True, kw_only=True):
     prompt: Annotated[
         str | list[Any],
         wanted(PROMPT_TYPES),
-        doc(
-            Group.PROMPT,
-            "a string, a list of strings, token ids, or a list of those",
+        PROMPT(
             f"up to {MAX_PROMPTS} texts to continue; times `n` at most {MAX_CHOICES} choices",
-            "required",
+            "a string, a list of strings, token ids, or a list of those",
         ),
     ]
     echo: Annotated[
-        bool,
-        doc(
-            Group.PROMPT,
-            "true, false",
-            "begin the answer with the prompt; with `logprobs`, those of the prompt too",
-        ),
+        bool, PROMPT("begin the answer with the prompt; with `logprobs`, those of the prompt too")
     ] = False
     suffix: Annotated[
         str | None,
-        doc(
-            Group.PROMPT,
-            "a string; the prompt must be text",
+        PROMPT(
             "what stands behind the answer, for models whose tokenizer has tokens for that "
             "(fill-in-the-middle), and refused for others; excludes `echo`",
-            "none",
+            "a string; the prompt must be text",
         ),
     ] = None
     logprobs: Annotated[NumLogprobs | None, LOGPROBS_DOC] = None

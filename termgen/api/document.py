@@ -10,25 +10,24 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+from msgspec import NODEFAULT, inspect
 
 from termgen.api.chat import CHAT
 from termgen.api.chat_bridge import SHARED_FIELDS
 from termgen.api.completions import COMPLETIONS
-from termgen.api.fields import Doc, Endpoint, Group
+from termgen.api.fields import Declared, Endpoint, Group
 
 ENDPOINTS: Mapping[str, Endpoint] = {"chat": CHAT, "completions": COMPLETIONS}
 
+VALUES: Mapping[type[inspect.Type], str] = {
+    inspect.BoolType: "true, false",
+    inspect.StrType: "a string",
+    inspect.ListType: "a list",
+}
+
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def documented() -> Mapping[str, tuple[Doc, list[str]]]:
-    """The fields of both endpoints by name, each with the endpoints that have it."""
-    found: dict[str, tuple[Doc, list[str]]] = {}
-    for endpoint, body in ENDPOINTS.items():
-        for name, field in body.fields.items():
-            assert field.doc is not None, f"{name} has no documentation"
-            found.setdefault(name, (field.doc, []))[1].append(endpoint)
-    return found
 
 
 def parameters() -> str:
@@ -37,13 +36,32 @@ def parameters() -> str:
 
 def _table(group: Group) -> str:
     rows = []
-    for name, (doc, endpoints) in documented().items():
-        if doc.group is group:
+    for name, field in (CHAT.fields | COMPLETIONS.fields).items():
+        assert field.doc is not None, f"{name} has no documentation"
+        if field.doc.group is group:
+            endpoints = [words for words, body in ENDPOINTS.items() if name in body.fields]
             where = "both" if len(endpoints) == 2 else endpoints[0]
-            cells = (f"`{name}`", where, doc.values, doc.default, doc.meaning, doc.origin)
+            values = field.doc.values or _values(field)
+            default = field.doc.default or _default(field.default)
+            cells = (f"`{name}`", where, values, default, field.doc.meaning, field.doc.origin)
             rows.append("| " + " | ".join(cells) + " |")
     head = ["| field | where | values | default | what it does | from |"]
     return "\n".join([f"### {group.value}", "", *head, "| --- " * 6 + "|", *rows, ""])
+
+
+def _values(field: Declared) -> str:
+    """The values of a type that needs no other words."""
+    if field.bounds is not None:
+        return "{} to {}".format(*field.bounds)
+    return ", ".join(VALUES[type.__class__] for type in field.types)
+
+
+def _default(value: Any) -> str:
+    if value is None or value == []:
+        return "none"
+    if value is NODEFAULT:
+        return "required"
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
 def ignored() -> str:

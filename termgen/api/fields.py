@@ -162,8 +162,22 @@ def check_depth(name: str, value: object, limit: int = 32) -> None:
 # -- declarations --------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Doc:
+    """A row of docs/api.md. The texts are Markdown, each of one line."""
+
+    group: Group
+    meaning: str
+    values: str | None
+    """None: those of the type."""
+    default: str | None
+    """None: the declared one."""
+    origin: str
+    """OpenAI, vLLM (whose clients send such fields in `extra_body`), another API, or termgen."""
+
+
 class Group(enum.Enum):
-    """Tables of docs/api.md."""
+    """Tables of docs/api.md. Calling one documents a field, in its annotation."""
 
     PROMPT = "The prompt"
     LENGTH = "Length and ends"
@@ -172,24 +186,17 @@ class Group(enum.Enum):
     ANSWER = "What the answer tells"
     ENGINE = "How the engine treats the request"
 
-
-@dataclass(frozen=True, slots=True)
-class Doc:
-    """A row of docs/api.md. The texts are Markdown, each of one line."""
-
-    group: Group
-    values: str
-    meaning: str
-    default: str
-    origin: str
-    """OpenAI, vLLM (whose clients send such fields in `extra_body`), another API, or termgen."""
+    def __call__(
+        self,
+        meaning: str,
+        values: str | None = None,
+        default: str | None = None,
+        origin: str = "OpenAI",
+    ) -> msgspec.Meta:
+        return msgspec.Meta(extra={"doc": Doc(self, meaning, values, default, origin)})
 
 
-def doc(
-    group: Group, values: str, meaning: str, default: str = "off", origin: str = "OpenAI"
-) -> msgspec.Meta:
-    """Documentation of a field, for its annotation."""
-    return msgspec.Meta(extra={"doc": Doc(group, values, meaning, default, origin)})
+PROMPT, LENGTH, SAMPLING, FORM, ANSWER, ENGINE = Group
 
 
 def wanted(text: str) -> msgspec.Meta:
@@ -202,20 +209,33 @@ class Declared:
     """One field of a struct, as its annotation declares it."""
 
     hint: Any
-    is_required: bool
+    default: Any
+    """`msgspec.NODEFAULT` for a field that must be given."""
+    types: tuple[inspect.Type, ...]
+    """The types it may have, None aside."""
     wanted: str | None
     doc: Doc | None
-    bounds: tuple[int | None, int | None] | None
-    """Limits of an integer."""
-    struct: type[msgspec.Struct] | None
-    """The declaration of a nested object."""
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is msgspec.NODEFAULT
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None] | None:
+        """Limits of an integer."""
+        return next(((t.ge, t.le) for t in self.types if isinstance(t, inspect.IntType)), None)
+
+    @property
+    def struct(self) -> type[msgspec.Struct] | None:
+        """The declaration of a nested object."""
+        return next((t.cls for t in self.types if isinstance(t, inspect.StructType)), None)
 
     def fault(self, name: str, value: object) -> RequestError:
         if self.wanted is None and value is None:
             return RequestError(f"{name} must be given", param=name)
         if self.bounds is not None and is_int(value):
             return wrong_type(name, "between {} and {}".format(*self.bounds), value)
-        return wrong_type(name, self.wanted or _words_for(inspect.type_info(self.hint)), value)
+        return wrong_type(name, self.wanted or " or ".join(map(_words_for, self.types)), value)
 
 
 @functools.cache
@@ -225,51 +245,37 @@ def declared(kind: type[msgspec.Struct]) -> Mapping[str, Declared]:
     hints = get_type_hints(kind, include_extras=True)
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
-    found = {f.name: _declared(hints[f.name], f.type, f.required) for f in info.fields}
+    found = {}
+    for f in info.fields:
+        extra: Mapping[str, Any] = getattr(f.type, "extra", None) or {}
+        type = f.type.type if isinstance(f.type, inspect.Metadata) else f.type
+        types = type.types if isinstance(type, inspect.UnionType) else (type,)
+        types = tuple(t for t in types if not isinstance(t, inspect.NoneType))
+        default = f.default if f.required or f.default is not msgspec.NODEFAULT else []
+        found[f.name] = Declared(
+            hints[f.name], default, types, extra.get("wanted"), extra.get("doc")
+        )
     names = dict.fromkeys(name for base in kind.__mro__ for name in get_annotations(base))
     return {name: found[name] for name in names if name in found}
 
 
-def _declared(hint: Any, type: inspect.Type, is_required: bool) -> Declared:
-    extra: Mapping[str, Any] = {}
-    if isinstance(type, inspect.Metadata):
-        extra, type = type.extra or {}, type.type
-    choices = type.types if isinstance(type, inspect.UnionType) else (type,)
-    integer = next((t for t in choices if isinstance(t, inspect.IntType)), None)
-    return Declared(
-        hint=hint,
-        is_required=is_required,
-        wanted=extra.get("wanted"),
-        doc=extra.get("doc"),
-        bounds=None if integer is None else (integer.ge, integer.le),
-        struct=next((t.cls for t in choices if isinstance(t, inspect.StructType)), None),
-    )
+_WORDS: Mapping[type[inspect.Type], str] = {
+    inspect.BoolType: "true or false",
+    inspect.StrType: "a string",
+    inspect.IntType: "an integer",
+    inspect.FloatType: "a finite number",
+    inspect.ListType: "a list",
+}
 
 
 def _words_for(type: inspect.Type) -> str:
     """Words of the error for a value that is not of this type."""
-    match type:
-        case inspect.Metadata():
-            return _words_for(type.type)
-        case inspect.UnionType():
-            return " or ".join(
-                _words_for(t) for t in type.types if not isinstance(t, inspect.NoneType)
-            )
-        case inspect.BoolType():
-            return "true or false"
-        case inspect.StrType():
-            return "a string"
-        case inspect.IntType():
-            return "an integer"
-        case inspect.FloatType():
-            return "a finite number"
-        case inspect.ListType(item_type=inspect.IntType()):
-            return "a list of integers"
-        case inspect.ListType(item_type=inspect.StrType()):
-            return "a list of strings"
-        case inspect.ListType():
-            return "a list"
-    return "an object"
+    items = type.item_type if isinstance(type, inspect.ListType) else None
+    if isinstance(items, inspect.IntType):
+        return "a list of integers"
+    if isinstance(items, inspect.StrType):
+        return "a list of strings"
+    return _WORDS.get(type.__class__, "an object")
 
 
 # -- reading -------------------------------------------------------------------------------
@@ -303,7 +309,8 @@ def _given(kind: type[msgspec.Struct], data: Mapping[str, Any], where: str) -> d
 
 @functools.cache
 def _nested(kind: type[msgspec.Struct]) -> tuple[tuple[str, type[msgspec.Struct]], ...]:
-    return tuple((name, d.struct) for name, d in declared(kind).items() if d.struct is not None)
+    found = ((name, field.struct) for name, field in declared(kind).items())
+    return tuple((name, struct) for name, struct in found if struct is not None)
 
 
 def _first_fault(kind: type[msgspec.Struct], given: Mapping[str, Any], where: str) -> RequestError:

@@ -16,10 +16,14 @@ from msgspec import Meta, Struct
 
 from termgen.api.errors import unsupported
 from termgen.api.fields import (
+    ANSWER,
+    ENGINE,
+    FORM,
+    LENGTH,
+    PROMPT,
+    SAMPLING,
     Check,
-    Group,
     Instead,
-    doc,
     is_empty,
     is_number,
     is_true,
@@ -50,8 +54,7 @@ MAX_INT = 2**31 - 1
 MIN_PING_INTERVAL_S = 1
 MAX_PING_INTERVAL_S = 3600
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
-_VLLM = "vLLM"
-_OWN = "termgen"
+VLLM = "vLLM"
 
 PositiveInt = Annotated[int, Meta(ge=1, le=MAX_INT)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
@@ -64,182 +67,142 @@ class SharedFields(Struct, frozen=True):
 
     model: Annotated[
         str | None,
-        doc(
-            Group.PROMPT,
-            "a served name",
+        PROMPT(
             "which model; `GET /v1/models` lists the names",
+            "a served name",
             "the one that is loaded",
         ),
     ] = None
-    stream: Annotated[
-        bool, doc(Group.ANSWER, "true, false", "send the answer as server-sent events")
-    ] = False
+    stream: Annotated[bool, ANSWER("send the answer as server-sent events")] = False
     sse_ping_interval: Annotated[
         float | None,
-        doc(
-            Group.ANSWER,
-            f"0, or {MIN_PING_INTERVAL_S} to {MAX_PING_INTERVAL_S} seconds; needs `stream`",
+        ANSWER(
             "silence in this stream before a comment line that keeps it open; 0: never",
+            f"0, or {MIN_PING_INTERVAL_S} to {MAX_PING_INTERVAL_S} seconds; needs `stream`",
             "the server's `--sse-ping-interval`",
-            _OWN,
+            "termgen",
         ),
     ] = None
     temperature: Annotated[
         float | None,
-        doc(
-            Group.SAMPLING,
-            "0 to 2",
+        SAMPLING(
             f"divides the logits; below {GREEDY_EPSILON:g} the likeliest token is taken",
+            "0 to 2",
             "the model's own, else 1",
         ),
     ] = None
     top_p: Annotated[
         float | None,
-        doc(
-            Group.SAMPLING,
-            "above 0, up to 1",
+        SAMPLING(
             "the likeliest tokens that make up this probability",
+            "above 0, up to 1",
             "the model's own, else 1",
         ),
     ] = None
     top_k: Annotated[
         TopK | None,
-        doc(
-            Group.SAMPLING,
-            "-1 or more",
+        SAMPLING(
             "the `top_k` likeliest tokens; 0 or -1: all",
+            "-1 or more",
             "the model's own, else 0",
-            _VLLM,
+            VLLM,
         ),
     ] = None
     min_p: Annotated[
         float | None,
-        doc(
-            Group.SAMPLING,
-            "0 to 1",
+        SAMPLING(
             "tokens of at least this share of the likeliest one's probability",
+            "0 to 1",
             "the model's own, else 0",
-            _VLLM,
+            VLLM,
         ),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        doc(
-            Group.SAMPLING,
-            "above 0, up to 10",
+        SAMPLING(
             "divides positive and multiplies negative logits of tokens in the prompt or the answer",
+            "above 0, up to 10",
             "the model's own, else 1",
-            _VLLM,
+            VLLM,
         ),
     ] = None
     presence_penalty: Annotated[
         float | None,
-        doc(
-            Group.SAMPLING,
-            "-2 to 2",
-            "subtracted from the logits of tokens that the answer has",
-            "0",
-        ),
+        SAMPLING("subtracted from the logits of tokens that the answer has", "-2 to 2", "0"),
     ] = None
     frequency_penalty: Annotated[
-        float | None,
-        doc(Group.SAMPLING, "-2 to 2", "the same for each time that a token occurs", "0"),
+        float | None, SAMPLING("the same for each time that a token occurs", "-2 to 2", "0")
     ] = None
     seed: Annotated[
         Seed | None,
-        doc(
-            Group.SAMPLING,
-            "a 64-bit integer",
+        SAMPLING(
             "a draw depends on the seed, the position and the model's numbers alone, whatever else "
             "the server does. Answer `i` uses `seed + i`",
+            "a 64-bit integer",
             "random",
         ),
     ] = None
     logit_bias: Annotated[
         dict[str, Any] | None,
         wanted("an object of token ids and numbers"),
-        doc(
-            Group.SAMPLING,
-            f"an object of up to {MAX_LOGIT_BIAS} token ids and numbers",
+        SAMPLING(
             f"added to the logits of these tokens; cut to -{MAX_BIAS:g} to {MAX_BIAS:g}",
-            "none",
+            f"an object of up to {MAX_LOGIT_BIAS} token ids and numbers",
         ),
     ] = None
     allowed_token_ids: Annotated[
         list[int] | None,
-        doc(Group.SAMPLING, "one token id or more", "no other token is drawn", "all", _VLLM),
+        SAMPLING("no other token is drawn", "one token id or more", "all", VLLM),
     ] = None
     bad_words: Annotated[
         str | list[str],
-        doc(
-            Group.SAMPLING,
-            f"a string or up to {MAX_BAD_WORDS}, of 1 to {MAX_BAD_WORD_CHARS} characters",
+        SAMPLING(
             "texts that are not written, alone or after a space, as the tokenizer spells them: "
             "another spelling of the same text is not seen",
-            "none",
-            _VLLM,
+            f"a string or up to {MAX_BAD_WORDS}, of 1 to {MAX_BAD_WORD_CHARS} characters",
+            origin=VLLM,
         ),
     ] = []
     min_tokens: Annotated[
         int,
         Meta(ge=0, le=MAX_INT),
-        doc(
-            Group.LENGTH,
-            "0 to `max_tokens`",
+        LENGTH(
             "no end before so many tokens; stop strings do not count until then",
-            "0",
-            _VLLM,
+            "0 to `max_tokens`",
+            origin=VLLM,
         ),
     ] = 0
     stop_token_ids: Annotated[
         list[int],
-        doc(
-            Group.LENGTH,
-            f"up to {MAX_STOP_TOKEN_IDS} token ids",
-            "end at these tokens too",
-            "none",
-            _VLLM,
-        ),
+        LENGTH("end at these tokens too", f"up to {MAX_STOP_TOKEN_IDS} token ids", origin=VLLM),
     ] = []
     ignore_eos: Annotated[
-        bool,
-        doc(
-            Group.LENGTH,
-            "true, false",
-            "go on past the model's end-of-sequence tokens",
-            origin=_VLLM,
-        ),
+        bool, LENGTH("go on past the model's end-of-sequence tokens", origin=VLLM)
     ] = False
     structured_outputs: Annotated[
         dict[str, Any] | None,
-        doc(
-            Group.FORM,
-            "an object with one of `json`, `json_object`, `regex`, `choice`, `grammar`",
+        FORM(
             "a form that the answer is held to",
-            "none",
-            _VLLM,
+            "an object with one of `json`, `json_object`, `regex`, `choice`, `grammar`",
+            origin=VLLM,
         ),
     ] = None
     priority: Annotated[
         int,
         Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY),
-        doc(
-            Group.ENGINE,
-            "an integer of 32 bits",
+        ENGINE(
             "lower runs first and is preempted last; needs `--scheduling-policy priority`, and is "
             "refused without it. Below 0 is for administrators",
-            "0",
-            _VLLM,
+            "an integer of 32 bits",
+            origin=VLLM,
         ),
     ] = 0
     cache_salt: Annotated[
         str | None,
-        doc(
-            Group.ENGINE,
-            "1 to 128 characters of `A-Z a-z 0-9 _ -`",
+        ENGINE(
             "cached prefixes are shared only with requests of the same salt",
-            "none",
-            _VLLM,
+            "1 to 128 characters of `A-Z a-z 0-9 _ -`",
+            origin=VLLM,
         ),
     ] = None
 
@@ -251,11 +214,11 @@ class StreamOptions(Struct, frozen=True):
     """Padding against eavesdroppers: never sent."""
 
 
-LOGPROBS_DOC = doc(
-    Group.ANSWER,
-    f"on chat true or false; on completions 0 to {MAX_LOGPROBS}",
+LOGPROBS_DOC = ANSWER(
     "log-probabilities of the answer's tokens, before temperature and all else that changes them; "
     "on completions with so many alternatives",
+    f"on chat true or false; on completions 0 to {MAX_LOGPROBS}",
+    "off",
 )
 
 
@@ -264,120 +227,90 @@ class GenerationFields(SharedFields, frozen=True):
 
     max_tokens: Annotated[
         PositiveInt | None,
-        doc(
-            Group.LENGTH,
-            "1 to what the context leaves; on completions 0 too, with `echo`",
+        LENGTH(
             "longest answer, in tokens. More is an error, or is cut to that with the server's "
             "`--clamp-max-tokens`, which the response header `x-termgen-max-tokens` tells",
+            "1 to what the context leaves; on completions 0 too, with `echo`",
             "what the context leaves; on completions 16",
         ),
     ] = None
     stop: Annotated[
         str | list[str],
-        doc(
-            Group.LENGTH,
-            f"a string or up to {MAX_STOP_STRINGS}, of 1 to {MAX_STOP_STRING_CHARS} characters",
+        LENGTH(
             "end before this text, wherever tokens begin and end; `stop_reason` names it",
-            "none",
+            f"a string or up to {MAX_STOP_STRINGS}, of 1 to {MAX_STOP_STRING_CHARS} characters",
         ),
     ] = []
     include_stop_str_in_output: Annotated[
         bool,
-        doc(
-            Group.LENGTH,
-            "true, false",
-            "keep the stop string, or the text of the stop token, in the answer",
-            origin=_VLLM,
-        ),
+        LENGTH("keep the stop string, or the text of the stop token, in the answer", origin=VLLM),
     ] = False
     n: Annotated[
         int,
         Meta(ge=1, le=MAX_N),
-        doc(
-            Group.SAMPLING,
-            f"1 to {MAX_N}",
+        SAMPLING(
             "how many answers. Their prompt is computed once; greedy ones are copies of one. Those "
             "beyond the engine's `--max-num-seqs` wait in its queue",
-            "1",
         ),
     ] = 1
     best_of: Annotated[
-        PositiveInt | None, doc(Group.SAMPLING, "the value of `n`", "nothing but that", "`n`")
+        PositiveInt | None, SAMPLING("nothing but that", "the value of `n`", "`n`")
     ] = None
     response_format: Annotated[
         dict[str, Any] | None,
-        doc(
-            Group.FORM,
-            "`text`, `json_object` or `json_schema` with its schema",
+        FORM(
             "JSON that the answer is held to; see [structured outputs](structured-outputs.md)",
+            "`text`, `json_object` or `json_schema` with its schema",
             "text",
         ),
     ] = None
     guided_json: Annotated[
         Any,
         Meta(extra_json_schema={"type": ["object", "string"]}),
-        doc(Group.FORM, "a schema", "`structured_outputs` in vLLM's older words", "none", _VLLM),
+        FORM("`structured_outputs` in vLLM's older words", "a schema", origin=VLLM),
     ] = None
     guided_regex: Annotated[
-        Any,
-        Meta(extra_json_schema={"type": "string"}),
-        doc(Group.FORM, "a string", "likewise", "none", _VLLM),
+        Any, Meta(extra_json_schema={"type": "string"}), FORM("likewise", "a string", origin=VLLM)
     ] = None
     guided_choice: Annotated[
-        Any,
-        Meta(extra_json_schema={"type": "array"}),
-        doc(Group.FORM, "a list", "likewise", "none", _VLLM),
+        Any, Meta(extra_json_schema={"type": "array"}), FORM("likewise", "a list", origin=VLLM)
     ] = None
     guided_grammar: Annotated[
-        Any,
-        Meta(extra_json_schema={"type": "string"}),
-        doc(Group.FORM, "a string", "likewise", "none", _VLLM),
+        Any, Meta(extra_json_schema={"type": "string"}), FORM("likewise", "a string", origin=VLLM)
     ] = None
     prompt_logprobs: Annotated[
         NumLogprobs | None,
-        doc(
-            Group.ANSWER,
-            f"0 to {MAX_LOGPROBS}; not in a stream",
+        ANSWER(
             "log-probabilities of the prompt's tokens, by token id; null for the first. All of the "
             "prompt is computed for it, whatever the prefix cache holds",
-            origin=_VLLM,
+            f"0 to {MAX_LOGPROBS}; not in a stream",
+            "off",
+            VLLM,
         ),
     ] = None
     skip_special_tokens: Annotated[
-        bool,
-        doc(Group.ANSWER, "true, false", "leave special tokens out of the text", "on", _VLLM),
+        bool, ANSWER("leave special tokens out of the text", origin=VLLM)
     ] = True
     return_token_ids: Annotated[
-        bool,
-        doc(Group.ANSWER, "true, false", "add `token_ids` and `prompt_token_ids`", origin=_VLLM),
+        bool, ANSWER("add `token_ids` and `prompt_token_ids`", origin=VLLM)
     ] = False
     return_tokens_as_token_ids: Annotated[
-        bool,
-        doc(
-            Group.ANSWER,
-            "true, false",
-            "name tokens `token_id:N` in log-probabilities",
-            origin=_VLLM,
-        ),
+        bool, ANSWER("name tokens `token_id:N` in log-probabilities", origin=VLLM)
     ] = False
     include_timings: Annotated[
         bool,
-        doc(
-            Group.ANSWER,
-            "true, false",
+        ANSWER(
             "add `termgen.timings`: of each choice the seconds in the queue, to the first token "
             "and in all, and its tokens per second",
-            origin=_OWN,
+            origin="termgen",
         ),
     ] = False
     stream_options: Annotated[
         StreamOptions | None,
-        doc(
-            Group.ANSWER,
-            "an object; needs `stream`",
+        ANSWER(
             "`include_usage`: a last event with the counts; `continuous_usage_stats`: counts with "
             "every event; `include_obfuscation` is taken, and nothing is padded",
-            "none",
+            "an object; needs `stream`",
         ),
     ] = None
 
