@@ -46,9 +46,8 @@ def test_names_are_described_once_and_fit_a_table() -> None:
     assert len(docs) == len({name for name, _ in declared})
     for _, doc in docs:
         assert doc is not None
-        assert not any(
-            "|" in text or "\n" in text for text in (doc.values, doc.meaning, doc.default)
-        )
+        texts = (doc.meaning, doc.values or "", doc.default or "")
+        assert not any("|" in text or "\n" in text for text in texts)
 
 
 def _own_code(node: ast.ClassDef) -> Iterator[str]:
