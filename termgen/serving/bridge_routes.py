@@ -11,9 +11,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from termgen.api import anthropic_input, responses_input
-from termgen.api.anthropic import MESSAGES_WIRE, MessageStream, message_response
-from termgen.api.anthropic_input import parse_messages
+from termgen.api import anthropic, responses_input
+from termgen.api.anthropic import MESSAGES_WIRE, MessageStream, message_response, parse_messages
 from termgen.api.chat_bridge import renamed
 from termgen.api.responses import (
     ResponseStream,
@@ -42,7 +41,7 @@ async def messages(request: Request) -> ASGIApp:
             stream=lambda: (MessageStream(asked), MESSAGES_WIRE),
             build=lambda answers: message_response(asked, answers),
         ),
-        anthropic_input.NAMES,
+        anthropic.NAMES,
     )
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from termgen import __version__
-from termgen.api.anthropic_input import MESSAGES
+from termgen.api.anthropic import MESSAGES
 from termgen.api.chat import CHAT
 from termgen.api.completions import COMPLETIONS
 from termgen.api.fields import Endpoint

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lengths import scaled
 
-from termgen.api import anthropic_input, responses_input
+from termgen.api import anthropic, responses_input
 from termgen.api.chat import CHAT
 from termgen.api.chat_bridge import CHAT_WORDS, SHARED_FIELDS, renamed
 from termgen.api.errors import reply_for
@@ -23,14 +23,14 @@ CONTEXT: dict[str, Any] = {
     "tool_format": ToolFormat(knows_tools=True),
 }
 PARSERS: dict[str, Any] = {
-    "messages": anthropic_input.parse_messages,
+    "messages": anthropic.parse_messages,
     "responses": responses_input.parse_responses,
 }
 BODIES: dict[str, dict[str, Any]] = {
     "messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]},
     "responses": {"input": "x"},
 }
-ENDPOINTS = {"messages": anthropic_input.MESSAGES, "responses": responses_input.RESPONSES}
+ENDPOINTS = {"messages": anthropic.MESSAGES, "responses": responses_input.RESPONSES}
 NAMES = {
     name: sorted({*body.fields, *body.harmless, *body.refused} - {"model"})
     for name, body in ENDPOINTS.items()
