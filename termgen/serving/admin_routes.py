@@ -17,7 +17,7 @@ from termgen.api.errors import no_such_option
 from termgen.client import PauseMode, SleepLevel
 from termgen.errors import RequestError
 from termgen.serving.access import AdminRoute, caller_of
-from termgen.serving.reading import state_of
+from termgen.serving.handlers import state_of
 from termgen.serving.responses import JSONReply
 
 

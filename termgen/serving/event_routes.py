@@ -15,9 +15,8 @@ from termgen.api.errors import no_such_option
 from termgen.client import EngineClient, ModelInfo
 from termgen.errors import RequestError
 from termgen.serving.access import AdminRoute
-from termgen.serving.engine_pictures import Picture
-from termgen.serving.event_hub import EventHub, Listener
-from termgen.serving.reading import state_of
+from termgen.serving.event_hub import EncodedSnapshot, EventHub, Listener
+from termgen.serving.handlers import state_of
 from termgen.serving.responses import EventWriter, until_disconnect
 from termgen.serving.state import ServerState
 from termgen.vocabulary.events import EngineEvent
@@ -161,7 +160,7 @@ class _Source:
         self._topics = topics
         self._interval_s = interval_s
         self._told_model: tuple[str, ModelInfo] = (self._status, engine.model)
-        self._told: Picture | None = None
+        self._told: EncodedSnapshot | None = None
         self._looked_at = -math.inf
 
     @property
@@ -198,11 +197,13 @@ class _Source:
             )
         )
         if "cache" in self._topics and self._may_have_changed(found):
-            picture = await self._look(self._interval_s / 2)
-            if picture is not None and not picture.shows_as(self._told):
-                self._told = picture
+            snapshot = await self._look(self._interval_s / 2)
+            if snapshot is not None and not snapshot.shows_as(self._told):
+                self._told = snapshot
                 frames.append(
-                    encode_cache(picture.encoded, dropped=self._listener.dropped, frame_id=self._id)
+                    encode_cache(
+                        snapshot.encoded, dropped=self._listener.dropped, frame_id=self._id
+                    )
                 )
         model = (self._status, self._engine.model)
         if "model" in self._topics and model != self._told_model:
@@ -217,9 +218,9 @@ class _Source:
         waited_s = time.monotonic() - self._looked_at
         return bool(found or (is_busy and not self._engine.is_paused) or waited_s > IDLE_SNAPSHOT_S)
 
-    async def _look(self, max_age_s: float) -> Picture | None:
+    async def _look(self, max_age_s: float) -> EncodedSnapshot | None:
         self._looked_at = time.monotonic()
-        return await self._hub.pictures.look(max_age_s)
+        return await self._hub.snapshots.look(max_age_s)
 
 
 EVENT_ROUTES = (AdminRoute("/v1/events", events, include_in_schema=False),)

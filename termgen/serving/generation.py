@@ -23,8 +23,7 @@ from termgen.client import EngineClient, TokenDelta, merge_deltas
 from termgen.errors import EngineError
 from termgen.serving.access import REQUEST_ID, Caller, caller_of, client_of, header
 from termgen.serving.admission import Ticket
-from termgen.serving.request_metrics import RequestMeter
-from termgen.serving.request_report import RequestReport, total
+from termgen.serving.request_metrics import RequestMeter, RequestReport, total
 from termgen.serving.state import ServerState
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams

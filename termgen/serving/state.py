@@ -12,12 +12,10 @@ from termgen.config import ServerConfig
 from termgen.errors import EngineDeadError, EngineError, LoadingError
 from termgen.serving.access import Caller, KeyRing, Role
 from termgen.serving.admission import AdmissionControl
-from termgen.serving.body_room import BodyRoom
-from termgen.serving.engine_pictures import SNAPSHOT_TIMEOUT_S
-from termgen.serving.event_hub import EventHub
-from termgen.serving.json_process import JSONProcess
+from termgen.serving.event_hub import SNAPSHOT_TIMEOUT_S, EventHub
+from termgen.serving.large_bodies import BodyMemory, JSONProcess
 from termgen.serving.metrics import ServerMetrics
-from termgen.serving.request_report import ReportSink, RequestLog, RequestReport
+from termgen.serving.request_metrics import ReportSink, RequestLog, RequestReport
 from termgen.vocabulary.events import EventRing
 
 EVENT_RING_CAPACITY = 16_384
@@ -47,7 +45,7 @@ class ServerState:
         self.hub: EventHub | None = None
         """Of those who listen to the engine's events."""
         self.large_bodies = JSONProcess()
-        self.body_room = BodyRoom(config.max_body_memory)
+        self.body_memory = BodyMemory(config.max_body_memory)
         self._sinks = _report_sinks(config)
         self.keys = KeyRing(config)
         self.admission = AdmissionControl(

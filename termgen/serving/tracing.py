@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from termgen import __version__
 from termgen.errors import ConfigError
-from termgen.serving.request_report import RequestReport
+from termgen.serving.request_metrics import RequestReport
 
 INSTALL_HINT = "traces need OpenTelemetry: pip install 'termgen[otel]'"
 

@@ -1,27 +1,38 @@
-"""What handlers begin with: the server's state, the body, and what of it is not understood."""
+"""Shared code of the route handlers: from a request's body to the answer on its way.
+
+Small bodies are parsed and checked on the event loop, large ones by a process of their own, because
+`json.loads` blocks every other request until it is done.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from termgen.api.errors import body_too_slow
 from termgen.api.fields import ignored_header, parse_json
+from termgen.api.job import Job, ResponseOptions
 from termgen.api.models import parse_for_model
+from termgen.api.sse import Wire
+from termgen.client import TokenDelta
 from termgen.errors import RequestError
-from termgen.serving.body_room import BodyRoom, BodyShare
-from termgen.serving.json_process import JSONProcess
-from termgen.serving.responses import ClientDisconnected, Headers, until_disconnect
+from termgen.serving.access import Caller, Role, caller_of
+from termgen.serving.generation import Generation
+from termgen.serving.large_bodies import BodyMemory, BodyShare, JSONProcess
+from termgen.serving.responses import (
+    ChunkStream,
+    ClientDisconnected,
+    CompleteResponse,
+    EventStreamResponse,
+    Headers,
+    until_disconnect,
+)
 from termgen.serving.state import ServerState
-
-# The body of a request, parsed so that nobody else has to wait for long.
-#
-# `json.loads` lets nobody else run until it is done. Small bodies are parsed and checked here,
-# large ones by a process of its own, one after the other.
 
 T = TypeVar("T")
 
@@ -48,7 +59,7 @@ async def read_json(request: Request, take: Callable[[dict[str, Any]], T]) -> T:
             param="content-type",
         )
     state = state_of(request)
-    return await read_object(request, state.large_bodies, state.body_room, take)
+    return await read_object(request, state.large_bodies, state.body_memory, take)
 
 
 async def parse_body(request: Request, parse: Callable[..., T], **options: bool) -> T:
@@ -77,7 +88,7 @@ def ignored_headers(
 
 
 async def read_object(
-    request: Request, large: JSONProcess, room: BodyRoom, take: Callable[[dict[str, Any]], T]
+    request: Request, large: JSONProcess, room: BodyMemory, take: Callable[[dict[str, Any]], T]
 ) -> T:
     """What `take` makes of the JSON object that the body is. Raises `RequestError`."""
     with room.share() as share:
@@ -101,3 +112,59 @@ async def _read(request: Request, share: BodyShare) -> list[bytes]:
                     return parts
     except TimeoutError:
         raise body_too_slow(BODY_TIMEOUT_S) from None
+
+
+# -- answers -----------------------------------------------------------------------------
+
+
+Stream = tuple[ChunkStream, Wire]
+
+
+def answer(
+    request: Request,
+    jobs: Sequence[Job],
+    options: ResponseOptions,
+    *,
+    ignored: tuple[str, ...],
+    not_used: tuple[str, ...] = (),
+    stream: Callable[[], Stream],
+    build: Callable[[list[TokenDelta]], dict[str, Any]],
+    prepare: Callable[[], Awaitable[None]] | None = None,
+) -> ASGIApp:
+    """What answers this request. Raises RequestError for what can be told before it is admitted.
+
+    stream: what turns deltas into events, and how these go on the wire. build: a whole answer from
+    one merged delta per choice. prepare: work that these need, done once it has been admitted.
+    """
+    state = state_of(request)
+    _check_priorities(caller_of(request.scope), jobs)
+    headers = ignored_headers(state, ignored, not_used)
+    generation = Generation(
+        state, state.require_engine(), jobs, answer_id=options.id, prepare=prepare
+    )
+    if not options.stream:
+        return CompleteResponse(state, generation, headers, build=build)
+    chunks, wire = stream()
+    return EventStreamResponse(
+        state,
+        generation,
+        headers,
+        chunks=chunks,
+        wire=wire,
+        ping_interval_s=options.ping_interval_s,
+    )
+
+
+def _check_priorities(caller: Caller, jobs: Sequence[Job]) -> None:
+    """Before everybody else goes only what an administrator sends."""
+    if caller.role is not Role.ADMIN and any(job.priority < 0 for job in jobs):
+        raise RequestError("priority must be 0 or more without the admin key", param="priority")
+
+
+async def work_on_tokens(
+    request: Request, num_tokens: int, work: Callable[[], Coroutine[Any, Any, T]]
+) -> T:
+    """The result of work that makes tokens of text or text of tokens: it has a place in the queue
+    like any other request, and ends when the client leaves."""
+    with state_of(request).admission.place(num_tokens):
+        return await until_disconnect(request.receive, work())
