@@ -120,6 +120,9 @@ NAMES = {
 }
 """Fields of the chat by the names they have here."""
 
+MESSAGES_PATH = re.compile(r"/v1/messages(/.*)?", re.DOTALL)
+"""Paths whose errors have Anthropic's shape."""
+
 _STAMP = re.compile(r"\bcch=[^;\s]*")
 
 
@@ -502,11 +505,6 @@ class MessageStream:
 
 
 # -- errors --------------------------------------------------------------------------------
-
-
-def is_messages_path(path: str) -> bool:
-    """Whether errors are to have Anthropic's shape."""
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 def anthropic_reply(reply: ErrorReply, request_id: str) -> ErrorReply:

@@ -21,16 +21,11 @@ from termgen.api.sampling import (
     parse_sampling,
 )
 from termgen.api.sse import TextTemplate
-from termgen.api.tool_calls import (
-    CallParser,
-    deltas_of,
-    finish_reason_of,
-    message_fields,
-    new_parser,
-)
+from termgen.api.tool_calls import CallParser, delta_of, message_fields, new_parser
 from termgen.api.tools import Tools, constrain
 from termgen.client import ChatPrompt, TokenDelta, TokenLogprob
 from termgen.errors import RequestError
+from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import MAX_LOGPROBS
 from termgen.vocabulary.tool_format import ToolFormat
 
@@ -211,7 +206,7 @@ class ChatStream:
         if self._options.return_token_ids:
             choice.token_ids.extend(delta.token_ids)
             self._prompt_token_ids = delta.prompt_token_ids or self._prompt_token_ids
-        parts = deltas_of(choice.parser, delta)
+        parts = _deltas_of(choice.parser, delta)
         wants_news = bool(parts) or self._options.return_token_ids
         if not wants_news and delta.finish_reason is None:
             return []
@@ -292,7 +287,7 @@ class ChatStream:
 
     def _finish_chunk(self, index: int, delta: TokenDelta) -> dict[str, Any]:
         parser = self._choices[index].parser
-        chunk = self._chunk(index, {}, finish_reason_of(delta, parser, self._tools))
+        chunk = self._chunk(index, {}, _finish_reason_of(delta, parser, self._tools))
         chunk["choices"][0]["stop_reason"] = delta.stop_reason
         self._num_open -= 1
         o = self._options
@@ -317,7 +312,7 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
             "index": index,
             "message": {"role": "assistant", **fields, "refusal": None},
             "logprobs": None,
-            "finish_reason": finish_reason_of(answer, parser, tools),
+            "finish_reason": _finish_reason_of(answer, parser, tools),
             "stop_reason": answer.stop_reason,
         }
         if params.logprobs is not None:
@@ -342,3 +337,23 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
     if o.include_timings:
         response["termgen"] = tally.timings()
     return response
+
+
+def _deltas_of(parser: CallParser | None, delta: TokenDelta) -> list[dict[str, Any]]:
+    """What chunks say of the text of a delta; without a parser all of it is content."""
+    if parser is None:
+        return [{"content": delta.text}] if delta.text else []
+    parts = parser.feed(delta.text)
+    if delta.finish_reason is not None:
+        parts += parser.finish()
+    return [delta_of(part) for part in parts]
+
+
+def _finish_reason_of(delta: TokenDelta, parser: CallParser | None, tools: Tools) -> str:
+    """A call that was asked for by name is no news, as OpenAI and vLLM see it.
+
+    Nor is one that a stop string cut off: nobody can make it.
+    """
+    if parser is None or not parser.num_calls or parser.is_cut or tools.choice == "named":
+        return str(delta.finish_reason)
+    return "tool_calls" if delta.finish_reason is FinishReason.STOP else str(delta.finish_reason)

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import get_annotations
 from typing import Any, NoReturn, TypeVar, get_type_hints
@@ -22,7 +22,8 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 import msgspec
 from msgspec import inspect
 
-from termgen.api.errors import invalid_json, unsupported
+from termgen.api.errors import invalid_json, model_not_found, unsupported
+from termgen.client import ModelInfo
 from termgen.errors import RequestError
 
 MAX_IGNORED_NAMES = 20
@@ -36,6 +37,7 @@ Check = Callable[[Any], bool]
 """True for a harmless value: one that asks for what would happen anyway."""
 
 T = TypeVar("T", bound=msgspec.Struct)
+R = TypeVar("R")
 
 
 def parse_json(
@@ -332,6 +334,38 @@ def _first_fault(kind: type[msgspec.Struct], given: Mapping[str, Any], where: st
 
 def strings(value: str | list[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
+
+
+# -- the model ---------------------------------------------------------------------------
+
+
+def served_names(info: ModelInfo, configured: Sequence[str]) -> tuple[str, ...]:
+    """The first one is what responses say when a request named none."""
+    return tuple(configured) or (info.model_id,)
+
+
+def resolve_model(value: object, names: Sequence[str]) -> str:
+    """The name a response carries. Optional in requests: one model is loaded."""
+    if value is None:
+        return names[0]
+    if not isinstance(value, str):
+        raise wrong_type("model", "a string", value)
+    if value not in names:
+        raise model_not_found(value)
+    return value
+
+
+def parse_for_model(data: Mapping[str, Any], *, names: Sequence[str], parse: Callable[..., R]) -> R:
+    """What `parse` makes of a body; it is told by which of its names the model was asked for."""
+    return parse(data, model=resolve_model(data.get("model"), names))
+
+
+def parse_beside_model(
+    data: Mapping[str, Any], *, names: Sequence[str], parse: Callable[..., R]
+) -> R:
+    """The same for an answer that does not name the model."""
+    resolve_model(data.get("model"), names)
+    return parse(data)
 
 
 # -- names that are not declared -----------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import json
 
-from termgen.api.anthropic import is_messages_path
+from termgen.api.anthropic import MESSAGES_PATH
 from termgen.api.fields import Endpoint
 
 ERROR = {
@@ -75,7 +75,7 @@ def describe(operations: Sequence[Operation], *, title: str, version: str) -> di
 
 
 def _described(operation: Operation, path: str) -> dict[str, Any]:
-    name = "AnthropicError" if is_messages_path(operation.path) else "Error"
+    name = "AnthropicError" if MESSAGES_PATH.fullmatch(operation.path) else "Error"
     error = {
         "description": "what is wrong, or who is in the way",
         "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},

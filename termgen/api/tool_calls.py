@@ -20,8 +20,6 @@ from typing import Any, Protocol
 
 from termgen.api.tool_grammar import MARKERS
 from termgen.api.tools import Tools
-from termgen.client import TokenDelta
-from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.tool_format import ResponseParser, ToolStyle
 
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -549,23 +547,3 @@ def delta_of(part: Part) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, **new_call(name)}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-
-
-def deltas_of(parser: CallParser | None, delta: TokenDelta) -> list[dict[str, Any]]:
-    """What chunks say of the text of a delta; without a parser all of it is content."""
-    if parser is None:
-        return [{"content": delta.text}] if delta.text else []
-    parts = parser.feed(delta.text)
-    if delta.finish_reason is not None:
-        parts += parser.finish()
-    return [delta_of(part) for part in parts]
-
-
-def finish_reason_of(delta: TokenDelta, parser: CallParser | None, tools: Tools) -> str:
-    """A call that was asked for by name is no news, as OpenAI and vLLM see it.
-
-    Nor is one that a stop string cut off: nobody can make it.
-    """
-    if parser is None or not parser.num_calls or parser.is_cut or tools.choice == "named":
-        return str(delta.finish_reason)
-    return "tool_calls" if delta.finish_reason is FinishReason.STOP else str(delta.finish_reason)

@@ -17,13 +17,7 @@ from msgspec import Struct
 
 from termgen.api.errors import unsupported
 from termgen.api.fields import check_depth, read, wrong_type
-from termgen.api.tool_grammar import (
-    ANY_OBJECT,
-    Function,
-    calls_or_json,
-    forced_calls,
-    free_calls,
-)
+from termgen.api.tool_grammar import ANY_OBJECT, Function, calls_or_json, forced_calls, free_calls
 from termgen.errors import RequestError
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 from termgen.vocabulary.tool_format import ToolFormat, ToolStyle

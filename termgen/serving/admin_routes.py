@@ -17,8 +17,8 @@ from termgen.api.errors import no_such_option
 from termgen.client import PauseMode, SleepLevel
 from termgen.errors import RequestError
 from termgen.serving.access import AdminRoute, caller_of
-from termgen.serving.handlers import state_of
 from termgen.serving.responses import JSONReply
+from termgen.serving.state import state_of
 
 
 async def cancel(request: Request) -> Response:

@@ -16,9 +16,8 @@ from termgen.client import EngineClient, ModelInfo
 from termgen.errors import RequestError
 from termgen.serving.access import AdminRoute
 from termgen.serving.event_hub import EncodedSnapshot, EventHub, Listener
-from termgen.serving.handlers import state_of
 from termgen.serving.responses import EventWriter, until_disconnect
-from termgen.serving.state import ServerState
+from termgen.serving.state import ServerState, state_of
 from termgen.vocabulary.events import EngineEvent
 from termgen.vocabulary.telemetry import (
     MAX_HZ,

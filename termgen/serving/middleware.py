@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from termgen.api.anthropic import anthropic_reply, is_messages_path
+from termgen.api.anthropic import MESSAGES_PATH, anthropic_reply
 from termgen.api.errors import (
     ErrorReply,
     body_too_large,
@@ -107,7 +107,7 @@ class RequestContext:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
-                if is_messages_path(scope["path"]):
+                if MESSAGES_PATH.fullmatch(scope["path"]):
                     headers["request-id"] = request_id  # where Anthropic's clients look
             await send(message)
 
@@ -148,7 +148,7 @@ class RequestContext:
 
 def for_path(scope: Scope, reply: ErrorReply) -> ErrorReply:
     """The reply in the shape that the clients of this endpoint know."""
-    if is_messages_path(scope["path"]):
+    if MESSAGES_PATH.fullmatch(scope["path"]):
         return anthropic_reply(reply, scope[REQUEST_ID])
     return reply
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
+from starlette.requests import Request
+
 from termgen.api.errors import request_aborted, unavailable
-from termgen.api.models import served_names
+from termgen.api.fields import served_names
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.errors import EngineDeadError, EngineError, LoadingError
 from termgen.serving.access import Caller, KeyRing, Role
-from termgen.serving.admission import AdmissionControl
+from termgen.serving.admission import AdmissionControl, BodyMemory
 from termgen.serving.event_hub import SNAPSHOT_TIMEOUT_S, EventHub
-from termgen.serving.large_bodies import BodyMemory, JSONProcess
+from termgen.serving.json_process import JSONProcess
 from termgen.serving.metrics import ServerMetrics
 from termgen.serving.request_metrics import ReportSink, RequestLog, RequestReport
 from termgen.vocabulary.events import EventRing
@@ -229,3 +231,8 @@ def _report_sinks(config: ServerConfig) -> list[ReportSink]:
 
         sinks.append(TraceExporter(config.otlp_traces_endpoint))
     return sinks
+
+
+def state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state

@@ -14,7 +14,7 @@ from server_harness import app_client, error_of, eventually, serving
 
 from termgen.errors import OverloadedError
 from termgen.server import Server
-from termgen.serving.large_bodies import SMALL_BODY_BYTES, BodyMemory
+from termgen.serving.admission import SMALL_BODY_BYTES, BodyMemory
 
 LARGE = json.dumps({"prompt": "x", "user": "u" * 100_000}).encode()
 JSON = {"content-type": "application/json"}
