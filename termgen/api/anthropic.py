@@ -42,7 +42,7 @@ from termgen.errors import RequestError
 
 
 def _only_drops_thoughts(value: Any) -> bool:
-    """Edits of the history that concern what templates do not show in any case."""
+    """True for edits of the history that only drop thoughts, which templates do not show anyway."""
     edits = value.get("edits") if isinstance(value, dict) else None
     return isinstance(edits, list) and all(
         isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking")
@@ -118,7 +118,7 @@ NAMES = {
     "response_format.json_schema": "output_config.format",
     "stop": "stop_sequences",
 }
-"""Fields of the chat by the names they have here."""
+"""Names of a chat's fields on this endpoint."""
 
 MESSAGES_PATH = re.compile(r"/v1/messages(/.*)?", re.DOTALL)
 """Paths whose errors have Anthropic's shape."""
@@ -131,13 +131,14 @@ class MessagesRequest:
     chat: ChatRequest
     ignored: tuple[str, ...]
     shows_thoughts: bool = True
-    """What the model thinks is part of the answer."""
+    """False: the client asked for answers without thoughts."""
 
 
 def parse_messages(
     data: Mapping[str, Any], *, only_counts: bool = False, **context: Any
 ) -> MessagesRequest:
-    """Check a body. only_counts: of count_tokens, which asks for no answer. Raises RequestError."""
+    """Check a body. only_counts: the body of count_tokens, which asks for no answer. Raises
+    RequestError."""
     body = read(CountFields if only_counts else MessagesFields, data)
     thinking = body.thinking
     chat: dict[str, Any] = {
@@ -156,7 +157,7 @@ def parse_messages(
     if chat["messages"][-1]["role"] == "assistant":  # the answer is to go on from these words
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     ignored = unknown_fields(MESSAGES, data, NAMES)
-    context.pop("force_include_usage", None)  # this endpoint always tells
+    context.pop("force_include_usage", None)  # these answers always include the usage
     return MessagesRequest(
         chat=_thoughtless(parse_as_chat(chat, id_prefix="msg_", names=NAMES, **context), thinking),
         ignored=ignored,
@@ -165,7 +166,8 @@ def parse_messages(
 
 
 def _thoughtless(chat: ChatRequest, thinking: Mapping[str, Any] | None) -> ChatRequest:
-    """Thoughts that are not wanted are left out of the answer, whatever the template reads."""
+    """Leave thoughts that the client does not want out of the answer, whatever the template
+    reads."""
     if thinking is None or thinking["type"] != "disabled":
         return chat
     return replace(chat, not_used=tuple(name for name in chat.not_used if name != "thinking"))
@@ -206,7 +208,7 @@ def _messages(value: list[Any]) -> list[dict[str, Any]]:
 
 
 def _blocks(value: Any, where: str) -> list[tuple[str, dict[str, Any], str]]:
-    """(type, block, its name) of each content block; a string is a block of text."""
+    """(type, block, path) of each content block; a string is a block of text."""
     if isinstance(value, str):
         return [("text", {"text": value}, where)]
     blocks = []
@@ -219,7 +221,7 @@ def _blocks(value: Any, where: str) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def _user(content: Any, where: str) -> list[dict[str, Any]]:
-    """A user's turn: results of tools, each a message of its own, and text."""
+    """Messages of a user's turn: one for each result of a tool, and one for the text."""
     messages: list[dict[str, Any]] = []
     texts = []
     for kind, block, at in _blocks(content, where):
@@ -241,7 +243,7 @@ def _user(content: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _assistant(content: Any, where: str) -> dict[str, Any]:
-    """An assistant's turn. What it thought is for its template, if that shows it."""
+    """The message of an assistant's turn. Its thoughts are for the template, if that shows them."""
     message: dict[str, Any] = {"role": "assistant", "content": None}
     texts, calls, thoughts = [], [], []
     for kind, block, at in _blocks(content, where):
@@ -275,7 +277,7 @@ def _tools(body: CountFields) -> dict[str, Any]:
     """`tools` and `tool_choice` in a chat's words."""
     tools: list[dict[str, Any]] = []
     hosted: dict[str, str] = {}
-    """Types of tools that are left out, by their names."""
+    """Types of the tools that are left out, by their names."""
     for i, tool in enumerate(body.tools):
         if not isinstance(tool, dict):
             raise wrong_type(f"tools[{i}]", "an object", tool)
@@ -338,11 +340,10 @@ ERROR_TYPES = {
 
 EMPTY_TEXT = {"type": "text", "text": ""}
 EMPTY_THOUGHT = {"type": "thinking", "thinking": "", "signature": ""}
-"""Clients want a signature; nobody here checks one."""
+"""The signature is there because clients expect the field; this server checks none."""
 
 
 def message_response(request: MessagesRequest, answers: list[TokenDelta]) -> dict[str, Any]:
-    """The whole message."""
     news, usage = whole_answer(request.chat, answers)
     content: list[dict[str, Any]] = []
     end = EndNews("stop", None)
@@ -387,7 +388,8 @@ def _empty_message(chat: ChatRequest) -> dict[str, Any]:
 
 
 def _stop_fields(end: EndNews, *, has_calls: bool) -> dict[str, Any]:
-    """has_calls: a chat that was made to call by name ends with `stop`, a message never does."""
+    """Why the answer ended. has_calls: a chat with a named tool choice ends with `stop`, a message
+    with `tool_use`."""
     if end.finish_reason == "stop" and isinstance(end.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
     if has_calls and end.finish_reason != "length":
@@ -397,7 +399,7 @@ def _stop_fields(end: EndNews, *, has_calls: bool) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Here the tokens found in the cache are not among the input's."""
+    """Token counts; unlike OpenAI's, those of the input leave out what was found in the cache."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,
@@ -407,17 +409,15 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 class MessageStream:
-    """A chat's deltas to Anthropic's events, in their order.
-
-    message_start, then each block's start, deltas and stop, then message_delta, message_stop.
-    """
+    """Turns a chat's deltas into Anthropic's events: message_start, then each block's start, deltas
+    and stop, then message_delta, message_stop."""
 
     def __init__(self, request: MessagesRequest) -> None:
         self._request = request
         self._news = ChatNews(request.chat)
         self._has_started = False
         self._index = -1
-        """Of the newest block."""
+        """Index of the newest block."""
         self._open: int | str | None = None
         """The open block: `text`, `thinking`, or the number of its call."""
         self._template: sse.TextTemplate | None = None
@@ -432,7 +432,8 @@ class MessageStream:
         return events
 
     def frame(self, index: int, delta: TokenDelta) -> bytes | None:
-        """What `feed` would say, encoded, for a delta in the middle that is only text."""
+        """The encoded form of what `feed` would return, for a delta in the middle that is only
+        text."""
         text = self._news.plain_text(delta) if self._open == "text" else None
         if not text:
             return None if text is None else b""
@@ -482,7 +483,7 @@ class MessageStream:
         return []
 
     def _begin(self, block: int | str, content: dict[str, Any]) -> list[dict[str, Any]]:
-        """Open a block, unless it is the one that is open."""
+        """Open a block, unless it is open already."""
         if self._open == block:
             return []
         events = self._stop_block()
@@ -508,7 +509,7 @@ class MessageStream:
 
 
 def anthropic_reply(reply: ErrorReply, request_id: str) -> ErrorReply:
-    """The same failure in Anthropic's shape. The slug follows the message, in brackets."""
+    """The same failure in Anthropic's shape. The error code follows the message, in brackets."""
     return ErrorReply(reply.status, {**_error(reply), "request_id": request_id}, reply.headers)
 
 

@@ -80,7 +80,7 @@ class ChatRequest:
     ignored: tuple[str, ...]
     tools: Tools
     not_used: tuple[str, ...] = ()
-    """Fields that were understood and have no effect: wishes, and tools of others."""
+    """Fields that were understood and have no effect: hints, and tools of other servers."""
 
     @property
     def begins_answers(self) -> bool:
@@ -103,8 +103,8 @@ def parse_chat(
 ) -> ChatRequest:
     """Check a body. `model` is the resolved served name, `defaults` the model's own sampling.
 
-    strict_tools: functions that do not say are strict. trusts_template: the body may bring one.
-    cuts_max_tokens: too many are cut to what the context leaves, instead of an error.
+    strict_tools: functions that do not say are strict. trusts_template: the body may bring a chat
+    template. cuts_max_tokens: too many are cut to what the context leaves, instead of an error.
     """
     body, conversation = read(ChatFields, data), read(Conversation, data)
     options = parse_options(
@@ -152,13 +152,13 @@ def _logprobs(body: ChatFields) -> int | None:
 
 
 class _Choice:
-    """What one streamed choice still owes: logprobs and ids of tokens whose text is held back."""
+    """State of one streamed choice: logprobs and ids of tokens whose text is held back."""
 
     __slots__ = ("logprobs", "parser", "started", "template", "token_ids")
 
     def __init__(self) -> None:
         self.parser: CallParser | None = None
-        """From the first delta on, where the text is more than content."""
+        """Set with the first delta, where the text is more than content."""
         self.started = False
         self.template: TextTemplate | None = None
         self.logprobs: list[TokenLogprob] = []
@@ -166,7 +166,7 @@ class _Choice:
 
 
 class ChatStream:
-    """Deltas to `chat.completion.chunk` objects. One per HTTP request."""
+    """Turns deltas into `chat.completion.chunk` objects. One per HTTP request."""
 
     def __init__(self, request: ChatRequest) -> None:
         self._options = request.options
@@ -179,20 +179,20 @@ class ChatStream:
         self._choices = [_Choice() for _ in range(request.job.params.n)]
         self._num_open = request.job.params.n
         self._prompt_token_ids: tuple[int, ...] | None = None
-        """Until a chunk has carried them."""
+        """The prompt's ids, until a chunk has carried them."""
         self._begun_by: Sequence[int] | None = None if request.tools.needs_prompt else ()
         """The prompt, where it may have begun the answers; None until it is known."""
         self._begins_answers = request.begins_answers
         self._held: list[tuple[int, TokenDelta]] = []
-        """What came before it was."""
+        """Deltas that came before the prompt was known."""
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
-        """Chunks for one delta. None while its text is held back."""
+        """Chunks for one delta: none while its text is held back."""
         if self._begun_by is not None:
             return self._feed(index, delta)
         self._held.append((index, delta))
         if index:
-            return []  # the first delta of the first choice tells
+            return []  # the first delta of the first choice has the prompt
         self._begun_by = (delta.prompt_token_ids or ()) if self._begins_answers else ()
         held, self._held = self._held, []
         return [chunk for later in held for chunk in self._feed(*later)]
@@ -222,7 +222,8 @@ class ChatStream:
         return chunks
 
     def frame(self, index: int, delta: TokenDelta) -> bytes | None:
-        """What `feed` would say, encoded, for a delta in the middle that is only text."""
+        """The encoded form of what `feed` would return, for a delta in the middle that is only
+        text."""
         choice = self._choices[index]
         if not self._is_plain or not choice.started or delta.finish_reason is not None:
             return None
@@ -236,7 +237,7 @@ class ChatStream:
         return choice.template.frame(delta.text)
 
     def end(self) -> list[dict[str, Any]]:
-        """What follows the last choice: the usage chunk, when it was asked for."""
+        """Chunks after the last choice: the usage chunk, when the client asked for it."""
         if not self._options.include_usage:
             return []
         chunk = {**self._head(), "choices": [], "usage": self._tally.usage()}
@@ -340,7 +341,7 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
 
 
 def _deltas_of(parser: CallParser | None, delta: TokenDelta) -> list[dict[str, Any]]:
-    """What chunks say of the text of a delta; without a parser all of it is content."""
+    """The `delta` objects for the text of a delta; without a parser all of it is content."""
     if parser is None:
         return [{"content": delta.text}] if delta.text else []
     parts = parser.feed(delta.text)
@@ -350,10 +351,8 @@ def _deltas_of(parser: CallParser | None, delta: TokenDelta) -> list[dict[str, A
 
 
 def _finish_reason_of(delta: TokenDelta, parser: CallParser | None, tools: Tools) -> str:
-    """A call that was asked for by name is no news, as OpenAI and vLLM see it.
-
-    Nor is one that a stop string cut off: nobody can make it.
-    """
+    """The finish reason. As with OpenAI and vLLM, a call that the client named does not make it
+    `tool_calls`; nor does one that a stop string cut off, which is incomplete."""
     if parser is None or not parser.num_calls or parser.is_cut or tools.choice == "named":
         return str(delta.finish_reason)
     return "tool_calls" if delta.finish_reason is FinishReason.STOP else str(delta.finish_reason)

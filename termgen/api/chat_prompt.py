@@ -202,7 +202,7 @@ class Conversation(TemplateFields, frozen=True, kw_only=True):
 def parse_prompt(
     body: Conversation, tool_format: ToolFormat, *, strict_tools: bool, trusts_template: bool
 ) -> tuple[ChatPrompt, Tools, tuple[str, ...]]:
-    """The messages and how to render them, the tools, and names of fields without effect."""
+    """The messages and how to render them, the tools, and the names of fields without effect."""
     chat_template = body.chat_template
     if chat_template is not None and not trusts_template:
         raise unsupported(
@@ -350,9 +350,10 @@ def reader_of(tool_format: ToolFormat, chat_template: str | None) -> Callable[[s
 def parse_hints(
     body: Conversation, kwargs: dict[str, Any], reads: Callable[[str], bool]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The template's variables, and names of the fields that have no effect.
+    """The template's variables, and the names of fields that have no effect.
 
-    kwargs: `chat_template_kwargs`, which win; wishes among them that are not read are left out.
+    kwargs: `chat_template_kwargs`, which win; hints among them that the template does not read are
+    left out.
     """
     unread = [name for name in kwargs if name in HINT_VARIABLES and not reads(name)]
     variables = {name: value for name, value in kwargs.items() if name not in unread}
@@ -395,7 +396,7 @@ def _wishes(body: Conversation) -> list[_Wish]:
 
 
 def _thinking(value: bool | dict[str, Any] | None) -> list[_Wish]:
-    """The wishes of Anthropic's object, or of true and false."""
+    """The hints of Anthropic's object, or of true and false."""
     if value is None:
         return []
     if isinstance(value, bool):
@@ -419,7 +420,8 @@ TEXT_PARTS: Mapping[str, str] = {"text": "text"}
 
 
 def parts_of(value: Any, where: str, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each part of a list with its name. wanted: what a fault says there should be."""
+    """The path and the object of each part in a list. wanted: words of the error for other
+    values."""
     if not isinstance(value, list):
         raise wrong_type(where, wanted, value)
     for i, part in enumerate(value):
@@ -435,15 +437,15 @@ NOT_TEXT = frozenset(
         *("audio", "input_audio", "tool_reference"),
     }
 )
-"""Types of parts that a tool may give back, and that no model here can read."""
+"""Types of parts that a tool may return, and that no model here can read."""
 
 INVALID_JSON = "INVALID_JSON"
-"""The key of what is no JSON object, as Anthropic's documentation has it."""
+"""Key for text that is not a JSON object; the name is that of Anthropic's documentation."""
 
 
 def result_text(value: Any, where: str, keys: Mapping[str, str] = TEXT_PARTS) -> str:
-    """What a tool gave back. A part that is no text is replaced by a line that says so: the tool
-    has run, and a refusal would end the agent's work."""
+    """The text of a tool's result. A line replaces a part that is not text: the tool has run
+    already, and a refusal would end the agent's work."""
     if value is None:
         return ""
     return "\n".join(texts_of(value, where, keys, replaced=NOT_TEXT))
@@ -455,8 +457,8 @@ def texts_of(
     keys: Mapping[str, str] = TEXT_PARTS,
     replaced: frozenset[str] = frozenset(),
 ) -> list[str]:
-    """The texts of a string or a list of parts. keys: by type of part, the field with its text.
-    replaced: types for which a line stands that says what is left out."""
+    """The texts of a string or a list of parts. keys: the field with the text, by type of part.
+    replaced: types of parts that a line replaces."""
     if isinstance(value, str):
         return [value]
     texts = []
@@ -483,7 +485,7 @@ def unsupported_part(kind: Any, at: str) -> RequestError:
 def arguments_of(value: Any, where: str) -> dict[str, Any]:
     """Arguments of a call in the history: an object, or any text.
 
-    Templates want an object. Text that is none, such as arguments that were cut off, becomes the
+    Templates want an object. Text that is not one, such as arguments that were cut off, becomes the
     one value of an object, so that the model sees what it wrote.
     """
     if isinstance(value, str):

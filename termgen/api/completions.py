@@ -40,7 +40,7 @@ from termgen.errors import RequestError
 
 MAX_PROMPTS = 128
 MAX_CHOICES = 1024
-"""Prompts times n."""
+"""Limit for prompts times `n`."""
 DEFAULT_MAX_TOKENS = 16
 
 PROMPT_TYPES = "a string, a list of strings, token ids, or a list of lists of token ids"
@@ -96,7 +96,7 @@ class CompletionRequest:
     echo: bool
     ignored: tuple[str, ...]
     wants_prompt_logprobs: bool = False
-    """As a list of their own, besides those of an echo."""
+    """True: they come as a list of their own, besides those of an echo."""
 
     @property
     def n(self) -> int:
@@ -196,7 +196,7 @@ def _parse_prompts(value: str | list[Any]) -> Sequence[Prompt]:
 
 
 def _with_gap(prompts: Sequence[Prompt], suffix: str, *, echo: bool) -> Sequence[Prompt]:
-    """Each prompt with a gap between it and the suffix."""
+    """Pair each prompt with the suffix."""
     if echo:
         raise RequestError("suffix and echo exclude each other", param="suffix")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -210,7 +210,7 @@ def _is_token_list(value: list[Any]) -> bool:
 
 
 class _Choice:
-    """What one streamed choice still owes: logprobs and ids of tokens whose text is held back."""
+    """State of one streamed choice: logprobs and ids of tokens whose text is held back."""
 
     __slots__ = ("logprobs", "sent_echo", "started", "template", "text_logprobs", "token_ids")
 
@@ -224,8 +224,8 @@ class _Choice:
 
 
 class CompletionStream:
-    """Deltas to `text_completion` chunks. `echoes[p]` is the text of prompt p, "" without echo; it
-    must be there when the first delta comes."""
+    """Turns deltas into `text_completion` chunks. `echoes[p]` is the text of prompt p, "" without
+    echo; it must be there when the first delta comes."""
 
     def __init__(self, request: CompletionRequest, echoes: Sequence[str]) -> None:
         self._request = request
@@ -234,17 +234,17 @@ class CompletionStream:
         self._tally = Tally(request.n)
         self._choices = [_Choice(_text_logprobs(request)) for _ in range(request.num_choices)]
         self._prompt_token_ids: dict[int, tuple[int, ...]] = {}
-        """By choice, until a chunk has carried them."""
+        """Ids of the prompts by choice, until a chunk has carried them."""
         self._num_open = request.num_choices
         self._prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        """By prompt, for an echo with logprobs; they come with the prompt's first choice."""
+        """Logprobs of the prompts, for an echo; they come with the first choice of a prompt."""
         self._held: dict[int, list[tuple[int, TokenDelta]]] = {}
-        """By prompt, what came of its other choices before."""
+        """Deltas by prompt that came before the prompt's logprobs."""
         o = request.options
         self._is_plain = not (request.wants_logprobs or o.return_token_ids or o.continuous_usage)
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
-        """Chunks for one delta. None while its text is held back."""
+        """Chunks for one delta: none while its text is held back."""
         if not self._request.echoes_logprobs:
             return self._feed(index, delta)
         prompt = index // self._request.n
@@ -275,7 +275,8 @@ class CompletionStream:
         return [self._chunk(index, text, delta)]
 
     def frame(self, index: int, delta: TokenDelta) -> bytes | None:
-        """What `feed` would say, encoded, for a delta in the middle that is only text."""
+        """The encoded form of what `feed` would return, for a delta in the middle that is only
+        text."""
         choice = self._choices[index]
         if not self._is_plain or not choice.started or delta.finish_reason is not None:
             return None
@@ -287,7 +288,7 @@ class CompletionStream:
         return choice.template.frame(delta.text)
 
     def end(self) -> list[dict[str, Any]]:
-        """What follows the last choice: the usage chunk, when it was asked for."""
+        """Chunks after the last choice: the usage chunk, when the client asked for it."""
         if not self._options.include_usage:
             return []
         chunk = {**_head(self._options), "choices": [], "usage": self._tally.usage()}
@@ -321,7 +322,7 @@ class CompletionStream:
         return chunk
 
     def _logprobs(self, index: int) -> dict[str, Any]:
-        """Of the tokens of one chunk; the first of an echo has those of the prompt too."""
+        """The `logprobs` of one chunk; those of the first chunk of an echo include the prompt."""
         state = self._choices[index]
         if not self._request.echoes_logprobs or state.sent_echo:
             return state.text_logprobs.build(state.logprobs)
@@ -340,7 +341,7 @@ def completion_response(
     for index, answer in enumerate(answers):
         tally.add(index, answer)
         echo = echoes[index // request.n]
-        # the choices of one prompt share what is known of it, which comes with the first
+        # the data of a prompt comes with its first choice
         of_prompt = answers[index - index % request.n].prompt_logprobs or ()
         choice: dict[str, Any] = {
             "index": index,
@@ -368,7 +369,8 @@ def completion_response(
 
 
 def _shown(entries: Sequence[TokenLogprob], num_top: int) -> list[TokenLogprob]:
-    """With as many alternatives as `logprobs` asks for: `prompt_logprobs` may ask for more."""
+    """The entries with as many alternatives as `logprobs` asks for: `prompt_logprobs` may ask for
+    more."""
     return [replace(entry, top=entry.top[:num_top]) for entry in entries]
 
 

@@ -1,7 +1,8 @@
-"""Writes the parameter tables of docs/api.md from the code: `python -m termgen.api.document FILE`.
+"""Writes the parameter tables of docs/api.md from the declarations: `python -m termgen.api.document
+FILE`.
 
-Only what lies between a pair of markers is written, so the rest of the page is prose. A test fails
-when the file is not what this would write.
+It replaces the text between pairs of markers, and leaves the prose around them as it is. A test
+fails when the page is not up to date.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def refused() -> str:
 
 
 def shared() -> str:
-    """Fields of a chat that the endpoints which are a chat in other words take as they are."""
+    """Names of the chat's fields that /v1/messages and /v1/responses take as they are."""
     return f"{_names(SHARED_FIELDS)}.\n"
 
 

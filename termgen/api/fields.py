@@ -45,7 +45,7 @@ def parse_json(
 ) -> dict[str, Any]:
     """Decode an object. Stricter than `json.loads`: no NaN, infinities or lone surrogates.
 
-    what: how a fault calls it. param: the field it is the text of.
+    what: the name of the text in errors. param: the field that holds it.
     """
     try:
         value = json.loads(
@@ -71,9 +71,9 @@ def parse_json(
 
 
 def _place_of_unfit_number(raw: bytes) -> str | None:
-    """Path of the first number that `parse_json` refuses, or None where another fault is to blame.
+    """Path of the first number that `parse_json` refuses, or None where another fault is the cause.
 
-    The path ends before a key that is no plain name. The walk keeps its own stack, because the
+    The path ends before a key that is not a plain name. The walk keeps its own stack, because the
     decoder accepts deeper values than a recursive Python function could visit.
     """
     unfit = object()
@@ -340,12 +340,13 @@ def strings(value: str | list[str]) -> tuple[str, ...]:
 
 
 def served_names(info: ModelInfo, configured: Sequence[str]) -> tuple[str, ...]:
-    """The first one is what responses say when a request named none."""
+    """The names that requests may use; the first one is in the answers to requests without a
+    name."""
     return tuple(configured) or (info.model_id,)
 
 
 def resolve_model(value: object, names: Sequence[str]) -> str:
-    """The name a response carries. Optional in requests: one model is loaded."""
+    """The model's name for the answer. Requests may leave it out, since one model is loaded."""
     if value is None:
         return names[0]
     if not isinstance(value, str):
@@ -356,14 +357,14 @@ def resolve_model(value: object, names: Sequence[str]) -> str:
 
 
 def parse_for_model(data: Mapping[str, Any], *, names: Sequence[str], parse: Callable[..., R]) -> R:
-    """What `parse` makes of a body; it is told by which of its names the model was asked for."""
+    """Parse a body whose answer names the model: `parse` gets the resolved name."""
     return parse(data, model=resolve_model(data.get("model"), names))
 
 
 def parse_beside_model(
     data: Mapping[str, Any], *, names: Sequence[str], parse: Callable[..., R]
 ) -> R:
-    """The same for an answer that does not name the model."""
+    """Parse a body whose answer does not name the model."""
     resolve_model(data.get("model"), names)
     return parse(data)
 
@@ -399,7 +400,7 @@ class Endpoint:
         return {name: d for struct in self.structs for name, d in declared(struct).items()}
 
     def unknown(self, data: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names in a body that nothing here knows, those in nested objects included. Raises
+        """Names in a body that are not declared, those in nested objects included. Raises
         RequestError for a refused field."""
         known, unknown = _names(self.structs), []
         for name, value in data.items():

@@ -1,4 +1,5 @@
-"""What both completion endpoints share: engine requests, wire options, counting."""
+"""Shared types of the two completion endpoints: engine requests, options of the answer, token
+counts."""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ class Job:
 
     @property
     def is_computed(self) -> bool:
-        """Whether the engine has to read the prompt."""
+        """True if the engine has to compute the prompt."""
         return self.generates or self.params.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOptions:
-    """How the answer is to be put on the wire."""
+    """How to write the answer."""
 
     id: str
     model: str
@@ -55,7 +56,7 @@ class ResponseOptions:
     tokens_as_ids: bool
     """Name tokens `token_id:N` in logprobs instead of by text."""
     ping_interval_s: float | None = None
-    """Of silence in this stream before a ping, 0 for never; None: as the server has it."""
+    """Silence in this stream before a ping, 0 for no pings; None: the server's default."""
 
 
 def parse_options(
@@ -110,7 +111,7 @@ class Tally:
     def add(self, choice: int, delta: TokenDelta) -> None:
         prompt = choice // self._n
         self._prompt[prompt] = delta.num_prompt_tokens
-        # the completions of one prompt can hit the cache differently; the first one tells
+        # the completions of one prompt can hit the cache differently; the first one counts
         self._cached.setdefault(prompt, delta.num_cached_tokens)
         self._output[choice] = delta.num_output_tokens
         if delta.timings is not None:

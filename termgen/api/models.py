@@ -31,8 +31,8 @@ def model_object(info: ModelInfo, name: str) -> dict[str, Any]:
 
 
 def _capabilities(info: ModelInfo) -> dict[str, Any]:
-    """What goes by the model's files. A model whose template knows no tools is told of them in
-    words, and what it then calls is no more than a try unless calls are enforced."""
+    """What the model's files declare. `system_message` means that the template knows no tools: the
+    system message describes them, and only enforced calls are certain to be well formed."""
     shown = "template" if info.tool_format.knows_tools else "system_message"
     return {
         "chat": info.has_chat_template,
@@ -79,7 +79,7 @@ DETOKENIZE = Endpoint((DetokenizeFields,))
 class TokenizeRequest:
     prompt: str | ChatPrompt
     add_special_tokens: bool
-    """For text; a chat template writes its own."""
+    """Only for text; a chat template writes its own."""
     wants_texts: bool
     ignored: tuple[str, ...]
     not_used: tuple[str, ...] = ()

@@ -55,7 +55,7 @@ class Operation:
     method: str
     summary: str
     body: Endpoint | None = None
-    """The JSON body it takes; without structs any object."""
+    """Declaration of the JSON body; one without structs stands for any object."""
     hidden: frozenset[str] = frozenset()
     """Fields of the body that this server refuses."""
 

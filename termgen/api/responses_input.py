@@ -35,14 +35,14 @@ HARMLESS_INCLUDES = frozenset(
         "web_search_call.results",
     }
 )
-"""What asks for parts that an answer here never has."""
+"""Requests for parts that an answer here never has."""
 
 STYLE_WISHES: Mapping[str, tuple[str, ...]] = {
     "reasoning.summary": ("auto", "concise", "detailed", "none"),
     "reasoning.generate_summary": ("auto", "concise", "detailed"),
     "text.verbosity": ("low", "medium", "high"),
 }
-"""Wishes that nothing here can meet, and their values."""
+"""Style wishes that this server cannot meet, and their values."""
 
 
 class ReasoningFields(Struct, frozen=True):
@@ -109,11 +109,11 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
     "thinking": "reasoning.effort",
 }
-"""Fields of the chat by the names they have here."""
+"""Names of a chat's fields on this endpoint."""
 
 
 PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Types of parts, and the field that has their text."""
+"""The field with the text, by type of part."""
 THOUGHTS = {"reasoning_text": "text", "text": "text"}
 LEFT_OUT_ITEMS = frozenset(
     {
@@ -121,17 +121,17 @@ LEFT_OUT_ITEMS = frozenset(
         *("tool_search_call", "tool_search_output", "compaction", "ghost_snapshot"),
     }
 )
-"""Items of a history that tell of tools which another server ran: this one cannot read them."""
+"""Items of a history about tools that another server ran: this model cannot read them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
     chat: ChatRequest
     echo: dict[str, Any]
-    """What a response repeats of its request."""
+    """Fields of the request that the response repeats."""
     ignored: tuple[str, ...]
     tool_names: Mapping[str, ToolName] = field(default_factory=dict)
-    """What the client calls its tools, by the names that the model knows."""
+    """The client's names of its tools, by the names that the model knows."""
 
 
 def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest:
@@ -161,8 +161,8 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
     if output_format is not None:
         chat["response_format"] = _response_format(output_format)
     ignored = unknown_fields(RESPONSES, data, NAMES)
-    context.pop("force_include_usage", None)  # this endpoint always tells
-    # The rule here, where a chat must ask for it; but not all models can where calls are free.
+    context.pop("force_include_usage", None)  # these answers always include the usage
+    # Strict is the default here, unlike in a chat; but some models cannot where calls are optional.
     strict = context.get("tool_format", ToolFormat()).new_parser is None
     names = {**NAMES, **tools.paths}
     request = parse_as_chat(chat, id_prefix="resp_", names=names, strict_tools=strict, **context)
@@ -185,7 +185,7 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
 
 
 def _echoed(tool: dict[str, Any], strict: bool) -> dict[str, Any]:
-    """A tool as a response repeats it: a function says whether it is strict."""
+    """A tool as the response repeats it: a function says whether it is strict."""
     if tool["type"] != "function" or tool.get("strict") is not None:
         return tool
     return {**tool, "strict": strict}
@@ -243,7 +243,7 @@ def _messages(value: str | list[Any], not_used: list[str]) -> list[dict[str, Any
             not_used.append(f"input.{kind}")
             continue
         _add_item(messages, item, kind, where)
-        if thoughts and messages[-1]["role"] == "assistant":  # of the turn that follows them
+        if thoughts and messages[-1]["role"] == "assistant":  # they belong to the turn that follows
             thoughts[:0] = filter(None, [messages[-1].get("reasoning_content")])
             messages[-1]["reasoning_content"] = "\n".join(thoughts)
         thoughts = []
@@ -303,7 +303,7 @@ def _custom_call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
-    """Calls are part of the assistant's turn that they end."""
+    """Add a call to the assistant's turn, which it ends."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     messages[-1].setdefault("tool_calls", []).append(call)
@@ -331,7 +331,7 @@ INPUT_SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class ToolName:
-    """What the client calls a tool."""
+    """The client's name of a tool."""
 
     name: str
     namespace: str | None = None
@@ -343,11 +343,11 @@ class OfferedTools:
     """The tools of one request."""
 
     chat: list[dict[str, Any]] = field(default_factory=list)
-    """In a chat's words."""
+    """The tools in a chat's words."""
     paths: dict[str, str] = field(default_factory=dict)
-    """Places in the request by places in `chat`, for errors."""
+    """Paths in the request by paths in `chat`, for errors."""
     names: dict[str, ToolName] = field(default_factory=dict)
-    """By the name that the model is shown."""
+    """The client's names by the names that the model is shown."""
     not_used: list[str] = field(default_factory=list)
 
 
@@ -396,7 +396,7 @@ def _offer(offered: OfferedTools, tool: Any, where: str, namespace: str | None =
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool without its envelope."""
+    """The function of a tool, without the tool's other fields."""
     names = ("name", "description", "parameters", "strict")
     return {name: tool[name] for name in names if tool.get(name) is not None}
 
@@ -409,7 +409,7 @@ def _custom(offered: OfferedTools, tool: Mapping[str, Any], where: str) -> dict[
     if given is not None and not isinstance(given, dict):
         raise wrong_type(f"{where}.format", "an object", given)
     parts = [description] if description else []
-    if given is not None and given.get("type") == "grammar":  # told, not enforced
+    if given is not None and given.get("type") == "grammar":  # described, not enforced
         definition = given.get("definition")
         if not isinstance(definition, str):
             raise wrong_type(f"{where}.format.definition", "a string", definition)
@@ -421,7 +421,7 @@ def _custom(offered: OfferedTools, tool: Mapping[str, Any], where: str) -> dict[
 
 
 def tool_choice_of(value: Any) -> Any:
-    """In a chat's words."""
+    """`tool_choice` in a chat's words."""
     if isinstance(value, dict):
         kind: Any = value.get("type")
         name, namespace = value.get("name"), value.get("namespace")

@@ -409,7 +409,8 @@ def parse_sampling(
     prompt_logprobs: int | None,
     defaults: Mapping[str, Any],
 ) -> SamplingParams:
-    """The parameters of a body. The arguments are those that each endpoint spells differently."""
+    """The sampling parameters of a body. The keyword arguments are those whose fields differ by
+    endpoint."""
     args: dict[str, Any] = {}
     for name in NUMBERS:
         value = getattr(body, name)
@@ -451,7 +452,7 @@ def check_prompt_logprobs(body: GenerationFields) -> None:
 
 
 def _logit_bias(value: dict[str, Any] | None) -> dict[int, Any]:
-    """JSON has no integer keys: token ids come as strings."""
+    """The biases by token id; JSON has no integer keys, so ids come as strings."""
     if value is None:
         return {}
     if len(value) > MAX_LOGIT_BIAS:
@@ -472,7 +473,7 @@ def _logit_bias(value: dict[str, Any] | None) -> dict[int, Any]:
 
 
 def parse_structured(body: GenerationFields) -> StructuredOutputsParams | None:
-    """None where any text is allowed."""
+    """The form that the answer must have; None where any text is allowed."""
     found = [
         params
         for params in (

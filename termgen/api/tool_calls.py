@@ -38,21 +38,23 @@ class _At(enum.Enum):
 
 
 class CallReader:
-    """Feed it text until `is_ended`. What is known of the call is taken by `take_arguments`."""
+    """Reads a call piece by piece: `feed` it text until `is_ended`, and take what is known of
+    it."""
 
     def __init__(self, *, name: str | None = None, names: Container[str] | None = None) -> None:
-        """name: known already, and the text is only the arguments. names: no other name will do."""
+        """name: known already, so the text is only the arguments. names: no other name is
+        accepted."""
         self.name = name
         self._names = names
         self._only_arguments = name is not None
         self._at = _At.START if name is None else _At.VALUE
         self._key = ARGUMENT_KEYS[0]
         self._raw: list[str] = []
-        """The key or value that is being read."""
+        """Characters of the key or value that is being read."""
         self._is_arguments = False
-        """The value that is being read is the arguments."""
+        """True while the value that is being read is the arguments."""
         self._streams = False
-        """And goes out as it comes."""
+        """True while arguments are passed on as they come."""
         self._depth = 0
         self._in_string = False
         self._escaped = False
@@ -65,11 +67,11 @@ class CallReader:
 
     @property
     def is_call(self) -> bool:
-        """Its name is known: whatever follows, this is a call."""
+        """True once the name is known: whatever follows, this is a call."""
         return self.name is not None
 
     def feed(self, text: str) -> int:
-        """How many characters belong to the call."""
+        """Read text; returns how many characters of it belong to the call."""
         for position, char in enumerate(text):
             if self.is_ended:
                 return position
@@ -78,14 +80,14 @@ class CallReader:
         return len(text)
 
     def take_arguments(self) -> str:
-        """Those that arrived since; held back until the name is known."""
+        """Arguments that arrived since the last call; held back until the name is known."""
         if self.name is None:
             return ""
         text, self._out = "".join(self._out), []
         return text
 
     def finish(self) -> str:
-        """The rest of the arguments of a call that is over: it has some in any case."""
+        """The rest of the arguments of a call that has ended, `{}` if it had none."""
         rest = self.take_arguments()
         return rest if rest or self._has_arguments else "{}"
 
@@ -202,7 +204,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Only where the model declares how its responses are parsed."""
+    """Text of the model's thoughts, where the model declares how its responses are parsed."""
 
     text: str
 
@@ -217,7 +219,7 @@ class CallStart:
 class CallArguments:
     index: int
     text: str
-    """Of a JSON object, this piece."""
+    """A piece of a JSON object."""
 
 
 Part = Content | Reasoning | CallStart | CallArguments
@@ -228,7 +230,7 @@ class CallParser(Protocol):
 
     @property
     def is_cut(self) -> bool:
-        """What came so far ends within the arguments of a call."""
+        """True where the text so far ends within the arguments of a call."""
         ...
 
     def feed(self, text: str) -> list[Part]: ...
@@ -237,7 +239,8 @@ class CallParser(Protocol):
 
 
 def new_parser(tools: Tools, prompt_ids: Sequence[int] = ()) -> CallParser:
-    """For the text of one choice. prompt_ids: of a prompt that may have begun the answer."""
+    """The parser for the text of one choice. prompt_ids: a prompt that may have begun the
+    answer."""
     names = frozenset(function.name for function in tools.functions)
     if tools.format.new_parser is not None and not tools.is_formed:
         return DeclaredParser(tools.format.new_parser(prompt_ids), reads_calls=tools.may_call)
@@ -245,7 +248,7 @@ def new_parser(tools: Tools, prompt_ids: Sequence[int] = ()) -> CallParser:
 
 
 class StyleParser:
-    """Knows the styles of `ToolStyle`."""
+    """Reads calls in the styles of `ToolStyle`."""
 
     def __init__(self, style: ToolStyle, names: frozenset[str]) -> None:
         self.num_calls = 0
@@ -258,7 +261,7 @@ class StyleParser:
         self._held = ""
         """White space that is dropped if a call follows."""
         self._raw = ""
-        """What has been read of a call whose name is not known."""
+        """Text of a call whose name is not known yet."""
         self._reader = CallReader()
         self._is_told = False
         self._is_list = style is ToolStyle.LLAMA
@@ -290,7 +293,7 @@ class StyleParser:
     # -- modes: each returns whether it got further ------------------------------------------
 
     def _text(self) -> bool:
-        """Content, until a marker."""
+        """Read content, until a marker."""
         before, marker, behind = self._rest.partition(self._marker)
         if marker:
             self._say(before)
@@ -304,7 +307,7 @@ class StyleParser:
         return False
 
     def _first(self) -> bool:
-        """The first word of an answer that is a call as a whole, or none."""
+        """Read the first word of an answer, which is a call as a whole or has none."""
         text = self._rest.lstrip(SPACE)
         if not self._is_last and len(text) < len(PYTHON_TAG) and PYTHON_TAG.startswith(text):
             return False
@@ -335,7 +338,7 @@ class StyleParser:
         return True
 
     def _begin_named(self, text: str) -> bool:
-        """`name[ARGS]{...}`, perhaps with an id between."""
+        """Read `name[ARGS]{...}`, perhaps with an id between."""
         head, brace, arguments = text.partition("{")
         if not brace:
             return False
@@ -396,7 +399,7 @@ class StyleParser:
         return True
 
     def _skip_to_end(self) -> bool:
-        """Nothing between a call and its end tag means anything."""
+        """Skip the text between a call and its end tag, which has no meaning."""
         _, tag, behind = self._rest.partition(END_OF_CALL)
         if tag:
             self._rest = behind
@@ -407,7 +410,7 @@ class StyleParser:
         return False
 
     def _say(self, text: str) -> None:
-        """Content. White space at its end waits for more, that between calls is dropped."""
+        """Emit content. White space at its end waits for more; that between calls is dropped."""
         body = text.rstrip(SPACE)
         if body:
             self._say_at_once(self._held + body)
@@ -421,23 +424,23 @@ class StyleParser:
 
 
 class DeclaredParser:
-    """What the model's files declare, read by the parser of transformers.
+    """Reads what the model's files declare, with the parser of transformers.
 
-    It gives a call when the call is complete, so arguments come in one piece.
+    It returns a call when the call is complete, so arguments come in one piece.
     """
 
     is_cut = False
 
     def __init__(self, parser: ResponseParser, *, reads_calls: bool) -> None:
-        """reads_calls: False where nobody asked for any; what is one all the same is content."""
+        """reads_calls: False where the request has no tools; a call in the text is then content."""
         self.num_calls = 0
         self._parser = parser
         self._reads_calls = reads_calls
         self._unread = ""
-        """The text before all that the files declare."""
+        """Text before the first part that the files declare."""
         self._has_read = False
         self._is_broken = False
-        """The parser could make nothing of a call: the rest is content."""
+        """True once the parser could not read a call: the rest is content."""
 
     def feed(self, text: str) -> list[Part]:
         if not self._has_read:
@@ -486,13 +489,13 @@ class DeclaredParser:
 
 
 def _overlap(text: str, word: str) -> int:
-    """Characters at the end of a text that may be the beginning of a word."""
+    """Number of characters at the end of a text that may be the beginning of a word."""
     most = min(len(text), len(word) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(word[:n])), 0)
 
 
 def _merged(parts: Sequence[Part]) -> list[Part]:
-    """Neighbours of one kind as one."""
+    """The parts with neighbours of one kind joined."""
     merged: list[Part] = []
     for part in parts:
         last = merged[-1] if merged else None
@@ -508,7 +511,7 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
 
 
 def message_fields(parser: CallParser, text: str) -> dict[str, Any]:
-    """The fields that a whole text gives an assistant's message."""
+    """The fields of an assistant's message with this text."""
     texts = {"content": "", "reasoning_content": ""}
     calls: list[dict[str, Any]] = []
     for part in [*parser.feed(text), *parser.finish()]:
@@ -537,7 +540,7 @@ def new_call(name: str) -> dict[str, Any]:
 
 
 def delta_of(part: Part) -> dict[str, Any]:
-    """What a chunk of a stream says of a part."""
+    """The `delta` object of a part."""
     match part:
         case Content(text):
             return {"content": text}

@@ -1,8 +1,8 @@
-"""`tools` and `tool_choice` of a chat: what the template shows, and what the text must be.
+"""`tools` and `tool_choice` of a chat: what the template shows, and the form of the answer.
 
 Calls that must come (`required`, or one function by name) are enforced by a grammar in the model's
-own style. Where calls may come the text is free, unless a function is `strict` or only one call is
-wanted: then it is free up to a call, and the call is not.
+own style. Where calls may come, a grammar is needed only for a `strict` function or a limit of one
+call; it leaves the text free up to a call.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ HOSTED = re.compile(
 
 
 def left_out(kind: Any) -> bool:
-    """Whether a tool of this type is one that nobody but the maker of its API can offer."""
+    """True for a type of tool that only OpenAI or Anthropic can run."""
     return isinstance(kind, str) and HOSTED.fullmatch(kind.replace("-", "_")) is not None
 
 
 def refuse_choice(kinds: Sequence[str], param: str = "tool_choice") -> RequestError:
-    """A choice that only tools could meet which have been left out."""
+    """Refusal of a choice that asks for tools which have been left out."""
     names = ", ".join(dict.fromkeys(kinds))[:200]
     return unsupported(param, f"{param} asks for a tool that is not offered here: {names}")
 
@@ -58,30 +58,31 @@ class _FunctionFields(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of one chat, and how the model's text is taken apart."""
+    """The tools of one chat, and how the model's text is parsed."""
 
     functions: tuple[Function, ...] = ()
     shown: tuple[dict[str, Any], ...] = ()
-    """As templates get them."""
+    """The tools as templates get them."""
     choice: str = "none"
     """none, auto, required or named."""
     parallel: bool = True
     """More than one call may come."""
     format: ToolFormat = field(default_factory=ToolFormat)
     is_formed: bool = False
-    """A grammar holds the text to calls in the style of `format`, or to JSON: what the model's
-    files declare is not what comes."""
+    """True: a grammar limits the text to calls in the style of `format`, or to JSON, so the parser
+    that the model's files declare does not apply."""
     left_out: tuple[str, ...] = ()
-    """Tools that the model is not shown, as the header names them."""
+    """Names for the header of the tools that the model is not shown."""
 
     @property
     def needs_parser(self) -> bool:
-        """Whether the model's text is more than content: what its files declare, or calls."""
+        """True where the text has more than content: calls, or parts that the model's files
+        declare."""
         return self.may_call or self.format.new_parser is not None
 
     @property
     def needs_prompt(self) -> bool:
-        """Whether how the prompt ended decides what the model's text is."""
+        """True where the end of the prompt decides how the text begins."""
         return self.format.new_parser is not None and not self.is_formed
 
     @property
@@ -94,7 +95,7 @@ class Tools:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether the parts of the text are told apart by words that text usually leaves out."""
+        """True where special tokens, which are usually left out, separate the parts of the text."""
         return self.needs_prompt or (self.may_call and bool(self.format.special_tokens))
 
 
@@ -187,7 +188,7 @@ def _choice(value: Any) -> tuple[str, str]:
 def constrain(
     tools: Tools, wanted: StructuredOutputsParams | None
 ) -> StructuredOutputsParams | None:
-    """What the text must be: what the client wants of it, calls, or either."""
+    """The form of the text: the one the client wants, calls, or either."""
     if not tools.may_call:
         return wanted
     functions, parallel = tools.functions, tools.parallel
@@ -244,8 +245,8 @@ def show_tools(
 ) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
     """The messages as the template gets them, and its variables.
 
-    Where it knows no tools, they are told in the system message, and calls and their results
-    become text.
+    For a template that knows no tools, the system message describes them, and calls and their
+    results become text.
     """
     if tool_format.knows_tools:
         return tuple(messages), {"tools": list(tools.shown)} if tools.shown else {}

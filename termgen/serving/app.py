@@ -33,7 +33,7 @@ from termgen.serving.responses import JSONReply, error_response
 from termgen.serving.state import ServerState
 
 EVENT_INTERVAL_S = 0.25
-"""How often engine events are counted: many at once would hold up the streams."""
+"""Interval of counting engine events: many at once would delay the streams."""
 
 
 def create_app(engine: EngineClient | None, config: ServerConfig) -> Starlette:
@@ -85,7 +85,7 @@ def build_app(state: ServerState) -> Starlette:
 
 
 def _cross_origin(config: ServerConfig) -> list[Middleware]:
-    """Tells browsers which pages may use the server. Nothing, unless asked for."""
+    """Middleware that tells browsers which pages may use the server: none by default."""
     if not config.allowed_origin:
         return []
     return [
@@ -125,7 +125,7 @@ async def _count_events(state: ServerState) -> None:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Errors of the router: no such path, wrong method."""
+    """JSON for errors of the router: no such path, wrong method."""
     assert isinstance(error, HTTPException)
     detail = f"{error.detail}: {request.method} {request.scope['path'][:200]}"
     return error_response(
@@ -139,7 +139,7 @@ BODIES: Mapping[str, Endpoint] = {
     "/v1/messages": MESSAGES,
     "/v1/responses": RESPONSES,
 }
-"""The bodies of POST routes; the others are described as objects."""
+"""Declarations of the bodies of POST routes; other bodies are described as objects."""
 
 WITHOUT_BODY = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache"})
 

@@ -36,7 +36,7 @@ from termgen.vocabulary.telemetry import (
 DEFAULT_HZ = 4.0
 
 IDLE_SNAPSHOT_S = 1.0
-"""How often the state of an engine without work is looked at."""
+"""Interval of snapshots of an engine without work."""
 
 MAX_LAST_ID_CHARS = 64
 
@@ -85,7 +85,7 @@ def _hz(request: Request) -> float:
 
 
 class EventsResponse:
-    """One listener's stream."""
+    """The stream of one listener."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class EventsResponse:
             self._hub.leave(listener)
 
     async def _run(self, send: Send, listener: Listener, resumed: bool) -> None:
-        # Readers tell by the pings that the server is there: this stream is never without.
+        # Listeners need the pings to see that the server lives: this stream always has them.
         asked_s = self._state.config.sse_ping_interval or MAX_SILENCE_S
         writer = EventWriter(
             send,
@@ -141,7 +141,7 @@ class EventsResponse:
 
 
 class _Source:
-    """Frames for one listener, and what it was told last."""
+    """Frames for one listener, and the state that it was sent last."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class _Source:
         return b"".join(map(bytes, frames))
 
     def _may_have_changed(self, found: list[EngineEvent]) -> bool:
-        """Building a snapshot is the engine's time: an idle one is seldom asked."""
+        """True if a new snapshot is worth the engine's time: an idle engine is seldom asked."""
         told = self._told.snapshot if self._told is not None else None
         is_busy = told is None or told.num_running or told.num_waiting
         waited_s = time.monotonic() - self._looked_at

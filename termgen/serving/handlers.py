@@ -61,15 +61,15 @@ from termgen.serving.state import ServerState, state_of
 T = TypeVar("T")
 
 BODY_TIMEOUT_S = 60.0
-"""A body that takes longer to arrive is not waited for."""
+"""Limit for the arrival of a body."""
 
 
 async def read_json(request: Request, take: Callable[[dict[str, Any]], T]) -> T:
-    """What `take` makes of the body of a POST, which must say that it is JSON.
+    """Apply `take` to the body of a POST, which must declare that it is JSON.
 
-    Of a large one it is called in another process: a function of a module, or a `partial` of one,
-    whose result can travel. Browsers may send other types across sites without asking
-    first, JSON they may not.
+    For a large body, `take` is called in another process: it is a function of a module, or a
+    `partial` of one, whose result can be pickled. Browsers may send other types across sites
+    without asking first, but not JSON.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
@@ -86,9 +86,9 @@ async def read_json(request: Request, take: Callable[[dict[str, Any]], T]) -> T:
 
 
 async def parse_body(request: Request, parse: Callable[..., T], **options: bool) -> T:
-    """What `parse`, an endpoint's own, makes of the body of a request that the engine is to answer.
+    """Apply an endpoint's `parse` to the body of a request for the engine.
 
-    Where the queue is full it is not even read.
+    Where the queue is full the body is not even read.
     """
     state = state_of(request)
     engine = state.require_engine()
@@ -101,8 +101,8 @@ async def parse_body(request: Request, parse: Callable[..., T], **options: bool)
 def ignored_headers(
     state: ServerState, names: tuple[str, ...], not_used: tuple[str, ...] = ()
 ) -> Headers:
-    """Tell which fields were not understood, and count them. not_used: those that were, and have
-    no effect."""
+    """Headers that name the fields without effect; counts the unknown ones. not_used: fields that
+    were understood."""
     headers = {"x-termgen-not-used": ignored_header(not_used)} if not_used else {}
     if not names:
         return headers
@@ -143,10 +143,11 @@ def answer(
     build: Callable[[list[TokenDelta]], dict[str, Any]],
     prepare: Callable[[], Awaitable[None]] | None = None,
 ) -> ASGIApp:
-    """What answers this request. Raises RequestError for what can be told before it is admitted.
+    """The ASGI response to this request. Raises RequestError for faults that are known before
+    admission.
 
-    stream: what turns deltas into events, and how these go on the wire. build: a whole answer from
-    one merged delta per choice. prepare: work that these need, done once it has been admitted.
+    stream: makes the converter of deltas to events, and its wire. build: a whole answer from one
+    merged delta per choice. prepare: work that these need, done after admission.
     """
     state = state_of(request)
     _check_priorities(caller_of(request.scope), jobs)
@@ -168,7 +169,7 @@ def answer(
 
 
 def _check_priorities(caller: Caller, jobs: Sequence[Job]) -> None:
-    """Before everybody else goes only what an administrator sends."""
+    """Negative priorities need the admin key."""
     if caller.role is not Role.ADMIN and any(job.priority < 0 for job in jobs):
         raise RequestError("priority must be 0 or more without the admin key", param="priority")
 
@@ -346,7 +347,7 @@ async def responses(request: Request) -> ASGIApp:
 
 
 def _renaming(app: ASGIApp, names: Mapping[str, str]) -> ASGIApp:
-    """What the engine finds wrong before it begins, by the names that fields have here."""
+    """Errors of the engine before the answer begins, with this endpoint's names of the fields."""
 
     async def answer_renamed(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -405,7 +406,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """Off unless asked for: a chat template may hold a system prompt that is nobody's business."""
+    """Off by default: a chat template may hold a system prompt that clients must not see."""
     state = state_of(request)
     if not state.config.enable_tokenizer_info:
         raise HTTPException(404, "off; the server needs --enable-tokenizer-info")

@@ -18,18 +18,18 @@ from termgen.errors import RequestError
 from termgen.system.helper_process import answer_questions
 
 MAX_JSON_WEIGHT = 2**18
-"""Numbers count one, everything else four: a prompt of a quarter million token ids fits."""
+"""Numbers count one, other values four: a prompt of a quarter million token ids fits."""
 OTHER_WEIGHT = 3
-"""Beside the comma that is counted anyway."""
+"""Weight of other values, beside the comma that is counted anyway."""
 
 ESCAPES_PER_WEIGHT = 4
 
 PIECE_BYTES = 2**18
-"""Between two looks at the limit: what is far beyond it is not counted to the end."""
+"""Bytes between two checks: a body far beyond the limit is not counted to the end."""
 
 
 def check_weight(raw: bytes) -> None:
-    """Refuse JSON of too many values. Other faults are for the parser to find."""
+    """Refuse JSON of too many values. The parser finds other faults."""
     position = 0
     weight = _weigh_escapes(raw)
     is_inside = False
@@ -55,7 +55,7 @@ def _weigh_escapes(raw: bytes) -> int:
 
 
 def _weigh(raw: bytes, position: int, end: int, weight: int) -> int:
-    """`weight` and what lies between two strings."""
+    """`weight` and that of the bytes between two strings."""
     for begin in range(position, end, PIECE_BYTES):
         piece = begin, min(end, begin + PIECE_BYTES)
         weight += raw.count(b",", *piece)
@@ -75,12 +75,12 @@ def _check(weight: int) -> None:
 
 
 def _is_escaped(run: bytes) -> bool:
-    """Whether what follows belongs to a backslash at the end of this."""
+    """True if an odd number of backslashes ends this text."""
     return (len(run) - len(run.rstrip(b"\\"))) % 2 == 1
 
 
 def answer(take: Callable[[dict[str, Any]], object], raw: bytes) -> object:
-    """What `take` makes of this JSON. Raises RequestError."""
+    """The result of `take` on this JSON. Raises RequestError."""
     check_weight(raw)
     return take(parse_json(raw))
 

@@ -37,7 +37,7 @@ PHASES = ("schedule", "launch", "wait", "apply", "host", "device", "total")
 
 
 class _Histogram:
-    """How many values fell into each bucket, and their sum."""
+    """Counts of values by bucket, and their sum."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = np.array(bounds)
@@ -56,7 +56,12 @@ class _Histogram:
 
 
 class StepMetrics(Collector):
-    """Of one model."""
+    """Histograms and counters of the engine's steps, summed a second's worth at a time.
+
+    A busy engine lands a thousand steps a second, and observing each of them by itself takes as
+    long as some thirty steps, while the engine waits for its turn. So steps are added up by whole
+    columns.
+    """
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -68,14 +73,14 @@ class StepMetrics(Collector):
         self._tokens = self._padded = 0
 
     def add(self, steps: Sequence[StepRecord]) -> None:
-        """At least one."""
+        """Add one step or more."""
         columns = dict(zip(StepRecord._fields, zip(*steps, strict=True), strict=True))
 
         def of(name: str) -> npt.NDArray[np.float64]:
             return np.array(columns[name], np.float64)
 
         def between(begin: str, end: str) -> npt.NDArray[np.float64]:
-            """Seconds; of whole nanoseconds, which are too large for a float."""
+            """Seconds, from differences of whole nanoseconds, which are too large for a float."""
             ns = np.array(columns[end], np.int64) - np.array(columns[begin], np.int64)
             seconds: npt.NDArray[np.float64] = np.maximum(ns, 0) / 1e9
             return seconds
@@ -165,14 +170,14 @@ class StepMetrics(Collector):
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-"""By sleep level, in vLLM's words."""
+"""vLLM's words, by sleep level."""
 WAITING_REASONS = ("capacity", "deferred")
-"""vLLM's: nothing is free for them, or something else than that holds them back for a while."""
+"""vLLM's words: capacity, where no room is free; deferred, where the engine is paused."""
 
 
 @dataclass(slots=True)
 class _SinceStart:
-    """Counts the engine keeps itself, as it last reported them."""
+    """Counts of the engine, as it last reported them."""
 
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -184,7 +189,7 @@ class _SinceStart:
 
 
 class _SinceStartCollector(Collector):
-    """Exposes `_SinceStart` as counters: they already are sums, there is nothing to add up."""
+    """Exposes `_SinceStart` as counters: they are sums already."""
 
     def __init__(self, counts: _SinceStart, model: str) -> None:
         self._counts = counts
@@ -291,7 +296,7 @@ class ServerMetrics:
         self._add_counts(model)
 
     def _add_counts(self, model: str) -> None:
-        """What is counted from the start on, and what is made of these."""
+        """Add the metrics that count from the start."""
         self._disconnects = Counter(
             "termgen_client_disconnects",
             "Clients that left before their answer was complete",
@@ -336,7 +341,7 @@ class ServerMetrics:
         self._rejected.labels(self._model, reason).inc()
 
     def on_events(self, events: Iterable[EngineEvent], *, num_dropped: int = 0) -> None:
-        """Account for what the engine published since the last call."""
+        """Count what the engine published since the last call."""
         self._since_start.num_dropped = num_dropped
         steps = [event for event in events if isinstance(event, StepRecord)]
         if steps:
@@ -349,11 +354,11 @@ class ServerMetrics:
             self._on_heartbeat(newest.applied_ns)
 
     def on_grammars(self, totals: Callable[[], GrammarTotals]) -> None:
-        """Once: who to ask what grammars took."""
+        """Register the metrics of grammars, once."""
         self._registry.register(GrammarMetrics(self._model, totals))
 
     def on_memory(self, ledger: MemoryLedger) -> None:
-        """Once: an engine takes its memory while it starts."""
+        """Set the memory by kind, once: an engine takes its memory while it starts."""
         for kind, nbytes in ledger.parts().items():
             self._memory.labels(self._model, kind).set(nbytes)
 
@@ -401,11 +406,11 @@ class ServerMetrics:
         self._since_start.num_preemptions = state.num_preemptions
 
     def render(self) -> bytes:
-        """Prometheus text."""
+        """All metrics as Prometheus text."""
         return b"".join(generate_latest(registry) for registry in self._shown)
 
 
-# Prometheus metrics of compiling grammars, read from the engine when somebody asks.
+# Metrics of compiling grammars, read from the engine when the metrics are collected.
 
 
 class GrammarMetrics(Collector):
@@ -434,10 +439,8 @@ class GrammarMetrics(Collector):
         yield failures
 
 
-# The metrics again, under the names vLLM has for them: for routers and dashboards made for those.
-#
-# Only what such programs read, and only what means the same here. Nothing is counted twice: values
-# are taken from our own metrics at the moment somebody asks.
+# The metrics under vLLM's names, for routers and dashboards made for those: only metrics that such
+# programs read, and that mean the same here. Values are read from our own metrics on collection.
 
 SAME_NAMES = frozenset(
     {
@@ -463,7 +466,7 @@ OURS, THEIRS = "termgen_", "vllm:"
 
 
 class VLLMNames(Collector):
-    """Reads one registry and belongs to another."""
+    """A registry's metrics under vLLM's names; registered in another registry."""
 
     def __init__(self, source: CollectorRegistry) -> None:
         self._source = source

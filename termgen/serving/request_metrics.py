@@ -1,7 +1,9 @@
-"""Prometheus metrics of requests: how many tokens, how long, how they ended.
+"""Prometheus metrics of requests: token counts, durations, outcomes; and reports of single
+requests.
 
-`RequestMeter` sees every delta of one engine request. What is told of every token is counted in
-plain numbers and read when somebody asks; what is told once a request goes the usual way.
+`RequestMeter` sees every delta of one engine request. Metrics that change with every token are
+plain numbers, read when the metrics are collected; those of a whole request are
+prometheus_client's. A report, for the log or a trace, has counts and times, never text.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ N_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
 
 
 class TokenMetrics(Collector):
-    """What every token tells: no locks, since one thread uses it."""
+    """Metrics that change with every token; without locks, since one thread uses them."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -66,7 +68,7 @@ class TokenMetrics(Collector):
 
 
 class RequestMetrics:
-    """Of all requests of one server."""
+    """Metrics of all requests of one server."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry = registry
@@ -200,7 +202,7 @@ class RequestMeter:
         self.num_output_tokens = 0
         self.finish_reasons: list[str] = []
         self.timings: RequestTimings | None = None
-        """Of the completion that ended last."""
+        """Timings of the completion that ended last."""
         metrics.begun(job)
 
     def on_delta(self, delta: TokenDelta) -> None:
@@ -241,7 +243,7 @@ class RequestMeter:
 logger = logging.getLogger("termgen.server.requests")
 
 OPERATIONS = {"/v1/completions": "text_completion"}
-"""OpenTelemetry's names for what was asked; everything else that generates is a `chat`."""
+"""OpenTelemetry's names of operations; every other path that generates is a `chat`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +251,7 @@ class RequestReport:
     """One HTTP request that was given to the engine."""
 
     request_id: str
-    """As in `x-request-id`."""
+    """The value of `x-request-id`."""
     answer_id: str
     path: str
     model: str
@@ -263,7 +265,7 @@ class RequestReport:
     outcome: str
     """`ok`, the code of the error that ended it, or `disconnected while` and where."""
     timings: tuple[RequestTimings, ...]
-    """Of its prompts, as far as they came to an end."""
+    """Timings of the prompts that were completed."""
     began_ns: int
     ended_ns: int
     """perf_counter_ns."""
@@ -289,7 +291,7 @@ class ReportSink(Protocol):
 
 
 class RequestLog:
-    """One line a request."""
+    """Logs one line a request."""
 
     def add(self, report: RequestReport) -> None:
         logger.info(

@@ -46,11 +46,11 @@ from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 
 Take = Callable[[int, TokenDelta], Awaitable[None]]
-"""Is told (choice, delta)."""
+"""Called with (choice, delta)."""
 
 
 class Generation:
-    """Use as an async context manager, and `run` it once within."""
+    """An async context manager; `run` it once within."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Generation:
         answer_id: str,
         prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """answer_id: what the client knows the answer by. prepare: done first of all, once there is
-        a place for it. Raises RequestError while the engine sleeps."""
+        """answer_id: the client's name of the answer. prepare: work that is done first, after
+        admission. Raises RequestError while the engine sleeps."""
         state.check_awake()
         self._state = state
         self._answer_id = answer_id
@@ -70,27 +70,27 @@ class Generation:
         self._engine = engine
         self._jobs = jobs
         self._task: asyncio.Task[object] | None = None
-        """The one that is in `run`."""
+        """The task that is in `run`."""
         self._error: BaseException | None = None
         self._num_open = sum(job.params.n for job in jobs)
         self._ticket: Ticket | None = None
         self.caller: Caller | None = None
-        """Whose it is; see `bind`."""
+        """Set by `bind`."""
         self._scope: Scope = {}
         self._began_ns = time.perf_counter_ns()
         self._meters: list[RequestMeter] = []
         self._room: int | None = None
-        """Tokens that the context left of a longer answer."""
+        """Tokens that the context left for a longer answer."""
         self.num_choices = self._num_open
         self.num_output_tokens = 0
 
     def bind(self, scope: Scope) -> None:
-        """Say which HTTP request it belongs to, before the generation is entered."""
+        """Set the HTTP request that this belongs to, before the generation is entered."""
         self.caller = caller_of(scope)
         self._scope = scope
 
     def is_known_as(self, name: str) -> bool:
-        """Whether this is the answer's id, that of one of its prompts, or the `x-request-id` of its
+        """True for the answer's id, that of one of its prompts, and the `x-request-id` of its
         request."""
         ids = {self._answer_id, self._scope.get(REQUEST_ID), *(j.request_id for j in self._jobs)}
         return name in ids
@@ -109,7 +109,7 @@ class Generation:
         traceback: TracebackType | None,
     ) -> None:
         if self._num_open:
-            self._state.drain_events()  # how far it came is known only while it is
+            self._state.drain_events()  # its stage is known only while it runs
         if self._ticket is not None:
             self._ticket.close()
         self._state.end(self)
@@ -118,7 +118,7 @@ class Generation:
 
     @property
     def stage(self) -> str:
-        """How far it has come: `queue`, `prefill` or `decode`."""
+        """Progress: `queue`, `prefill` or `decode`."""
         if self.num_output_tokens:
             return "decode"
         has_begun = self._ticket is not None and self._ticket.has_begun
@@ -126,16 +126,17 @@ class Generation:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What the engine has changed of the request, once the first delta is there."""
+        """Headers about changes that the engine made, once the first delta is there."""
         return {} if self._room is None else {"x-termgen-max-tokens": str(self._room)}
 
     @property
     def is_complete(self) -> bool:
-        """Every choice has ended; true already when the last delta is told."""
+        """True once every choice has ended; already when the last delta is passed on."""
         return self._num_open == 0
 
     async def run(self, take: Take) -> None:
-        """Tell every delta until all choices have ended. Raises what ends it before."""
+        """Pass every delta to `take` until all choices have ended. Raises the error that ends it
+        before."""
         self._task = asyncio.current_task()
         assert self._task is not None
         num_cancels = self._task.cancelling()
@@ -227,7 +228,7 @@ class Generation:
                 await take(first_choice + delta.index, delta)
 
     def _note_room(self, job: Job, num_prompt_tokens: int) -> None:
-        """An engine that does not clamp would have refused what it has no room for."""
+        """An engine that does not clamp would have refused an answer that does not fit."""
         room = self._engine.model.max_model_len - num_prompt_tokens
         if job.max_tokens is not None and job.max_tokens > room:
             self._room = room if self._room is None else min(self._room, room)
@@ -244,7 +245,8 @@ class Generation:
         )
 
     async def _end_choice(self, first_choice: int, delta: TokenDelta, take: Take) -> TokenDelta:
-        """Neither an abort nor a failure is a finish reason of the API: the answer ends with it."""
+        """Raise the error of a choice that was aborted or failed: neither is a finish reason of the
+        API."""
         if delta.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT):
             self._num_open -= 1
             return delta
@@ -256,7 +258,7 @@ class Generation:
         raise delta.error or EngineError("The engine failed this request")
 
     async def _prompt_only(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
-        """`max_tokens` 0: what is known of the prompt, told by completions without tokens."""
+        """The deltas for `max_tokens` 0: the prompt's data, and completions without tokens."""
         if job.is_computed:
             known = await self._compute_prompt(job)
         else:
@@ -266,7 +268,7 @@ class Generation:
             yield replace(known, index=index, prompt_token_ids=None, prompt_logprobs=None)
 
     async def _compute_prompt(self, job: Job) -> TokenDelta:
-        """By way of one token that nobody sees."""
+        """Compute the prompt, with one token that is not part of the answer."""
         params = replace(job.params, n=1, max_tokens=1, min_tokens=0, logprobs=None)
         async with aclosing(self._generate(job, params)) as stream:
             deltas = [delta async for delta in stream]
@@ -310,11 +312,12 @@ Headers = Mapping[str, str]
 
 
 class ClientDisconnected(Exception):
-    """The client left; there is nobody to answer."""
+    """The client left: there is no answer to send."""
 
 
 class ChunkStream(Protocol):
-    """`ChatStream`, `CompletionStream`, or what another endpoint makes of the former."""
+    """Converts deltas to chunks: `ChatStream`, `CompletionStream`, or the stream of another
+    endpoint."""
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]: ...
 
@@ -323,10 +326,10 @@ class ChunkStream(Protocol):
 
 @runtime_checkable
 class TextFrames(Protocol):
-    """A `ChunkStream` that has a shorter way for deltas that are nothing but text."""
+    """A `ChunkStream` with a shorter way for deltas that are only text."""
 
     def frame(self, index: int, delta: TokenDelta) -> bytes | None:
-        """The bytes of what `feed` would return; None where this way does not do."""
+        """The encoded form of what `feed` would return; None where `feed` must be used."""
         ...
 
 
@@ -344,9 +347,9 @@ def error_response(reply: ErrorReply) -> JSONReply:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; when the client goes first, cancel it and say so.
+    """The result of `work`; cancelled with ClientDisconnected when the client leaves first.
 
-    `work` has come to its end, clean-up included, when this returns or raises.
+    `work` has ended, clean-up included, when this returns or raises.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))
@@ -418,8 +421,8 @@ class CompleteResponse:
 
 
 class EventStreamResponse:
-    """Streams chunks as they come. While a slow client holds a write up, the engine's stream merges
-    what follows into one."""
+    """Streams chunks as they come. While a slow client delays a write, the engine's stream merges
+    the deltas that follow into one."""
 
     def __init__(
         self,
@@ -431,7 +434,7 @@ class EventStreamResponse:
         wire: sse.Wire = sse.CHAT_WIRE,
         ping_interval_s: float | None = None,
     ) -> None:
-        """ping_interval_s: None: as the server has it."""
+        """ping_interval_s: None for the server's default."""
         self._state = state
         self._generation = generation
         self._headers = {**sse.HEADERS, **headers}
@@ -474,7 +477,7 @@ class EventStreamResponse:
                 if not writer.has_started:
                     raise  # still a plain error response
                 if not isinstance(error, TermgenError):
-                    logger.exception("a stream failed")  # the client learns only that it did
+                    logger.exception("a stream failed")  # the client gets no details
                 await writer.write(self._wire.error_frames(error), is_last=True)
             finally:
                 writer.close()
@@ -493,7 +496,7 @@ class EventStreamResponse:
 class EventWriter:
     """Writes to the client, and a ping into long silences.
 
-    One timer per stream looks at a stamp now and then, so that a token costs no timer.
+    One timer per stream looks at a time stamp now and then, so that a token costs no timer.
     """
 
     def __init__(
@@ -509,7 +512,7 @@ class EventWriter:
         self._write_chunk = write_chunk
         self._ping_frame = ping
         self.headers = headers
-        """Of no effect once it has started."""
+        """No effect once the response has started."""
         self._ping_interval_s = ping_interval_s
         self._loop = asyncio.get_running_loop()
         self._wrote_at = self._loop.time()
@@ -560,5 +563,5 @@ class EventWriter:
 
     async def _write_ping(self) -> None:
         if not self._is_over:
-            with suppress(ClientDisconnected):  # whoever writes next finds out
+            with suppress(ClientDisconnected):  # the next write raises it again
                 await self.write(self._ping_frame)
