@@ -206,7 +206,7 @@ async def chat(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[Counter
             screen = app.screen
             assert isinstance(screen, ChatScreen)
             await asyncio.sleep(0.5)  # wait for the layout
-            screen.ask("Tell me of steps.")
+            screen.dialogue.ask("Tell me of steps.")
             yield lambda: 0
             assert screen.is_streaming, "the answer ended before the cell"
         finally:

@@ -349,7 +349,7 @@ class TermgenApp(KeyedApp):
             return
 
         def stop_answer() -> None:
-            chat.stop_answer()
+            chat.dialogue.stop_answer()
 
         async def changed(switch: Switch | None) -> None:
             if switch is not None:
@@ -483,7 +483,7 @@ class TermgenApp(KeyedApp):
         now, has_draft = time.monotonic(), False
         if isinstance(self.screen, ChatScreen):
             if self.screen.is_streaming:
-                self.screen.stop_answer()
+                self.screen.dialogue.stop_answer()
                 return
             has_draft = self.screen.put_draft_away()
         elif isinstance(self.screen, LoadingScreen):

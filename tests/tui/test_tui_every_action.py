@@ -19,6 +19,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 from tui_harness import FrozenApp, ask, chat_engine, ready, wait_until
 
+from termgen.config import UIConfig
 from termgen.tui import actions
 from termgen.tui.app import TermgenApp
 from termgen.tui.bench.bench_screen import KEYS as BENCH_KEYS
@@ -64,6 +65,11 @@ ACTION_OF_COMMAND = {
     "help": "app.help",
     "quit": "app.quit",
 }
+
+
+def test_every_slash_command_has_a_handler() -> None:
+    screen = ChatScreen(chat_engine(Script()), UIConfig())
+    assert list(screen.command_table) == [command.name for command in COMMANDS]
 
 
 def of(*lists: Sequence[BindingType]) -> dict[str, Binding]:
@@ -224,7 +230,7 @@ async def test_keys_begin_commands_that_want_an_argument(name: str) -> None:
         await ask(app, pilot, "why")
         app.chat.prompt.insert("a draft")
         await pilot.press("alt+e", key)
-        assert app.chat.prompt.text == f"/{name} " and app.chat.editing is None
+        assert app.chat.prompt.text == f"/{name} " and app.chat.dialogue.editing is None
         await pilot.pause()
         (command,) = [command for command in COMMANDS if command.name == name]
         hint = Content.from_markup(str(app.chat.prompt.border_subtitle)).plain

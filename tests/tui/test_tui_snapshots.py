@@ -48,7 +48,7 @@ async def begin(pilot: Pilot[Any]) -> FrozenApp:
 async def talk(pilot: Pilot[Any]) -> None:
     """A question with a file, answered twice, with thoughts."""
     app = await begin(pilot)
-    app.chat.attach((Attachment("scheduler.py", "x" * 410),))
+    app.chat.files.attach((Attachment("scheduler.py", "x" * 410),))
     await ask(app, pilot, "Why does chunked prefill help?")
     await pilot.press("alt+r")
     await wait_until(pilot, lambda: "‹2/2›" in app.chat.transcript.plain_text)
@@ -137,7 +137,7 @@ async def list_chats(pilot: Pilot[Any]) -> None:
     for age, question in ((40, "Paged attention"), (3, "A haiku about GPUs"), (1, "Log lines")):
         talk = Conversation()
         talk.ask(question, now_s=0.0, model_id="smollm2-135m").answer = "About that, much."
-        app.chat.autosave.save_all(talk, app.chat._params)
+        app.chat.autosave.save_all(talk, app.chat.settings.params)
         used_s, session_id = NOON - age * 86_400, talk.session_id
         await app.chats.read(
             lambda database, values=(used_s, session_id): database._connection.execute(

@@ -1,9 +1,14 @@
-"""The chat screen: keys, commands and status line around the conversation."""
+"""The chat screen: it wires a chat's parts together, and binds keys and commands to them.
+
+`Settings` and `QuestionFiles` (asking) say how the next question is asked, `Dialogue` asks it and
+shows the answer, `AnswerTools` acts on answers, `SavedChats` keeps chats on disk. The screen itself
+has the messages that wait to be sent, the focus, the footer and the status line.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from textual import events, on
@@ -12,50 +17,100 @@ from textual.content import Content
 from textual.widgets import Input, TextArea
 
 from termgen.client import EngineClient
+from termgen.config import UIConfig
+from termgen.tui.chat.answer_tools import AnswerTools
+from termgen.tui.chat.asking import QuestionFiles, Settings
 from termgen.tui.chat.chat_keys import COMMAND_KEYS, COPY_KEYS, KEYS, TOOL_KEYS
-from termgen.tui.chat.sessions import SessionScreen
+from termgen.tui.chat.dialogue import Dialogue
+from termgen.tui.chat.panels import HistoryPanel
+from termgen.tui.chat.saved.autosave import Autosave
+from termgen.tui.chat.saved.chat_store import ChatStore, Resume
+from termgen.tui.chat.saved_chats import SavedChats
 from termgen.tui.chat.state import attachments as files
 from termgen.tui.chat.state import commands
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.conversation import AnswerState, Conversation, PromptHistory
+from termgen.tui.chat.view import ChatView
 from termgen.tui.chat.widgets.chat_rows import ChatStatus, empty_rows, status_row
 from termgen.tui.chat.widgets.completion import Arguments
-from termgen.tui.chat.widgets.entries import NoticeEntry
 from termgen.tui.chat.widgets.messages import (
+    EntryClicked,
     LargePaste,
     ModelsWanted,
     PromptEdited,
     PromptSubmitted,
     QueueWanted,
+    SessionWish,
 )
 from termgen.tui.chat.widgets.prompt import LARGE_PASTE_CHARS
-from termgen.tui.chat.widgets.prompt_area import PromptArea, Waiting
+from termgen.tui.chat.widgets.prompt_area import Waiting
 from termgen.tui.chat.widgets.session_panel import SessionPanel
-from termgen.tui.chat.widgets.transcript import Transcript
 from termgen.tui.keys.key_bar import KeyBar
 from termgen.tui.keys.keymap import brief_key_of, key_of
-from termgen.tui.paint.canvas import Canvas
+from termgen.tui.paint.canvas_screen import ThemedScreen
 from termgen.tui.paint.sanitize import clean_line
 from termgen.tui.paint.spans import Row, cut
 
 STOP_GRACE_S = 0.7
-"""For so long after an answer, esc was meant to stop it."""
+"""Seconds after the end of an answer in which esc is taken as meant for the answer."""
 
 
-class ChatScreen(SessionScreen):
+class ChatScreen(ThemedScreen):
     AUTO_FOCUS = "Prompt"
     BINDINGS = [*KEYS, *TOOL_KEYS, *COMMAND_KEYS, *COPY_KEYS]
     _ended_s = float("-inf")
-    """When an answer ended."""
+    """When the last answer ended."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        ui: UIConfig,
+        *,
+        chats: ChatStore | None = None,
+        resume: Resume | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__()
+        self._ui = ui
+        self._clock = clock
+        store = chats or ChatStore()
+        self.autosave = Autosave(store)
+        self.panel = SessionPanel(wall_clock, id="sessions")
+        self.view = view = ChatView(self, self._paint_status)
+        self.transcript, self.area, self.prompt = view.transcript, view.area, view.prompt
+        self.status = view.status
+        self.settings = Settings(view, client, ui, on_change=self._settings_changed)
+        self.files = QuestionFiles(view)
+        self.dialogue = Dialogue(
+            view,
+            self.settings,
+            self.files,
+            self.autosave,
+            self._new_conversation(),
+            clock=clock,
+            on_asked=lambda turn: self.saved.note_asked(turn),
+            on_ended=self._answer_ended,
+        )
+        self.tools = AnswerTools(view, self.dialogue)
+        self.saved = SavedChats(
+            view,
+            self.settings,
+            self.dialogue,
+            self.panel,
+            store,
+            self.autosave,
+            resume=resume,
+            begin=self._new_conversation,
+            show=self.show_conversation,
+            on_opened=self._send_next,
+        )
+        self.command_table = self._handlers()
 
     def compose(self) -> ComposeResult:
-        yield SessionPanel(self._wall_clock, id="sessions")
-        self.status = Canvas(self._paint_status, id="status")
+        yield self.panel
         yield self.status
-        self.transcript = Transcript(id="transcript")
         yield self.transcript
-        self.area = PromptArea(until="when the answer ends", id="prompt-area")
-        self.prompt = self.area.prompt
         yield self.area
         yield KeyBar(self.keys_now)
 
@@ -63,23 +118,47 @@ class ChatScreen(SessionScreen):
         self.area.completion.arguments = self._arguments()
         self._show_when_empty()
         self.watch(self.transcript, "scroll_y", self.status.repaint, init=False)
+        self.saved.start()
+        self.dialogue.start()
+
+    def on_unmount(self) -> None:
+        self.autosave.flush()
+
+    def apply_palette(self) -> None:
+        super().apply_palette()
+        self.transcript.set_palette(self.palette)
+
+    @property
+    def conversation(self) -> Conversation:
+        return self.dialogue.conversation
+
+    @property
+    def is_streaming(self) -> bool:
+        return self.dialogue.is_streaming
 
     def set_client(self, client: EngineClient, *, failure: str | None) -> None:
-        """Another model answers from here on; `failure` says why it is not the one asked for."""
-        self._client, model = client, client.model
-        self.tokens.clear()  # its tokens may be others
+        """Answer with another model from here on. failure: why the wanted one was not loaded."""
+        name = clean_line(client.model.model_id)
+        self.settings.set_client(client)
+        self.dialogue.tokens.clear()  # another model may have other tokens
         self._show_when_empty()
-        self.use_defaults()
         if failure is not None:
-            hint = f"{clean_line(model.model_id)} answers as before."
-            self.transcript.add(NoticeEntry(failure, role="bad", sign="✗", hint=hint))
+            self.view.note_fault(failure, hint=f"{name} answers as before.")
         elif self.conversation.turns:
-            self.note(f"{clean_line(model.model_id)} answers from here on.")
+            self.view.note(f"{name} answers from here on.")
         self.status.repaint()
         self.prompt.focus()
 
     def _show_when_empty(self) -> None:
-        self.transcript.set_empty(partial(empty_rows, self._client.model, partial(key_of, self)))
+        rows = partial(empty_rows, self.settings.client.model, self.view.key)
+        self.transcript.set_empty(rows)
+
+    def _new_conversation(self) -> Conversation:
+        return Conversation(system_prompt=self._ui.system_prompt)
+
+    def _settings_changed(self) -> None:
+        self.dialogue.save_settings()
+        self.status.repaint()
 
     @property
     def _hint(self) -> str:
@@ -91,50 +170,47 @@ class ChatScreen(SessionScreen):
         parsed = commands.parse(message.text)
         if parsed is not None:
             self._accept(message.text)
-            self._run_command(parsed[0].name, parsed[1])
+            self.command_table[parsed[0].name](parsed[1])
         elif commands.looks_like_command(message.text):
             self.prompt.give_back(message.text)
             which = f"no command {message.text.strip()}"
             self.notify(f"{which}; {key_of(self, 'app.help')} lists them", severity="warning")
-        elif self.editing is not None and self.is_streaming:
+        elif self.dialogue.editing is not None and self.is_streaming:
             self.prompt.give_back(message.text)
-            self.say_streaming()
+            self.dialogue.say_streaming()
         else:
-            attachments, beside = self.take_files(message.text), self.editing
+            attachments, beside = self.files.take(message.text), self.dialogue.editing
             if attachments is None:
                 self.prompt.give_back(message.text)
                 return
             self._accept(message.text)
             if beside is not None:
-                self.ask(message.text, attachments, beside=beside)
+                self.dialogue.ask(message.text, attachments, beside=beside)
             else:
                 self.area.put(Waiting(message.text, attachments))
                 self._send_waiting()
 
-    # messages that wait
+    # -- messages that wait ----------------------------------------------------------------
 
     def _send_waiting(self) -> None:
-        """The first of them, if it can be sent now."""
+        """Release waiting messages, and send the first if that is possible now."""
         self.area.hold(False)
         self._send_next()
 
     def _send_next(self) -> None:
-        if self.is_streaming or self.is_opening:
+        if self.is_streaming or self.saved.is_opening:
             return
         message = self.area.next()
         if message is not None:
-            self.ask(message.text, message.attachments)
+            self.dialogue.ask(message.text, message.attachments)
 
-    def answer_ended(self, state: AnswerState) -> None:
-        """After a stop or a failure nothing is sent that the user may not want any more."""
+    def _answer_ended(self, state: AnswerState) -> None:
+        """Send the next message; after a stop or a failure hold it, as the user may not want it."""
         self._ended_s = time.monotonic()
         if state is AnswerState.DONE:
             self.call_later(self._send_next)
         else:
             self.area.hold()
-
-    def session_opened(self) -> None:
-        self._send_next()
 
     @on(QueueWanted)
     def _change_waiting(self, message: QueueWanted) -> None:
@@ -148,9 +224,9 @@ class ChatScreen(SessionScreen):
         if message is None:
             self.notify("no message waits to be sent")
             return
-        attached = self.attached
-        self.give_back(message.text, message.attachments)
-        self.attach(files.merged([*attached, *self.attached]))
+        attached = self.files.attached
+        self.files.give_back(message.text, message.attachments)
+        self.files.attach(files.merged([*attached, *self.files.attached]))
         self.prompt.focus()
 
     def inherit(
@@ -160,41 +236,42 @@ class ChatScreen(SessionScreen):
         pasted: Sequence[Attachment],
         history: PromptHistory,
     ) -> None:
-        """What was typed while the model was loaded."""
+        """Take over what was typed on the loading screen."""
         for earlier in reversed(history.newest_first()):
             self.prompt.prompts.add(earlier)
         if text:
             self.prompt.give_back(text)
-        self.attach(files.merged([*self.attached, *pasted]))
+        self.files.attach(files.merged([*self.files.attached, *pasted]))
         for message in waiting:
-            attachments = self.files_for(message.text, message.attachments)
+            attachments = self.files.read(message.text, message.attachments)
             if attachments is None:
-                self.quote_back(message.text)
+                self.dialogue.quote_back(message.text)
             else:
                 self.area.put(Waiting(message.text, attachments))
         self._send_next()
 
-    def set_conversation(self, conversation: Conversation) -> None:
-        """What was meant for the chat before does not go along: files are dropped, and messages
-        that wait are in the history. The draft stays."""
-        super().set_conversation(conversation)
-        if self.is_opening:
+    def show_conversation(self, conversation: Conversation) -> None:
+        """Show another chat. Attached files are dropped, waiting messages go to the history, the
+        draft stays."""
+        self.dialogue.show(conversation)
+        self.saved.update_panel()
+        if self.saved.is_opening:
             return
         notes = []
-        if self.attached:
+        if self.files.attached:
             notes.append("attached files were for the chat before and are dropped")
-            self.attach(())
+            self.files.attach(())
         if dropped := self.area.drop_waiting():
             waited = "a message that waited is" if dropped == 1 else f"{dropped} messages are"
             notes.append(f"{waited} in the history: the up key brings them back")
         if notes:
             self.notify("; ".join(notes))
 
-    # where the keys are
+    # -- the focus -------------------------------------------------------------------------
 
     @property
     def is_browsing(self) -> bool:
-        """Single letters are commands."""
+        """Whether single letters are commands."""
         return self.transcript.has_focus
 
     def begin_browsing(self) -> None:
@@ -212,8 +289,8 @@ class ChatScreen(SessionScreen):
         self._show_hint()
 
     def on_key(self, event: events.Key) -> None:
-        """A letter that is no command where the keys are belongs to a field: to the search of the
-        list of chats if they are there, else to the prompt."""
+        """Type a letter that is no command here into a field: the search of the list of chats if
+        that has the focus, else the prompt."""
         if not event.is_printable or not event.character:
             return
         if self.is_browsing and event.key in self.active_bindings:
@@ -236,19 +313,19 @@ class ChatScreen(SessionScreen):
             self.prompt.type(event.text)
 
     def put_draft_away(self) -> bool:
-        """The draft goes into the history; False without one."""
+        """Put the draft into the history; False without one."""
         if not self.prompt.put_away():
             return False
-        self.end_editing()
+        self.dialogue.end_editing()
         return True
 
     def keys_now(self) -> tuple[str, list[tuple[str, str]]]:
-        """For the footer: a word in front, and the actions that do something now."""
+        """The footer: a leading word, and the actions that have an effect now."""
         if self.is_browsing:
             keys = [("chat.mark_earlier", "Up"), ("chat.mark_later", "Down"), ("chat.copy", "Copy")]
             keys += [("chat.edit", "Edit"), ("chat.retry", "Retry"), ("chat.tokens", "Tokens")]
             keys += [("chat.write", "Type")]
-            turn = self.cursor_turn
+            turn = self.dialogue.current
             if turn is not None and len(turn.siblings) > 1:
                 keys[-1:-1] = [("chat.sibling_before", "Before"), ("chat.sibling_after", "After")]
             return "browse", keys
@@ -259,7 +336,7 @@ class ChatScreen(SessionScreen):
         keys = []
         if self.is_streaming:
             keys = [("chat.stop", "Stop"), ("prompt.send", "Queue")]
-        elif self.editing is not None:
+        elif self.dialogue.editing is not None:
             keys = [("chat.stop", "Give up"), ("prompt.send", "Ask")]
         elif self.conversation.turns:
             keys = [("chat.stop", "Browse"), ("chat.retry", "Retry")]
@@ -268,11 +345,11 @@ class ChatScreen(SessionScreen):
 
     def _accept(self, text: str) -> None:
         self.prompt.accept(text)
-        self.end_editing(typed=self.prompt.text)
+        self.dialogue.end_editing(typed=self.prompt.text)
 
     @on(PromptEdited)
     def _show_hint(self) -> None:
-        """What can be done now, on the prompt's lower edge."""
+        """Show the present keys, or the command that is typed, on the prompt's lower edge."""
         if self.is_browsing:
             hint = f"letters are commands · {key_of(self, 'chat.write')} goes back to typing"
         else:
@@ -280,15 +357,15 @@ class ChatScreen(SessionScreen):
             hint = self._hint
             if parsed is not None and parsed[0].argument:
                 hint = f"/{parsed[0].name} {parsed[0].argument}  {parsed[0].help}"
-        self.label_prompt(self._label)
+        self.files.show_title()
         # Content, not markup: an argument may hold brackets
         self.prompt.border_subtitle = Content(cut(hint, max(8, self.prompt.size.width - 4)))
 
     def _arguments(self) -> dict[str, Arguments]:
-        """What commands can be given, for the list above the prompt."""
+        """Arguments of commands, for the list above the prompt."""
 
         def blocks() -> list[tuple[str, str]]:
-            found = enumerate(self.last_blocks(), 1)
+            found = enumerate(self.tools.last_blocks(), 1)
             return [(str(n), f"{b.language} {b.code.split(chr(10))[0]}".strip()) for n, b in found]
 
         def chosen_themes() -> list[tuple[str, str]]:
@@ -301,63 +378,38 @@ class ChatScreen(SessionScreen):
         return {**named, "theme": chosen_themes, "code": blocks, "save": blocks}
 
     def action_stop(self) -> None:
-        """One step back: out of the list of chats, out of browse mode, else stop the answer, else
-        give up an edit. With nothing of that, browse. Right after an answer has ended it was
-        meant to stop that."""
-        if self.leave_panel():
+        """One step back: leave the list of chats, else stop the answer, else give up an edit, else
+        leave browse mode, else begin to browse. Just after the end of an answer nothing happens:
+        the key was meant for the answer."""
+        if self.saved.leave_panel():
             return
         if self.is_streaming:
-            self.stop_answer()
-        elif self.editing is not None:
-            self.end_editing()
+            self.dialogue.stop_answer()
+        elif self.dialogue.editing is not None:
+            self.dialogue.end_editing()
         elif self.is_browsing or not self.prompt.has_focus:
-            self.mark(None)
+            self.dialogue.mark(None)
             self.prompt.focus()
         elif time.monotonic() - self._ended_s > STOP_GRACE_S:
             self.begin_browsing()
 
     def action_clear(self) -> None:
-        self.set_conversation(Conversation(system_prompt=self.conversation.system_prompt))
+        self.show_conversation(Conversation(system_prompt=self.conversation.system_prompt))
         self.prompt.focus()
 
     def action_new_chat(self) -> None:
-        self.set_conversation(Conversation(system_prompt=self._ui.system_prompt))
-        self.close_narrow_panel()
-
-    def action_retry(self) -> None:
-        self.regenerate()
+        self.show_conversation(self._new_conversation())
+        self.saved.close_narrow_panel()
 
     def action_fit(self) -> None:
-        """A message that did not fit is sent again."""
-        self.fit("")
+        """Leave out the oldest turns, and send the message that did not fit again."""
+        self.dialogue.fit("")
         if self.prompt.text.strip() and not self.is_streaming:
             self.prompt.action_submit()
 
-    def action_edit(self) -> None:
-        self.edit()
-
-    def action_tokens(self) -> None:
-        self.look_at_tokens()
-
-    def action_sibling(self, by: int) -> None:
-        self.switch_sibling(by)
-
-    def action_move_cursor(self, by: int) -> None:
-        self.move_cursor(by)
-
-    def action_copy_answer(self) -> None:
-        """The marked one, else the last."""
-        marked = self._cursor
-        answer = marked.answer if marked is not None else self.conversation.last_answer
-        if not answer:
-            self.notify("no answer to copy yet", severity="warning")
-            return
-        self.copy(answer)
-        self.notify("answer copied")
-
     def action_begin_command(self, name: str) -> None:
-        """Its argument is to be written. What was in the prompt is the newest of the history."""
-        self.end_editing()
+        """Begin a command that needs an argument. The prompt's text goes to the history."""
+        self.dialogue.end_editing()
         if self.prompt.text.strip():
             self.prompt.accept(self.prompt.text)
         self.prompt.set_text(f"/{name} ")
@@ -367,53 +419,110 @@ class ChatScreen(SessionScreen):
         height = max(1, self.transcript.size.height - 2)
         self.transcript.scroll_relative(y=pages * height, animate=False)
 
-    def _run_command(self, name: str, argument: str) -> None:
-        if self.run_tool(name, argument):
-            return
-        if name == "system":
-            self._set_system(argument)
-        elif name == "theme":
-            self._set_theme(argument)
-        elif name == "fit":
-            self.fit(argument)
-        elif name == "rename":
-            self.rename_open(argument)
-        elif name == "export":
-            self.export(argument)
-        elif name == "import":
-            self.import_chat(argument)
-        elif name == "model":
-            self.post_message(ModelsWanted(argument))
-        elif name == "engine":
-            self.call_later(self.app.run_action, "app.show('dashboard')")
-        elif name == "help":
-            self.call_later(self.app.run_action, "app.help")
-        elif name == "quit":
-            self.call_later(self.app.run_action, "app.quit")
-        else:
-            actions = {
-                "clear": self.action_clear,
-                "new": self.action_new_chat,
-                "copy": self.action_copy_answer,
-                "retry": self.action_retry,
-                "edit": self.action_edit,
-                "tokens": self.action_tokens,
-                "sessions": self.action_sessions,
-            }
-            actions[name]()
+    def action_search_history(self) -> None:
+        def use(text: str | None) -> None:
+            if text is not None:
+                self.prompt.set_text(text)
+                self.prompt.focus()
 
-    def _set_system(self, argument: str) -> None:
-        if argument == "off":
-            self.set_system_prompt(None)
-            self.note("The system prompt is removed.")
-        elif argument:
-            self.set_system_prompt(argument)
-            self.note(f"System prompt: {argument}")
-        elif self.conversation.system_prompt:
-            self.note(f"System prompt: {self.conversation.system_prompt}")
-        else:
-            key = key_of(self, "chat.system")
-            self.note(f"There is no system prompt. `/system TEXT` or {key} sets one.")
+        self.app.push_screen(HistoryPanel(self.prompt.prompts.newest_first()), use)
+
+    # Actions of the parts: bindings name them on the screen.
+
+    def action_retry(self) -> None:
+        self.dialogue.regenerate()
+
+    def action_edit(self) -> None:
+        self.dialogue.edit()
+
+    def action_tokens(self) -> None:
+        self.dialogue.look_at_tokens()
+
+    def action_sibling(self, by: int) -> None:
+        self.dialogue.switch_sibling(by)
+
+    def action_move_cursor(self, by: int) -> None:
+        self.dialogue.move_cursor(by)
+
+    def action_edit_system(self) -> None:
+        self.dialogue.open_system_panel()
+
+    def action_sampling(self) -> None:
+        self.settings.open_panel()
+
+    def action_sessions(self) -> None:
+        self.saved.toggle_panel()
+
+    def action_copy_answer(self) -> None:
+        self.tools.copy_answer()
+
+    def action_fold_thoughts(self) -> None:
+        self.tools.fold_thoughts()
+
+    def action_links(self) -> None:
+        self.tools.list_links()
+
+    def action_choose_block(self) -> None:
+        self.tools.choose_block()
+
+    def action_copy_block(self, number: int) -> None:
+        self.tools.copy_block(number)
+
+    @on(EntryClicked)
+    def _entry_clicked(self, message: EntryClicked) -> None:
+        self.tools.click(message)
+
+    @on(LargePaste)
+    def _pasted(self, message: LargePaste) -> None:
+        self.files.add_pasted(message.text)
+
+    @on(Input.Changed, "#session-search")
+    def _search_changed(self) -> None:
+        self.saved.search()
+
+    @on(SessionWish)
+    def _session_wished(self, message: SessionWish) -> None:
+        self.saved.fulfil(message)
+
+    # -- slash commands --------------------------------------------------------------------
+
+    def _handlers(self) -> dict[str, Callable[[str], object]]:
+        """The function that runs each slash command, given its argument; `state.commands` has their
+        names and their help."""
+
+        def alone(function: Callable[[], object]) -> Callable[[str], object]:
+            return lambda _argument: function()
+
+        def app(action: str) -> Callable[[str], object]:
+            return lambda _argument: self.call_later(self.app.run_action, action)
+
+        return {
+            "clear": alone(self.action_clear),
+            "new": alone(self.action_new_chat),
+            "system": self.dialogue.system_command,
+            "copy": alone(self.tools.copy_answer),
+            "code": self.tools.copy_command,
+            "save": self.tools.save_command,
+            "attach": self.files.run_command,
+            "sampling": alone(self.settings.open_panel),
+            "schema": partial(self.settings.set_form, "schema"),
+            "regex": partial(self.settings.set_form, "regex"),
+            "choice": partial(self.settings.set_form, "choice"),
+            "fit": self.dialogue.fit,
+            "retry": alone(self.dialogue.regenerate),
+            "edit": alone(self.dialogue.edit),
+            "tokens": alone(self.dialogue.look_at_tokens),
+            "links": alone(self.tools.list_links),
+            "sessions": alone(self.saved.toggle_panel),
+            "rename": self.saved.rename_open,
+            "export": self.saved.export,
+            "import": self.saved.import_chat,
+            "model": lambda argument: self.post_message(ModelsWanted(argument)),
+            "engine": app("app.show('dashboard')"),
+            "theme": self._set_theme,
+            "help": app("app.help"),
+            "quit": app("app.quit"),
+        }
 
     def _set_theme(self, name: str) -> None:
         if not name:
@@ -422,17 +531,18 @@ class ChatScreen(SessionScreen):
             self.app.theme = name
         else:
             names = ", ".join(n for n in self.app.available_themes if n.startswith("termgen"))
-            self.note(f"No theme {clean_line(name)!r}. There are {names}, and Textual's own.")
+            self.view.note(f"No theme {clean_line(name)!r}. There are {names}, and Textual's own.")
 
     def _paint_status(self, width: int, _height: int) -> Sequence[Row]:
-        turns = self.conversation.turns
+        turns, left_out = self.conversation.turns, self.conversation.num_left_out
+        sent = (f"from turn {left_out + 1}",) if left_out else ()
         status = ChatStatus(
             stats=turns[-1].stats if turns else None,
             streaming=self.is_streaming,
             context_tokens=self.conversation.context_tokens,
-            temperature=self._params.temperature,
-            changes=self.request_changes(),
+            temperature=self.settings.params.temperature,
+            changes=(*sent, *self.settings.changed_words()),
             now_s=self._clock(),
             behind=self.is_streaming and not self.transcript.at_end,
         )
-        return [status_row(self._client.model, status, width)]
+        return [status_row(self.settings.client.model, status, width)]

@@ -270,7 +270,7 @@ def test_frames_of_the_tests_are_frames_of_a_file(tmp_path: Path) -> None:
 
 def test_a_recorded_load_can_be_played(tmp_path: Path) -> None:
     """The output of `benchmarks/record_events.py`: requests of every kind, none of them lost."""
-    program = Path(__file__).parents[2] / "benchmarks" / "record_events.py"
+    program = Path(__file__).parents[3] / "benchmarks" / "record_events.py"
     target = tmp_path / "run.events"
     command = [sys.executable, str(program), str(target), "--tiny", "--seconds", "1.5"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

@@ -189,7 +189,7 @@ async def test_a_click_marks_a_message_and_typing_goes_on() -> None:
         for question in ("one", "two"):
             await ask(app, pilot, question)
         await pilot.click("#transcript", offset=await place_of(app, "one"))
-        assert app.chat.cursor_turn is app.chat.conversation.turns[0] and "◂" in shown(app)
+        assert app.chat.dialogue.current is app.chat.conversation.turns[0] and "◂" in shown(app)
         await type_text(pilot, "re")
         assert app.chat.prompt.text == "re"
         await pilot.click("#transcript", offset=await place_of(app, "one"))
@@ -382,7 +382,7 @@ async def test_another_chat_leaves_files_and_waiting_messages_behind(
         await ask(app, pilot, "/attach notes.md", wait=False)
         app.chat.prompt.insert("a draft")
         await pilot.press("ctrl+n")
-        assert app.chat.attached == () and app.chat.prompt.border_title in ("", None)
+        assert app.chat.files.attached == () and app.chat.prompt.border_title in ("", None)
         assert app.chat.prompt.text == "a draft"
         assert "dropped" in notes(app) and "in the history" in notes(app)
         engine._script = Script(pieces=("fine",))

@@ -10,7 +10,7 @@ from chat_store_harness import loaded
 from test_tui_branches import numbered_engine
 from tui_harness import FrozenApp, ask, ready, wait_until
 
-from termgen.tui.chat import sessions
+from termgen.tui.chat import saved_chats
 from termgen.tui.chat.saved.chat_db import ChatDatabase
 from termgen.tui.chat.saved.chat_records import turn_record
 from termgen.tui.chat.saved.chat_store import ChatStore
@@ -21,7 +21,7 @@ SIZE = (110, 40)
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "OTHERS_S", 0.05)
+    monkeypatch.setattr(saved_chats, "OTHERS_S", 0.05)
 
 
 def other_asks(

@@ -107,7 +107,7 @@ async def test_the_chat_says_by_signs_what_colours_say(mode: str) -> None:
     app = FrozenApp(chat_engine(Script(pieces=("<think>hm", "</think>", "```py\nx\n```"))))
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
-        app.chat.attach((Attachment("notes.md", "few words"),))
+        app.chat.files.attach((Attachment("notes.md", "few words"),))
         await ask(app, pilot, "why")
         await pilot.press("alt+r")
         await wait_until(pilot, lambda: len(app.chat.conversation.turns[0].siblings) == 2)

@@ -52,7 +52,7 @@ def said(app: FrozenApp) -> list[str]:
 async def test_links_are_listed_opened_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(
-        "termgen.tui.chat.chat_tools.open_in_browser", lambda url: not opened.append(url)
+        "termgen.tui.chat.answer_tools.open_in_browser", lambda url: not opened.append(url)
     )
     answers = {"one": ANSWER, "two": "http://two.example", "none": "No link."}
     engine = chat_engine(

@@ -86,8 +86,8 @@ async def test_an_answer_may_end_while_the_screen_is_taken_down() -> None:
         await wait_until(pilot, lambda: "xx" in shown(app))
         chat = app.chat
         await chat.remove_children()
-        chat._flush()
-        chat.stop_answer()
+        chat.dialogue.flush()
+        chat.dialogue.stop_answer()
         assert chat.conversation.turns[0].state is AnswerState.STOPPED
 
 
@@ -134,7 +134,7 @@ async def test_a_file_may_be_called_anything(name: str) -> None:
     app = FrozenApp(chat_engine())
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)
-        app.chat.attach([Attachment(name, "text")])
+        app.chat.files.attach([Attachment(name, "text")])
         await pilot.pause()
         screen = drawn(app)
         assert (name if name != EVIL else SHOWN) in screen and "\x1b" not in screen

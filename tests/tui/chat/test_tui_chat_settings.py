@@ -79,7 +79,7 @@ async def test_a_chat_that_set_nothing_takes_what_the_model_has_now(tmp_path: Pa
     app = FrozenApp(first, chats=ChatStore(path))
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)
-        app.chat._set_params(replace(app.chat._params, seed=7))
+        app.chat.settings.set(replace(app.chat.settings.params, seed=7))
         await ask(app, pilot, "q0")
         assert first.calls[-1].params.top_k == 20
     engine = chat_engine(Script(pieces=("fine",)))
@@ -115,7 +115,7 @@ async def ask_old_chat(server: ForeignServer, path: Path) -> tuple[list[str], li
         await pilot.press("alt+r")
         await wait_until(pilot, lambda: len(server.bodies) == 3 and not chat.is_streaming)
         lines = [line.strip() for line in chat.transcript.plain_text.split("\n")]
-        return lines, [chat.status.text], chat._params
+        return lines, [chat.status.text], chat.settings.params
 
 
 async def test_what_a_server_does_not_know_is_left_out_and_said(tmp_path: Path) -> None:

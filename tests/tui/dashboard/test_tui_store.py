@@ -223,7 +223,7 @@ def test_events_come_to_the_same_together_and_one_by_one(seed: int) -> None:
     assert any(one.series.decode) and any(one.series.gap_ms) and any(one.series.graph_share)
     for name in ("step", "gap", "ttft", "queue", "steps", "requests", "graphs"):
         assert getattr(one, name) == getattr(other, name)
-    assert list(together.lanes) == list(single.history)
+    assert list(together.history) == list(single.history)
     lines = (store.log.matching(Level.DEBUG, "", 10**18) for store in (together, single))
     assert next(lines) == next(lines)
 

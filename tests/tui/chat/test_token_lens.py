@@ -231,7 +231,7 @@ async def test_an_answer_of_before_is_looked_at_by_its_text() -> None:
         await ready(app, pilot)
         await ask(app, pilot, "q0")
         await ask(app, pilot, "q1")
-        app.chat.tokens.clear()
+        app.chat.dialogue.tokens.clear()
         await pilot.press("alt+up", "alt+up")
         await open_lens(app, pilot)
         assert f"token 1 of {len(''.join(WORDS).encode()) + 1}" in lens_text(app)

@@ -80,7 +80,7 @@ async def test_escape_gives_an_edit_up() -> None:
         await ask(app, pilot, "q0")
         app.chat.prompt.insert("a draft")
         await pilot.press("alt+e", "x", "escape")
-        assert app.chat.prompt.text == "a draft" and app.chat.editing is None
+        assert app.chat.prompt.text == "a draft" and app.chat.dialogue.editing is None
         await pilot.press("enter")
         await wait_until(pilot, lambda: len(engine.calls) == 2)
         assert sent(engine)[-1] == ("user", "a draft") and len(sent(engine)) == 3
@@ -101,7 +101,7 @@ async def test_a_refused_branch_leaves_the_one_before() -> None:
         await pilot.press("alt+e")
         await ask(app, pilot, "q7")
         assert said(app)[:4] == ["q0", "answer0", "q1", "answer1"]
-        assert app.chat.prompt.text == "q1q7" and app.chat.editing is not None
+        assert app.chat.prompt.text == "q1q7" and app.chat.dialogue.editing is not None
         engine._script = answers
         await pilot.press("enter")
         await wait_until(pilot, lambda: "answer2" in shown(app) and not app.chat.is_streaming)
@@ -135,7 +135,7 @@ async def test_the_mark_moves_through_the_questions() -> None:
         transcript = app.chat.transcript
         for expected in (5, 4, 3, 2, 1, 0, 0):
             await pilot.press("alt+up")
-            cursor = app.chat.cursor_turn
+            cursor = app.chat.dialogue.current
             assert cursor is not None and cursor.question == f"q{expected}"
             lines = transcript.plain_text.split("\n")
             at = next(i for i, line in enumerate(lines) if "◂" in line)
@@ -183,7 +183,7 @@ async def test_what_is_sent_is_what_is_shown() -> None:
                 await pilot.press(action)
             await wait_until(pilot, lambda: not app.chat.is_streaming)
             await pilot.pause()
-            if app.chat.editing is not None:
+            if app.chat.dialogue.editing is not None:
                 await pilot.press("escape")
             path = [word for t in app.chat.conversation.turns for word in (t.question, t.answer)]
             assert said(app) == [word.rstrip(".") for word in path]

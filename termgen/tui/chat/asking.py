@@ -1,0 +1,180 @@
+"""How the next question is asked: by which model, with which parameters, form and files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from textual.content import Content
+
+from termgen.client import EngineClient
+from termgen.config import UIConfig
+from termgen.errors import RequestError
+from termgen.tui.chat.panels import SamplingPanel
+from termgen.tui.chat.saved.chat_records import restored_params
+from termgen.tui.chat.state import attachments as files
+from termgen.tui.chat.state.answer_form import form_words, parse_form
+from termgen.tui.chat.state.attachments import Attachment
+from termgen.tui.chat.state.conversation import sampling_params
+from termgen.tui.chat.state.sampling_fields import FIELDS, changes, without
+from termgen.tui.chat.view import ChatView
+from termgen.tui.chat.widgets.chat_rows import attachment_words
+from termgen.tui.paint.spans import cut
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
+
+
+class Settings:
+    """The model that answers, and the sampling parameters and the form that it is asked with."""
+
+    def __init__(
+        self, view: ChatView, client: EngineClient, ui: UIConfig, *, on_change: Callable[[], None]
+    ) -> None:
+        self._view = view
+        self._ui = ui
+        self._on_change = on_change
+        self.client = client
+        self.own, self.defaults = self._defaults_of_model()
+        """The model's own parameters; the same with the user's settings on top."""
+        self.params = self.defaults
+
+    @property
+    def form(self) -> StructuredOutputsParams | None:
+        """Form that the next answers must have."""
+        return self.params.structured_outputs
+
+    def set_client(self, client: EngineClient) -> None:
+        """Take another model. Parameters that the user has set stay, others become its own."""
+        kept = {
+            name: getattr(self.params, name)
+            for name in (*FIELDS, "structured_outputs")
+            if getattr(self.params, name) != getattr(self.defaults, name)
+        }
+        self.client = client
+        self.own, self.defaults = self._defaults_of_model()
+        self.params = replace(self.defaults, **kept)
+
+    def _defaults_of_model(self) -> tuple[SamplingParams, SamplingParams]:
+        own = self.client.model.default_params
+        return sampling_params(own, UIConfig()), sampling_params(own, self._ui)
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Take the parameters of a chat that is opened. The form stays."""
+        self.params = restored_params(kept, replace(self.defaults, structured_outputs=self.form))
+
+    def set(self, params: SamplingParams) -> None:
+        self.params = params
+        self._on_change()
+
+    def told(self) -> tuple[SamplingParams, tuple[str, ...]]:
+        """The parameters that the server knows, and the values of the user's that it does not."""
+        return without(self.params, self.client.model.untold_params)
+
+    def changed_words(self) -> tuple[str, ...]:
+        """The form and the changed parameters, for the status line."""
+        form = (form_words(self.form),) if self.form is not None else ()
+        return (*form, *changes(self.told()[0], self.defaults))
+
+    def set_form(self, command: str, argument: str) -> None:
+        """`/schema`, `/regex`, `/choice`: show, set or remove the form of answers."""
+        if argument in ("", "off"):
+            if argument:
+                self.set(replace(self.params, structured_outputs=None))
+            asked = f"Answers are asked for as {form_words(self.form)}." if self.form else ""
+            self._view.note(asked or "Answers may look like anything.")
+            return
+        try:
+            form = parse_form(command, argument)
+        except RequestError as error:
+            self._view.refuse(error)
+            return
+        self.set(replace(self.params, structured_outputs=form))
+        self._view.note(f"Answers now follow it: {form_words(form)}. `/{command} off` ends that.")
+
+    def open_panel(self) -> None:
+        def use(params: SamplingParams | None) -> None:
+            if params is not None:
+                self.set(params)
+
+        self._view.screen.app.push_screen(SamplingPanel(self.params, self.defaults), use)
+
+
+class QuestionFiles:
+    """Files that go with the next question, and the title of the prompt, which shows them."""
+
+    def __init__(self, view: ChatView) -> None:
+        self._view = view
+        self.attached: tuple[Attachment, ...] = ()
+        self._label = ""
+        """First words of the title, when the prompt is not for a new question."""
+
+    def take(self, question: str) -> tuple[Attachment, ...] | None:
+        """The attached files and those that the question names; none is attached any more.
+
+        None, with the reason shown, if they cannot be sent.
+        """
+        together = self.read(question, self.attached)
+        if together is not None:
+            self.attach(())
+        return together
+
+    def read(self, question: str, attached: Sequence[Attachment]) -> tuple[Attachment, ...] | None:
+        """These files, and those that the question names as they are now. None, with the reason
+        shown, if they cannot be sent."""
+        try:
+            named = [files.read_file(path) for path in files.mentions(question)]
+            together = files.merged([*attached, *named])
+            files.check(together)
+        except RequestError as error:
+            self._view.refuse(error)
+            return None
+        return together
+
+    def give_back(self, question: str, attachments: Sequence[Attachment]) -> None:
+        """Attach the files of a question that was not answered, but for those that it names."""
+        named = files.mentions(question)
+        self.attach([file for file in attachments if file.name not in named])
+
+    def add_pasted(self, text: str) -> None:
+        self._add(files.pasted_file(text, (file.name for file in self.attached)))
+
+    def run_command(self, argument: str) -> None:
+        """`/attach`: show, add or drop files."""
+        path = argument.strip("\"'")
+        if argument == "off":
+            self.attach(())
+            self._view.note("Nothing is attached.")
+        elif not path:
+            names = ", ".join(attachment_words(file) for file in self.attached)
+            self._view.note(names or "Nothing is attached. `/attach PATH` adds a file.")
+        else:
+            try:
+                self._add(files.read_file(path))
+            except RequestError as error:
+                self._view.refuse(error)
+
+    def _add(self, file: Attachment) -> None:
+        together = files.merged([*self.attached, file])
+        try:
+            files.check(together)
+        except RequestError as error:
+            self._view.refuse(error)
+        else:
+            self.attach(together)
+
+    def attach(self, attached: Sequence[Attachment]) -> None:
+        """Attach these files and no others."""
+        self.attached = tuple(attached)
+        self.show_title(self._label)
+
+    def show_title(self, label: str | None = None) -> None:
+        """Show the label, a new one if it is given, and the files on the prompt's edge."""
+        if label is not None:
+            self._label = label
+        words = [self._label] if self._label else []
+        words += [attachment_words(file) for file in self.attached]
+        prompt = self._view.prompt
+        width = max(8, prompt.size.width - 4)
+        # Content, not markup: a file's name may hold brackets
+        prompt.border_title = Content(cut("  ".join(words), width)) if words else None

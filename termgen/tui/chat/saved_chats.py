@@ -1,0 +1,301 @@
+"""Chats that are saved: the panel that lists them, opening, renaming, deleting, export and import.
+
+Everything that reads the store is a worker: the screen never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from termgen.errors import ChatStoreError
+from termgen.tui.chat.asking import Settings
+from termgen.tui.chat.dialogue import Dialogue
+from termgen.tui.chat.saved.autosave import Autosave
+from termgen.tui.chat.saved.chat_db import SessionSummary
+from termgen.tui.chat.saved.chat_records import (
+    all_turns,
+    as_json,
+    as_markdown,
+    conversation_of,
+    parse_export,
+    read_chat,
+    session_record,
+    take_others,
+    turn_record,
+    user_path,
+    write_new,
+)
+from termgen.tui.chat.saved.chat_store import ChatStore, Resume
+from termgen.tui.chat.state.conversation import Conversation, Turn, title_of
+from termgen.tui.chat.view import ChatView
+from termgen.tui.chat.widgets.messages import SessionWish
+from termgen.tui.chat.widgets.session_panel import SessionList, SessionPanel
+from termgen.tui.paint.sanitize import clean_line
+
+SEARCH_PAUSE_S = 0.08
+"""Pause in typing before the store is searched."""
+OTHERS_S = 1.0
+"""Interval of checks whether another window has written to the same chat."""
+
+
+class SavedChats:
+    def __init__(
+        self,
+        view: ChatView,
+        settings: Settings,
+        dialogue: Dialogue,
+        panel: SessionPanel,
+        store: ChatStore,
+        autosave: Autosave,
+        *,
+        resume: Resume | None,
+        begin: Callable[[], Conversation],
+        show: Callable[[Conversation], None],
+        on_opened: Callable[[], None],
+    ) -> None:
+        """begin: a new, empty conversation. show: puts a conversation on the screen. on_opened:
+        called when the opening of a chat has ended."""
+        self._view = view
+        self._settings = settings
+        self._dialogue = dialogue
+        self._panel = panel
+        self._store = store
+        self._autosave = autosave
+        self._resume = resume
+        self._begin = begin
+        self._show = show
+        self._on_opened = on_opened
+        self._deleted: list[SessionSummary] = []
+        self._asked_here: set[str] = set()
+        """Ids of the turns that this window has asked."""
+        self._seen: tuple[str, int] | None = None
+        """(session id, version of the file) of the last comparison with the file."""
+        self.is_opening = resume is not None
+        """A resumed chat is still being read: questions wait for it."""
+
+    def start(self) -> None:
+        self._panel.display = False
+        self._store.start(report=self._report, replaced=self._save_again)
+        if self._store.path is not None:
+            self._view.screen.set_interval(OTHERS_S, self.look_for_others)
+        if self._resume is not None:
+            self.open(self._resume.session_id, resume=self._resume)
+
+    def note_asked(self, turn: Turn) -> None:
+        """Take in a turn that this window has asked."""
+        self._asked_here.add(turn.turn_id)
+        self.update_panel()
+
+    # -- other windows ---------------------------------------------------------------------
+
+    def look_for_others(self) -> None:
+        self._view.start_worker("others", self._looking, exclusive=True)
+
+    async def _looking(self) -> None:
+        """Show what another window has written to the open chat: two windows on one chat would
+        diverge unseen otherwise."""
+        conversation = self._dialogue.conversation
+        session_id = conversation.session_id
+        if not conversation.turns or self.is_opening:
+            return
+        seen = self._seen
+        try:
+            seen = session_id, await self._store.read(lambda database: database.others_version)
+            if seen == self._seen:
+                return
+            _, turns = await self._store.read(lambda database: database.load(session_id))
+            if self._dialogue.conversation is not conversation:
+                return
+            self._seen = seen
+            added, changed = take_others(conversation, turns, own=self._asked_here)
+        except ChatStoreError as error:
+            if self._seen is not None and self._seen[0] == session_id:
+                self._report(f"another window: {error}; the next question keeps it here")
+            self._seen = seen
+            return
+        if added or changed:
+            self._dialogue.show_others(added, changed)
+
+    # -- the panel -------------------------------------------------------------------------
+
+    def leave_panel(self) -> bool:
+        """One step out of the panel; False if it does not have the focus."""
+        panel = self._panel
+        if panel.is_renaming:
+            panel.end_rename()
+        elif not panel.display or not panel.has_focus_within:
+            return False
+        elif panel.search.value:
+            panel.search.value = ""
+            panel.session_list.focus()
+        else:
+            self.toggle_panel()
+        return True
+
+    def close_narrow_panel(self) -> None:
+        """Close the panel where it covers the chat; beside the chat it stays."""
+        if self._view.screen.has_class("-narrow"):
+            self._panel.display = False
+        self._view.prompt.focus()
+
+    def _report(self, message: str) -> None:
+        screen = self._view.screen
+        screen.notify(message, severity="warning", timeout=12, markup=False)
+
+    def _save_again(self) -> None:
+        """Save the open chat into a new file."""
+        self._autosave.save_all(
+            self._dialogue.conversation, self._settings.params, own=self._settings.own
+        )
+
+    def toggle_panel(self) -> None:
+        """Open the panel, or close it."""
+        panel = self._panel
+        panel.display = not panel.display
+        if panel.display:
+            panel.search.value = ""
+            self.update_panel(select_open=True)
+            panel.session_list.focus()
+        else:
+            self._view.prompt.focus()
+
+    def search(self) -> None:
+        self.update_panel(pause_s=SEARCH_PAUSE_S)
+
+    def update_panel(self, *, pause_s: float = 0.0, select_open: bool = False) -> None:
+        """Bring the panel up to date, if it is open."""
+        start = self._view.start_worker
+        start("sessions", self._listing, pause_s, select_open, exclusive=True)
+
+    async def _listing(self, pause_s: float, select_open: bool) -> None:
+        if not self._panel.display:
+            return
+        await asyncio.sleep(pause_s)
+        words = self._panel.search.value.strip()
+        try:
+            found = await self._store.read(lambda database: database.sessions(words))
+        except ChatStoreError as error:
+            self._report(str(error))
+            return
+        if not self._panel.query(SessionList):
+            return  # the program has ended meanwhile
+        open_id = self._dialogue.conversation.session_id
+        self._panel.session_list.show(found, words=words, open_id=open_id)
+        if select_open:
+            self._panel.session_list.select(open_id)
+
+    def fulfil(self, message: SessionWish) -> None:
+        """Do what a key or a click in the panel asks for."""
+        session = message.session
+        if message.what == "search":
+            self._panel.search.focus()
+        elif message.what == "undo":
+            self._undo_delete()
+        elif session is None:
+            return
+        elif message.what == "open":
+            self.close_narrow_panel()
+            if session.session_id != self._dialogue.conversation.session_id:
+                self.open(session.session_id)
+        elif message.what == "rename":
+            self._panel.begin_rename(session)
+        elif message.what == "name":
+            self._rename(session.session_id, message.title)
+        else:
+            self._delete(session)
+
+    def open(self, session_id: str, *, resume: Resume | None = None) -> None:
+        start = self._view.start_worker
+        start("open-session", self._opening, session_id, resume, exclusive=True)
+
+    async def _opening(self, session_id: str, resume: Resume | None) -> None:
+        try:
+            session, turns = await self._store.read(lambda database: database.load(session_id))
+            conversation = conversation_of(session, turns)
+        except ChatStoreError as error:
+            self._report(str(error))
+        else:
+            self._show(conversation)
+            self._settings.restore(session.params)
+            if resume is not None:
+                self._dialogue.restore_settings(resume.given)
+            self.update_panel(select_open=True)
+            self._view.status.repaint()
+        self.is_opening = False
+        self._on_opened()
+
+    def rename_open(self, title: str) -> None:
+        if not self._dialogue.conversation.turns:
+            self._view.warn("a chat has a name from its first question on")
+        elif title:
+            self._rename(self._dialogue.conversation.session_id, title)
+        else:
+            self._view.note(f"This chat is called: {self._dialogue.conversation.title}")
+
+    def _rename(self, session_id: str, title: str) -> None:
+        title = title_of(title)
+        if session_id == self._dialogue.conversation.session_id:
+            self._dialogue.conversation.title = title
+        self._autosave.rename(session_id, title)
+        self.update_panel()
+
+    def _delete(self, session: SessionSummary) -> None:
+        if session.session_id == self._dialogue.conversation.session_id:
+            self._show(self._begin())
+            self._panel.session_list.focus()
+        self._deleted.append(session)
+        self._autosave.delete(session.session_id)
+        back = f"{self._view.key('sessions.undo')} brings it back"
+        self._view.notify(f"deleted: {clean_line(session.title)} ({back})")
+        self.update_panel()
+
+    def _undo_delete(self) -> None:
+        if not self._deleted:
+            self._view.notify("nothing was deleted")
+            return
+        session = self._deleted.pop()
+        self._autosave.restore(session.session_id)
+        self.update_panel()
+
+    # -- files -----------------------------------------------------------------------------
+
+    def export(self, argument: str) -> None:
+        """`/export [-f] [md|json] PATH`: write the path as markdown, or the whole tree as JSON."""
+        self._view.start_worker("chat-files", self._exporting, argument)
+
+    async def _exporting(self, argument: str) -> None:
+        conversation, settings = self._dialogue.conversation, self._settings
+        if not conversation.turns:
+            self._view.warn("there is nothing to export yet")
+            return
+        try:
+            wanted = parse_export(argument)
+            session = session_record(conversation, settings.params, own=settings.own)
+            if wanted.form == "md":
+                text = as_markdown(session, conversation)
+            else:
+                turns = all_turns(conversation)
+                text = as_json(session, [turn_record(conversation, turn) for turn in turns])
+            replaced = await asyncio.to_thread(write_new, wanted, text)
+        except ChatStoreError as error:
+            self._view.refuse(error)
+            return
+        over = ", over the file that was there" if replaced else ""
+        self._view.note(f"Exported to {wanted.path}{over}.")
+
+    def import_chat(self, argument: str) -> None:
+        """`/import PATH`: open a chat that was exported as JSON, as a new one."""
+        self._view.start_worker("chat-files", self._importing, argument)
+
+    async def _importing(self, argument: str) -> None:
+        try:
+            session, turns = await asyncio.to_thread(read_chat, user_path(argument))
+        except ChatStoreError as error:
+            self._view.refuse(error)
+            return
+        conversation = conversation_of(session, turns)
+        self._settings.restore(session.params)
+        self._show(conversation)
+        self._autosave.save_all(conversation, self._settings.params, own=self._settings.own)
+        self.update_panel(select_open=True)
